@@ -1,4 +1,4 @@
-# The main targets are `make demo` and `make test`. They make .venv once; PYTHON=python uses the active environment.
+# The main targets are `make demo` and `make test`. They create .venv once; PYTHON=python uses the active environment.
 BASE_PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 PYTHON ?= $(VENV_PYTHON)
@@ -37,14 +37,14 @@ demo: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
 	$(PYTHON) -m mmqk.report runs/demo --out reports/demo
 
-# One pool of runs, about 94 minutes on two cores; MINUTES=50 stops after 50 minutes, the next call continues.
+# One pool of runs, about 94 minutes on two cores. MINUTES=50 stops after 50 minutes; the next call continues.
 claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/claims/learning_rates.yaml --config configs/claims/modalities.yaml \
 		--config configs/claims/placement.yaml --config configs/claims/competition.yaml \
 		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES))
 	$(PYTHON) -m mmqk.report runs/claims --out reports/claims
 
-# About 14 core hours; MINUTES=50 stops after 50 minutes, the next call continues.
+# About 14 core hours. MINUTES=50 stops after 50 minutes; the next call continues.
 late: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/failures/late.yaml --out runs/late --jobs 2 \
 		$(if $(MINUTES),--max-minutes $(MINUTES))

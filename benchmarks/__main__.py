@@ -23,11 +23,11 @@ from mmqk.store import UserError, run_main
 from mmqk.store.errors import OneSentenceParser
 
 TABLES = tuple(HEADINGS)
-SLICE_SECONDS = 400  # longest duration of a slice; below a limit of 8 minutes for a command
+SLICE_SECONDS = 400  # longest duration of a slice; below a time limit of 8 minutes per command
 
 
 def units_of(context: Context, asked: Sequence[str] = ()) -> list[Unit]:
-    """Return the units named by `TABLE` or `TABLE/UNIT`; all of them without names.
+    """Return the units named by `TABLE` or `TABLE/UNIT`; without names, all units.
 
     Raises:
         UserError: an unknown name.
@@ -49,7 +49,7 @@ def deal(units: Sequence[Unit], n: int) -> list[list[Unit]]:
 
 
 def seconds(units: Sequence[Unit]) -> float:
-    """Expected duration of all units."""
+    """Return the expected duration of all units."""
     return sum(u.seconds for u in units)
 
 
@@ -60,12 +60,12 @@ def slices_needed(units: Sequence[Unit]) -> int:
 
 
 def measured(unit: Unit, context: Context, command: str) -> dict[str, Any]:
-    """Measure a unit; its record."""
+    """Measure a unit and return its record."""
     started, about = datetime.now(UTC).isoformat(timespec="seconds"), machine(context.device)
     begin = time.monotonic()
     try:
         result = unit.measure(context)
-    except Exception as error:  # in the setup that all its rows share
+    except Exception as error:  # in the setup that all rows of the unit share
         result = {"title": unit.path, "facts": {}, "base": None, "rows": [failed_row("all", error)]}
     return {
         "table": unit.table, "unit": unit.name, "title": result["title"], "full": context.full, "started": started,
@@ -125,7 +125,7 @@ def _parser() -> OneSentenceParser:
     )
     parser.add_argument("--full", action="store_true", help="GPU sizes; needs a GPU")
     parser.add_argument(
-        "--slice", default="1/1", metavar="K/N", help="the k-th of n parts (--list says how many)"
+        "--slice", default="1/1", metavar="K/N", help="the k-th of n parts (--list prints their number)"
     )
     parser.add_argument("--rounds", type=int, help="counted rounds per row (default: the table's)")
     parser.add_argument(
@@ -186,7 +186,7 @@ def _list(context: Context, units: Sequence[Unit]) -> None:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command without --out."""
+    """Return the command line without `--out`."""
     kept = list(argv)
     if "--out" in kept:
         at = kept.index("--out")

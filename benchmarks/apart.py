@@ -1,7 +1,7 @@
 """Time a candidate in a separate process, for comparisons that depend on the state of the process.
 
-On a CPU this state is that of the C library's allocator. It returns freed large blocks to the kernel until it has
-seen some freed, or until a setting tells it to keep them. Both affect every candidate in the process.
+On a CPU this is the state of the C library's allocator. At first it returns large blocks to the kernel when they are
+freed. After some blocks were freed, or by a setting, it keeps them. Both affect every candidate in the process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ PATIENCE = 240.0  # time limit of a turn, in seconds
 
 
 class Apart:
-    """Builds and calls the timed function in a separate process, which waits between turns.
+    """Build and call the timed function in a separate process, which waits between turns.
 
     Args:
-        build: as in `Candidate`; it is pickled, so it cannot be a closure.
+        build: as in `Candidate`; `build` is pickled, so it cannot be a closure.
         threads: number of CPU threads of the process.
 
     Raises:
-        RuntimeError: when called, if the process failed; with its reason.
+        RuntimeError: on a call, if the process failed; the message has the reason.
     """
 
     def __init__(self, build: Callable[[], Callable[[int], float]], threads: int):

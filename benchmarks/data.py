@@ -31,7 +31,7 @@ from mmqk.shards.samples import pair_of
 from mmqk.shards.tars import index_tar
 
 PLAIN = "plain WebDataset loop, images decoded"
-ONLINE = 100  # samples of a repetition that tokenizes while reading
+ONLINE = 100  # samples per repetition of the candidate that tokenizes while reading
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128
 Work = tuple[int, int]  # samples, tokens
 Make = Callable[[], Callable[[], Work]]
@@ -67,7 +67,7 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
 
 
 class Take:
-    """A candidate for the harness, which stores the work of its latest repetition."""
+    """A candidate for the harness. It stores the work of its latest repetition."""
 
     def __init__(self, make: Make):
         self.make, self.work = make, (0, 0)
@@ -82,7 +82,7 @@ class Take:
 
 
 def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
-    """Return the candidates by name. Each returns a function that does the work once and returns (samples,
+    """Return the candidates by name. A candidate returns a function that does the work once and returns (samples,
     tokens)."""
 
     tokenizers = Path(config.tokenizers)
@@ -161,7 +161,7 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
 
 
 def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
-    """Successive batches of a run, made as a loader worker makes them."""
+    """Return a function that takes successive batches of a run, made as a loader worker makes them."""
     dataset = MicroBatches(data.order, data.config.batch_size, 1, 0, 1, steps=10**9)
     step = iter(range(10**9))
 
@@ -169,7 +169,7 @@ def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
 
 
 def counted(take: Callable[[], TokenBatch], batches: int) -> Callable[[], Work]:
-    """Takes the given number of batches and counts their rows and tokens."""
+    """Return a function that takes the given number of batches and counts their rows and tokens."""
 
     def read() -> Work:
         rows = tokens = 0

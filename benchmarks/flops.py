@@ -1,9 +1,9 @@
-"""Floating-point operations of a training step, and model FLOPs utilization (MFU): their share of the peak.
+"""Floating-point operations of a training step, for the model FLOPs utilization (MFU): their share of the peak.
 
 A forward pass of one token takes 2 operations for each weight of the matrices in blocks and head (the embedding is a
-look-up) and, in each layer, `4 * heads * head_dim` for each key that its query sees: q.k and the sum over the values.
-Only visible keys count: with a causal mask (T + 1) / 2 of T on average. The backward pass takes twice the forward.
-Norms, softmax, loss and optimizer are not counted, and recomputed activations are not counted twice.
+look-up) and, in each layer, `4 * heads * head_dim` for each key that the token's query sees: q.k and the sum over the
+values. Only visible keys count: with a causal mask (T + 1) / 2 of T on average. The backward pass takes twice the
+forward. Norms, softmax, loss and optimizer are not counted, and recomputed activations are not counted twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def seen_keys(T: int, window: int = 0) -> int:
 
 
 def step_flops(c: ModelConfig, sequences: int, T: int) -> float:
-    """Operations of one training step, forward and backward, on sequences of T tokens."""
+    """Return the operations of one training step, forward and backward, on sequences of T tokens."""
     pairs = sum(seen_keys(T, c.window_of(layer)) for layer in range(c.n_layers))
     forward = 2 * matrix_weights(c) * T + 4 * c.n_heads * c.head_dim * pairs
     return 3.0 * sequences * forward

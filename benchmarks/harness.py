@@ -1,7 +1,7 @@
-"""Time candidates that do the same work, in turns in one process. One that fails becomes a row with the reason.
+"""Time candidates that do the same work, in turns in one process. If a candidate fails, its row has the reason.
 
 A row of a result is plain data: `seconds` per repetition, one number per round, and `work`, the tokens, samples,
-steps and flops of a repetition. `benchmarks.tables` computes medians and ratios from these.
+steps and flops of a repetition. `benchmarks.tables` computes medians and ratios from these numbers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Candidate:
 
     Attributes:
         name: name of the row.
-        build: returns the timed function: called with n, it does n repetitions and returns the seconds of one. Its
-            optional attributes `first_seconds` (of the first repetition) and `first_loss` are stored; a function
-            with `warms_up` warms up by itself.
+        build: returns the timed function. Called with n, the function does n repetitions and returns the seconds of
+            one repetition. Its optional attributes `first_seconds` (of the first repetition) and `first_loss` are
+            stored; a function with `warms_up` warms up by itself.
         work: amounts of one repetition: tokens, samples, steps, flops.
         repeat: repetitions in a round; None for the comparison's default.
         against: name of the row to compare with; None for the comparison's base.
-        memory: whether to measure peak memory; False where several candidates share memory.
-        compiled: whether the candidate uses torch.compile: its compile time is stored, and a CPU's peak memory is not
-            measured.
+        memory: whether to measure peak memory; False if several candidates share memory.
+        compiled: whether the candidate uses torch.compile. If so, its compile time is stored, and peak memory on a
+            CPU is not measured.
         note: a note below the table.
     """
 
@@ -58,18 +58,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Context:
-    """How a table is measured.
+    """Settings for the measurement of a table.
 
     Attributes:
         device: cpu or cuda.
-        full: GPU sizes.
+        full: whether to measure the GPU sizes.
         rounds: number of counted rounds; None for the table's default.
         repeat: repetitions in a round; None for the table's default.
         compiled: whether to measure compiled rows on a CPU too.
         threads: number of CPU threads.
         rows: regular expression for the names of the rows to measure; None for all rows.
-        until: time on `time.monotonic` after which no candidate is built and no round is started.
-        toy: command line of a run at toy size.
+        until: `time.monotonic()` value after which no candidate is built and no round is started.
+        toy: command-line arguments of a run at toy size.
     """
 
     device: str = "cpu"
@@ -90,8 +90,8 @@ class Unit:
     Attributes:
         table: name of its table.
         name: its name in the table.
-        seconds: expected duration at full size on one H100, without the start of the process.
-        measure: returns `title`, `facts`, `base` (the row that others are compared with) and `rows`.
+        seconds: expected duration at full size on one H100, without the process start.
+        measure: returns `title`, `facts`, `base` (the row with which the others are compared) and `rows`.
     """
 
     table: str
@@ -107,7 +107,7 @@ class Unit:
 def compare(
     candidates: Sequence[Candidate], context: Context, *, repeat: int, rounds: int, warm: int = 2
 ) -> list[Row]:
-    """Measure each `Candidate` of doing the work as one row.
+    """Measure each candidate and return one row per candidate.
 
     All candidates are built first. In each round every candidate has one turn, in an order that rotates. The first
     round is not counted. At least one counted round runs, even after `until`.
@@ -196,7 +196,7 @@ def failed_row(name: str, error: Exception) -> Row:
 
 
 def _failed(row: Row, error: Exception) -> None:
-    """Store the reason, and drop the row's times."""
+    """Store the reason in the row, and drop the row's times."""
     row["status"], row["seconds"] = ABSENT if isinstance(error, Absent) else FAILED, []
     message = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError):
@@ -214,7 +214,7 @@ def _collect(context: Context) -> None:
 
 
 def seconds_of(do: Callable[[], object], n: int, device: str) -> float:
-    """Return the seconds of one of n repetitions, between two synchronizations with the device."""
+    """Return the mean seconds of n repetitions, measured between two synchronizations with the device."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(n):
@@ -230,7 +230,7 @@ def synchronize(device: str) -> None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile."""
+    """Return the first quartile, the median and the third quartile."""
     if len(values) == 1:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

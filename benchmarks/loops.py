@@ -43,8 +43,8 @@ class Loop:
     Args:
         model: the trained model, or a module that contains it.
         loss: computes the loss of a batch.
-        batches: used in turn, again and again.
-        run: precision and optimizer.
+        batches: batches that the loop cycles through.
+        run: the run whose precision and optimizer settings are used.
         device: cpu or cuda.
         optimizer: None for AdamW with weight decay on all parameters.
     """
@@ -77,7 +77,7 @@ class Loop:
         return self.first_seconds
 
     def step(self) -> Tensor:
-        """Make one update and return its loss."""
+        """Make one update of the weights and return the loss."""
         with torch.autocast(self.device, torch.bfloat16) if self.mixed else nullcontext():
             loss = self.loss(next(self.batches))
         loss.backward()
@@ -103,12 +103,12 @@ def own_loop(run: RunConfig, device: str) -> Loop:
 
 
 def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
-    """Return (ids, labels) of the same batches, for models without `TokenBatch`."""
+    """Return (ids, labels) of the run's batches, for models that do not take a `TokenBatch`."""
     return [(batch.ids_BT.to(device), labels_of(batch).to(device)) for batch in batches_of(run)]
 
 
 class Clock(L.Callback):
-    """Times the steps after the warm-up. It must be the last callback.
+    """Time the steps after the warm-up. It must be the last callback.
 
     Args:
         steps: number of timed steps.
@@ -137,7 +137,7 @@ class Clock(L.Callback):
 
 
 class _FirstLoss(L.Callback):
-    """The loss of the first step. It must come before `StepLog`, which removes the record."""
+    """Store the loss of the first step. It must come before `StepLog`, which removes the step record."""
 
     loss: float | None = None
 
@@ -150,13 +150,13 @@ class Stack:
     """The training stack of `mmqk.train`: Lightning, loggers, alarms, monitors and data, without validation and
     checkpoints, whose cost depends on their interval.
 
-    Each turn makes a new Trainer and does not time its first steps. The same model trains on in every turn.
+    Each turn makes a new Trainer and does not time its first steps. Every turn continues the training of one model.
 
     Args:
-        run: the run.
-        module: the module of this run; None to make one.
+        run: the configuration of the run.
+        module: the module of this run; None to make a new one.
         monitor: None for the run's monitors.
-        batches: batches in memory; None for the run's loader with its workers.
+        batches: batches in memory; None to use the run's loader with its workers.
     """
 
     warms_up = True
@@ -185,7 +185,7 @@ class Stack:
         return (clock.end - clock.start) / n
 
     def timed(self, n: int, gate: Callable[[], object] | None = None) -> Clock:
-        """Train `WARM` steps, n timed steps and one more."""
+        """Train `WARM` untimed steps, n timed steps and one untimed step. Return the clock with the times."""
         steps, clock, first = WARM + n + 1, Clock(n, gate), _FirstLoss()
         with tempfile.TemporaryDirectory() as folder:
             callbacks, loggers = self._watching(Path(folder), steps)
@@ -229,7 +229,7 @@ class Stack:
 
 
 class _Around(torch.utils.data.Dataset):
-    """Repeats the given batches."""
+    """A data set of n batches that cycles through the given batches."""
 
     ahead = 0
 
@@ -246,7 +246,7 @@ class _Around(torch.utils.data.Dataset):
 
 
 def quieten() -> None:
-    """Hide Lightning's notices."""
+    """Hide Lightning's warnings and notices."""
     warnings.filterwarnings("ignore", module="lightning.*")
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """Time and peak memory of head and loss alone, forward and backward: dense, and with `loss.chunk_size`.
 
-The timed work goes from the hidden states to the gradients of hidden states and head, with z-loss and two modalities.
-The CPU runs a toy size. The full size runs in bf16, where the logits of a batch take most of the memory.
+The timed work computes the gradients of hidden states and head from the hidden states, with z-loss and two
+modalities. The CPU runs a toy size. The full size runs in bf16, where the logits of a batch take most of the memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _measure(context: Context, size: Size) -> dict[str, Any]:
 
 
 def step_of(size: Size, chunk: int | None, device: str) -> Callable[[int], float]:
-    """Return the timed function: forward and backward, without an update of the weights."""
+    """Return the timed function. It runs forward and backward, without an update of the weights."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, size.tokens, size.width, generator=random).to(device).requires_grad_()
     head = (0.02 * torch.randn(size.vocabulary, size.width, generator=random)).to(device).requires_grad_()

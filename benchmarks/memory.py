@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Largest number of bytes alive at the same time, of tensors made inside the context."""
+    """Measure the largest number of bytes that tensors made inside the context use at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Peak(TorchDispatchMode):
 
 
 class CudaPeak:
-    """Largest number of bytes allocated at the same time, above those at the start."""
+    """Measure the largest number of bytes allocated at the same time, minus the bytes allocated at the start."""
 
     def __enter__(self) -> CudaPeak:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The same model, with the same weights, in transformers and in litgpt."""
+"""mmqk's model with equal weights in transformers and in litgpt."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, compile_blocks
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Return the mean over the trained targets, in fp32, as in both packages."""
+    """Return the mean cross-entropy over the trained targets, in fp32, as transformers and litgpt compute it."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
 
 def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """Return the run's model converted by `to_transformers`: Qwen3 with QK-Norm rms, Chameleon with layer, else
-    Llama.
+    """Return a loop of the run's model in transformers: Qwen3 with QK-Norm rms, Chameleon with layer, else Llama.
 
     Head and loss are applied here, because Chameleon's forward overwrites the logits of image ids.
     """
@@ -32,7 +31,7 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
     model: Any = to_transformers(EarlyFusionTransformer(run.model, "math", run.seed))
     model.set_attn_implementation(_causal_sdpa())
     model.to(device).train()
-    if hasattr(model.model, "vqmodel"):  # it is not used
+    if hasattr(model.model, "vqmodel"):  # the image tokenizer is not used
         model.model.vqmodel.requires_grad_(False)
 
     def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -44,7 +43,8 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
 
 
 def _causal_sdpa() -> str:
-    """Their SDPA without their mask: compiled, transformers builds a T x T mask, which excludes the flash kernel."""
+    """Register transformers' SDPA without its mask: compiled, it builds a T x T mask, which excludes the flash
+    kernel."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -53,7 +53,7 @@ def _causal_sdpa() -> str:
 
 
 def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """litgpt's GPT with the forward of its pretraining."""
+    """Return a loop of litgpt's GPT, with the forward pass that litgpt uses for pretraining."""
     needs("litgpt")
     model = (
         to_litgpt(EarlyFusionTransformer(run.model, "math", run.seed), run.data.seq_len).to(device).train()
@@ -66,9 +66,11 @@ def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
 
 
 def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
-    """mmqk's blocks with a plain cross-entropy, without Lightning, data or monitors: a lower bound of the time.
+    """Return a loop of mmqk's blocks with a plain cross-entropy, without Lightning, data or monitors: a lower bound
+    of the time.
 
-    If the run compiles, blocks and loss are compiled as in a run, or (`whole`) forward and loss as one graph.
+    If the run compiles, blocks and loss are compiled separately, as in a run. With `whole`, forward and loss are
+    compiled as one graph.
     """
     model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device).train()
     in_place = run.compile and not whole
@@ -83,7 +85,7 @@ def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
 
 
 def maybe(loss: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
-    """Compile the loss if asked to."""
+    """Return the loss, compiled if `compiled` is true."""
     return torch.compile(loss, dynamic=False) if compiled else loss
 
 
@@ -94,10 +96,10 @@ def needs(package: str) -> None:
 
 
 def to_litgpt(model: EarlyFusionTransformer, tokens: int) -> nn.Module:
-    """litgpt's GPT with the weights of a pre-norm SwiGLU model, with QK-Norm rms or none.
+    """Return litgpt's GPT with the weights of a pre-norm SwiGLU model with QK-Norm rms or none.
 
     Raises:
-        ValueError: litgpt has no settings for this model.
+        ValueError: litgpt cannot represent this model.
     """
     from litgpt import GPT, Config
 

@@ -1,4 +1,4 @@
-"""The same model in a bare loop, in the training stack, in transformers and in litgpt."""
+"""One model in a bare loop, in mmqk's training stack, in transformers and in litgpt."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _apart(context: Context) -> dict[str, Any]:
 
 
 def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Candidate]:
-    """Return the rows. Those of mmqk are compiled if the run is.
+    """Return the candidates. The candidates of mmqk are compiled if the run compiles.
 
     Args:
-        run: the model, its data and its optimizer.
+        run: the run whose model, data and optimizer are measured.
         context: device and size.
         theirs: name of the model in transformers.
         compiled: whether to measure compiled rows of the other packages.
@@ -87,7 +87,7 @@ def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool,
     device, work = context.device, work_of(run)
     chunk = CHUNK if context.full else TOY_CHUNK
     chunked = replace(run, loss=replace(run.loss, chunk_size=chunk))
-    probed = run.monitor.every_n_steps  # so that each turn has one probe
+    probed = run.monitor.every_n_steps  # steps per turn, so that each turn has one probe
 
     m = run.monitor
     note = f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the others have none"

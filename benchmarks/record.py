@@ -33,7 +33,7 @@ def device_name(device: str) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return the machine, and its load at the start, which shows whether anything else ran."""
+    """Return a description of the machine with its load, which shows whether other programs ran."""
     about: dict[str, Any] = {
         "device": device_name(device),
         "cpu": device_name("cpu"),
@@ -65,7 +65,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Commit of the code, with a plus if the code has changed since; None outside of git."""
+    """Return the commit of the code, with a plus if the code has changed since; None outside a git checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -85,7 +85,7 @@ def folder_of(device: str) -> str:
 
 
 def keep(path: Path, unit: dict[str, Any]) -> None:
-    """Write a unit into the file, in place of its earlier result."""
+    """Write the record of a unit into the file, in place of its earlier record."""
     units = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [u for u in units if u["unit"] != unit["unit"]] + [unit])

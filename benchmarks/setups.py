@@ -1,4 +1,4 @@
-"""The measured runs, resolved by the parser of mmqk.train, with their batches and facts."""
+"""The measured runs, with their batches and facts. The parser of mmqk.train resolves their configurations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.model import EarlyFusionTransformer
 from mmqk.training.loop.device import resolve_device
 
-# Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
-# 348.6 million parameters, all counted. 124M does as much arithmetic per token as GPT-2 124M.
+# Width, number of layers, number of heads with head_dim 64. With the head tied to the embedding of 32,768 ids the
+# models have 25.0, 124.3 and 348.6 million parameters in total. 124M needs as many operations per token as GPT-2
+# 124M.
 SIZES = {"25M": (384, 7, 6), "124M": (768, 14, 12), "350M": (1024, 25, 16)}
 QK_NORM = "--model.qk_norm={kind: rms}"
-BATCHES = 8  # number of different batches of a loop
+BATCHES = 8  # number of distinct batches that a loop cycles through
 
 
 def toy(context: Context, *flags: str) -> RunConfig:
-    """Return the demonstration on a CPU."""
+    """Return the run of the demonstration on a CPU."""
     threads = f"--threads={context.threads}"
     return resolve([*context.toy, threads, "--trainer.accelerator=cpu", "--quiet", *flags])
 
 
 def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary: int = 32768) -> RunConfig:
-    """Return one of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial; three of four ids are
+    """Return a run of one of `SIZES` on a GPU: bf16-mixed, compiled, on documents of the dial; three of four ids are
     text."""
     width, layers, heads = SIZES[size]
     text, image = vocabulary * 3 // 4, vocabulary // 4
@@ -53,7 +54,7 @@ def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
 
 
 def labels_of(batch: TokenBatch) -> Tensor:
-    """Targets for cross-entropy: -100 where no target is trained."""
+    """Return the targets for cross-entropy: -100 where no target is trained."""
     return torch.where(batch.target_mask_BT, batch.targets_BT, -100)
 
 
@@ -64,7 +65,7 @@ def work_of(run: RunConfig) -> dict[str, float]:
 
 
 def facts_of(run: RunConfig, device: str) -> dict[str, object]:
-    """Size, precision and kernels of a run, for the text above a table."""
+    """Return the size, precision and kernels of a run, for the text above a table."""
     c = run.model
     return {
         "parameters": parameters_of(run),
@@ -78,6 +79,6 @@ def facts_of(run: RunConfig, device: str) -> dict[str, object]:
 
 
 def parameters_of(run: RunConfig) -> int:
-    """Return the number of parameters; tied ones count once."""
+    """Return the number of parameters; tied parameters count once."""
     with torch.device("meta"):
         return sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())

@@ -1,4 +1,5 @@
-"""Model sizes, sequence lengths and vocabularies: the training stack without monitors, dense and chunked loss."""
+"""Time and memory by model size, sequence length and vocabulary: the training stack without monitors, with dense and
+chunked loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as Markdown: medians and quartiles over rounds, and ratios within each round."""
+"""Write results as Markdown: medians and quartiles over rounds, and ratios within each round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADINGS = {
 
 
 def speed(row: Row, what: str) -> list[float]:
-    """Work per second in each round."""
+    """Return the work per second in each round."""
     return [row["work"][what] / seconds for seconds in row["seconds"]]
 
 
@@ -151,7 +151,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 
 
 def markdown(units: Sequence[Unit]) -> str:
-    """Return all units, by table and device."""
+    """Return the tables of all units, by table and device."""
     order = list(HEADINGS)
     units = sorted(units, key=lambda u: (order.index(u["table"]), u["machine"]["device"]))
     parts = []
@@ -183,7 +183,7 @@ def one(unit: Unit) -> str:
             reason = row["reason"] if repeats else f"{row['status']}: {row['reason']}"
             lines.append(f"| {row['name']} | {reason} |" + " |" * (len(cells) - 1))
     notes = [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
-    same = _losses(rows) if unit["table"] == "peers" else []  # elsewhere the arms differ
+    same = _losses(rows) if unit["table"] == "peers" else []  # in other tables the models differ
     return "\n".join([*lines, *(["", *notes] if notes else []), *same])
 
 
@@ -200,7 +200,8 @@ def _about(unit: Unit) -> str:
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
-    """Return the range of the first losses: equal if all rows began with the same model and batch."""
+    """Return a line with the range of the first losses, which are equal if all rows began with one model and
+    batch."""
     values = [row["first_loss"] for row in rows if row["first_loss"] is not None]
     if len(values) < 2:
         return []

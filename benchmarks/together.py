@@ -1,7 +1,7 @@
 """Many small runs on one device: steps per second of all runs, with one process and with several.
 
-The processes live through all rounds and wait between their turns. A turn starts when its last process has warmed up,
-and ends when its last process has finished.
+The processes run until the last round and wait between their turns. A turn starts when its last process has warmed
+up, and ends when its last process has finished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def units(context: Context) -> list[Unit]:
 
 
 def flags_of(context: Context) -> list[str]:
-    """Flags that run the demonstration on the measured device."""
+    """Return the flags that run the demonstration on the measured device."""
     gpu = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed"]
     return gpu if context.full else []
 
@@ -63,7 +63,7 @@ def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -
 
 
 def _given_up(rows: dict[int, Row], counts: Sequence[int]) -> list[Row]:
-    """Mark all other rows as failed too: the failed process may still run and change their times."""
+    """Mark all other rows as failed too, because the failed process may still run and change their times."""
     for n in counts:
         if rows[n]["status"] == MEASURED:
             rows[n] |= {"status": FAILED, "reason": "another row's process failed first", "seconds": []}
@@ -79,7 +79,7 @@ def _row(n: int, repeat: int) -> Row:
 
 
 class Pool:
-    """Processes with one run each, and the barriers at which they start together."""
+    """Processes with one run each, and the barriers at which they start at the same time."""
 
     def __init__(self, context: Context, counts: Sequence[int]):
         spawn = multiprocessing.get_context("spawn")
@@ -109,7 +109,7 @@ class Pool:
         """Return the seconds from the common start to the end of the last process.
 
         Raises:
-            RuntimeError: a process failed; with its reason.
+            RuntimeError: a process failed; the message has the reason.
         """
         try:
             for end in self.ends[:n]:
@@ -129,7 +129,7 @@ class Pool:
 
 
 def _work(end: Connection, context: Context, seed: int, gates: dict[int, Any]) -> None:
-    """One process: trains its run further in each turn. `time.monotonic` is the same clock in all processes."""
+    """Run one process, which continues its run in each turn. `time.monotonic` is one clock for all processes."""
     import torch
 
     from benchmarks.loops import Stack

@@ -1,4 +1,4 @@
-"""Cost of each remedy, as a ratio to the plain arm of the same table, with mmqk's loss and without Lightning."""
+"""Cost of each remedy, as a ratio to the plain arm of its table, with mmqk's loss and without Lightning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.setups import facts_of, full, toy, work_of
 
 PLAIN = "plain"
 Arms = Mapping[str, Sequence[str]]
-# Title and the flags of each arm, by name of the unit. The plain arm comes first.
+# By unit name: the title, and the flags of each arm. The plain arm comes first.
 COMPARED: dict[str, tuple[str, Arms]] = {
     "qk-norm": (
         "QK-Norm by kind and scope",
@@ -66,7 +66,7 @@ def units(context: Context) -> list[Unit]:
 
 def _measure(context: Context, name: str) -> dict[str, Any]:
     about, arms = COMPARED[name]
-    # Dense attention stores every T x T matrix, so units with such an arm use a smaller batch.
+    # Dense attention stores every T x T matrix, so a unit with dense attention uses a smaller batch.
     batch = 8 if name == "softcap" else 32
 
     def make(flags: Sequence[str]) -> Any:

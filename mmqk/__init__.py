@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the analysis, and with it pandas, at its first use."""
+    """Import `mmqk.api`, and with it pandas, at the first use of one of its names."""
     if name in ("Runs", "load_runs"):
         from mmqk import api
 

@@ -1,4 +1,4 @@
-"""The ``mmqk`` command: ``mmqk train`` is ``python -m mmqk.train``; without a command it prints the table of all."""
+"""The ``mmqk`` command: ``mmqk train`` is ``python -m mmqk.train``; without a command it lists all commands."""
 
 from __future__ import annotations
 
@@ -11,34 +11,42 @@ from importlib.metadata import version
 from mmqk.store import UserError, run_main
 from mmqk.store.errors import OneSentenceParser, complete
 
-# Command: its module, an example of its arguments, its purpose.
+# For each command: its module, example arguments, and its purpose.
 COMMANDS = {
     "train": ("mmqk.train", "demo", "train one run"),
     "ablate": ("mmqk.ablate", "demo", "train a grid of runs with seeds"),
     "report": ("mmqk.report", "runs/demo", "write the page of a grid or of a run"),
-    "pack": ("mmqk.pack", "runs/demo --out demo.zip", "runs as one small file, for report and ablate"),
-    "watch": ("mmqk.watch", "runs/demo", "runs in a terminal while they train"),
+    "pack": ("mmqk.pack", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
+    "watch": ("mmqk.watch", "runs/demo", "show runs in a terminal while they train"),
     "init": ("mmqk.init", "my-project", "start a project: a configuration, a grid, a README"),
-    "inspect": ("mmqk.inspect", "demo", "the training data of a configuration, on one page"),
-    "remedies": ("mmqk.remedies", "", "every remedy, its field and its source"),
-    "tokenize": ("mmqk.data.tokenize", "--shards 'path/{00..99}.tar' --out tokens/mine", "your shards to tokens"),
+    "inspect": ("mmqk.inspect", "demo", "show the training data of a configuration on one page"),
+    "remedies": ("mmqk.remedies", "", "list every remedy, its field and its source"),
+    "tokenize": (
+        "mmqk.data.tokenize",
+        "--shards 'path/{00..99}.tar' --out tokens/mine",
+        "convert your shards to tokens",
+    ),
     "ids": (
         "mmqk.data.ids",
         "--train 'ids/*.npy' --vocab-sizes text=65536,image=8192 --out tokens/mine",
-        "ids of other tokenizers",
+        "convert token ids of other tokenizers",
     ),
     "shards": ("mmqk.shards", "FOLDER", "write the manifest of your shards"),
     "train-tokenizers": ("mmqk.tokenizers.train", "", "train the text and the image tokenizer"),
-    "tokenizers": ("mmqk.tokenizers.report", "", "how good the tokenizers are, on held-out data"),
-    "caption-gain": ("mmqk.training.caption_gain", "--run RUN", "do image tokens gain from their captions"),
-    "interop": ("mmqk.interop", "--from path/to/checkpoint --to runs/imported", "weights from and to transformers"),
+    "tokenizers": ("mmqk.tokenizers.report", "", "measure the tokenizers on held-out data"),
+    "caption-gain": ("mmqk.training.caption_gain", "--run RUN", "measure whether captions help image tokens"),
+    "interop": (
+        "mmqk.interop",
+        "--from path/to/checkpoint --to runs/imported",
+        "convert weights from and to transformers",
+    ),
 }
 
 WIDTH = 40
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command in this process, or print the table.
+    """Run a command in this process, or print the table of commands.
 
     Raises:
         UserError: an unknown command.
@@ -58,16 +66,16 @@ def main(argv: list[str] | None = None) -> int:
     module = COMMANDS[first][0]
     OneSentenceParser.program = f"mmqk {first}"
     sys.argv = [f"mmqk {first}", *argv[1:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)  # as python -m: it exits the process
+    runpy.run_module(module, run_name="__main__", alter_sys=True)  # exits the process, as python -m does
     return 0
 
 
 def _completed_command() -> list[str]:
-    """Return the command whose flags the shell completes; completes the command itself and exits if it is not
-    complete."""
+    """Return the command whose flags the shell completes. If the command itself is incomplete, complete it and
+    exit."""
     words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
     if len(words) > 2 and words[1] in COMMANDS:
-        os.environ["_ARGCOMPLETE"] = "2"  # argcomplete starts at this word
+        os.environ["_ARGCOMPLETE"] = "2"  # number of the word at which argcomplete starts
         return [words[1]]
     parser = argparse.ArgumentParser(prog="mmqk")
     parser.add_argument("command", choices=COMMANDS)
@@ -82,12 +90,12 @@ def _table() -> str:
         # A long example gets its own line.
         gap = " " * (WIDTH - len(example)) if len(example) <= WIDTH else f"\n  {'':{WIDTH}}"
         lines.append(f"  {example}{gap}  {purpose}")
-    lines += ["", "Each takes --help; the first three are the ones to learn. mmqk --version prints the version."]
+    lines += ["", "Each command has --help. Start with the first three. mmqk --version prints the version."]
     return "\n".join(lines)
 
 
 def cli() -> None:
-    """The console script."""
+    """Run the console script."""
     run_main(main)
 
 

@@ -35,13 +35,14 @@ from mmqk.grid.merge import load_grids
 from mmqk.grid.record import read_ablation
 from mmqk.grid.rules import ReplayRule
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
+from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
 
 DESCRIPTION = """\
 Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
 
 The grid names a base configuration, arms that set fields of it, axes that are crossed with the arms,
-and seeds; docs/ablations.md describes its language. Runs go to OUT/<arm>-<id>/seed<k>/. The same
-command again resumes and does not train finished runs again; a failed run does not stop the others.
+and seeds; docs/ablations.md describes its format. Runs go to OUT/<arm>-<id>/seed<k>/. Run the same
+command again to resume; finished runs are not trained again. A failed run does not stop the others.
 Ctrl-C makes the runs write a checkpoint and stop; a second Ctrl-C ends them at once."""
 EPILOG = """\
 example:
@@ -49,12 +50,12 @@ example:
   python -m mmqk.report runs/demo --out reports/demo
 
 exit code: 0 if every run completed or diverged, 1 if a run failed, 2 for an error in the grid or
-the command, 130 or 143 if interrupted, 130 also if --max-minutes ended before all runs did; the
-same command resumes."""
+the command, 130 or 143 if interrupted, 130 also if --max-minutes was over before all runs ended;
+run the same command again to resume."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the grid that ``argv`` names; the exit code is in the epilog of ``--help``.
+    """Train the grid in ``argv``, and return an exit code that the epilog of ``--help`` describes.
 
     Raises:
         UserError: an error in the grid, in a field that an arm sets, in the data, or in the output folder.
@@ -72,13 +73,14 @@ def main(argv: list[str] | None = None) -> int:
     only = _only(options, grid)
     if options.pack is not None:
         new = take_runs(options.pack, out, grid)
-        print(f"{options.pack}: {len(new)} finished runs that {out} did not have", flush=True)
+        print(f"{options.pack}: copied {len(new)} finished runs that {out} did not have", flush=True)
 
     if not options.dry_run:
-        # Otherwise each compiled run compiles on all cores; torch reads this at its first compilation.
+        # Otherwise each compiled run compiles on all cores. torch reads the variable at its first compilation.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
-        # The server imports torch while the resolver here imports it too.
+        # The server imports torch while the resolver in this process imports it.
         start_server(PRELOAD)
+    use_lean_torchmetrics()
     resolver = Resolver(max(1, cores() // jobs))
     replayed = options.replay
     session = Session(
@@ -145,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_claims(grid: Grid, session: Session) -> list[str]:
-    """Refuse claims that the analysis would refuse or could not decide; return sentences on claims with few seeds."""
+    """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
     from mmqk.analysis.verdicts.decidable import check_decidable, few_seeds
     from mmqk.analysis.verdicts.study import study_of
 
@@ -158,13 +160,15 @@ def _check_claims(grid: Grid, session: Session) -> list[str]:
 
 
 def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Return the arms that earlier calls and this one have added to the grid with --set."""
+    """Return the arms that this call and earlier calls have added to the grid with --set."""
     grid = (read_ablation(out) or {}).get("grid") or {}
     added = {name: grid["arms"][name] for name in grid.get("added") or ()}
     if not options.settings:
         return added
     if len(options.only) != 1 or len(options.config) != 1:
-        raise UserError("--set adds one arm to one grid: give one --config, and its name with --only NAME")
+        raise UserError(
+            "--set adds one arm to one grid: give one --config, and the arm's name with --only NAME"
+        )
     return {**added, options.only[0]: {"set": dict(options.settings)}}
 
 
@@ -232,7 +236,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         dest="pack",
         type=Path,
         metavar="ZIP",
-        help="a pack of this grid (mmqk.pack): its finished runs that --out does not have are copied there first",
+        help="a pack of this grid (mmqk.pack); finished runs that --out does not have are first copied from it",
     )
     parser.add_argument(
         "--jobs", type=_count, metavar="N", help="runs at a time (default: one per GPU, or 2 without a GPU)"
@@ -255,7 +259,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=_names,
         default=[],
         metavar="ARM,ARM",
-        help="train these arms of the grid; the others stay as they are",
+        help="train only these arms of the grid",
     )
     parser.add_argument(
         "--quick", action="store_true", help="train the arms that the grid lists under `quick`"
@@ -272,7 +276,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rerun-stale",
         action="store_true",
-        help="train finished runs of other code again; the old runs move to OUT/stale",
+        help="train finished runs of another code version again; the old runs move to OUT/stale",
     )
     return parser.parse_args(with_configs(sys.argv[1:] if argv is None else argv, GRIDS))
 

@@ -1,4 +1,4 @@
-"""Runs as pandas tables: ``mmqk.load_runs("runs/demo")``. Imports neither torch nor matplotlib."""
+"""Loads runs as pandas tables: ``mmqk.load_runs("runs/demo")``. Imports neither torch nor matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _OF_SERIES = {
 class Runs:
     """The runs of some folders, in the order of their grid.
 
-    ``len`` is the number of runs. Iteration gives each `mmqk.analysis.Run`: its configuration, series and alarms.
+    ``len`` is the number of runs. Iterating yields a `mmqk.analysis.Run` per run, with its configuration, series and
+    alarms.
     """
 
     def __init__(self, findings: Findings) -> None:
@@ -42,7 +43,7 @@ class Runs:
         )
 
     def metrics(self, *names: str) -> pd.DataFrame:
-        """Return every logged number, one row each.
+        """Return one row for each logged number.
 
         Args:
             names: statistics to keep, such as ``loss`` or ``attn_logit_absmax``; all of them by default.
@@ -50,7 +51,7 @@ class Runs:
         Returns:
             Columns ``run``, ``arm``, ``seed``, ``step``, ``metric``, ``modality`` ("text-image" for queries of text
             and keys of image), ``layer``, ``head`` and ``value``. A tag without a modality, layer or head has <NA>
-            there. docs/statistics.md defines the metrics and their units.
+            in that column. docs/statistics.md defines the metrics and their units.
         """
         kept = [
             (run, tag, *run.series(name))
@@ -58,7 +59,7 @@ class Runs:
             for name, tag in run.tags.items()
             if not names or tag.statistic in names
         ]
-        # A row per series, repeated for each of its values.
+        # One row per series, repeated for each of its values.
         series = pd.DataFrame(
             ((run.name, run.arm, run.seed, *tag) for run, tag, *_ in kept), columns=list(_OF_SERIES)
         ).astype(_OF_SERIES)
@@ -137,9 +138,9 @@ class Runs:
 
 
 def load_runs(*folders: str | Path) -> Runs:
-    """Return the runs of one or several folders of ablations, arms or runs, finished or not, or of packs.
+    """Return the runs in one or several folders of grids, arms or runs, or in packs. The runs may be unfinished.
 
     Raises:
-        mmqk.store.UserError: a folder does not exist, has no runs, or a record cannot be read.
+        mmqk.store.UserError: a folder does not exist or has no runs, or a record cannot be read.
     """
     return Runs(read(folders))

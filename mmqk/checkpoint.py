@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints, with a digest that is checked before use."""
+"""Reads and writes checkpoints, with a digest that is checked before use."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MARK = "mmqk_digest"
 # Parts that a resume needs besides the model, with their types.
 PARTS: dict[str, type] = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
 PREFIX = "model."
-ONE = {"strategy": "auto", "processes": 1}  # the processes of a checkpoint that does not record them
+ONE = {"strategy": "auto", "processes": 1}  # for a checkpoint that does not record its processes
 
 
 class CheckpointError(Exception):
-    """The reason why a checkpoint cannot be used; the message continues "The checkpoint X"."""
+    """Raised if a checkpoint cannot be used. The message ends a sentence that begins with "The checkpoint X"."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's checkpoint files, with a digest."""
+    """Writes Lightning's checkpoint files with a digest."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save_checkpoint(checkpoint, Path(path))
@@ -47,7 +47,7 @@ def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint completely or not at all, and read it back from the disk.
 
     Raises:
-        OSError: the file cannot be written, or its content differs when read back; ``path`` is unchanged then.
+        OSError: the file cannot be written, or its content differs when read back. ``path`` is then unchanged.
     """
     write_checkpoint(path, lambda file: torch.save({**content, MARK: "sha256"}, file))  # type: ignore[arg-type]
 
@@ -55,11 +55,11 @@ def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint on the CPU, mapped from the file, with digest, step and weights checked.
 
-    A file of an older mmqk has no digest; it is read with a line on stderr.
+    A file of an older version of mmqk has no digest. Such a file is read with a warning on stderr.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
-        OSError: the disk cannot read it.
+        OSError: the file cannot be read from the disk.
     """
     if not path.is_file():
         raise CheckpointError("is not a file")
@@ -80,7 +80,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError("is damaged: the sha256 at its end is missing")
     step = content.get("global_step", 0)
     if type(step) is not int or step < 0:
-        raise CheckpointError("has no number of steps in its part global_step")
+        raise CheckpointError("has no step number in its part global_step")
     if "global_step" in content and named_step(path) not in (None, step):
         raise CheckpointError(f"holds step {step}, but its name has another step")
     _check_weights(content)
@@ -92,10 +92,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def _check_weights(content: dict[str, Any]) -> None:
     """Check the names and shapes of the weights against the stored configuration."""
     try:
-        with torch.device("meta"):  # draws no initial weights
+        with torch.device("meta"):  # do not draw initial weights
             model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
     except Exception as error:
-        raise CheckpointError("has a model that this version of mmqk does not know") from error
+        raise CheckpointError("has a model that this version of mmqk does not support") from error
     weights = content.get("state_dict")
     if not isinstance(weights, dict):
         raise CheckpointError("lacks its part state_dict")
@@ -164,8 +164,8 @@ def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = 
 
     Args:
         path: The file.
-        advice: The end of the error message: what to do.
-        whole: Whether to require all parts for a resume.
+        advice: What the user should do, as the end of the error message.
+        whole: Whether to require all parts that a resume needs.
 
     Raises:
         UserError: the checkpoint cannot be used.
@@ -180,7 +180,7 @@ def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = 
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """Return the newest checkpoint of a run folder, by name.
+    """Return the newest checkpoint of a run folder, by the step in its name.
 
     Raises:
         UserError: the folder has none.
@@ -194,8 +194,9 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
-    """Return the model of a run's newest checkpoint, from the configuration stored in it, in fp32 and evaluation
-    mode.
+    """Return the model of a run's newest checkpoint, in fp32 and evaluation mode.
+
+    The model is built from the configuration in the checkpoint.
 
     Raises:
         UserError: the run has no checkpoint, or the newest one cannot be used.

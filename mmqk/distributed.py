@@ -1,4 +1,4 @@
-"""Reductions over the ranks of a run; on one process they return their argument."""
+"""Reductions over the ranks of a run. In a run with one process they return their argument."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return the number of this process."""
+    """Return the rank of this process."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Return the sum over all ranks, in place; a collective call."""
+    """Sum a tensor over all ranks in place and return it; a collective call."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """Return the maximum over all ranks, in place; a collective call."""
+    """Take the maximum of a tensor over all ranks in place and return it; a collective call."""
     if world_size() > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor

@@ -9,8 +9,8 @@ from mmqk.grid.language import name as grid_name
 from mmqk.store import OneSentenceParser, UserError, named_config, run_main
 
 DESCRIPTION = """\
-Write config.yaml (the demonstration's), grid.yaml (two arms, three seeds, one claim) and README.md into a new or
-empty folder. The data are those that ship with mmqk, until config.yaml names yours."""
+Write config.yaml (the settings of demo), grid.yaml (two arms, three seeds, one claim) and README.md into a new or
+empty folder. Runs use the data that ship with mmqk until you name your own in config.yaml."""
 
 GRID = """\
 # Two arms, three seeds each, and one claim, which is registered before the runs.
@@ -50,8 +50,9 @@ README = """\
     mmqk ablate grid.yaml                   # train them
     mmqk report runs/{name} --out report    # verdict, figures and tables: report/index.html
 
-Your data: `mmqk tokenize --shards 'path/{{00..99}}.tar' --out tokens`, then `pairs: tokens` under `data:` of
-config.yaml. Paths in config.yaml are relative to it. `mmqk remedies` lists the fields of every remedy.
+To train on your data, run `mmqk tokenize --shards 'path/{{00..99}}.tar' --out tokens`, then set `pairs: tokens` under
+`data:` in config.yaml. Paths in config.yaml are relative to that file. `mmqk remedies` lists all remedies with their
+fields.
 """
 
 
@@ -59,14 +60,19 @@ def main(argv: list[str] | None = None) -> int:
     """Write the files of a project.
 
     Raises:
-        UserError: the folder is not empty, or its name cannot be that of a grid.
+        UserError: the folder is not empty, or its name is not a valid name of a grid.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.init",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder, new or empty; its name is the grid's")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="a new or empty folder; its name becomes the name of the grid",
+    )
     folder = parser.parse_args(argv).folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name another")

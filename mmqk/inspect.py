@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Read the data, print the table and write the page.
 
     Raises:
-        UserError: a flag that mmqk.train would refuse, data that cannot be read, an --out that cannot be written.
+        UserError: mmqk.train would refuse a flag, the data cannot be read, or --out cannot be written.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.inspect",
@@ -87,14 +87,14 @@ def write(out: Path, files: dict[str, Any]) -> None:
 
 
 def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the command line without --out; the flags of this command come last, and only if they are not
-    defaults."""
+    """Return the command line without --out. The flags of mmqk.inspect itself come last, and only if they differ from
+    their defaults."""
     given = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
     return [*rest, *(w for n, v in given if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
 
 
 def _name(rest: list[str]) -> str:
-    """Return the name of the configuration: its last file, or empty."""
+    """Return the name of the configuration: the stem of the last --config file, or an empty string."""
     files = [word.partition("=")[2] for word in rest if word.startswith("--config=")]
     files += [value for flag, value in pairwise(rest) if flag == "--config"]
     return Path(files[-1]).stem if files else ""

@@ -13,16 +13,16 @@ Write what a report needs of a folder of runs into one small zip file: configura
 the registration of the claims; no checkpoints and no TensorBoard events. mmqk.report and mmqk.load_runs read the file
 like the folder, and mmqk.ablate --from continues the grid from it.
 
-The report of a pack is the folder's, byte for byte. All steps of the losses, the gradient norm and the other series
-that a report reads are packed; of any other series with more than {MOST_VALUES:,} values, such as the learning rate,
-every n-th value."""
+The report of a pack equals the report of the folder byte for byte. A pack has all values of the losses, the gradient
+norm and the other series that a report reads. Of any other series with more than {MOST_VALUES:,} values, such as the
+learning rate, it has every n-th value."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write a pack and print its path.
 
     Raises:
-        UserError: the folder has no runs, or --out is no file name that ends in .zip.
+        UserError: the folder has no runs, or --out is not a file name that ends in .zip.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.pack",
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("runs", type=Path, help="folder of an ablation, an arm or a run")
-    parser.add_argument("--out", type=Path, help="the file (default: the folder's name and .zip)")
+    parser.add_argument("runs", type=Path, help="folder of a grid, an arm or a run")
+    parser.add_argument("--out", type=Path, help="the output file (default: the folder's name and .zip)")
     parser.add_argument(
         "--small",
         action="store_true",

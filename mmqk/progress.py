@@ -1,4 +1,4 @@
-"""The progress of a command on stderr: rich redraws it on a terminal; a log gets a plain line every ten seconds."""
+"""Shows the progress of a command on stderr: a display of rich on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """A line of text with the time left, on a terminal also with a bar.
+    """Shows a line of text with the time left, and on a terminal also a bar.
 
     The time left is estimated from the work done since `begin`. rich is imported at the first display on a terminal.
 
     Args:
-        stream: stderr by default.
+        stream: Output stream; stderr by default.
     """
 
     def __init__(self, stream: TextIO | None = None):
@@ -42,7 +42,7 @@ class Progress:
         return time.monotonic() - self._shown >= (TERMINAL_SECONDS if self.terminal else LOG_SECONDS)
 
     def begin(self, done: float) -> None:
-        """Start the clock of the time left when ``done`` units of work are done; later calls do nothing."""
+        """Start to measure the time per unit of work, when ``done`` units are done. Later calls do nothing."""
         self._began = self._began or (time.monotonic(), done)
 
     def line(self, text: str, done: float | None = None, total: float | None = None) -> str:
@@ -66,7 +66,7 @@ class Progress:
             text: one line.
             done: units of work that are done; None before the work begins.
             total: units of all work.
-            above: what a terminal shows above the line, for a width in characters.
+            above: function that returns what a terminal shows above the line, given its width in characters.
         """
         self._shown = time.monotonic()
         if done is not None:
@@ -107,7 +107,7 @@ class Progress:
                 redirect_stderr=self.stream is sys.stderr,  # other lines are printed above the display
             )
             self._live.start()
-            console.show_cursor(True)  # rich hides it, and a killed process would not show it again
+            console.show_cursor(True)  # rich hides the cursor, and a killed process would leave it hidden
         self._bar.update(self._bar.task_ids[0], description=line, total=total, completed=done or 0)
         parts = [] if above is None else [above(self._live.console.width)]
         self._live.update(Group(*parts, self._bar.get_renderable()), refresh=True)

@@ -1,4 +1,4 @@
-"""Fields of a configuration: a number declares its range, a choice its `Literal`, and the dataclass checks both.
+"""Checks fields of a configuration: a number declares its range, a choice is a `Literal`.
 
     @dataclass(frozen=True)
     class OptimConfig:
@@ -8,7 +8,8 @@
         def __post_init__(self) -> None:
             check_fields(self, "optim")
 
-Standard library only: every package may import it. A range is metadata of its field and no part of a run's identity.
+This module needs only the standard library, so every package may import it. A range is metadata of its field and is
+not part of a run's identity.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-# The normal numbers of fp32, for a field without a narrower range.
+# About the smallest and largest normal numbers of fp32, for a field without a narrower range.
 SMALLEST, LARGEST = 1e-37, 1e38
 BELOW_ONE = 1 - 1e-7
 MOST_STEPS = 10**9
@@ -29,7 +30,8 @@ MOST_SEED = 2**32 - 1
 # Below this, fp32 weights would round most of a perturbation away.
 SMALLEST_PERTURBATION = 1e-7
 _KEY = "range"
-# YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 and 1:30 (90). These stay text, and so do integers of 19 digits or more.
+# YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 (1) and 1:30 (90) as numbers. These stay text here, and so do integers
+# of 19 digits or more.
 _NOT_DECIMAL = {
     "tag:yaml.org,2002:int": r"(?![-+]?0[0-9a-zA-Z_]|[^:]*:|[-+]?[0-9_]{19})",
     "tag:yaml.org,2002:float": r"(?![^:]*:)",
@@ -38,10 +40,10 @@ _NOT_DECIMAL = {
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from ``low`` to ``high``, both included; whole ones where both are ``int``.
+    """The numbers from ``low`` to ``high``, both included; only whole numbers if both are ``int``.
 
     Attributes:
-        zero: whether 0 is allowed too, and means off.
+        zero: whether 0 is allowed too; it means off.
     """
 
     low: float
@@ -49,10 +51,10 @@ class Range:
     zero: bool = False
 
     def check(self, name: str, value: Any, note: str = "") -> None:
-        """Refuse a value that is not in the range.
+        """Check that a value is in the range.
 
         Raises:
-            ValueError: one sentence that names the field, the value and the range.
+            ValueError: the value is not in the range. The message names the field, the value and the range.
         """
         whole = isinstance(self.low, int) and isinstance(self.high, int)
         right = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
@@ -75,7 +77,7 @@ def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:
 
 
 def ranged(low: float, high: float, *, zero: bool = False) -> dict[str, Range]:
-    """Return the metadata of a field with a range, for one without a default."""
+    """Return the metadata of a range, for a field without a default."""
     return {_KEY: Range(low, high, zero)}
 
 
@@ -87,7 +89,7 @@ def range_of(declared: Field[Any]) -> Range | None:
 def check_fields(config: Any, path: str, between: str = ".") -> None:
     """Check every field of a dataclass that declares a range or a `Literal`.
 
-    The range does not apply to a default that is null, NaN or text, which stands for no number.
+    The range does not apply to a default that is null, NaN or text, because such a default is not a number.
 
     Args:
         config: the dataclass.
@@ -95,7 +97,7 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
         between: the separator of path and field name.
 
     Raises:
-        ValueError: the first number outside its range, or the first value that is not a choice of its field.
+        ValueError: a number is outside its range, or a value is not a choice of its field.
     """
     prefix = f"{path}{between}" if path else ""
     for name, (choices, only) in _choices_of(type(config)).items():  # type: ignore[arg-type]
@@ -115,8 +117,8 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
 
 @lru_cache
 def _choices_of(kind: type) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Return the choices of each field whose type is a `Literal`, or a union with one; True if the field takes no
-    others."""
+    """Return the choices of each field whose type is a `Literal`, or a union with one, and True if the
+    field accepts no other values."""
     choices = {}
     for name, hint in get_type_hints(kind).items():
         for part in (hint, *get_args(hint)):
@@ -141,8 +143,8 @@ def _said(bound: float) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Return a value as text of at most 60 characters; a whole number of thousands of digits cannot be printed at
-    all."""
+    """Return a value as text of at most 60 characters. Python refuses to print a whole number of thousands of
+    digits."""
     if isinstance(value, int) and abs(value) >= 10**24:
         return f"a number of more than 24 digits ({'-' if value < 0 else ''}…)"
     text = f"'{value}'" if isinstance(value, str) else str(value)
@@ -150,7 +152,7 @@ def shortened(value: Any) -> str:
 
 
 def decimal_numbers(loader: Any) -> Any:
-    """Return a PyYAML loader class that leaves numbers in other forms than decimal digits as text."""
+    """Return a PyYAML loader class that reads only decimal numbers as numbers, and other forms as text."""
 
     resolvers = {
         first: [

@@ -15,7 +15,7 @@ from typing import Any
 
 from mmqk.store import OneSentenceParser, run_main
 
-# How each source was read; the mark follows the source.
+# The mark after each source, and how that source was read.
 MARKS = {
     "V": "its text or code was read",
     "S": "a detailed secondary source was read, not the paper itself",
@@ -31,14 +31,14 @@ QK = "queries and keys, and with them the logits of the attention softmax"
 
 @dataclass(frozen=True)
 class Remedy:
-    """One switch.
+    """One remedy, and the fields that switch it on.
 
     Attributes:
         key: Its name in the code and the tests.
         title: A short description.
-        settings: Dotted fields of a run that switch it on. Numbers are the source's or of their order of magnitude:
-            choose your own.
-        formula: In the symbols of the code.
+        settings: Dotted fields of a run that switch it on. Numbers are those of the source or of that order
+            of magnitude: choose your own.
+        formula: Formula in the symbols of the code.
         source: Paper, arXiv number, equation or section, and how it was read (`MARKS`).
         acts_on: The softmax, the matrices or the part of the residual stream that it changes.
         cost: The cost besides parameters and matrix products: passes over tensors, state, a lost fused kernel.
@@ -339,7 +339,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "the input of the first layer", "a product by token"),
     ),
 }
-# What each is for, in one line.
+# The purpose of each remedy, in one line.
 _PURPOSES = {
     "attn_scale_inverse": "keeps attention logits small at the start when head_dim is large",
     "attn_scale_none": "makes attention logits larger: a control that provokes the instability",
@@ -417,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print every remedy with its flags, formula and source.
 
     Raises:
-        UserError: any argument but ``--help``.
+        UserError: there is an argument other than ``--help``.
     """
     OneSentenceParser(
         prog="python -m mmqk.remedies",

@@ -33,6 +33,7 @@ from mmqk.store import (
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.metrics import METRICS_NAME
+from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -57,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         build_parser().print_help()
         return USER_ERROR_EXIT
     run = resolve(argv)
+    use_lean_torchmetrics()
     from mmqk.training.loop.processes import (
-        Ranks,  # imports torch and Lightning, which a mistake does without
+        Ranks,  # imports torch and Lightning; not needed to report a user error
     )
 
     _quieten()
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _fit(run, None, ranks)
         except UserError:
-            return USER_ERROR_EXIT  # the first process prints it
+            return USER_ERROR_EXIT  # the first process prints the error
         except RuntimeError:
             if ENDING.signum is None:
                 raise
@@ -76,14 +78,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def process(argv: list[str] | None = None) -> int:
-    """Return `main` for a separate process, with the signal handler installed."""
+    """Run `main` in a separate process, with the signal handlers installed."""
     if not ENDING.installed:
         ENDING.install()
     return main(argv)
 
 
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
-    """Run the process that writes to the folder: the only one of a run on one device."""
+    """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
     from mmqk.config.fork import note
     from mmqk.training.loop.device import describe, resolve_device
@@ -120,7 +122,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
 
 
 def _parameters(run: RunConfig) -> int:
-    """Return the number of trained parameters, counted without their memory."""
+    """Return the number of trained parameters, without allocating them."""
     import torch
 
     from mmqk.model import EarlyFusionTransformer
@@ -130,7 +132,7 @@ def _parameters(run: RunConfig) -> int:
 
 
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
-    """Train the run; ``folder`` is None in the processes that do not write."""
+    """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.monitors.training_run.callback import RunMonitor
     from mmqk.training.logging.integrations import last_logged, open_integrations
@@ -152,7 +154,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         logged = last_logged(run)  # before a resume removes the steps that it repeats
         resume_from = last_checkpoint(run, folder, _first_step(run))
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
-            # Killed after its last checkpoint, which follows the last validation and probe, and before its status.
+            # The run was killed after its last checkpoint, validation and probe, before it wrote its status.
             step = step_of(resume_from)
             folder.set_status("completed", step)
             if "tensorboard" in run.logging:
@@ -170,7 +172,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     if not has_steps_left:
         return EXIT_CODES["completed"]
     resumed_at = step_of(resume_from) if resume_from is not None else None
-    set_threads(run.threads)  # Lightning has changed it
+    set_threads(run.threads)  # Lightning has changed the number of threads
     module = TrainingModule.of(run)
     heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
 
@@ -195,7 +197,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     ]
     if not run.quiet:
         callbacks.append(ProgressLine(step_log))
-    loggers: list[Any] = [RunLogger(run.out / METRICS_NAME), alarms.tap]  # `Integration` needs this one first
+    loggers: list[Any] = [RunLogger(run.out / METRICS_NAME), alarms.tap]  # `RunLogger` before `Integration`
     if "tensorboard" in run.logging:
         layers = run.monitor.tensorboard_layers
         loggers.append(StoryLogger(run.out, run.model.modalities, layers, resumed_at))
@@ -209,7 +211,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
         return _interrupted(run, stop, folder, trainer.global_step)
-    except SystemExit:  # Lightning raises it for the KeyboardInterrupt of a program that calls `main`
+    except SystemExit:  # Lightning raises it after a KeyboardInterrupt if a program calls `main`
         return EXIT_CODES["interrupted"]
     finally:
         if folder is not None:
@@ -223,7 +225,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
 
 
 def _ended(run: RunConfig, folder: RunFolder) -> int:
-    """Print the status and the folder, the only line with --quiet; return the exit code."""
+    """Print the status and the folder (the only line with --quiet), and return the exit code."""
     status = folder.status()
     print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
     if not run.quiet and "tensorboard" in run.logging:
@@ -241,7 +243,7 @@ def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, st
 
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
-    """Values before the first step: the unigram loss and the share of cut captions; prints warnings on the data."""
+    """Return the unigram losses and the share of cut captions, logged before step 1; print warnings on the data."""
     builder = data.builder
     if data.dial is not None:
         per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1
@@ -255,8 +257,8 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     for kind, padding in data.order.padding.items():
         if padding > MOST_PADDING:
             print(
-                f"{padding:.0%} of the packed sequences of kind {kind} is padding: raise data.seq_len to pack more"
-                " documents into each.",
+                f"{padding:.0%} of the tokens in packed sequences of kind {kind} is padding: raise data.seq_len to"
+                " pack more documents into each.",
                 file=sys.stderr,
             )
     if builder.captions_cut:
@@ -291,7 +293,7 @@ def _first_step(run: RunConfig) -> int:
 
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
-    """Write the first checkpoint of a fork; it then continues like any run."""
+    """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
     from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
 
     if run.fork is not None and not checkpoints_in(folder.checkpoints):

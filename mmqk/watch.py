@@ -16,7 +16,7 @@ speed and time left. Ends when every run has ended, or on Ctrl-C."""
 
 EPILOG = """\
 examples:
-  python -m mmqk.watch runs/demo                     every run of an ablation
+  python -m mmqk.watch runs/demo                     every run of a grid
   python -m mmqk.watch runs/demo/mixed-0123456789    one arm
   python -m mmqk.watch --once runs/cpu/0123456789    print one run once"""
 
@@ -25,7 +25,7 @@ NARROWEST = 60
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show runs until they have ended, or once.
+    """Show runs until all of them have ended, or show them once.
 
     Raises:
         UserError: a folder does not exist or has no run.
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("runs", type=Path, nargs="*", help="folders of ablations, of arms or of runs")
+    parser.add_argument("runs", type=Path, nargs="*", help="folders of grids, of arms or of runs")
     parser.add_argument(
         "--once",
         action="store_true",

@@ -1,15 +1,20 @@
-"""Fixtures of all tests: a tiny data set and the command line of a tiny run, made once a session."""
+"""Fixtures of all tests: a tiny data set and the command line of a tiny run, created once per session."""
 
 from __future__ import annotations
 
+# ruff: noqa: E402
 import functools
 import os
 from pathlib import Path
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
-):  # one of several that test side by side: a thread each, children included
+):  # one of several parallel workers: each uses one thread, as do its child processes
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
+
+use_lean_torchmetrics()  # every worker imports Lightning
 
 import pytest
 
@@ -18,7 +23,7 @@ from tests import tiny
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:
-    """The folder of `tests.tiny`, made once a session."""
+    """Write the data of `tests.tiny` once per session, and return the folder."""
     root = tmp_path_factory.mktemp("tiny")
     tiny.write_tiny_data(root)
     return root
@@ -26,7 +31,7 @@ def tiny_data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_args(tiny_data: Path) -> list[str]:
-    """Command line of a run that trains in a second."""
+    """Return the command line of a run that trains in a second."""
     return tiny.tiny_args(tiny_data)
 
 
@@ -37,13 +42,13 @@ def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Leave the drawings out of reports, because they take most of the time; for tests of words and tables."""
+    """Leave the figures out of reports, because they take most of the time; for tests of text and tables."""
     leave_figures_out(monkeypatch)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_parser():
-    """`resolve` builds its parser once per session for each program name, which takes half of its time."""
+    """Cache the parser of `resolve` by program name, because building the parser takes half of the time."""
     from mmqk.config import parse
     from mmqk.store import OneSentenceParser
 
@@ -62,13 +67,13 @@ def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_figure_files(monkeypatch):
-    """Draw the figures of reports on the page only; for tests of the page."""
+    """Draw the figures of reports on the page, but write no figure files; for tests of the page."""
     leave_figure_files_out(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def module_without_figure_files():
-    """The same for all reports of a module, including those of its fixtures."""
+    """Apply `without_figure_files` to a whole test module, including its fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         leave_figure_files_out(patch)
         yield
@@ -76,7 +81,7 @@ def module_without_figure_files():
 
 @pytest.fixture(scope="module")
 def module_without_figures():
-    """The same for all reports of a module, including those of its fixtures."""
+    """Apply `without_figures` to a whole test module, including its fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         leave_figures_out(patch)
         yield

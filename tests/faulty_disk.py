@@ -1,4 +1,4 @@
-"""A disk on which one file operation of a process fails, and optionally each later write too."""
+"""Simulate a disk on which one file operation of a process fails, and optionally every later write too."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class _File:
 
 
 class Disk:
-    """Intercepts every file operation below ``root``; the ``nth`` at ``site`` fails with ``code``.
+    """Intercept every file operation below ``root``; call number ``nth`` (from 0) at ``site`` fails with ``code``.
 
     Attributes:
-        seen: number of calls by site; a site is an operation and a file name without its numbers.
-        failed: whether the operation came.
+        seen: index of the last call at each site; a site is an operation and a file name whose numbers are set to 0.
+        failed: whether the chosen operation was reached and failed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Disk:
         path = os.fsdecode(path)
         if not path.startswith(self.root):
             return
-        name = re.sub(r"\.\w{8}(?=\.mmqk-tmp)", "", os.path.relpath(path, self.root))  # a random part
+        name = re.sub(r"\.\w{8}(?=\.mmqk-tmp)", "", os.path.relpath(path, self.root))  # drop the random part
         name = re.sub(r"tfevents.*|tmp\w+$", "", re.sub(r"\d+", "0", name))
         site = (operation, name)
         self.seen[site] = self.seen.get(site, -1) + 1
@@ -91,7 +91,7 @@ class Disk:
             self.strike(operation, path)
 
     def strike(self, operation: str, path: str) -> None:
-        """What happens at the chosen operation."""
+        """Raise the error of the chosen operation."""
         # As in the operating system, an error of a call on an open file names no file.
         named = () if operation in (*DESCRIPTORS, "write", "read", "truncate", "readinto") else (path,)
         raise OSError(self.code, os.strerror(self.code), *named)

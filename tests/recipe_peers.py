@@ -1,6 +1,7 @@
-"""The transformers models that the recipes of 2025 and 2026 cite, as functions of leaves named like our parameters.
+"""The transformers models that the recipes of 2025 and 2026 cite, as functions of tensors named like our parameters.
 
-Only what the head of a recipe lists as not supported is left out of the model or set to mmqk's value.
+The models lack a part of the cited model, or have mmqk's value for it, only if the comment at the head of the recipe
+lists this part as not supported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FULL = ["full_attention"] * LAYERS
 
 
 def small(model: ModelConfig, name: str) -> ModelConfig:
-    """Return a recipe's model at the size of the peers; the heads of the Muse models have their published width."""
+    """Return a recipe's model at the size of the peers; the Muse models have their published head_dim."""
     return replace(
         model, vocab_sizes={"text": V}, d_model=D, d_ff=F_, n_layers=LAYERS, n_heads=H, n_kv_heads=G,
         d_head=HEAD_DIM[name],
@@ -36,10 +37,11 @@ def small(model: ModelConfig, name: str) -> ModelConfig:
 
 
 def leaves_for(config: ModelConfig, name: str) -> Leaves:
-    """Return random fp64 weights at which every field has an effect: near each eps, beyond each cap and clamp.
+    """Return random fp64 weights with which every field has an effect: values near each eps, beyond each softcap and
+    clamp.
 
-    Muse Spark's norms after the sublayers have no gain with the meaning of ours, so theirs stay at 0 and are no
-    leaves.
+    The gains of Muse Spark's norms after the sublayers have another meaning than ours, so they keep their initial
+    value 0 and are not returned.
     """
     factors = {"embed": 0.05, "head": 8.0, "w_up": 4.0, "w_gate": 4.0}
     if config.qk_norm.kind == "rms":
@@ -53,7 +55,7 @@ def leaves_for(config: ModelConfig, name: str) -> Leaves:
 
 
 def ours(config: ModelConfig, leaves: Leaves) -> Tensor:
-    """Return our logits in training mode; a parameter that is no leaf keeps its initial value."""
+    """Return our logits in training mode; a parameter that is not in ``leaves`` keeps its initial value."""
     model = EarlyFusionTransformer(config).double().train()
     own = {path: p.shape for path, p in model.named_parameters()}
     given = {path: leaf for path, leaf in leaves.items() if own.get(path) == leaf.shape}
@@ -75,7 +77,7 @@ def theirs(name: str, leaves: Leaves) -> Tensor:
 
 
 def named(name: str, leaves: Leaves) -> dict[str, Tensor]:
-    """Return the leaves under the names and in the shapes of the model."""
+    """Return the leaves with the parameter names and shapes of the cited model."""
     muse = name.startswith("muse")
     names = [
         ("blocks.", "model.layers."), ("embed.", "model.embed_tokens."), ("final_norm.", "model.norm."),
@@ -95,7 +97,7 @@ def named(name: str, leaves: Leaves) -> dict[str, Tensor]:
         given[path.replace("model.", "model.language_model.") if muse else path] = leaf
     if muse:
         given["model.language_model.norm.weight"] = 1 + leaves["final_norm.weight"]
-    if name == "qwen3_next":  # the rows of a head's queries, then those of its gate
+    if name == "qwen3_next":  # q_proj has the rows of each head's queries, then those of its gate
         for layer in range(LAYERS):
             q, g = (leaves[f"blocks.{layer}.attention.w_{n}.weight"].view(H, -1, D) for n in "qg")
             given[f"model.layers.{layer}.self_attn.q_proj.weight"] = torch.cat((q, g), 1).flatten(0, 1)
@@ -104,9 +106,9 @@ def named(name: str, leaves: Leaves) -> dict[str, Tensor]:
 
 
 def muse(name: str) -> nn.Module:
-    """Muse Spark or Glimmer without windows, layers without positions, QK-Norm's eps and output_multiplier.
+    """Return Muse Spark or Muse Glimmer without windows, NoPE layers, the eps of QK-Norm and output_multiplier.
 
-    For Spark also without experts, `o_norm` and gains after the sublayers.
+    Spark is also without experts, `o_norm` and gains after the sublayers.
     """
     import transformers
 
@@ -148,7 +150,7 @@ class DenseSwiGLU(nn.Module):
 
 
 def gpt_oss(name: str) -> nn.Module:
-    """gpt-oss with one MLP in place of its experts, without biases and windows."""
+    """Return gpt-oss with one MLP in place of its experts, without biases and windows."""
     import transformers
 
     config = transformers.GptOssConfig(
@@ -162,7 +164,7 @@ def gpt_oss(name: str) -> nn.Module:
 
 
 def qwen3_next(name: str) -> nn.Module:
-    """Qwen3-Next with attention and a dense MLP in every layer, and RoPE on whole heads."""
+    """Return Qwen3-Next with attention and a dense MLP in every layer, and RoPE on whole heads."""
     import transformers
 
     config = transformers.Qwen3NextConfig(
@@ -173,7 +175,7 @@ def qwen3_next(name: str) -> nn.Module:
 
 
 def kimi_k2(name: str) -> nn.Module:
-    """DeepSeek-V3 with Llama's attention in place of its latent attention, and a dense MLP in every layer."""
+    """Return DeepSeek-V3 with Llama's attention in place of its latent attention, and a dense MLP in every layer."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaAttention
 

@@ -1,6 +1,6 @@
-"""Writes docs/remedies.md from `mmqk.remedies`, from measured steps and from the lists of peers.
+"""Write docs/remedies.md from `mmqk.remedies`, from measured steps and from the lists of peers.
 
-``python -m tests.remedies_page`` writes it; a test compares the committed page with it.
+``python -m tests.remedies_page`` writes the page; a test compares the committed page with a new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.peers import Peer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/remedies.md"
-# configs/demo.yaml.
+# The model of configs/demo.yaml.
 REFERENCE = ModelConfig(vocab_sizes={"text": 1029, "image": 512}, d_model=64, n_layers=4, n_heads=4)
 SEQUENCES, TOKENS = 8, 128
 
@@ -33,7 +33,7 @@ Peers = dict[str, list[Peer]]
 
 
 def peer_modules() -> list[str]:
-    """The test modules that list peers."""
+    """Return the names of the test modules that list peers."""
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
@@ -42,12 +42,12 @@ def peer_modules() -> list[str]:
 
 
 def all_peers() -> list[Peer]:
-    """Every peer of every test module."""
+    """Return the peers of all test modules."""
     return [peer for module in peer_modules() for peer in importlib.import_module(module).PEERS]
 
 
 def by_remedy(peers: Iterable[Peer], remedies: Sequence[Remedy] = REMEDIES) -> Peers:
-    """Return the peers of each remedy, in their order.
+    """Return the peers of each remedy, in the given order.
 
     Raises:
         ValueError: a peer names an unknown remedy, or a remedy has no peer.
@@ -83,7 +83,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """Return the parameters, and the floating-point operations of the products of one training step."""
+    """Number of parameters, and floating-point operations of the matrix products of one training step."""
 
     parameters: int
     flops: int
@@ -127,8 +127,8 @@ Every published remedy is a switch that is off in the control, and most can be c
 ## Columns
 
 - **Switch**: the flags to add to `python -m mmqk.train --config configs/demo.yaml`, and what they are for. The
-  control is pre-norm with RMSNorm, softmax attention with scale 1 / √head_dim, and AdamW. Numbers are the source's or
-  of their order of magnitude: choose your own.
+  control is pre-norm with RMSNorm, softmax attention with scale 1 / √head_dim, and AdamW. Values are those of the
+  source, or of the same order of magnitude: choose your own.
 - **Formula**: in the symbols of the code. q, k and v are the queries, keys and values of a head, x is the residual
   stream, W a matrix and g its gradient. eps and the initial values of gains are fields too.
 - **Source**: {marks}.
@@ -138,13 +138,13 @@ Every published remedy is a switch that is off in the control, and most can be c
   attention at the size of `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,}
   ids, {sequences} times {tokens} tokens). Other costs are described in words; times depend on the machine.
 - **Equals**: the outside implementation, or the formula in the test, that the remedy was compared with. The
-  brackets have the largest difference that the test allows, and its precision. The difference is that of values and
-  gradients of a forward pass with random gains and biases, of the weights after an update, or of the standard
-  deviations of initial weights. Each comparison has negative controls: wrong variants that fail it.
+  brackets give the largest difference that the test allows, and the precision of the computation. The test compares
+  values and gradients of a forward pass with random gains and biases, the weights after an update, or the standard
+  deviations of initial weights. Each comparison has negative controls: wrong variants that must fail it.
 
-Any two remedies can be combined, or the combination is refused with a sentence that names both: QK-Clip with QK-Norm
-or σReparam, which cancel its scaling, and an option of QK-Norm with a kind that does not use it. Fields without a row
-here (shape, data, schedule) are not remedies.
+Two remedies can be combined, or the combination is refused with a sentence that names both. For example, QK-Clip is
+refused with QK-Norm or σReparam, which cancel its scaling, and an option of QK-Norm with a kind that does not use the
+option. Fields without a row here (shape, data, schedule) are not remedies.
 
 ## Two softmaxes
 
@@ -183,7 +183,7 @@ def row(cells: Iterable[str]) -> str:
 
 
 def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
-    """The page."""
+    """Return the text of the page."""
     head = HEAD.format(
         marks="; ".join(f"[{mark}] {meaning}" for mark, meaning in MARKS.items()),
         parameters=control.parameters,

@@ -1,6 +1,6 @@
-"""Writes docs/statistics.md from `mmqk.monitors.statistics` and from measured probes and steps.
+"""Write docs/statistics.md from `mmqk.monitors.statistics` and from measured probes and steps.
 
-``python -m tests.statistics_page`` writes it; a test compares the committed page with it.
+``python -m tests.statistics_page`` writes the page; a test compares the committed page with a new one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def flops(work: Callable[[], object]) -> int:
 
 
 def batch_of(sequences: int) -> TokenBatch:
-    """Random ids at the size of configs/demo.yaml."""
+    """Return a batch of random ids at the size of configs/demo.yaml."""
     ids_BT = torch.randint(
         REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0)
     )
@@ -54,7 +54,7 @@ def batch_of(sequences: int) -> TokenBatch:
 
 
 def module_of() -> TrainingModule:
-    """The control at the size of configs/demo.yaml, with the part of a Trainer that the monitors use."""
+    """Return the control at the size of configs/demo.yaml, with the part of a Trainer that the monitors use."""
     module = build({}, REFERENCE)
     precision = SimpleNamespace(train_step_context=contextlib.nullcontext)
     module.trainer.precision_plugin = precision  # type: ignore[misc, assignment]
@@ -62,8 +62,8 @@ def module_of() -> TrainingModule:
 
 
 def parts() -> dict[str, int]:
-    """Return the operations of each part of `COSTS` that multiplies matrices: in one probe, or in one step of a
-    window."""
+    """Return the operations of each part of `COSTS` that multiplies matrices, for one probe or for one step of a
+    budget window."""
     module, few, whole = module_of(), batch_of(PROBED), batch_of(SEQUENCES)
     model, c = module.model, REFERENCE
     sites: dict[tuple[str, int], torch.Tensor] = {}
@@ -106,9 +106,9 @@ All statistics that mmqk logs. This page is written by `python -m tests.statisti
 A tag is `statistic/modality/layerNN/headNN` without the parts that do not apply: `q_norm/text/layer03`,
 `attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm`,
 `grad_norm/embed.weight`. In the tables below, capitals are placeholders and [...] is optional (heads need
-`--monitor.heads=true`). A statistic ending in `_max` is the maximum of the one before it. The first layer is
-`layer00`. In `metrics.jsonl` each step has one line, and another one if an alarm is found later for that step.
-A modality without tokens has no key. NaN and infinities are the strings "nan", "inf", "-inf".
+`--monitor.heads=true`). If a row has `q_norm` and `q_norm_max`, the second is the maximum of the first. The first
+layer is `layer00`. In `metrics.jsonl` each step has one line, and a second line if an alarm is found later for that
+step. A modality without tokens has no tag. NaN and infinities are the strings "nan", "inf", "-inf".
 
 **Modality.** *input token*: of the token at this position, for activations. *query*, *query, key*: of the tokens of
 an attention pair, the query first. *target*: of the next token, for losses, the output softmax and gradients. A –
@@ -149,7 +149,8 @@ statistics are exact.
 
 ## Healthy ranges
 
-Ranges are those of the named source; the mark shows how it was read: {marks}. Ranges from other models, data and
+Ranges are those of the named source; the mark shows how the source was read:
+{marks}. Ranges from other models, data and
 sizes are hints. "{unknown}" means that no source gives a range.
 
 ## Cost
@@ -166,7 +167,7 @@ monitors` measures time.
 
 
 def render(measured: dict[str, int], step: int) -> str:
-    """The page."""
+    """Return the text of the page."""
     costs = []
     for part, (when, words) in COSTS.items():
         share = f"{100 * measured[part] / step:.1f} %" if part in measured else ""
@@ -193,7 +194,7 @@ def render(measured: dict[str, int], step: int) -> str:
 
 
 def page() -> str:
-    """The page of the current code."""
+    """Return the page for the current code."""
     return render(parts(), measure({}).flops)
 
 

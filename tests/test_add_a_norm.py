@@ -1,4 +1,4 @@
-"""docs/add_a_norm.md is applied as a patch to a copy of the repository, and the result is run there."""
+"""Apply docs/add_a_norm.md as a patch to a copy of the repository, and run the patched copy."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ PAGE = ROOT / "docs/add_a_norm.md"
 COPIED = ("mmqk", "configs", "tests", "docs/add_a_norm.md", "pyproject.toml")
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("git") is None, reason="git is not installed, which applies patches"
+    shutil.which("git") is None, reason="git, which applies the patch, is not installed"
 )
 
 
 def commands() -> list[str]:
-    """Return the first block of the page: the commands of the reader."""
+    """Return the commands in the first code block of the page."""
     block = re.search(r"^```\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert block is not None
     return block[1].splitlines()
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a copy, whose mmqk precedes the installed one; git finds no repository around it."""
+    """Run a command in a copy of the repository: it imports the copy's mmqk, and git finds no repository above it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -53,7 +53,7 @@ def copy_to(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory) -> Path:
-    """Make a copy of the repository with the page's own command."""
+    """Copy the repository, patch the copy with the command of the page, and return its folder."""
     folder = copy_to(tmp_path_factory.mktemp("add") / "copy")
     done = run(folder, "bash", "-c", f"set -o pipefail; {commands()[0]}")
     assert done.returncode == 0, done.stderr

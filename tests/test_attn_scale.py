@@ -1,5 +1,5 @@
-"""docs/experiments/attn_scale: the measurement against known answers, the prediction against a tiny run, and the
-page."""
+"""Test docs/experiments/attn_scale: the measurement gives known answers, a tiny run meets the prediction, and the
+page has the committed numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path("docs/experiments")
 def experiment():
     spec = importlib.util.spec_from_file_location("attn_scale", FOLDER / "attn_scale.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["attn_scale"] = module  # dataclasses look their module up
+    sys.modules["attn_scale"] = module  # dataclasses need their module there
     spec.loader.exec_module(module)
     yield module
     del sys.modules["attn_scale"]
@@ -30,8 +30,9 @@ def unit_gaussians(B: int = 8, H: int = 4, T: int = 64, K: int = 32):
     return (torch.randn(B, H, T, K, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
-# 2048 independent queries and as many keys of 32 entries: the variance has a relative deviation of about
-# 2 sqrt(2 / (2048 * 32)) = 1.1 %, that of the own keys sqrt((2 + 6 / 32) / 2048) = 3.3 %. Four of each are allowed.
+# There are 2048 independent queries and as many keys of 32 entries. The variance of all logits has a relative
+# standard deviation of about 2 sqrt(2 / (2048 * 32)) = 1.1 %, and the variance of the logits at a query's own
+# position one of sqrt((2 + 6 / 32) / 2048) = 3.3 %. The tolerances are four standard deviations.
 def test_independent_unit_gaussians_have_the_variance_of_the_head_width(experiment):
     q, k = unit_gaussians()
     for scale, expected in ((1.0, 32.0), (32**-0.5, 1.0), (1 / 32, 1 / 32)):
@@ -42,7 +43,8 @@ def test_independent_unit_gaussians_have_the_variance_of_the_head_width(experime
 
 
 def test_dependent_entries_do_not(experiment):
-    """Negative control: keys that are the queries have own logits of variance 2K, and doubled queries 4K in all."""
+    """Negative control: if keys equal queries, the logits at a query's own position have variance 2K; if queries are
+    doubled, all logits have variance 4K."""
     q, k = unit_gaussians()
     same = experiment.measure(experiment.logits_of(q, q, 1.0))
     assert same.own == pytest.approx(64.0, rel=0.13)
@@ -99,8 +101,8 @@ def test_equal_logits_have_all_the_entropy(experiment):
     assert found.largest == pytest.approx(sum(1 / n for n in range(8, 41)) / 33)
 
 
-# The variance of one model of 4 heads of 16 channels deviates by about 3 % over seeds (CSV); 4 deviations of the mean
-# over three seeds, and 0.5 % for the epsilon of the norm, are allowed.
+# The variance of a model with 4 heads of 16 channels has a standard deviation of about 3 % over seeds (CSV). The
+# tolerance is 4 standard deviations of the mean over three seeds, plus 0.5 % for the epsilon of the norm.
 TOLERANCE = 0.075
 
 
@@ -114,15 +116,15 @@ def test_a_tiny_run_meets_the_prediction(experiment, variant):
     own = others.pop(variant, 1.0)
     assert rows[0].predicted == pytest.approx(own)
     assert rows[0].variance == pytest.approx(own, rel=TOLERANCE)
-    for other in others.values():  # negative control: no other prediction is met
+    for other in others.values():  # negative control: the run meets no other prediction
         assert other == own or rows[0].variance != pytest.approx(other, rel=TOLERANCE)
 
 
 def test_post_norm_alone_follows_the_residual_stream(experiment):
-    """The comparison is by layer and only with weights of gain 1: branches without output do not change the
+    """The prediction of each layer needs gains of 1: with gains of 0 the branches do not change the residual
     stream."""
     rows = experiment.run(variants=("rsqrt, post-norm alone",), head_dims=(16,), seeds=3)
-    for row in rows:  # deeper, tokens share a component and 4 heads say less about all heads
+    for row in rows:  # in deeper layers tokens share a component, so 4 heads vary more
         assert row.variance == pytest.approx(row.predicted, rel=TOLERANCE if row.layer == 1 else 0.35)
     assert [round(row.predicted) for row in rows] == [0, 4, 16, 36]
     silent = replace(experiment.POST_ALONE, d_head=16, post_gain_init=0.0)
@@ -144,7 +146,8 @@ def test_the_committed_page_is_that_of_the_committed_numbers(experiment):
 
 
 def test_the_committed_numbers_meet_the_predictions(experiment):
-    """First layer: the variance within 3 %, and the entropy from 32 channels on within 0.03."""
+    """In the first layer, the variance is within 3 % of the prediction, and for heads of at least 32 channels the
+    entropy is within 0.03."""
     rows = experiment.from_csv((FOLDER / "attn_scale.csv").read_text())
     for row in rows:
         config = replace(experiment.VARIANTS[row.variant], d_head=row.head_dim)

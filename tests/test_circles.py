@@ -1,4 +1,4 @@
-"""There is no import circle between files of mmqk and none between its folders, imports inside functions included."""
+"""There is no import cycle between files or folders of mmqk; imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mmqk"
 
 
 def imports_of(package: Path) -> dict[str, set[str]]:
-    """Return, for each file, the files that it imports (`model/norms.py`); imports for type checkers alone are left
-    out."""
+    """Return, for each file (`model/norms.py`), the files that it imports, without imports for type checkers only."""
     names = {}
     for path in package.rglob("*.py"):
         file = path.relative_to(package).as_posix()
@@ -48,7 +47,7 @@ def _imported(path: Path, name: str, names: Mapping[str, str]) -> Iterable[str]:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return one circle of the graph; empty if there is none."""
+    """Return one cycle of the graph, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -57,7 +56,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def folders(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
-    """Return the same graph between folders. A file at the top of mmqk counts as a folder."""
+    """Return the graph of imports between folders. A file at the top of mmqk counts as a folder."""
 
     def folder(file: str) -> str:
         parts = Path(file).parts
@@ -66,7 +65,7 @@ def folders(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
     result: dict[str, set[str]] = {}
     for file, imported in graph.items():
         a = folder(file)
-        # The files of a package and those of its parts count as one folder.
+        # Imports between a folder and its own subfolders are left out.
         result.setdefault(a, set()).update(
             b
             for b in map(folder, imported)

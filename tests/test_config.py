@@ -1,4 +1,4 @@
-"""The one parser: every user error is one sentence that names the field."""
+"""Parsing of configurations: every user error is one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_mistake_in_a_file_is_named_too(tiny_args, tmp_path, yaml, says):
     for files in ([f"--config={path}"], ["--config", str(good), "--config", str(path)]):
         with pytest.raises(UserError, match=says) as refusal:
             resolve([*files, *tiny_args])
-        # A value that is checked after all files are merged names its field only.
+        # An error found after all files are merged names the field only.
         assert (str(path) in str(refusal.value)) == (says != "optim is not one value")
         assert str(good) not in str(refusal.value)
 
@@ -125,7 +125,7 @@ def test_a_mistake_on_the_command_line_names_no_file(tiny_args, tmp_path):
     ],
 )
 def test_a_config_that_is_not_a_text_file_is_refused_at_once(tmp_path, make, why):
-    """A config and a grid; the control is every other test."""
+    """The file is refused as a configuration and as a grid; every other test is the control."""
     path = tmp_path / "bad.yaml"
     make(path)
     for read in (lambda: resolve([f"--config={path}"]), lambda: load_grid(path)):
@@ -269,7 +269,8 @@ CLASS = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir:
     ],
 )
 def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag, says):
-    """In a file and in every form of the command line: nothing is imported, and no folder is created."""
+    """A class is refused in a file and in every form of the command line. Nothing is imported, and no folder is
+    created."""
     (tmp_path / "class.yaml").write_text(f"trainer: {{{flag}: {CLASS}}}\n")
     ways = [
         f"--config={tmp_path / 'class.yaml'}", f"--trainer.{flag}={CLASS}",
@@ -287,7 +288,7 @@ def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag
 
 
 def test_a_word_under_trainer_is_taken(tiny_args):
-    """The control."""
+    """The control: a plain word is accepted."""
     run = resolve([*tiny_args, "--trainer.accelerator=cpu", "--trainer.strategy=ddp"])
     assert (run.trainer["accelerator"], run.trainer["strategy"]) == ("cpu", "ddp")
     assert "logger" not in run.trainer
@@ -317,7 +318,7 @@ def test_a_removed_field_is_one_sentence_and_a_fork_of_an_older_run_drops_it(tin
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):
-    """Tiny data and few sequences, in bf16-mixed if the configuration sets it. GPU models keep their width."""
+    """Train with tiny data and few sequences, in bf16-mixed if the configuration sets it. GPU models keep d_model."""
     own = [f"--data.{k}={tiny_data / k}" for k in ("pairs", "text", "tokenizers", "cache")]
     few = ["--data.batch_size=2", "--data.val_sequences=8", "--data.workers=0", "--trainer.max_steps=2"]
     args = [f"--config=configs/{name}.yaml", *own, *few, *smaller, "--trainer.accelerator=cpu", "--threads=2"]

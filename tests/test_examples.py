@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run completely and show the numbers of the files."""
+"""The notebooks of examples/ run completely and show the values of the files."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def names_after(notebook: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """Copy the folder examples/ beside the packs; nothing is written into it."""
+    """Run in an empty folder examples/ beside the shipped pack; check that nothing is written into this folder."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "reports/examples").mkdir(parents=True)
     shutil.copy(ROOT / "reports/examples/demo.zip", tmp_path / "reports/examples")

@@ -1,4 +1,4 @@
-"""Which part may import which: each rule runs in a new process, and has a planted violation."""
+"""Rules for imports between the parts of mmqk: each rule is checked in a new process, and planted violations fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Comes before every finder; a forbidden import ends the process, even if the import would be caught.
+# An import finder that runs before all others; a forbidden import ends the process, even inside a try block.
 GUARD = """
 import importlib, importlib.machinery, json, os, pkgutil, sys
 
@@ -38,7 +38,7 @@ def refused(name, top):
         return bool(rule["mmqk"]) and not any(
             name == a or name.startswith(a + ".") or a.startswith(name + ".") for a in rule["mmqk"]
         )
-    # The standard library tries modules of other Pythons that are not there; what is installed is refused.
+    # The standard library tries to import modules that do not exist here; only installed modules are refused.
     other = rule["stdlib_only"] and top not in sys.stdlib_module_names
     return other and importlib.machinery.PathFinder.find_spec(top) is not None
 
@@ -61,7 +61,7 @@ class Rule:
     Attributes:
         mmqk: the parts of mmqk that may be imported; empty for all.
         never: modules that must not be imported, not even by a library.
-        absent: packages that count as not installed.
+        absent: packages that are treated as not installed.
         stdlib_only: whether only the standard library and mmqk may be imported.
         leave_out: submodules that are not part of the rule.
     """
@@ -86,7 +86,7 @@ seen = torch.ones_like(ids, dtype=torch.bool)
 flat = probe(model, TokenBatch(ids, (ids >= 6).long(), seen, seen, torch.tensor(38.0))).flat()
 assert "attn_logit_absmax/text-image/layer00" in flat, sorted(flat)
 """
-# One run, from its files to a page.
+# Write a run and its report.
 REPORT = f"""
 import sys, tempfile
 from pathlib import Path
@@ -104,8 +104,8 @@ from mmqk.config import resolve
 os.chdir({str(ROOT)!r})
 assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
 """
-# mmqk needs these, and another training environment may lack them. pandas is not among them, because torch.compiler
-# looks for it.
+# Packages that mmqk needs and another training environment may lack. pandas is not listed, because torch.compiler
+# tries to import it.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
     *("webdataset", "timm", "tokenizers", "safetensors", "torchvision", "jsonargparse", "yaml", "PIL"),
@@ -137,7 +137,7 @@ RULES = {
         ("mmqk.interop",),
         mmqk=("mmqk.interop", "mmqk.model", "mmqk.store", "mmqk.ranges"),
         never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.__main__", "mmqk.interop.card", "mmqk.interop.tokenizer"),  # of a run
+        leave_out=("mmqk.interop.__main__", "mmqk.interop.card", "mmqk.interop.tokenizer"),  # these need a run
     ),
     "config": Rule(
         ("mmqk.config",),
@@ -157,7 +157,7 @@ RULES = {
 
 
 def check(rule: Rule, root: Path) -> str:
-    """Return the one line that a new process prints about a rule in the mmqk under ``root``."""
+    """Check a rule for the mmqk under ``root`` in a new process; return "kept" or a line with the violation."""
     done = subprocess.run(
         [sys.executable, "-c", GUARD, str(root), json.dumps(asdict(rule))],
         capture_output=True,
@@ -183,7 +183,7 @@ def test_the_rule_is_kept(name):
         ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
         ("monitors", "monitors/record.py", "import tensorboard", "No module named 'tensorboard'"),
         ("config", "config/training.py", "import lightning", "imports lightning"),
-        ("config", "tokenizers/files.py", "from torch import Tensor", "imports torch"),  # read by `resolve` alone
+        ("config", "tokenizers/files.py", "from torch import Tensor", "imports torch"),  # only `resolve` imports it
         ("shards", "shards/pairs.py", "from mmqk.tokenizers import TextTokenizer", "imports mmqk.tokenizers"),
         ("report", "analysis/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
         ("report", "report/__main__.py", "def main(argv): import torch", "imports torch"),
@@ -193,7 +193,7 @@ def test_a_planted_violation_is_caught(tmp_path, name, file, line, says):
     shutil.copytree(ROOT / "mmqk", tmp_path / "mmqk", ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "mmqk" / file
     text = path.read_text()
-    if line.startswith("def"):  # inside a function, where reading the file does not show it
+    if line.startswith("def"):  # inside a function, so that importing the file alone does not fail
         guard = 'if __name__ == "__main__":'
         planted = text.replace(guard, f"{line}\n\n{guard}")
     else:

@@ -1,4 +1,4 @@
-"""The locked packages of the shipped results are those that their page prints."""
+"""The locked package versions of the shipped results are those that the page of the results prints."""
 
 import re
 from pathlib import Path

@@ -18,7 +18,7 @@ from mmqk.store import UserError, cli_main, clock
 
 PACKAGE = Path(mmqk.__file__).parent
 TABLE = "mmqk"
-# The arguments that each command needs besides the error.
+# The required arguments of each command.
 REQUIRED = {
     "mmqk.ablate": ["--config", "grid.yaml"],
     "mmqk.report": ["runs/demo"],
@@ -33,7 +33,7 @@ REQUIRED = {
 
 
 def front_doors() -> list[str]:
-    """The modules that call run_main."""
+    """Return the modules that call run_main."""
     return sorted(
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__main__")
         for path in PACKAGE.rglob("*.py")
@@ -97,7 +97,7 @@ def test_an_unknown_command_names_the_others():
     ("mmqk wa", {"watch"}),
 ])  # fmt: skip
 def test_the_shell_completes_flags(line, words, tmp_path):
-    """This is argcomplete's protocol: the line is in the environment, the answer in a file."""
+    """In argcomplete's protocol the line is in the environment and the answer in a file."""
     pytest.importorskip("argcomplete")
     answer = tmp_path / "answer"
     mmqk_command(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n",

@@ -1,4 +1,4 @@
-"""The README's section on your own data, command by command, on shards made here in img2dataset's layout."""
+"""Run the commands of the README's section on your own data, on shards written here in img2dataset's layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmqk.train import main as train
 
 REPO = Path(__file__).resolve().parents[1]
 WORDS = "a red bicycle leans on an old wall near the river while two people walk their dog past it".split()  # noqa: SIM905
-# Options that make a command small enough for a test; its other words are the README's.
+# Options that make a command small enough for a test; its other arguments are those of the README.
 SMALLER = {
     "mmqk.data.tokenize": ["--workers=0", "--val-fraction=0.2"],
     "mmqk.inspect": [
@@ -39,7 +39,7 @@ MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.inspect": inspect.main,
 
 
 def photograph(random: np.random.Generator, encoding: str) -> bytes:
-    """An image with large and small structure, of any size and shape."""
+    """Return an encoded image of random size, with smooth random colors."""
     height, width = random.integers(50, 300, 2)
     coarse = Image.fromarray(random.integers(0, 255, (6, 5, 3), dtype=np.uint8)).resize((width, height))
     buffer = io.BytesIO()
@@ -49,8 +49,8 @@ def photograph(random: np.random.Generator, encoding: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """shards/00000.tar to 00003.tar with 12 samples each, one of them with a broken image, beside configs and
-    data."""
+    """Write shards/00000.tar to 00003.tar with 12 samples each, of which one has a broken image, beside links to
+    configs and data."""
     root = tmp_path_factory.mktemp("own")
     (root / "shards").mkdir()
     for name in ("configs", "data"):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def git(*arguments: str) -> list[str]:
-    """Return the lines that git prints; skips the test outside of a repository."""
+    """Return the lines that git prints; skip the test outside a repository."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)

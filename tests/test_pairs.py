@@ -23,8 +23,7 @@ BY_KEY = {remedy.key: remedy for remedy in REMEDIES}
 WITH_QK_NORM = {remedy.key for remedy in REMEDIES if "model.qk_norm.kind" in remedy.settings}
 L2 = {"qk_norm_l2", "qk_norm_l2_per_head", "qk_norm_cosine"}
 WITH_BIAS = {"qk_norm_layer_bias", "qk_norm_per_head"}
-# A bias with another kind of norm, and the RMS and LayerNorm remedies combined with l2, if one kind overrides the
-# other.
+# A QK-Norm remedy with a bias needs kind layer, so it is refused together with a remedy of another kind.
 BIAS_OF_ANOTHER_KIND = {(a, b) for a in WITH_BIAS for b in WITH_QK_NORM - WITH_BIAS - {"qk_norm_layer"}}
 IN_ITS_PLACE = {
     "post_norm", "sandwich", "post_gain_zero", "residual_gate", "depth_scale_norm", "depth_scale_branch",
@@ -50,15 +49,18 @@ REFUSED = {
 
 
 def merged(a: Remedy, b: Remedy) -> Iterator[dict]:
-    """Yield the settings of both; if they give a field two values, each of them overrides the other once."""
+    """Yield the settings of both remedies; if they set a field to different values, yield them once in each order."""
     yield {**a.settings, **b.settings}
     if any(a.settings[name] != b.settings[name] for name in a.settings.keys() & b.settings.keys()):
         yield {**b.settings, **a.settings}
 
 
 def unfinished(settings: dict) -> list[str]:
-    """Return the names of values that are not finite after training with these settings; it should be empty. Raises
-    as `build` does."""
+    """Train one step with these settings and return the names of values that are not finite, if any.
+
+    Raises:
+        ValueError: `build` refuses the settings.
+    """
     module = build(settings, MODEL)
     backends = ["math"] if settings.get("backend") == "math" else ["math", "sdpa"]
     found = []
@@ -80,8 +82,8 @@ def unfinished(settings: dict) -> list[str]:
 
 
 def names_both(sentence: str, a: Remedy, b: Remedy) -> bool:
-    """Return whether the sentence names a field of each remedy, at least by the last part of its name, and these are
-    two names."""
+    """Return whether the sentence names a field of each remedy, at least by the last part of its name, and the two
+    fields differ."""
     named = [
         {name for name in remedy.settings if re.search(rf"\b{name.rpartition('.')[2]}\b", sentence)}
         for remedy in (a, b)

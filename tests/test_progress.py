@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def now(monkeypatch):
-    """A replacement for the monotonic clock, in seconds."""
+    """Replace the monotonic clock by the first element of the returned list, in seconds."""
     seconds = [100.0]
     monkeypatch.setattr("mmqk.progress.time.monotonic", lambda: seconds[0])
     return seconds

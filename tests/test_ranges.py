@@ -1,5 +1,5 @@
-"""Every number of every configuration has a range, found by a search through all fields, and is refused outside
-it."""
+"""Every number of every configuration has a range and is refused outside it; a search finds the numbers in all
+fields."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "min_eff
 
 
 def claim(**values: Any) -> Claim:
-    """A claim as in a grid; its ranges are checked when the grid is read."""
+    """Return a claim read as from a grid, because reading checks the ranges."""
     return read_claims([{**CLAIM, **values}], ("a", "b"), "g", "g")[0]
 
 
-# How to build the classes that are no *Config or need arguments.
+# How to build the classes whose names do not end with Config, or that need arguments.
 BUILT = {
     Claim: claim,
     ForkConfig: lambda **values: ForkConfig(Parent("id", 1, {}), **values),
@@ -48,7 +48,7 @@ BUILT = {
 
 
 def configs() -> list[type]:
-    """Return every dataclass of mmqk whose name ends with Config, by its source, and those of the grid language."""
+    """Return every dataclass of mmqk whose name ends with Config, found in the source, and the classes of `BUILT`."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(["mmqk", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
@@ -92,7 +92,7 @@ def wrapped(kind: type, name: str, value: Any) -> Any:
 
 
 def outside(wanted: Range) -> list[Any]:
-    """Numbers outside the range, and values that are no numbers."""
+    """Return numbers outside the range, and values that are not numbers."""
     below = wanted.low - max(1, abs(wanted.low))
     bad = [math.nan, math.inf, -math.inf, -1e300, 1e300, 10**400, wanted.high * 3 + 1, below]
     if wanted.zero:
@@ -111,7 +111,7 @@ def test_every_number_has_a_range():
 
 
 def test_a_new_field_without_a_range_is_found():
-    """The control: the field without a range is what the test above detects."""
+    """The control: `without_range` finds the fields without a range."""
 
     @dataclass
     class NewConfig:
@@ -147,9 +147,9 @@ def test_a_number_outside_its_range_is_one_sentence_where_its_dataclass_is_built
     build()  # the control: its default is inside
     for value in outside(wanted):
         if value == "wide" and isinstance(declared.default, str):
-            continue  # model.attn_scale has words, which are checked as words
+            continue  # model.attn_scale accepts words, which have their own check
         if declared.default is math.nan and value is math.nan:
-            continue  # of a claim: none is given, and no grid file can hold it
+            continue  # in a claim NaN means "not given"; a grid file cannot contain it
         with pytest.raises((ValueError, UserError)) as said:
             build(**{name: wrapped(kind, name, value)})
         sentence = str(said.value)
@@ -168,14 +168,14 @@ def test_the_ends_of_a_range_are_inside():
                 wanted.check("a.b", value)
     with pytest.raises(ValueError, match="whole number"):
         Range(1, 5).check("a.b", 2.5)
-    Range(1.0, 5.0).check("a.b", 2)  # a whole number is a number
+    Range(1.0, 5.0).check("a.b", 2)  # a range of floats accepts whole numbers
     Range(0.5, 1.0, zero=True).check("a.b", 0)
     with pytest.raises(ValueError, match="or 0"):
         Range(0.5, 1.0, zero=True).check("a.b", 0.25)
 
 
 def test_a_class_that_forgets_to_check_is_found():
-    """The control: a range alone refuses nothing."""
+    """The control: a range refuses nothing until `check_fields` is called."""
 
     @dataclass
     class Forgetful:
@@ -259,7 +259,8 @@ def test_what_makes_sense_is_not_refused(tiny_args, flags):
 
 
 def test_numbers_in_files_are_decimal(tmp_path):
-    """In the file of a run and in that of a grid; YAML 1.1 alone reads them as other numbers without a message."""
+    """YAML 1.1 reads values such as 0x10 and 1:30 as other numbers without a message. In the files of runs and grids
+    they are text, which fields of numbers refuse."""
     text = "a: [0x10, 010, 1:30, 0b1, 12, 1_000, 1.5e+3, -2, 0, .5, .inf]\n"
     assert yaml.safe_load(text)["a"][:4] == [16, 8, 90, 1]
     read = yaml.load(text, Loader=decimal_numbers(yaml.SafeLoader))["a"]
@@ -277,7 +278,7 @@ def test_numbers_in_files_are_decimal(tmp_path):
 
 
 def test_the_least_memory_is_below_what_a_model_takes(tiny_args):
-    """The estimate is compared with torch's own count: never above it, and close to it."""
+    """The estimated number of parameters is never above torch's own count, and close to it."""
     from mmqk.model import EarlyFusionTransformer
     from mmqk.training.loop.memory import least_bytes, parameters
 
@@ -300,6 +301,6 @@ def test_a_larger_device_has_room(tiny_args, monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: need - 1)
     with pytest.raises(UserError, match=r"need at least .* GiB of memory, but this cpu has .* GiB: lower"):
         memory.check_memory(run, torch.device("cpu"))
-    # The two halves of a batch are distributed over ranks.
+    # With two micro-batches per step, only half of the batch is in memory at a time.
     halved = replace(run, trainer={**run.trainer, "accumulate_grad_batches": 2})
     assert memory.least_bytes(halved)[1] < memory.least_bytes(run)[1]

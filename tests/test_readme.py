@@ -1,4 +1,4 @@
-"""The README's statements equal the kept report, and every link has a target."""
+"""The README has the verdicts and numbers of the shipped report, and every link has a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def verdicts() -> dict[str, dict]:
 
 
 def says(text: str, verdict: dict, log: bool) -> bool:
-    """Return whether "here" of a row is effect (low to high), as ratios for log ratios, to its own digits."""
+    """Return whether the column "here" of a row prints the verdict's effect (low to high), rounded to the printed
+    digits; log ratios are printed as ratios."""
     cell = text.split("|")[4]
     printed = re.findall(r"\d+(?:\.\d+)?", cell)[:3]
     values = [math.exp(n) if log else n for n in (verdict["effect"], *verdict["interval"])]

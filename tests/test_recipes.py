@@ -1,4 +1,4 @@
-"""Published recipes work at any size, cite each field, and equal the outside implementations they cite."""
+"""Published recipes work at any size, cite a source for each field, and equal the implementations that they cite."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.model.comparison import outcome
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 FOLDER = Path("configs/recipes")
-# mmqk.interop reads these models; tests/recipe_peers.py has those that the next recipes cite.
+# mmqk.interop reads the models that the recipes in CONVERTED cite; tests/recipe_peers.py has those of PEERED.
 CONVERTED = ("chameleon_7b", "chameleon_34b", "llama2", "olmo2", "qwen3", "gemma2", "gemma3")
 PEERED = ("muse_spark", "muse_glimmer", "gpt_oss", "qwen3_next", "kimi_k2")
 NAMES = (*CONVERTED, *PEERED, "swin_v2", "vit_22b")
-# Fields that a run decides and a recipe must not set: size, data, length, and fields that depend on the size.
+# Fields that the run sets and a recipe must not set: size, data, length, and fields that depend on the size.
 OF_THE_RUN = {
     "model": {"vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "window",
         "global_every"},
@@ -88,7 +88,7 @@ def test_a_recipe_merges_onto_a_run_of_any_size_and_overrides_all_it_speaks_of(n
 
 @pytest.mark.parametrize("under", ["gemma2", "chameleon_7b", "swin_v2", "vit_22b", "muse_spark", "gpt_oss"])
 def test_of_two_recipes_the_last_says_what_the_model_is(under):
-    """Together, these have a value other than the default for nearly every field that a recipe sets."""
+    """Together, the recipes in ``under`` set nearly every field of a recipe to a value other than the default."""
     for name in NAMES:
         assert as_run(name, base=str(path(under))).model == as_run(name).model, name
     assert as_run(under).model != as_run("llama2").model
@@ -121,11 +121,11 @@ def test_a_recipe_with_a_field_of_no_name_is_refused(tmp_path):
 
 
 def leaves(text: str) -> list[tuple[str, str]]:
-    """Return (key, comment) of every value: the comment on its line, else the one directly above it or above its
+    """Return (key, comment) of every value: the comment on its line, else the comment directly above it or above its
     group.
 
-    A comment above values applies up to the next comment, empty line or smaller indent; above a group, to its end.
-    The comment at the head of the file applies to no value.
+    A comment above values applies up to the next comment, empty line or smaller indent. A comment above a group
+    applies to the whole group. The comment at the head of the file applies to no value.
     """
     found, above, reach, group, last_was_comment = [], "", 0, None, False
     for line in dropwhile(lambda line: line.startswith("#"), text.splitlines()):
@@ -148,7 +148,7 @@ def leaves(text: str) -> list[tuple[str, str]]:
 
 
 def uncited(text: str) -> list[str]:
-    """Return the keys of the values whose comment names no source of the file's head."""
+    """Return the keys of the values whose comment names no source that is listed at the head of the file."""
     sources = set(re.findall(r"^# \[(\w+)\] +\S", text, flags=re.MULTILINE))
     cited = [(key, set(re.findall(r"\[(\w+)\]", comment))) for key, comment in leaves(text)]
     return [key for key, tags in cited if not tags or not tags <= sources]
@@ -162,7 +162,7 @@ def test_every_value_cites_a_source(name):
 
 
 def without_flow(name: str) -> list[str]:
-    """Return the dotted names; a mapping written on one line is under its own name."""
+    """Return the dotted names of a recipe's values; a mapping on one line counts as one value."""
     return [
         key.removesuffix(".kind") if ": {kind" in path(name).read_text() else key for key in fields_of(name)
     ]
@@ -203,7 +203,7 @@ DIFFERS = {
 
 
 def peer(name: str) -> nn.Module:
-    """Return a tiny model of the class that a recipe cites; everything about its norms keeps the class's default."""
+    """Return a tiny model of the class that a recipe cites; its norms have the class's defaults."""
     transformers = pytest.importorskip("transformers")
     if name.startswith("chameleon"):
         vq = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "num_embeddings": 4,
@@ -214,7 +214,7 @@ def peer(name: str) -> nn.Module:
         )
         return transformers.ChameleonForConditionalGeneration(config)
     kind = {"llama2": "Llama"}.get(name, name.capitalize())
-    # These classes set the width of heads separately, and Gemma's scale is that of the default width.
+    # These classes set head_dim separately, and Gemma's attention scale is set for the default head_dim.
     more = {"head_dim": 8} if kind in ("Qwen3", "Gemma2", "Gemma3") else {}
     more |= {"query_pre_attn_scalar": 8} if kind.startswith("Gemma") else {}
     config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
@@ -222,7 +222,7 @@ def peer(name: str) -> nn.Module:
 
 
 def settings_of(model: EarlyFusionTransformer, name: str) -> dict[str, object]:
-    """Return the value, in a model built from the class, of each field that the recipe sets, by dotted name."""
+    """Return the values that a model built from the class has for the fields of the recipe, by dotted name."""
     c = model.config
     ours = flatten(yaml.safe_load(path(name).read_text())["model"])
     theirs = flatten({key: value for key, value in vars(c).items() if key != "qk_norm"})
@@ -242,7 +242,7 @@ def test_a_recipe_has_the_norms_of_the_class_it_cites(name):
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_recipe_of_another_class_is_told_apart(name):
-    """Negative control: no two of the classes have the settings of one recipe."""
+    """Negative control: another class does not have the settings of the recipe."""
     interop = pytest.importorskip("mmqk.interop")
     other = {"llama2": "qwen3", "chameleon_7b": "chameleon_34b"}.get(name, "llama2")
     theirs = settings_of(interop.from_transformers(peer(other)), name)
@@ -270,7 +270,7 @@ def of_timm_swin() -> dict[str, object]:
     silent = torch.equal(block(x), x)  # every branch starts at 0
     gain = block.norm1.weight.unique().item()
     nn.init.ones_(block.norm1.weight)
-    added = block(x) - x  # the attention branch alone: of mean 0 and variance 1 if the norm is its last step
+    added = block(x) - x  # the attention branch alone: it has mean 0 and variance 1 if the norm is last
     last = bool((added.var(-1, unbiased=False) - 1).abs().max() < 1e-2)
 
     def out_at(scale: float) -> torch.Tensor:
@@ -283,7 +283,7 @@ def of_timm_swin() -> dict[str, object]:
     before = attention(x.flatten(1, 2))
     attention.qkv.weight[:16] *= 3.0
     after = attention(x.flatten(1, 2))
-    assert torch.allclose(after, before, rtol=1e-9)  # a cosine: the length of q is nothing
+    assert torch.allclose(after, before, rtol=1e-9)  # cosine attention: the length of q has no effect
     return {
         "mlp": "gelu" if torch.equal(block.mlp.act(x / 1e4), F.gelu(x / 1e4)) else "other",
         "pre_norm": not last,
@@ -322,7 +322,7 @@ def test_vit_22b_normalizes_queries_over_the_same_axis_as_timm():
 
 # Equal in logits and gradients to the cited models ----------------------------------------------------------
 
-FP32_INSIDE = 2e-5  # of the largest value: the norms and rotary tables of transformers are in fp32
+FP32_INSIDE = 2e-5  # relative to the largest value; transformers computes norms and rotary tables in fp32
 # Another value for every field that affects what a model computes.
 OTHERWISE = {
     "mlp": "geglu", "pre_norm": False, "norm": "layer", "norm_eps": 1e-4, "qk_norm.kind": "layer",
@@ -335,9 +335,9 @@ SWITCHED = {
     "post_norm": True, "norm_gain": "zero_centered", "attn_gate": "element", "attn_sink": True, "mlp_clamp": 7.0,
     "residual_gate": 0.3, "embed_norm": True,
 }  # fmt: skip
-# Fields of the initial weights, and of other kinds of norms.
+# Fields that do not affect the logits: those of initial weights and of other kinds of norms.
 UNSEEN = {"post_gain_init", "norm_bias", "qk_norm.bias", "weight_reparam"}
-# A fixed scale: a norm without gain commutes with the rotation.
+# Fields that do not affect the logits with kind l2: the scale is fixed, and a norm without gain commutes with RoPE.
 UNSEEN_L2 = {
     "qk_norm.scope",
     "qk_norm.gain",
@@ -357,7 +357,7 @@ def with_fields(config: ModelConfig, fields: dict[str, object]) -> ModelConfig:
 
 
 def another(name: str, key: str, value: object) -> dict[str, object]:
-    """Return fields with another value for one of a recipe's, and what this requires."""
+    """Return another value for a field of a recipe, with the changes of other fields that it requires."""
     if key == "pre_norm":
         return {"pre_norm": False, "post_norm": True}
     if key in SWITCHED:
@@ -380,7 +380,8 @@ def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def peers():
-    """For a recipe: its small model, weights, and the logits and gradients of the cited model."""
+    """Return a function that gives, for a recipe, a small configuration, weights, and the logits and gradients of the
+    cited model."""
     pytest.importorskip("transformers")
     known = {}
 
@@ -415,7 +416,7 @@ def test_another_value_of_any_field_gives_other_logits(name, peers):
 
 
 def muonclip(model: EarlyFusionTransformer, batches, lr: float) -> None:
-    """Kimi K2's Algorithm 1: torch's Muon and AdamW, x-transformers' QK-Clip, a cosine from lr to lr / 10."""
+    """Train with Kimi K2's Algorithm 1: torch's Muon and AdamW, x-transformers' QK-Clip, a cosine schedule."""
     from x_transformers.x_transformers import Attention
 
     matrices = block_matrices(model)
@@ -445,7 +446,7 @@ def muonclip(model: EarlyFusionTransformer, batches, lr: float) -> None:
             q, k = seen["q", layer], seen["k", layer]
             before = q @ k.mT / q.shape[-1] ** 0.5
             before = before.masked_fill(torch.ones(before.shape[-2:]).triu(1).bool(), -torch.inf)
-            # qk_clip_ scales the columns of a matrix: in W^T these are the rows of a head.
+            # qk_clip_ scales the columns of a matrix; the columns of W^T are the rows of a head.
             of = block.attention
             q, k = (SimpleNamespace(weight=w.weight.data.T) for w in (of.w_q, of.w_k))
             turned = SimpleNamespace(to_q=q, to_k=k)

@@ -1,4 +1,4 @@
-"""The table of remedies is complete and agrees with the parser, and its page is generated from it and from the
+"""The table of remedies is complete and agrees with the parser; docs/remedies.md is generated from the table and the
 tests."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.remedies_page import (
 
 ROOT = Path(__file__).parents[1]
 DEMO = "--config=configs/demo.yaml"
-# Fields that are no remedies: shape, trained modalities, positions, and details of a remedy.
+# Fields that are not remedies: shape, trained modalities, positions, and details of a remedy.
 NOT_REMEDIES = {
     "model": "vocab_sizes d_model n_layers n_heads n_kv_heads d_head d_ff mlp norm_gain norm_eps reparam_gamma"
     " tie_embeddings window global_every rope_theta local_rope_theta qk_norm.eps qk_norm.scale_init"
@@ -60,8 +60,8 @@ def fields_of_runs() -> set[str]:
 
 
 def unaccounted(known: set[str]) -> set[str]:
-    """Return the fields that are neither in a remedy nor in the list of other fields, and list entries that are no
-    fields."""
+    """Return the fields that are neither in a remedy nor in `NOT_REMEDIES`, and the entries of `NOT_REMEDIES` that
+    are not fields."""
     listed = {f"{section}.{name}" for section, words in NOT_REMEDIES.items() for name in words.split()}
     switched = {name for remedy in REMEDIES for name in remedy.settings if name != "backend"}
     of_mapping = {name for name in switched if name.rpartition(".")[0] in known}
@@ -192,7 +192,7 @@ def test_flops_are_those_of_the_textbook():
     assert size.flops == 6 * matrices * tokens + 6 * c.n_layers * scores
     norms = (2 * c.n_layers + 1) * c.d_model
     assert size.parameters == matrices + c.d_model * c.vocab_size + norms
-    # QK-Clip computes every q·k once more; an additional backward pass is two of three parts of a step.
+    # QK-Clip computes every q·k once more; an additional backward pass is two thirds of a step.
     assert measure({"optim.qk_clip": 100.0}).flops - size.flops == c.n_layers * scores
     assert measure({"optim.split_second_moment": True}).flops * 3 == size.flops * 5
     assert measure({"model.per_modality.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2

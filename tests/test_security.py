@@ -1,4 +1,4 @@
-"""Nothing that is loaded is executed."""
+"""Loading a file never executes code that the file contains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmqk.train import main
 
 
 class Payload:
-    """Creates a file when it is unpickled."""
+    """Create a folder when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -51,7 +51,8 @@ def test_a_checkpoint_with_a_payload_is_refused(run, tiny_args, tmp_path, capsys
     code = cli_main(main)([*tiny_args, f"--out={out}"])
     assert code == 2 and not executed.exists()
     assert "cannot be read (Weights only load failed)" in one_sentence(capsys)
-    torch.load(max((out / "checkpoints").glob("*.ckpt")), weights_only=False)  # the control
+    # The control: an unsafe load executes the payload.
+    torch.load(max((out / "checkpoints").glob("*.ckpt")), weights_only=False)
     assert executed.exists()
 
 
@@ -77,7 +78,8 @@ def test_a_yaml_tag_is_not_executed(kind, tiny_args, tmp_path, capsys):
     assert one_sentence(capsys)
     import yaml
 
-    yaml.unsafe_load(bad)  # the control
+    # The control: an unsafe load executes the tag.
+    yaml.unsafe_load(bad)
     assert executed.exists()
 
 
@@ -90,12 +92,13 @@ def test_a_pickle_in_an_array_is_not_executed(tmp_path):
     with pytest.raises(UserError, match="cannot be read as an array"):
         load_ids(file)
     assert not executed.exists()
-    np.load(file, allow_pickle=True)  # the control
+    # The control: with allow_pickle the payload is executed.
+    np.load(file, allow_pickle=True)
     assert executed.exists()
 
 
 def test_no_file_of_the_package_loads_pickles():
-    """No call of `pickle`, `joblib`, `torch.load` without weights_only or `yaml.load` with an unsafe loader."""
+    """The package never calls `pickle`, `joblib`, `torch.load` without weights_only, or an unsafe YAML loader."""
     unsafe = re.compile(
         r"\bpickle\.loads?\(|joblib|allow_pickle=True|weights_only=False|yaml\.(unsafe_load|full_load)|\beval\(\"|"
         r"\bexec\(|shell=True|trust_remote_code=True"

@@ -1,4 +1,5 @@
-"""The table of statistics against the logged tags, in both directions, and the page generated from it."""
+"""Each logged tag has a row in the table of statistics, each row has a tag, and docs/statistics.md is generated from
+the table."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ EVERYTHING = [
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory) -> set[str]:
-    """Return the tags of a run with all options, and of options that one run cannot have."""
+    """Return the tags of a run with all compatible options, and those of `of_other_models`."""
     out = tmp_path_factory.mktemp("run") / "out"
-    with pytest.MonkeyPatch.context() as patch:  # attention that keeps its entropy has collapsed
+    with pytest.MonkeyPatch.context() as patch:  # any attention entropy counts as collapsed
         patch.setattr("mmqk.store.alarms.probes.COLLAPSE_SHARE", 1e9)
         assert main([f"--config={ROOT / 'configs/dial.yaml'}", f"--out={out}", *EVERYTHING]) == 0
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -49,7 +50,8 @@ def logged(tmp_path_factory) -> set[str]:
 
 
 def of_other_models() -> set[str]:
-    """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a third-party model; a kernel that needs a GPU."""
+    """Return the tags of QK-Norm, which QK-Clip excludes, of a bf16 residual stream, of a third-party model, and of a
+    kernel that needs a GPU."""
     config = ModelConfig(
         vocab_sizes={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
     )
@@ -90,12 +92,12 @@ def of_other_models() -> set[str]:
 
 
 def missing(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> list[str]:
-    """Tags of no row."""
+    """Return the tags that match no row of the table."""
     return [tag for tag in tags if not any(row.matches(tag) for row in table)]
 
 
 def unused(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> set[str]:
-    """Forms of tags that nothing has."""
+    """Return the forms of tags in the table that no tag has."""
     seen = {row.matches(tag) for tag in tags for row in table}
     return {form for row in table for form in row.forms} - seen
 
@@ -149,11 +151,11 @@ def test_the_page_is_what_the_code_says():
 def test_a_page_of_other_costs_is_another_and_costs_are_those_of_the_textbook():
     measured, step = parts(), measure({}).flops
     assert render(measured | {"growth": 1}, step) != render(measured, step)
-    assert 6 * measured["forward"] == step  # 4 of 8 sequences, and a backward pass is two forwards
+    assert 6 * measured["forward"] == step  # 4 of 8 sequences; a backward pass costs two forward passes
     assert measured["precision"] == measured["forward"]
     assert (
         6 * measured["agreement"] == 10 * step
-    )  # both halves: a forward, and a backward pass for each of two modalities
+    )  # each half has one forward pass and a backward pass for each of two modalities
 
 
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("sys.modules['torch'] = sys; ", 1)])

@@ -18,7 +18,7 @@ def test_the_tables_are_those_of_the_ranking(page):
 
 
 def test_another_ranking_gives_another_table(tmp_path, monkeypatch):
-    """The control."""
+    """The control: a changed ranking changes the tables."""
     changed = tournament_page.RANKING.read_text(encoding="utf-8").replace("qk_norm_rms,", "qk_norm_rms2,")
     (tmp_path / "ranking.csv").write_text(changed, encoding="utf-8")
     monkeypatch.setattr(tournament_page, "RANKING", tmp_path / "ranking.csv")

@@ -1,4 +1,4 @@
-"""The live view: what it reads, what it shows, and how it ends."""
+"""`mmqk watch` shows runs and grids, even if files are damaged, and ends when the runs have ended."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, mo
     with_lock = tmp_path / "run"
     write_run(with_lock, alarms=[GROWTH])
     with open(with_lock / "metrics.jsonl", "ab") as file:
-        file.write(b'{"step":50,"loss/te')  # being written
+        file.write(b'{"step":50,"loss/te')  # a line that is still being written
     os.utime(with_lock / "status.json", (time.time() - 100, time.time() - 100))
     os.utime(with_lock / "metrics.jsonl", (time.time() - 20, time.time() - 20))
     said = shown(capsys, "--once", with_lock)
     row = next(line for line in said.splitlines() if line.startswith("run ") and "running" in line)
-    # 40 of 200 steps in 80 s: 320 s for the 160 that are left.
+    # 40 of 200 steps took 80 s, so the remaining 160 steps take 320 s.
     for part in ("40/200", "4.60", "6.00", "50 L1", "7 L1", "1234", "growth", "5:20"):
         assert part in row, part
     assert re.search(r"smallest attention entropy +0\.25 L0", said)
@@ -89,10 +89,10 @@ def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monk
     assert statuses == [("1", "completed"), ("2", "diverged"), ("3", "waiting")]
     assert "mixed seed 2 diverged: text loss became nan" in said
     assert "mixed seed 1 step 30: growth" in said
-    # A folder without ablation.json, an arm, and run folders.
+    # The folder of an arm, which has run folders and no ablation.json.
     said = shown(capsys, "--once", folder / "mixed-0123456789")
     assert "seed1" in said and "seed2" in said and "seed3" not in said
-    # Several folders at once; without a terminal --once is not needed.
+    # Several folders at once. Without a terminal, --once is not needed.
     assert shown(capsys, folder / "mixed-0123456789/seed1", folder).count("completed") == 2
 
 
@@ -149,7 +149,7 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, na
     monkeypatch.setenv("COLUMNS", "400")  # room for the path in the sentence
     write_run(tmp_path / "r", "completed", alarms=[GROWTH])
     path = tmp_path / "r" / name
-    # New lines are appended; a complete file has no others.
+    # The text is appended to files of lines and replaces the others.
     path.write_text((path.read_text() if name.endswith("l") else "") + text + "\n")
     said = shown(capsys, "--once", tmp_path / "r")
     assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
@@ -167,7 +167,7 @@ def test_a_damaged_record_of_an_ablation_is_refused(tmp_path, capsys, text):
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_number_that_is_none_ranks_worst(tmp_path, capsys, monkeypatch, bad):
-    """In the one column for all modalities on a narrow terminal, and in the column of its modality."""
+    """A NaN is shown in the column of its modality, and on a narrow terminal in the one column for all modalities."""
     write_run(tmp_path / "r", "completed")
     names = ("q_norm/text/layer00", "q_norm/image/layer00")
     writer = MetricsWriter(tmp_path / "r/metrics.jsonl")
@@ -248,7 +248,7 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
         command, stdout=there, stderr=there, cwd=ROOT, env=environment, preexec_fn=listens
     )
     os.close(there)
-    said, guard = b"", threading.Timer(1800, process.kill)  # or one that shows nothing would be read for ever
+    said, guard = b"", threading.Timer(1800, process.kill)  # ends a process that shows nothing
     guard.start()
     try:
         while said.count(b"4.60") < (3 if redrawn else 1):
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
         process.kill()
         os.close(here)
     assert process.wait() == 0 and b"Traceback" not in said
-    assert (b"\x1b[?25h" in said) is redrawn  # the cursor is there again
+    assert (b"\x1b[?25h" in said) is redrawn  # the cursor is shown again
 
 
 def test_watching_imports_no_torch(tmp_path):

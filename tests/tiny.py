@@ -15,7 +15,7 @@ WORDS = "the people of this union shall see a long and steady growth of trade an
 
 
 def draw(color: str, shape: str, seed: int) -> Image.Image:
-    """A colored shape on white with a little noise."""
+    """Return an image of a colored shape on white with a little noise."""
     random = np.random.default_rng(seed)
     pixels = np.full((64, 64, 3), 255, dtype=np.uint8)
     region = {
@@ -82,7 +82,7 @@ def write_tiny_data(root: Path) -> None:
 
 
 def tiny_args(tiny_data: Path) -> list[str]:
-    """Arguments of `mmqk.train`, without ``--out``."""
+    """Return the arguments of `mmqk.train`, without ``--out``."""
     return [
         f"--data.pairs={tiny_data / 'pairs'}", f"--data.text={tiny_data / 'text'}",
         f"--data.tokenizers={tiny_data / 'tokenizers'}", f"--data.cache={tiny_data / 'cache'}",

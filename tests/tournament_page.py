@@ -1,6 +1,6 @@
-"""The tables of docs/which_remedy.md and README.md, written from the ranking of the tournament.
+"""Write the tables of docs/which_remedy.md and README.md from the ranking of the tournament.
 
-``python -m tests.tournament_page`` writes them; a test compares.
+``python -m tests.tournament_page`` writes the tables; a test compares the committed pages with new ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def times(value: str) -> str:
 
 
 def whole() -> str:
-    """Every remedy with its purpose."""
+    """Return the table of all remedies, with their purposes."""
     lines = [
         "| remedy | what it is for | loss against none (nats) | trains | sensitivity | largest logit | time |",
         "| --- | --- | --: | --: | --: | --: | --: |",
@@ -57,7 +57,7 @@ def whole() -> str:
 
 
 def short() -> str:
-    """Return a few rows in the order of the ranking, and the arm without a remedy."""
+    """Return the table of the remedies in `SHORT` in the order of the ranking, and of the arm without a remedy."""
     table = rows()
     lines = [
         "| remedy | loss against none (nats) | learning rates that train | largest logit | time |",
@@ -74,7 +74,7 @@ def short() -> str:
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables between its markers."""
+    """Return the text of a page with the tables between its markers."""
     for name, table in (("whole", whole()), ("short", short())):
         place = re.compile(rf"(<!-- tournament {name} -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
         text = place.sub(lambda match, table=table: match[1] + table + match[2], text)

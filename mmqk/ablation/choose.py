@@ -1,4 +1,4 @@
-"""Select the best learning rate of an arm from its selection runs, which are not in the verdicts."""
+"""Select the best learning rate of an arm from its selection runs, which do not count in the verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChosenRate:
 
     @property
     def edge(self) -> str:
-        """Return a sentence if the best learning rate is an end of the grid; empty otherwise."""
+        """A warning if the best learning rate is the smallest or largest one tried, otherwise empty."""
         ends = {min(self.values): "smallest", max(self.values): "largest"}
         if len(self.values) < 2 or self.lr not in ends:
             return ""
@@ -35,11 +35,11 @@ class ChosenRate:
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
-    """Return the best learning rate, by the rule of `analysis.verdicts.learning_rates`; the smallest if every run
-    diverged.
+    """Return the best learning rate, by the rule of `analysis.verdicts.learning_rates`, or the smallest learning rate
+    if every run diverged.
 
     Args:
-        tried: learning rate by folder of a finished run.
+        tried: the learning rate of each finished run, by run folder.
 
     Raises:
         UserError: the metric is unknown, or no run has a finite value.

@@ -12,9 +12,9 @@ def cores() -> int:
 
 
 def gpus() -> tuple[str, ...]:
-    """Return each GPU as a value of CUDA_VISIBLE_DEVICES: those in the variable, or all of the machine.
+    """Return each GPU as a value of CUDA_VISIBLE_DEVICES: those in the variable, or else all GPUs of the machine.
 
-    CUDA is not used to count them, because it would create a context on each device.
+    CUDA is not used to count the GPUs, because it would create a context on each of them.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:

@@ -10,10 +10,10 @@ from mmqk.store import clock
 
 
 def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
-    """Return one sentence: the time of the unfinished runs with ``jobs`` runs at a time.
+    """Return one sentence with the estimated time of the unfinished runs, with ``jobs`` runs at a time.
 
-    The time of a step is the median over finished runs of the same arm, else of the same family, else of the grid;
-    this time includes the start and validation. A fork counts only its steps after the fork.
+    The time per step is the median over finished runs of the same arm, else of the same family, else of the grid.
+    It includes startup and validation. A fork counts only its steps after the fork.
     """
     open_runs = [
         task for task, outcome in outcomes.items() if not outcome.finished and outcome.status != "never"

@@ -35,7 +35,7 @@ def plan(grid: Grid, out: Path, resolver: Resolver) -> Plan:
     """Return the plan of a grid whose runs are in ``out``.
 
     Raises:
-        UserError: a field that an arm sets is wrong, two arms are the same run, a fork begins after its parent's end.
+        UserError: an arm sets a wrong field, two arms are the same run, or a fork begins after its parent's end.
     """
     return _Planner(grid, out, resolver).plan()
 
@@ -97,7 +97,7 @@ class _Planner:
 
     def _look_fork(self, job: Job, step: int) -> ResolvedJob | BlockedJob:
         origin = self._find(self.jobs[job.parent, job.seed, "verdict"])
-        # Until the parent's learning rate is selected, use a draft with a provisional one, so that errors show early.
+        # Until the parent's learning rate is selected, use a draft with a provisional one to find errors early.
         parent = origin if isinstance(origin, ResolvedJob) else self.drafts[job.parent, job.seed]
         if step > parent.max_steps:
             raise UserError(
@@ -117,7 +117,7 @@ class _Planner:
         return self._with_folder(resolved)
 
     def _with_folder(self, resolved: ResolvedJob) -> ResolvedJob:
-        """Return the job with its folder; two arms of one grid may not be the same run."""
+        """Return the job with its folder; refuse two arms of one grid that are the same run."""
         resolved = replace(resolved, folder=self._folder(resolved.job, resolved.run))
         owner, job = self.owners.setdefault(resolved.run.id, resolved), resolved.job
         if owner.job.arm != job.arm and owner.job.family.grid == job.family.grid:
@@ -128,7 +128,7 @@ class _Planner:
         return resolved
 
     def _folder(self, job: Job, run: Any) -> Path:
-        """Return the folder of a run. The seeds of an arm share its parent folder, whose hash does not include the
+        """Return the folder of a run. All seeds of an arm share a parent folder, whose hash does not include the
         seed."""
         if run.id in self.owners:
             return self.owners[run.id].folder
@@ -196,7 +196,7 @@ class _Planner:
         return start if isinstance(start, BlockedJob) else self._task(resolved, start)
 
     def _start_of(self, task: Task, start: ForkPoint) -> Path | BlockedJob:
-        """Return the checkpoint that a task starts from, or the reason why there is none yet."""
+        """Return the checkpoint that a task starts from, or a blocked job with the reason why there is none."""
         parent, step = start.parent, start.step
         if file := checkpoint_of(parent.folder, step):
             return file
@@ -209,7 +209,7 @@ class _Planner:
         if not now.finished:
             on, possible = (before.on, before.possible) if isinstance(before, BlockedJob) else ((), True)
             return BlockedJob(task, reason, (parent.folder, *on), possible, at=(parent.folder, step))
-        # The parent finished without this checkpoint: train it again in a second folder.
+        # The parent finished without this checkpoint: train the parent again in a second folder.
         if isinstance(before, BlockedJob):
             return before
         again = self._beside(parent, before)
@@ -253,7 +253,7 @@ class _Planner:
         return replace(task, args=args, entry=entry, part=part, first=resolved.first)
 
     def _at(self, resolved: ResolvedJob) -> str:
-        """Return the flag that lists the checkpoints its forks start from and those of its configuration."""
+        """Return the flag that lists the steps whose checkpoints are kept: for forks, and by the configuration."""
         configured = resolved.run.nested()["checkpoint"].get("at") or []
         first = resolved.start.step if resolved.start else 0
         return f"--checkpoint.at={sorted({*configured, *self.at[resolved.folder]} - {first})}"
@@ -262,7 +262,8 @@ class _Planner:
         """Return the flag for CPU threads: each run gets its share of the cores unless its configuration sets
         threads.
 
-        A resumed run keeps its number of threads and a fork has that of its parent, because sums depend on it.
+        A resumed run keeps its number of threads and a fork uses that of its parent, because the number of threads
+        changes the rounding of sums.
         """
         if resolved.run.threads:
             return ()

@@ -1,8 +1,9 @@
 """Run jobs in parallel, each in a process forked from a server that has already imported torch.
 
 The server (multiprocessing's *forkserver*) has used no device and started no thread, so a run starts in a fraction of
-a second. A run that fails or is killed is recorded; the others continue. `concurrent.futures.ProcessPoolExecutor` is
-not used, because a killed worker ends all its workers, it hides exit codes, and it sends no signal to one run.
+a second. If a run fails or is killed, this is recorded and the other runs continue.
+`concurrent.futures.ProcessPoolExecutor` is not used, because it stops all workers when one is killed, hides exit
+codes, and cannot send a signal to one run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended,
 from mmqk.store.errors import USER_ERROR_EXIT
 
 TRAIN = "mmqk.train:process"
-# The server imports this once for all runs.
+# Modules that the server imports once for all runs.
 PRELOAD = ("mmqk.ablation.preload",)
 LOG_NAME = "train.log"
 POLL_SECONDS = 0.2
@@ -56,8 +57,9 @@ class Pool:
         grace: seconds that interrupted runs have for their shutdown.
         more: called whenever a run has ended, here or in another process; returns all tasks known by then.
         ready: called while fewer than ``jobs`` runs train; returns True if `more` has new tasks before a run ends.
-        devices: values of CUDA_VISIBLE_DEVICES; each run gets the one with the fewest runs. Empty: not set.
-        until: time of the monotonic clock at which runs are interrupted, as by a signal.
+        devices: values of CUDA_VISIBLE_DEVICES; each run gets the one with the fewest runs. If empty, the variable
+            is not set.
+        until: time of the monotonic clock at which all runs are interrupted, as after a signal.
         to_come: returns the number of runs that can start later, for the display.
     """
 
@@ -111,7 +113,7 @@ class Pool:
         return self.outcomes
 
     def _start_some(self, pending: list[Task]) -> list[Task]:
-        """Start tasks up to ``jobs`` and return the rest; a folder that another process locks is tried later."""
+        """Start tasks until ``jobs`` runs train, except in locked folders; return the tasks that were not started."""
         left = []
         for task in pending:
             if len(self.running) >= self.jobs or is_locked(task.folder):
@@ -124,7 +126,7 @@ class Pool:
         return left
 
     def _new(self) -> list[Task]:
-        """Plan new tasks after a run has ended or has written the checkpoint of a fork."""
+        """Plan again after a run has ended or has written the checkpoint of a fork; return the new tasks."""
         room = len(self.running) < self.jobs
         if self.stopping or not (self._news or (room and self.ready())):
             return []
@@ -158,7 +160,7 @@ class Pool:
         self.outcomes[task] = TaskOutcome("running")
 
     def _reap(self) -> list[Task]:
-        """Record the ended runs; return those to try again, because another process had locked their folder."""
+        """Record the outcomes of ended runs; return tasks to try again, whose folder another process had locked."""
         again = []
         for task, run in list(self.running.items()):
             if (code := run.process.exitcode) is not None:
@@ -174,7 +176,7 @@ class Pool:
         return again
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
-        """Return the outcome from the status of the run; otherwise from its exit code, which is then recorded."""
+        """Return the outcome that the run wrote; if it wrote none, derive one from the exit code and record it."""
         now = standing(task)
         if now.finished if code in (0, 3) else now.ended and _status(task.folder) != before:
             return now
@@ -191,7 +193,8 @@ class Pool:
         """Interrupt the runs at the first signal; kill them at the second, or after ``grace`` seconds."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            self._asked = min(self._signals, 1)  # 0 after ``until``, so that the first signal kills them
+            # This is 0 if ``until`` has passed, so that the first signal then kills the runs.
+            self._asked = min(self._signals, 1)
             for run in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
                     if run.process.exitcode is None and run.process.pid is not None:
@@ -226,11 +229,11 @@ class Pool:
 
 
 def start_server(preload: Sequence[str]) -> None:
-    """Start the server, once per process; it imports ``preload`` in parallel with the caller."""
+    """Start the fork server, once per process; it imports ``preload`` while the caller continues."""
     get_context("forkserver").set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()
-    # The server inherits the mask: neither Ctrl-C nor a SIGTERM to the process group may end it before its runs, and
-    # a signal for a run that is being forked waits until the run unblocks it.
+    # The server inherits the signal mask. Neither Ctrl-C nor a SIGTERM to the process group then ends the server
+    # before its runs. A signal to a run that is being forked stays pending until the run unblocks it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         forkserver.ensure_running()

@@ -1,9 +1,13 @@
-"""Imports of the server, so that forked runs start fast: the modules that `mmqk.train` imports late.
+"""Modules that the fork server imports, so that runs start fast: those that `mmqk.train` imports late.
 
 These modules start no thread and use no device, because neither works after a fork.
 """
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
+from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
+
+use_lean_torchmetrics()
+
 import lightning.pytorch.utilities.exceptions
 import tensorboard.compat.proto.summary_pb2
 import tensorboard.plugins.hparams.api_pb2

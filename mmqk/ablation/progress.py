@@ -1,4 +1,4 @@
-"""Progress of an ablation: a table of the running runs and a line, and the final table."""
+"""Show the progress of an ablation while it trains, and print its final table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PoolProgress:
-    """Shows the progress of a pool: on a terminal a table of the running runs and a line, otherwise the line.
+    """Shows the progress of a pool: one line, and on a terminal also a table of the running runs.
 
     ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
 
@@ -28,7 +28,7 @@ class PoolProgress:
         self._follows: dict[Task, Follow] = {}
 
     def __call__(self, pool: Pool) -> None:
-        """Show the progress if the interval has passed."""
+        """Show the progress if the display interval has passed."""
         if self.progress.due():
             self.progress.show(*self.state(pool), above=lambda width: self._table(pool, width))
 
@@ -37,7 +37,7 @@ class PoolProgress:
         self.progress.close()
 
     def state(self, pool: Pool) -> tuple[str, float | None, float | None]:
-        """Return the text of the display, the number of steps that are done, and the number of all steps."""
+        """Return the progress line, the number of steps done and the total; the numbers are None if unknown."""
         last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
         steps = {
             task: max(task.first, last[task].get("step", 0) if task in last else out.step)
@@ -60,7 +60,7 @@ class PoolProgress:
             parts.append("starting")
         parts.append(f"{len(pool.running)} running")
         if pool.stopping:
-            parts.append("stopping (again to end at once)")
+            parts.append("stopping (press Ctrl-C again to kill the runs)")
         if pool.stopping or not any(last.values()):
             return " · ".join(parts), None, None
         done = sum(steps.values())
@@ -72,7 +72,7 @@ class PoolProgress:
         views = []
         for task in pool.running:
             view = self._follows.setdefault(task, Follow(task.name, task.folder)).look()
-            # The status file may be older than this start.
+            # The status file may still be from an earlier start of the run.
             view.status, view.max_steps = "running", task.max_steps
             views.append(view)
         return runs_table(views, width)

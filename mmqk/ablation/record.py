@@ -34,11 +34,12 @@ def check_out(out: Path, grid: Grid) -> None:
 
 
 def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
-    """Write ablation.json for the plan of ``make``, under a lock against other processes.
+    """Write ablation.json for the plan that ``make`` returns; a lock keeps other processes from writing it too.
 
     The record keeps the hash of the claims at their first registration and, for each run, the hash of the claims when
     the run was first planned. An unreadable record is not overwritten. If the record is missing but runs have begun,
-    the claims are registered too late: the record has "lost", and the analysis treats all claims as exploratory.
+    the claims are registered too late: the new record has the field "lost", and the analysis treats all claims as
+    exploratory.
 
     Raises:
         UserError: the folder cannot be written, or its ablation.json cannot be read.
@@ -71,7 +72,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
 
 
 def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
-    """Copy the finished runs of a pack that ``out`` does not have, with their registration; return their folders.
+    """Copy the finished runs of a pack that are missing in ``out``, with their registration; return their folders.
 
     An unfinished run stays in the pack: it has no checkpoint to resume from. Each copied run keeps the hash of the
     claims under which it was planned, so its claims are not registered again.
@@ -100,7 +101,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
                     new.append(name)
             first = first or {**packed, "runs": []}
             registered, now = _registered(packed), claims_hash(grid.raw)
-            if _registered(first) == now:  # else they have changed in this folder
+            if _registered(first) == now:  # otherwise the claims have changed in this folder
                 first["registered"] = registered
             entries = [
                 {**run, "claims": run.get("claims", registered)}
@@ -117,7 +118,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
 
 
 def _registered(record: dict[str, Any]) -> str:
-    """Return the hash of the claims that a record registered first; a record without the field still has the
+    """Return the hash of the claims at their first registration; for a record without this field, the hash of its
     claims."""
     return record.get("registered") or claims_hash(record["grid"])
 

@@ -1,8 +1,8 @@
-"""Plan replays of a divergence in three numerics; `mmqk.analysis.runs.replays` evaluates them.
+"""Plan replays of a diverged run in bf16 and fp32; `mmqk.analysis.runs.replays` evaluates the replays.
 
 The control comes first: the same run without a change. It must diverge at the same step, and it keeps the
-checkpoints for the replays. Each replay is a fork of the control shortly before the divergence, with weights
-changed by a millionth.
+checkpoints for the replays. Each replay is a fork of the control shortly before the divergence, with slightly
+perturbed weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def replays_of(
 
     Args:
         resolved: the diverged run.
-        original: its task, with its command line.
+        original: the task of the diverged run, with its command line.
         diverged: the step of the divergence.
         out: the folder that the names of runs are relative to.
         root: the folder of the replays, by default beside the run.
@@ -114,7 +114,7 @@ def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -
     """Return the replays of one run without a grid.
 
     Raises:
-        UserError: the folder has no diverged run, or its config.yaml now gives another run.
+        UserError: the folder has no diverged run, or its config.yaml now resolves to another run.
     """
     record, status = read_run(folder), read_status(folder)
     if record is None or status is None:
@@ -141,7 +141,7 @@ def arm_of(folder: Path) -> str:
 
 
 def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float, int]:
-    """Return the start step of the replays by depth, all after ``first``; depths with the same step are merged."""
+    """Return the start step of the replays at each depth; only steps after ``first``, and each step once."""
     steps: dict[float, int] = {}
     for depth in rule.depths:
         step = diverged - max(1, round(depth * diverged))
@@ -151,10 +151,10 @@ def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float,
 
 
 def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the fields of a replay by its numerics: bf16-fused, bf16-math and fp32.
+    """Return the configuration fields of each kind of replay: bf16-fused, bf16-math and fp32.
 
-    bf16-fused has the fused backend of the run, or sdpa if that supports this attention. bf16-math and fp32 have the
-    dense backend, without compiled blocks.
+    bf16-fused uses the fused backend of the run, or sdpa if sdpa supports the attention of the run. bf16-math and
+    fp32 use the dense backend, without compiled blocks.
     """
     model, backend = identity.get("model", {}), identity.get("backend", "math")
     dense_only = model.get("attn_softcap") is not None or model.get("attention", "softmax") != "softmax"
@@ -172,7 +172,7 @@ def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _control(
     resolved: ResolvedJob, original: Task, steps: Mapping[float, int], resolver: Resolver, root: Path
 ) -> ResolvedJob:
-    """Return the same run from its nearest earlier checkpoint, or from its start."""
+    """Return the control: the same run from its newest checkpoint before the replays, or from its start."""
     at = f"--checkpoint.at={sorted(steps.values())}"
     earliest = min(steps.values())
     checkpoints = {s: f for s, f in checkpoints_of(resolved.folder).items() if resolved.first < s < earliest}
@@ -199,7 +199,7 @@ def _schedule(identity: Mapping[str, Any]) -> int:
 
 
 def _threads(run: Any, of: ResolvedJob, resolver: Resolver) -> tuple[str, ...]:
-    """Return the flag for the number of threads of the replayed run: sums depend on it."""
+    """Return the flag that gives a replay the thread count of its run, because this changes the rounding of sums."""
     return () if run.threads else (f"--threads={threads_of(of.folder) or resolver.threads}",)
 
 

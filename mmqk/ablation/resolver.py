@@ -1,4 +1,4 @@
-"""Resolve command lines to runs, each command line once."""
+"""Resolve the configuration and identity of a run from its command line, with a cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ResolvedJob:
     """A job with its identity.
 
     Attributes:
-        args: command line, without the checkpoint that it is forked from.
+        args: command line, without the checkpoint that the run is forked from.
         run: the resolved configuration (`mmqk.config.RunConfig`).
         folder: the run folder, which may not exist yet.
-        start: the run and the step that it is forked from.
+        start: for a fork, its parent and the step; otherwise None.
     """
 
     job: Job
@@ -51,7 +51,7 @@ class ResolvedJob:
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """A run at one of its steps."""
+    """The parent of a fork and the step that the fork starts from."""
 
     parent: ResolvedJob
     step: int
@@ -65,9 +65,9 @@ class BlockedJob:
         task: a provisional task whose folder does not exist.
         reason: what the run waits for, or why it can never start.
         on: folders of the runs it waits for.
-        possible: whether it can still start.
-        mistake: whether a user error keeps it from starting.
-        at: run folder and step of the checkpoint it starts from, if it waits for nothing else.
+        possible: whether the run can still start.
+        mistake: whether a user error keeps the run from starting.
+        at: run folder and step of the checkpoint that the run starts from, if it waits for nothing else.
     """
 
     task: Task
@@ -83,9 +83,9 @@ class Plan:
     """All runs that are known so far.
 
     Attributes:
-        tasks: finished, running or ready to start, each folder once.
-        waiting: the others.
-        entries: the entries of ablation.json, one per name: two names may share a folder.
+        tasks: runs that are finished, running or ready to start, one per folder.
+        waiting: runs that cannot start yet.
+        entries: the entries of ablation.json, one per run name; two names may share a folder.
         choices: selected learning rates.
     """
 

@@ -23,8 +23,8 @@ class Session:
         make: makes the plan from the run folders.
         threads: CPU threads of a run, for the record.
         part: (k, n): part k of n, with k from 1 to n.
-        only: names of arms, before or after they are crossed with axes; without names every arm.
-        rerun_stale: train finished runs of other code again.
+        only: names of arms, before or after they are crossed with axes; if empty, all arms.
+        rerun_stale: train finished runs again if other code made them.
 
     Attributes:
         plan: the newest plan.
@@ -52,7 +52,7 @@ class Session:
         self.plan = self.make()
 
     def begin(self) -> Sequence[Task]:
-        """Plan and record; return the runs of this part, then the runs of other parts that they wait for.
+        """Plan, write ablation.json, and return the runs of this part and the runs of other parts they wait for.
 
         Raises:
             UserError: an error in the grid, or a folder that cannot be written.
@@ -123,7 +123,7 @@ class Session:
         return standing(task).finished and not same_code(code_of(task.folder), self.code)
 
     def _set_aside(self) -> bool:
-        """Move runs of other code from before this session to ``stale``; return whether there were any."""
+        """Move runs that other code made before this session to ``stale``; return whether any were moved."""
         moved = False
         for task in self.tasks:
             # The code may change during a session: do not move runs that this session started.

@@ -48,10 +48,10 @@ ROWS = (
 
 
 def runs_table(views: Sequence[View], width: int) -> RenderableType:
-    """Return one row per run; for a single run also its statistics by modality; the newest alarms.
+    """Return a table with one row per run, then the statistics of a single run by modality, then the newest alarms.
 
     Args:
-        views: in the order of the rows.
+        views: the runs, in the order of the rows.
         width: largest width of a row in characters.
     """
     parts: list[RenderableType] = [_table(views, width)] if views else []
@@ -122,7 +122,7 @@ def _details(view: View) -> Table:
 
 
 def _alarms(views: Sequence[View]) -> list[Text]:
-    """Return the newest alarms, one per run, alarm, statistic and modality: the first layer represents the others."""
+    """Return the newest alarms as lines. Alarms that differ only in layer share a line, which shows the first."""
     first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
     count: Counter[tuple[str, ...]] = Counter()
     for view in views:

@@ -20,14 +20,13 @@ class Task:
         id: identity hash of the run, as in its run.json.
         max_steps: length of the run in optimizer steps, 0 if unknown.
         entry: further fields in ablation.json: family, point, role, fork, replay.
-        part: number that assigns the run to a slice.
+        part: number that decides which part of the grid the run belongs to.
         first: first step: 0, or the step of its fork.
     """
 
     arm: str
     seed: int
-    # This is not part of the comparison, because the checkpoint of a fork is known only after its parent has written
-    # it.
+    # Not compared, because the checkpoint of a fork is known only after its parent has written it.
     args: tuple[str, ...] = field(compare=False)
     folder: Path
     id: str
@@ -58,7 +57,7 @@ class TaskOutcome:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to train."""
+        """Whether the run needs no more training."""
         return self.status in FINISHED
 
     @property
@@ -70,7 +69,7 @@ class TaskOutcome:
 def standing(task: Task) -> TaskOutcome:
     """Return the outcome of a task from its folder.
 
-    "waiting" if the folder has no run with this identity, "failed" with the reason if its records cannot be read.
+    The status is "waiting" if the folder has no run with this identity, and "failed" if its records cannot be read.
     """
     try:
         record, status = read_run(task.folder), read_status(task.folder)

@@ -25,9 +25,9 @@ from mmqk.store import (
 from mmqk.store.folder import STATUS_NAME
 from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
 
-# The first read of a longer file starts this far from its end.
+# The first read of a file reads at most this many bytes, from its end.
 TAIL_BYTES = 8 * 2**20
-# A run that wrote this recently is running, even if its lock cannot be checked.
+# A run that wrote within this time counts as running, even if its lock cannot be checked.
 FRESH_SECONDS = 60.0
 
 Extreme = tuple[float, int | None]  # a value and its layer
@@ -35,11 +35,11 @@ Extreme = tuple[float, int | None]  # a value and its layer
 
 @dataclass
 class View:
-    """One run.
+    """The current state of one run.
 
     Attributes:
-        status: from status.json; "waiting" before the start, "stopped" if its process has ended, "damaged" if
-            run.json or status.json cannot be read.
+        status: from status.json; "waiting" before the start, "stopped" if the process ended without a final status,
+            "damaged" if run.json or status.json cannot be read.
         step: the newest recorded step.
         max_steps: 0 if unknown.
         left: seconds to the end of the run at its present speed; None if unknown.
@@ -65,8 +65,8 @@ class View:
         return [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
 
     def extreme(self, statistic: str, modality: str, smallest: bool = False) -> Extreme | None:
-        """Return the largest (or smallest) newest value over layers, and its layer; for a pair also over key
-        modalities."""
+        """Return the largest (or smallest) of the newest values over layers, and its layer. A statistic of modality
+        pairs is reduced over key modalities too."""
         values = [
             (value, parsed.layer)
             for name, value in self.values.items()
@@ -144,8 +144,8 @@ class Follow:
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
-    """Return the runs of these folders; a folder is a run, an arm with seeds, or an ablation, whose waiting runs
-    count too.
+    """Return a `Follow` for each run of these folders. A folder is that of a run, of an arm with seeds, or of an
+    ablation; waiting runs of an ablation are included.
 
     Raises:
         UserError: a folder does not exist or has no run, or its ablation.json cannot be read.

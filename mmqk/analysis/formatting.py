@@ -1,4 +1,4 @@
-"""Formats numbers and words for a page."""
+"""Format numbers and words for a page."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def decimals(error: float) -> int:
-    """Return the number of decimals for a number with this error: two digits of an error that begins below 3.5, else
-    one digit (Review of Particle Physics, section 5.3)."""
+    """Return the number of decimals for a number with this error. The error is given with two digits if its leading
+    digits are below 3.5, otherwise with one (Review of Particle Physics, section 5.3)."""
     if not (math.isfinite(error) and error > 0):
         return 2
     size = math.floor(math.log10(error))
@@ -50,9 +50,9 @@ def nats(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else number(value)
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 seed``, ``3 seeds``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Return a count with its noun: ``1 seed``, ``3 seeds``; ``nouns`` is an irregular plural."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {nouns or noun + 's'}"
 
 
 def listed(items: Sequence[str], last: str = "and") -> str:

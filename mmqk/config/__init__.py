@@ -1,4 +1,7 @@
-"""YAML files and command line to frozen dataclasses, and the identity of a run. Needs neither torch nor Lightning."""
+"""Parses YAML files and command lines into frozen dataclasses, and computes the identity of a run.
+
+Needs neither torch nor Lightning.
+"""
 
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.parse import RANGES, build_parser, resolve

@@ -1,4 +1,4 @@
-"""Checks of fields of several sections. Each function raises one sentence that names the fields."""
+"""Checks across the sections of a configuration. Each error message is one sentence that names the fields."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
 def check_matrices(
     optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
 ) -> None:
-    """Raise ValueError for fields that need Adam's moments of every matrix, or a norm that may change.
+    """Raise ValueError if a field needs Adam's moments or variable matrix norms, which ``optim`` does not provide.
 
     Args:
         optim: The optimizer.

@@ -15,12 +15,13 @@ from mmqk.store import UserError, read_run
 
 @dataclass(frozen=True)
 class Parent:
-    """A run at one of its steps.
+    """The parent run of a fork, at one of its steps.
 
     Attributes:
         id: Id of the run.
         step: Number of optimizer steps.
-        config: Resolved configuration of the run (``RunConfig.nested()``), without fields of an older mmqk.
+        config: Resolved configuration of the run (``RunConfig.nested()``), without removed fields of older
+            versions of mmqk.
     """
 
     id: str
@@ -40,8 +41,8 @@ class ForkConfig:
     Attributes:
         parent: the run that wrote the checkpoint.
         given: the checkpoint or run folder on the command line; empty if only the parent is known.
-        checkpoint: the file; None if it does not exist yet.
-        skip_batches: number of batches (of an optimizer step) to skip before the first step.
+        checkpoint: the checkpoint file; None if it does not exist yet.
+        skip_batches: number of batches (one per optimizer step) to skip before the first step.
         noise: RMS of the noise added to each weight matrix, divided by the RMS of the matrix.
         seed: seed of that noise.
     """
@@ -76,14 +77,15 @@ def base_of(parent: Parent) -> dict[str, Any]:
     for name in ("fork", "fork_skip_batches", "fork_noise", "fork_seed"):
         config.pop(name, None)
     config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
-    config["checkpoint"]["at"] = []  # steps of the parent
+    config["checkpoint"]["at"] = []  # these are steps of the parent
     return config
 
 
 def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
-    """Return the checkpoint of ``--fork``, a file or the newest of a run folder, and the run that wrote it.
+    """Return the checkpoint of ``--fork`` (a file, or the newest one in a run folder) and the run that wrote it.
 
-    An existing fork in ``out`` has recorded its checkpoint: since then the parent may have removed it.
+    If the fork already exists in ``out``, return the checkpoint that it has recorded, which the parent may have
+    removed since.
 
     Raises:
         UserError: the checkpoint does not exist, cannot be read, or does not name its run.

@@ -1,4 +1,4 @@
-"""The one parser: YAML files and command line to a `RunConfig`. Every user error is one sentence."""
+"""Parses YAML files and the command line into a `RunConfig`. The message of every user error is one sentence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from mmqk.store import (
 )
 
 T = TypeVar("T")
-# Ranges of the numbers outside of the sections.
+# Ranges of the numbers that belong to no section.
 RANGES = {"seed": Range(0, MOST_SEED), "threads": Range(0, 1024)}
 
 # jsonargparse reads every file and every value with this loader.
@@ -63,11 +63,11 @@ class Parser(ArgumentParser):
 
 
 def build_parser(help_all: bool = False) -> Parser:
-    """Return the parser of ``mmqk.train``; ablations resolve their arms with the same one."""
+    """Return the parser of ``mmqk.train``. ``mmqk.ablate`` uses it for the arms of a grid too."""
     parser = Parser(
         prog=OneSentenceParser.program or "python -m mmqk.train",
         description="Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl,"
-        " status.json, TensorBoard events and checkpoints/. The same command again resumes it.",
+        " status.json, TensorBoard events and checkpoints/. Run the same command again to resume.",
         usage="%(prog)s [--config YAML] [--FIELD VALUE ...]",
         epilog="Example: python -m mmqk.train --config configs/demo.yaml --optim.lr 0.03 --model.qk_norm.kind rms",
         exit_on_error=False,
@@ -87,7 +87,7 @@ def build_parser(help_all: bool = False) -> Parser:
     )
     parser.add_argument(
         "--compile", type=bool, default=False,
-        help="Compile blocks, norms and loss (torch.compile), for GPUs: a later start and faster steps.",
+        help="Compile blocks, norms and loss (torch.compile), for GPUs: faster steps after a slower start.",
     )  # fmt: skip
     parser.add_argument(
         "--activation_checkpointing", type=bool, default=False,
@@ -107,7 +107,7 @@ def build_parser(help_all: bool = False) -> Parser:
     perturb = "Fork: add noise to each weight matrix, with this share of its RMS."
     parser.add_argument("--fork_noise", type=float, default=0.0, help=perturb)
     parser.add_argument("--fork_seed", type=int, default=0, help="Fork: seed of that noise.")
-    parser.add_argument("--quiet", action="store_true", help="Print one line: how the run ended and where.")
+    parser.add_argument("--quiet", action="store_true", help="Print one line only: the status and the run folder.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_class_arguments(TrainerConfig, "trainer")
@@ -157,11 +157,11 @@ def defaults() -> dict[str, Any]:
 
 
 def parse_fields(kind: type[T], argv: tuple[str, ...]) -> T:
-    """Return a frozen dataclass from flags named like its fields; ablations read the parts of a grid with it.
+    """Return a frozen dataclass from flags named like its fields. ``mmqk.ablate`` uses it for parts of a grid.
 
     Raises:
         UserError: an unknown field or a wrong type.
-        ValueError: what the dataclass itself refuses.
+        ValueError: the dataclass refuses a value.
     """
     built: T = _cached(kind, argv)  # type: ignore[arg-type]
     return built
@@ -184,7 +184,7 @@ def _parse(argv: list[str], parser: Parser) -> Namespace:
     pairs = ((*word.partition("=")[::2], after) for word, after in itertools.pairwise([*words, ""]))
     files = [path for flag, value, after in pairs if flag == "--config" and os.path.exists(path := value or after)]
     for path in files:
-        read_utf8(Path(path), "check the path after --config")  # jsonargparse reads anything, at any length
+        read_utf8(Path(path), "check the path after --config")  # jsonargparse would read any file of any length
     try:
         return _parse_words(words, parser)
     except UserError as error:
@@ -277,7 +277,7 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
 
 
 def _look_beside(files: list[str], data: Namespace) -> None:
-    """Resolve the relative data folders that a config file names, if they exist beside the file."""
+    """Resolve relative data folders in a config file against the folder of the file, if they exist there."""
     for file in files:
         named = (yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}).get("data") or {}
         for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers"):
@@ -292,7 +292,7 @@ def _exists(path: str) -> bool:
 
 
 def _check_ranges(parsed: Namespace) -> None:
-    """Check the numbers outside of the sections."""
+    """Check the numbers that belong to no section."""
     for name, wanted in RANGES.items():
         try:
             wanted.check(name, parsed[name])
@@ -301,7 +301,7 @@ def _check_ranges(parsed: Namespace) -> None:
 
 
 def _build(section: type, values: Any, path: str) -> Any:
-    """Build a frozen dataclass and its nested ones from the parser's namespace; each checks its own fields."""
+    """Build a frozen dataclass and its nested ones from the parser's namespace; each dataclass checks its fields."""
     plain = vars(values) if isinstance(values, Namespace) else values
     if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
         raise ValueError(

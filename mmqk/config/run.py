@@ -25,7 +25,8 @@ SECTIONS: dict[str, type] = {
     "alarm": AlarmConfig,
 }
 
-# Fields that were added after runs had finished. At their default they are not part of a run's identity.
+# Fields that were added later. At their default they are not part of a run's identity, so ids of earlier runs stay
+# valid.
 NEWER = {
     "model": (
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
@@ -78,7 +79,7 @@ class RunConfig:
 
     @property
     def ranks(self) -> dict[str, Any]:
-        """Strategy and number of processes; a resume with the same ones is exact."""
+        """Strategy and number of processes; a resume with the same strategy and number is exact."""
         return {"strategy": self.trainer["strategy"], "processes": self.processes}
 
     def nested(self) -> dict[str, Any]:

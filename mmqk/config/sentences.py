@@ -1,4 +1,4 @@
-"""The messages of jsonargparse as one plain sentence."""
+"""Converts the messages of jsonargparse to one plain sentence."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OWN_TRAINER_FLAGS = {
     "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
     "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
-# Fields of an older mmqk, which changed no number of a run.
+# Removed fields of older versions of mmqk, which did not change the numbers of a run.
 REMOVED_TRAINER_FLAGS = {"enable_autolog_hparams", "inference_mode", "profiler"}
 
-# Fields that were renamed. Forks and ablations read configurations of older runs, which have the old names.
+# Fields that were renamed. `mmqk.ablate` and forks read configurations of older runs, which have the old names.
 RENAMED = {
     "optim.final_lr": "optim.final_lr_ratio",
     "model.blocks": "model.vocab_sizes",
@@ -45,7 +45,7 @@ _KINDS = {
 
 
 def sentence_of(message: str, parser: ArgumentParser) -> str:
-    """Return jsonargparse's message as one sentence that names the field and the nearest known one."""
+    """Return jsonargparse's message as one sentence that names the field and the most similar known field."""
     flat = " ".join(message.split())
     if named := re.search(r'Parser key "(trainer\.\w+)".*class_path', flat):
         return class_path_sentence(named[1])

@@ -49,7 +49,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule.
+    """Optimizer and learning rate schedule.
 
     Args:
         lr: peak learning rate, reached after the warm-up.
@@ -62,23 +62,23 @@ class OptimConfig:
         warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
         schedule: schedule after the warm-up: constant, cosine or exponential.
         final_lr_ratio: final learning rate as a fraction of the peak.
-        schedule_steps: length of the schedule in steps, warm-up included; null: the length of the run. A fork that
-            trains longer than its parent keeps the parent's schedule with the parent's length here.
+        schedule_steps: length of the schedule in steps, warm-up included; null: the length of the run. To keep the
+            parent's schedule in a fork that trains longer than its parent, set the length of the parent.
         decay_gains: apply weight decay to gains, biases and learned scales too.
         decay_embeddings: apply weight decay to the embedding matrix. The head always decays, unless it is the
             embedding matrix (`model.tie_embeddings`).
         qk_clip: threshold for the raw attention logits of a head. Above it, W_q and W_k of the head are scaled down
             after the update (QK-Clip, Kimi K2, arXiv 2507.20534, which uses 100); null: off.
-        split_second_moment: keep Adam's moments by target modality and add the steps up. It costs a backward pass and
-            a set of moments per modality. The step can be longer by up to the number of modalities, so compare arms
-            at their own best learning rates.
+        split_second_moment: keep separate Adam moments for each target modality and sum the steps. It costs a
+            backward pass and a set of moments per modality. With n modalities the step can be up to n times as long,
+            so compare arms at their own best learning rates.
         matrices: optimizer of the matrices of the blocks: adamw; muon (its update has AdamW's RMS; momentum `beta1`);
             adamh (Adam with a fixed Frobenius norm of each matrix; lr is the length of a step relative to the norm).
         update_clip: divide the learning rate of a tensor by the RMS of g / sqrt(v) where that is above 1
             (StableAdamW, arXiv 2304.13013).
         adagc: largest gradient norm of a tensor as a multiple of its running mean, after the warm-up (AdaGC, arXiv
             2502.11034, which uses 1.05); null: off.
-        skip_step: leave an update out whose loss or gradient norm is more than this many standard deviations above
+        skip_step: skip an update whose loss or gradient norm is more than this many standard deviations above
             the mean of the last 128 steps (OLMo-core, which uses 6); null: off.
         msign_every: steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor of the same
             norm (MSign, arXiv 2602.01734, which uses 100); 0: never.
@@ -134,30 +134,31 @@ class OptimConfig:
 class MonitorConfig:
     """Probes: separate fp32 forward passes that measure the model during training.
 
-    No option changes the weights of the run: they stay equal bit for bit.
+    No option changes the weights of the run: they are bit-identical with every option.
 
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
         probe_sequences: number of sequences of a probe.
-        probe_split: current probes the training batch; heldout probes the first validation sequences, which are equal
-            in every run, so that maxima of different runs can be compared.
+        probe_split: current probes the training batch; heldout probes the first validation sequences. These are
+            equal in every run, so maxima of different runs can be compared.
         tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
         heads: measure attention logits and weights of each head.
         parameters: measure for every parameter the gradient norm, the size of the latest update divided by the
-            learning rate and by the parameter, and the share of elements below Adam's epsilon.
-        second_moment: measure for every matrix the RMS of the gradient over the root of Adam's second moment, in the
-            latest update.
+            learning rate and by the size of the parameter, and the share of elements below Adam's epsilon.
+        second_moment: measure for every matrix the RMS of g / sqrt(v) in the latest update, with the gradient g and
+            Adam's second moment v.
         precision: measure the rounding error of additions to a bf16 residual stream; one more forward pass per probe.
         matrices: measure the norm, the spectral norm and the stable rank of every weight matrix of the blocks, and
             the spectral entropy of the change of W_q W_k^T since the last probe, by singular value decomposition.
-        curvature: measure the curvature of the loss along its gradient on the probe's batch; a forward pass, a
-            backward pass and a pass through both, in fp32 and with dense attention.
+        curvature: measure the curvature of the loss along its gradient on the probe's batch. This costs a forward
+            pass, a backward pass and a pass through both, in fp32 and with dense attention.
         channels: measure RMS, kurtosis and largest channel of the sublayers' outputs and of the residual stream.
         gradient_agreement: measure how far the gradients of the modalities agree, from the two halves of a
-            micro-batch; two more forward passes, and a backward pass for each half and modality, per probe.
-        budget_every_n_steps: optimizer steps from one window of the radial budget of W_q and W_k to the next; 0
-            switches it off. A step inside a window costs a backward pass for each modality but one.
-        budget_steps: length of such a window in steps.
+            micro-batch. Each probe then costs two more forward passes, and a backward pass per half and modality.
+        budget_every_n_steps: optimizer steps from the start of one window of the radial budget of W_q and W_k to the
+            start of the next; 0 switches the budget off. A step inside a window costs a backward pass for each
+            modality but one.
+        budget_steps: length of a window in steps.
     """
 
     every_n_steps: int = number(100, 0, MOST_STEPS)

@@ -1,1 +1,1 @@
-"""Samples to token batches: shards, the mix of sequences, the token cache, the datamodule."""
+"""From samples to token batches: the token cache, the mixture of sequences, the datamodule."""

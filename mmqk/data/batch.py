@@ -16,14 +16,14 @@ class TokenBatch:
     Attributes:
         ids_BT: token ids, int64.
         modality_BT: modality of each token by vocabulary block (0 text, 1 image; more are allowed), int64.
-        target_mask_BT: whether the *next* token (this position's target) is a trained target, bool.
-            Always False at the last position, which has no target.
-        valid_BT: False at padding, which every statistic must leave out, bool.
+        target_mask_BT: whether the position is a trained target, so that its *next* token counts in the loss, bool.
+            Always False at the last position, which has no next token.
+        valid_BT: False at padding, bool. Every statistic must leave out padding.
         step_targets: trained positions in the whole optimizer step, over all micro-batches and ranks: the
             denominator of the loss, so that accumulation and data parallelism equal one large batch.
         document_BT: number of the packed document of each token, -1 at padding; None if attention does not
             use it.
-        surprise_BT: -log probability of each *token* under the source, nats, fp32; None if unknown.
+        surprise_BT: -log probability of each *token* under the source of the data, nats, fp32; None if unknown.
     """
 
     ids_BT: Tensor
@@ -46,7 +46,7 @@ class TokenBatch:
 
     @property
     def target_surprise_BT(self) -> Tensor | None:
-        """-log probability of the next token under the source, nats."""
+        """-log probability of the next token under the source of the data, nats."""
         return None if self.surprise_BT is None else self.surprise_BT.roll(-1, dims=1)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:

@@ -14,7 +14,7 @@ from mmqk.data.tokens.online import online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, find_file
 
-# Kinds of data.mix by vocabulary: mmqk's tokenizers, ids of the user, the dial.
+# Kinds of data.mix that share a vocabulary: that of mmqk's tokenizers, of the user's ids, or of the dial.
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
 # Fields of DataConfig that name a source, by kind.
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
@@ -28,25 +28,28 @@ class DataConfig:
         pairs: image-caption pairs: shards with their manifest, or a folder of mmqk.data.tokenize; empty for none.
         read: tokens reads pairs from token arrays, which are written once; shards reads and tokenizes pairs while
             training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar.
-        val_fraction: share of the pairs that is held out, by a hash of the image file; for such a pattern only.
+        val_fraction: share of the pairs that is held out, by a hash of the image file; only for a pattern of shards.
         text: text-only documents: shards with their manifest or a token folder; empty for none.
         interleaved: documents of text and images: a folder of mmqk.data.tokenize --interleaved.
         tokens: documents of ids of other tokenizers: a folder of mmqk.data.ids.
         tokenizers: folder with text.json and image.safetensors.
-        cache: folder for the token arrays of shards that were tokenized.
+        cache: folder for the token arrays that are made from shards.
         seq_len: tokens in a sequence.
         batch_size: sequences in an optimizer step, over all micro-batches and devices.
         mix: relative weight of each kind of sequence: pair, text, image, interleaved; or only
             tokens; or only dial. {"text": 1} is text only.
         image_first_prob: share of the pairs in which the image comes before its caption.
-        pairing: matched gives each image its caption, shuffled that of another pair, captions removes the images.
-        pack: documents packs several documents into a sequence, none puts one document (or a window of text) in each.
+        pairing: matched gives each image its caption, shuffled the caption of another pair, captions removes the
+            images.
+        pack: documents packs several documents into a sequence, none puts one document (or one window of text) into
+            each sequence.
         document_mask: attention stays inside each packed document.
         dial: the synthetic source with known entropies, for mix {"dial": 1}.
         val_sequences: size of the validation set, which is the same for every arm and seed.
-        val_every_n_steps: optimizer steps between two validations; 0 validates only at the end, as every run does.
-        workers: loader processes. 0 is fastest for token arrays; more can speed up read shards. Samples do
-            not change.
+        val_every_n_steps: optimizer steps between two validations; 0 validates only at the end. Every run validates
+            at the end.
+        workers: loader processes, which do not change the samples. 0 is fastest for token arrays; with read shards,
+            more can be faster.
     """
 
     pairs: str = "data/emoji"
@@ -102,7 +105,7 @@ class DataConfig:
 
     @property
     def family(self) -> tuple[str, ...]:
-        """The kinds that share this configuration's vocabulary."""
+        """The kinds of data.mix that have this configuration's vocabulary."""
         return next(f for f in FAMILIES if any(self.mix.get(kind, 0) > 0 for kind in f))
 
     @property
@@ -121,7 +124,7 @@ def layout(config: DataConfig) -> Layout:
     """Return the layout of the ids of a configuration.
 
     Raises:
-        UserError: tokenizers or a token folder are missing or damaged. ValueError: an impossible dial.
+        UserError: tokenizers or a token folder are missing or damaged. ValueError: the dial is infeasible.
     """
     if "dial" in config.family:
         return Layout(Dial(config.dial).vocab_sizes)
@@ -137,8 +140,7 @@ def layout(config: DataConfig) -> Layout:
 
 
 def data_identity(config: DataConfig) -> dict[str, Any]:
-    """Return the fields that determine the samples: sources by their hashes, without fields that no sample depends
-    on.
+    """Return the fields that determine the samples, with the hash of each source in place of its folder.
 
     Raises:
         UserError: a source is missing or damaged.
@@ -151,7 +153,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}
     fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first_prob": 0.0}
     if config.pairing == "matched" or "pair" not in config.sources:
-        del fields["pairing"]  # newer than finished runs
+        del fields["pairing"]  # older runs do not have this field
     fields |= {} if config.pack == "documents" else {"document_mask": True}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
     for kind, path in config.sources.items():

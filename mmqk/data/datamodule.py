@@ -26,15 +26,15 @@ from mmqk.data.tokens.online import open_online
 from mmqk.data.tokens.pairing import Captions, ShuffledPairs
 from mmqk.store import UserError
 
-# Training sequences that statistics of the data are taken from.
+# Number of training sequences from which the statistics of the data are computed.
 SAMPLE = 512
 PAIRINGS: dict[str, Any] = {"shuffled": ShuffledPairs, "captions": Captions}
-# Training sequences whose targets are counted: a fraction of a second.
+# Largest number of training sequences whose targets are counted, which takes a fraction of a second.
 COUNTED = 8192
 
 
 class MicroBatches(Dataset):
-    """Micro-batch ``i`` of one rank: a pure function of ``i``, independent of workers and resumes.
+    """The micro-batches of one rank. Each is a pure function of its number ``i``, independent of workers and resumes.
 
     Attributes:
         ahead: number of sequences by which the run is ahead of ``steps * batch_size``: those that a fork skipped, and
@@ -52,7 +52,7 @@ class MicroBatches(Dataset):
         documents: bool = False,
     ):
         self.documents = documents
-        # Rows of the latest step, whose micro-batches have the same number of step targets.
+        # Keep the rows of the latest step: each of its micro-batches needs the number of targets of all of them.
         self._step, self._rows = -1, list[Row]()
         self.ahead = 0
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
@@ -80,9 +80,9 @@ class MicroBatches(Dataset):
 
 
 class PositionedLoader:
-    """A loader whose only state is a position: the micro-batches it has returned, and `MicroBatches.ahead`.
+    """A loader whose state is the number of micro-batches that it has returned, and `MicroBatches.ahead`.
 
-    Lightning resumes exactly from a loader with a length and with ``state_dict``/``load_state_dict``.
+    Lightning resumes at the exact micro-batch if the loader has a length and ``state_dict``/``load_state_dict``.
     """
 
     def __init__(self, dataset: MicroBatches, workers: int, device: torch.device):
@@ -106,7 +106,7 @@ class PositionedLoader:
                 self.position += 1
                 yield batch
         except UserError as error:
-            # The message of an error in a loader worker has a traceback; the sentence follows the name of the class.
+            # A loader worker puts a traceback into the message; the original message follows the class name.
             raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
     def state_dict(self) -> dict[str, int]:
@@ -193,8 +193,8 @@ class TokenDataModule(L.LightningDataModule):
         if n >= wanted:
             return ""
         return (
-            f"data.val_sequences asks for {wanted} held-out sequences, and the data have {n} in these shares of"
-            f" their kinds: validation uses {n}; hold out more, or set data.val_sequences to {n}."
+            f"data.val_sequences asks for {wanted} held-out sequences, but the data have only {n} with the fixed"
+            f" shares of the kinds: validation uses {n}; hold out more, or set data.val_sequences to {n}."
         )
 
     def unread(self) -> list[str]:
@@ -204,7 +204,7 @@ class TokenDataModule(L.LightningDataModule):
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Why this rank has skipped samples of shards so far, by name of the sample."""
+        """The reason for each sample of shards that this rank has skipped so far, by the name of the sample."""
         stores = self.stores.get("pair", {}).values() if self.config.read == "shards" else ()
         return {name: reason for store in stores for name, reason in store.skipped.items()}
 
@@ -235,7 +235,7 @@ class TokenDataModule(L.LightningDataModule):
         return self._micro_batches.first_rows(i, n)
 
     def val_batches(self) -> Iterator[TokenBatch]:
-        """Return the validation set in micro-batches; every rank reads all of it, as it is small."""
+        """Return the validation set in micro-batches; every rank reads all of it, because it is small."""
         trainer = self.trainer
         assert trainer is not None
         size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
@@ -246,20 +246,23 @@ class TokenDataModule(L.LightningDataModule):
         """Return the first validation sequences, for monitors that compare runs on the same tokens."""
         return self.builder.batch(self.val_rows[:sequences])
 
-    @lru_cache(maxsize=1)  # noqa: B019 (one datamodule a process)
+    @lru_cache(maxsize=1)  # noqa: B019 (one datamodule per process)
     def sample(self, sequences: int = SAMPLE) -> list[Row]:
         """Return the first training sequences of this run's order."""
         return [self.order.row(index) for index in range(sequences)]
 
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
-        """Return the statistics of the data by modality: `ModalityStatistics` of the first training sequences as
-        plain data, "floor", the validation loss of a model that knows the source (None if unknown), and "targets",
-        the mean number of targets per sequence of the run (`targets`)."""
+        """Return the statistics of the data by modality, as dictionaries.
+
+        They have the fields of `ModalityStatistics` over the first training sequences; "floor", the lowest possible
+        validation loss (None if the source is unknown); and "targets", the mean number of targets per training
+        sequence (see `targets`).
+        """
         pairs = self.builder.stores.get("pair", ())
         side = round(max(0, pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
         vocab_sizes = self.builder.layout.vocab_sizes
-        # Use only documents that are read for the first time.
+        # Use only rows of the first epoch, so that no document counts twice.
         fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
         train, val = (
             [part for row in rows for part in np.split(row.ids, row.starts[1:])]
@@ -281,8 +284,11 @@ class TokenDataModule(L.LightningDataModule):
         return by_modality
 
     def targets(self, sequences: int) -> dict[str, float]:
-        """Return the mean number of targets of each modality per training sequence, over the first ``sequences`` of
-        the order of the run: at most `COUNTED`, or `SAMPLE` if each image must be decoded."""
+        """Return the mean number of targets of each modality per training sequence.
+
+        The mean is over the first ``sequences`` sequences of the run, but at most `COUNTED`, or `SAMPLE` if each
+        image must be decoded.
+        """
         n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
         rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
         ids = self.builder.layout
@@ -297,7 +303,8 @@ class TokenDataModule(L.LightningDataModule):
 
         The layout is where each modality begins and ends, so special tokens have loss 0. The probability of another
         token is its frequency within its modality, counted over the first training sequences of the run with one
-        added to each count. Nats per token by modality; a model that does not beat it has learned no context.
+        added to each count. The loss is in nats per token, by modality. A model without a lower loss has not learned
+        to use the context.
         """
         ids, edges = self.builder.layout, self.builder.layout.edges
         counts = np.ones(ids.size)
@@ -317,6 +324,7 @@ class TokenDataModule(L.LightningDataModule):
 
 
 def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
-    """Return the targets of a row: all tokens but the first of each document; empty if they are unknown."""
+    """Return the ids or surprises of the targets of a row (all tokens but the first of each document); empty if they
+    are unknown."""
     values = getattr(row, of)
     return np.zeros(0) if values is None else np.delete(values, row.starts)

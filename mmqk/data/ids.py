@@ -17,8 +17,8 @@ from mmqk.store.vocab_sizes import parse_vocab_sizes
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
 NAME.lengths.npy; without that file it is one document. Ids of a modality must lie in one range, and the ranges follow
-each other from id 0 in the order of --vocab-sizes. Nothing is added to a document; one longer than data.seq_len is
-cut into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
+each other from id 0 in the order of --vocab-sizes. No ids are added to a document. A document longer than
+data.seq_len is cut into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
 
 example:
   python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' \\
@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     """Check the arrays and write the folder.
 
     Raises:
-        UserError: no arrays, ids outside the vocabulary, lengths that do not fit, or a folder that cannot be written.
+        UserError: there are no arrays, ids are outside the vocabulary, lengths do not fit the ids, or the folder
+            cannot be written.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.data.ids",
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--val", default="", help="held-out arrays; by default --val-fraction of the training documents")
     add("--val-fraction", type=float, default=0.01, help="held-out share, by a hash of the document (0.01)")
     add("--vocab-sizes", required=True, help="modalities and their numbers of ids: text=65536,image=8192")
-    add("--pad", type=int, help="an id that no document uses, for padding (0, which is never attended to)")
+    add("--pad", type=int, help="id for padding that no document uses (default: 0, also if documents use it)")
     add("--begin-image", type=int, help="id before an image's codes: documents are not cut inside an image")
     add("--end-image", type=int, help="id after an image's codes")
     add("--out", type=Path, required=True, help="the folder to write")
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
-    """Write the folder elsewhere and move it to --out when complete; return the document counts by split."""
+    """Write a temporary folder and rename it to --out when complete; return the document counts by split."""
     with new_folder(args.out) as folder:
         writer = TokenWriter(folder, "tokens", layout)
         counts = {"train": 0, "val": 0}

@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (weights, seed, index).
 
 A *slot cycle* of 240 places contains every kind in its exact proportion, evenly spread; each cycle draws a new order.
-Among consecutive samples the count of each kind differs from its share by a few at most. The n-th draw of a
+Among consecutive samples the count of each kind differs from its share by at most a few. The n-th draw of a
 kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the order within
 a kind.
 """
@@ -20,7 +20,7 @@ SLOTS = ("image_first", "caption_first", *KINDS[1:])
 
 
 class Draw(NamedTuple):
-    """One place of the order: ``slot`` names the kind of row, ``nth`` counts draws of that source."""
+    """One place of the order: ``slot`` names the kind of row, ``nth`` is its number among rows of that kind."""
 
     slot: str
     nth: int
@@ -37,7 +37,7 @@ def random_stream(*key: int) -> np.random.Generator:
 
 
 def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
-    """Distribute whole places by largest remainder; the counts add up to ``places``."""
+    """Return the number of places of each key, in proportion to its weight (largest-remainder method)."""
     total = sum(weights.values())
     exact = {k: w / total * places for k, w in weights.items()}
     counts = {k: int(v) for k, v in exact.items()}
@@ -66,12 +66,12 @@ class IndexedCache:
 
 
 class Mixture(IndexedCache):
-    """The order of a run.
+    """The order of the kinds of samples in a run.
 
     Args:
         weights: relative weight of each kind of `KINDS`; kinds left out have weight 0.
         image_first: share of pairs in which the image comes before its caption.
-        seed: seed of the run's data.
+        seed: seed of the order.
 
     Raises:
         ValueError: an unknown kind, a negative weight, no positive weight, or a weight too small for the cycle.
@@ -103,7 +103,7 @@ class Mixture(IndexedCache):
         super().__init__(64)
 
     def _make(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
-        # The k-th of the c places of a kind is random within the k-th of c equal parts of the cycle.
+        # Place the k-th of the c samples of a kind at random within the k-th of c equal parts of the cycle.
         due = (self._kth + random_stream(self.seed, 0, cycle).random(CYCLE)) / self._counts[self._slots]
         slots = self._slots[np.argsort(due, kind="stable")]
         # Both orders of a pair draw from the same stream of pairs.
@@ -122,7 +122,7 @@ class Mixture(IndexedCache):
 
 
 class Epochs(IndexedCache):
-    """Endless reshuffled passes over ``n`` items; ``item`` gives the n-th draw as (epoch, item)."""
+    """Endless epochs over ``n`` items, each shuffled anew; ``item`` returns the n-th draw as (epoch, item)."""
 
     def __init__(self, n: int, seed: int, stream: int):
         if n < 1:
@@ -137,7 +137,7 @@ class Epochs(IndexedCache):
         return self.n
 
     def items(self, nth: int) -> list[int]:
-        """Return the one item of row ``nth``."""
+        """Return the item of row ``nth`` as a list of one."""
         return [self.item(nth)[1]]
 
     def item(self, nth: int) -> tuple[int, int]:

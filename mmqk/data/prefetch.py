@@ -10,8 +10,8 @@ from mmqk.data.batch import TokenBatch
 
 
 def prefetched(batches: Iterable[TokenBatch], device: torch.device) -> Iterator[TokenBatch]:
-    """Yield the same batches on a GPU, in order; each is copied from pinned memory while the previous batch
-    trains."""
+    """Yield the batches on a GPU, in order; each is copied from pinned memory while the model trains on the previous
+    batch."""
     beside = torch.cuda.Stream(device)
     ahead: tuple[TokenBatch, torch.cuda.Event] | None = None
     for batch in batches:

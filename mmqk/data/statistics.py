@@ -1,8 +1,8 @@
-"""How predictable the tokens of real data are, by modality: four estimates that need no training. Numpy only.
+"""Estimate how predictable the tokens of real data are, by modality: four estimates that need no training.
 
-The floors of the dial are known; those of real data are not. These estimates show how far below the entropy of its
-token frequencies a modality can be predicted. All statistics are of *targets*: all tokens of a document except the
-first, which no model predicts.
+The floors of the dial are known; the floors of real data are not. These estimates show how far the loss of a modality
+can fall below the entropy of its token frequencies. All statistics are of *targets*: all tokens of a document except
+the first, which no model predicts. The module needs Numpy only.
 
 Shapes: N tokens of all documents, concatenated; D documents.
 """
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 REPEAT_LENGTH = 8
-"""Tokens of a repeated passage."""
+"""Length of a repeated passage in tokens."""
 CONTEXT = (1, 2, 3, 4)
 """Distances back to the context tokens of the model-based estimate, nearest first."""
 SMALLEST_SAMPLE = 100
@@ -31,26 +31,26 @@ class ModalityStatistics:
     """Statistics of the tokens of one modality. Entropies are in nats per token; lower is more predictable.
 
     Attributes:
-        tokens: training tokens of this modality.
-        held_out_tokens: held-out tokens of this modality.
-        documents: training documents with at least one of these tokens.
+        tokens: number of training tokens of this modality.
+        held_out_tokens: number of held-out tokens of this modality.
+        documents: number of training documents with at least one token of this modality.
         share: share of this modality in all training tokens, 0 to 1.
-        block: ids of this modality in the vocabulary.
-        used: ids that occur.
+        block: number of ids of this modality in the vocabulary.
+        used: number of these ids that occur in the training documents.
         unigram: entropy of token frequencies within the modality, with the Miller-Madow correction for small samples,
             (used - 1) / (2 tokens); too low if there are few tokens per used id.
         compressed: LZMA size of the tokens of the modality in the order of the documents, each of 1, 2 or 4 bytes.
-            An upper bound that uses no other modality and includes the cost of learning; 3 to 15 % above the entropy
-            on tokens without structure.
-        compressed_by_tokens: the same for the first hundredth, the first tenth and all tokens, by their number. If it
-            still falls steeply, more data would lower it.
+            An upper bound on the entropy without the other modalities. It includes the cost of learning the
+            statistics, so it is 3 to 15 % above the entropy on tokens without structure.
+        compressed_by_tokens: ``compressed`` of the first hundredth, the first tenth and all of the tokens, by the
+            number of tokens. If it still falls steeply, more data would lower it.
         model: held-out cross-entropy of an n-gram model of the joint vocabulary, trained on the training documents,
             with the best context for this modality. Like the loss of a model it includes the choice of the next
             modality. An upper bound on the entropy given that context; None without held-out documents.
         model_error: standard error of ``model`` over held-out documents.
         model_context: distances of the tokens in that context; empty for none.
         model_by_context: the cross-entropy with each context, by its distances ("1,2"). Every context includes the
-            modality of the token before; "none" has nothing else.
+            modality of the previous token; the context "none" has only this modality.
         repeated: share of the tokens in a passage of 8 tokens that occurred earlier in training, 0 to 1.
         repeated_held_out: share of the held-out tokens in a passage of 8 tokens that occurred in training.
         duplicates: share of the documents with the same tokens of this modality as an earlier document.
@@ -101,7 +101,7 @@ def describe(
         val_rows: held-out documents for the model-based estimate; may be empty.
         vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
         contexts: contexts of the model-based estimate: distances back to its tokens, the most informative first.
-            ``(1, 8)`` is the token before, then the token above in a grid 8 wide. Every prefix is tried.
+            ``(1, 8)`` is the previous token, then the token above in a grid 8 wide. Every prefix is tried.
 
     Returns:
         The statistics by the name of each modality in the training documents.
@@ -173,7 +173,7 @@ def _unigram(ids: np.ndarray, block: int) -> float:
 
 
 def _compressed(ids: np.ndarray, block: int) -> float:
-    """LZMA's nats per token, without a header, which would count in a small sample."""
+    """Return the LZMA size in nats per token, without a header, whose size would matter in a small sample."""
     width = 1 if block <= 2**8 else 2 if block <= 2**16 else 4
     data = ids.astype(f">u{width}").tobytes()
     log_width = width.bit_length() - 1
@@ -185,21 +185,21 @@ def _compressed(ids: np.ndarray, block: int) -> float:
 
 
 def _documents(stream: _Stream, chosen_N: np.ndarray) -> tuple[int, int]:
-    """Return the documents with a chosen token, and the number of these with the same chosen tokens as an earlier
-    document."""
+    """Return the number of documents with a chosen token, and how many of them repeat the chosen tokens of an
+    earlier document."""
     starts = np.flatnonzero(np.diff(stream.document_N[chosen_N], prepend=-1))
     parts = [part.tobytes() for part in np.split(stream.ids_N[chosen_N], starts[1:])]
     return len(parts), len(parts) - len(set(parts))
 
 
 def _numbered(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return a number for each pair (first, second), equal for equal pairs, from 0 without gaps."""
+    """Number the pairs (first, second) from 0 without gaps; equal pairs get equal numbers."""
     codes = first * (int(second.max(initial=0)) + 1) + second
     return np.unique(codes, return_inverse=True)[1].reshape(-1)
 
 
 def _repeated(stream: _Stream) -> np.ndarray:
-    """Return whether each token is in a passage that also occurs earlier; for held-out tokens: in training."""
+    """Return whether each token is in a passage that occurs earlier, or in training if the token is held out."""
     size, length = len(stream.ids_N), REPEAT_LENGTH
     covered_N = np.zeros(size + 1, dtype=np.int64)
     if size < length:
@@ -222,14 +222,14 @@ def _repeated(stream: _Stream) -> np.ndarray:
 def _ngram_nats(
     stream: _Stream, size: int, contexts: Sequence[Sequence[int]]
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """-log p of each held-out token (N; 0 in training) for every prefix of the contexts.
+    """Return -log p of each held-out token for every prefix of the contexts (shape N; 0 for training tokens).
 
     Interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4; their modified
     Kneser-Ney with plain counts in place of continuation counts, which saturate in a vocabulary of few codes):
     p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c), down to 1 / size.
 
-    The shortest context is the modality of the token before. Without it, every token would pay for the choice of a
-    modality, which rarely changes.
+    The shortest context is the modality of the previous token. Without it, -log p of every token would include the
+    choice of the modality, which rarely changes.
     """
     nats: dict[tuple[int, ...], np.ndarray] = {}
     for distances in contexts:
@@ -240,7 +240,7 @@ def _ngram_nats(
                 back = distances[used - 1]
                 reach = max(reach, back)
                 context_N = _numbered(context_N, np.roll(stream.ids_N, back))
-            # The first tokens of a document keep the shorter context, because the longer one starts before it.
+            # The first tokens of a document keep the shorter context; the longer one starts before the document.
             inside_N = stream.place_N >= reach
             p_N = _interpolated(stream, context_N, inside_N, p_N)
             nats_N = -np.log(p_N)
@@ -252,7 +252,8 @@ def _ngram_nats(
 def _interpolated(
     stream: _Stream, context_N: np.ndarray, inside_N: np.ndarray, shorter_N: np.ndarray
 ) -> np.ndarray:
-    """p of each token given its context; ``shorter_N`` if the context leaves the document or never occurred."""
+    """Return p of each token given its context, or ``shorter_N`` if the context starts before the document or never
+    occurred."""
     both_N = _numbered(context_N, stream.ids_N)
     counted = np.flatnonzero(inside_N[: stream.trained])
     count = np.bincount(both_N[counted], minlength=both_N.max() + 1)

@@ -31,7 +31,7 @@ from mmqk.store import (
     write_json,
 )
 
-# Subfolder that exists until all parts are written: the options of the command, and a record per finished shard.
+# Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
 UNFINISHED = "unfinished"
 OPTIONS = "options.json"
 BEGIN_AGAIN = "remove the folder and run the command again"
@@ -61,7 +61,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     p = OneSentenceParser(
         prog="python -m mmqk.data.tokenize",
         description="Turn your shards into a folder of tokens to train on.",
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--workers",
         type=int,
-        help="worker processes, one shard at a time each (default: one per core); 0: run in this process",
+        help="worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)",
     )
     p.add_argument(
         "--val-fraction", type=float, default=0.01, help="share of the documents held out, by a hash (0.01)"
@@ -96,13 +96,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--caption-field",
         metavar="NAME",
-        help="field of the json with the caption; txt: the text file (caption, else txt)",
+        help="JSON field of the caption, or txt for the text file (default: caption, or else the text file)",
     )
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Tokenize the shards that are not done yet, and finish the folder when all are.
+    """Tokenize the shards that are not done yet, and finish the folder when all shards are done.
 
     Raises:
         UserError: options are invalid or differ from those in the folder, a shard cannot be read, no sample can be
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         return _already_finished(job.out, options)
     try:
         with _claimed(job.out, options):
-            if is_token_folder(job.out):  # while another process held it
+            if is_token_folder(job.out):  # another process finished it before this one got the lock
                 return _already_finished(job.out, options)
             records = _tokenize(job, shards, args.workers)
             _finish(job, options, records)
@@ -194,7 +194,7 @@ def _already_finished(out: Path, options: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder against other processes, after a check that it was begun with these options."""
+    """Lock the folder against other processes, and check that it was begun with these options."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not a token folder: give another --out")
@@ -213,7 +213,7 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) -> list[dict[str, Any]]:
-    """Tokenize the shards; return the records of all, including those of earlier runs."""
+    """Tokenize the shards that have no record yet; return the records of all shards."""
     unfinished = job.out / UNFINISHED
     stats = {shard.part: shard.path.stat() for shard in shards}
     states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
@@ -232,7 +232,7 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
                 f"{job.out} cannot be written ({content}): make room and run the same command again"
             )
         if kind == "done":
-            # The last write of a shard: it is done when its record exists.
+            # Write the record last: a shard is finished if its record exists.
             write_json(unfinished / f"{shard.part}.json", {"state": states[shard.part], "record": content})
             records[shard.part] = content
         else:
@@ -244,7 +244,8 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
             with closing(progress.progress):
                 run_shards(job, left, min(cores if workers is None else workers, len(left)), handle, progress)
     except KeyboardInterrupt:
-        # Count the files: the interrupt may have come between the write of a record and the next line.
+        # Count the record files: the interrupt may have come after a record was written and before it was stored in
+        # `records`.
         kept = len(_finished(unfinished, states))
         print(f"{kept} of {len(shards)} shards are kept in {job.out}: the same command continues")
         raise
@@ -272,7 +273,7 @@ def _kept_record(path: Path) -> dict[str, Any]:
 
 
 def _remove_parts(out: Path, parts: set[str]) -> None:
-    # Parts of interrupted attempts, or of another state of a shard.
+    # Remove parts that an interrupted command wrote, or that come from an earlier state of a shard.
     for split in SPLITS:
         if (out / split).is_dir():
             for path in list((out / split).iterdir()):
@@ -285,7 +286,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
     for record in records:
         source = f"{record['file']}: "
         dropped.take(ReasonCounts(record["dropped"], record["examples"]), source)
-        unread.take(Unread(**record.get("unread", {})), source)  # older versions wrote none
+        unread.take(Unread(**record.get("unread", {})), source)  # older versions did not write it
     samples = sum(record["samples"] for record in records)
     if dropped.total == samples:
         shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options

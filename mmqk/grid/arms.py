@@ -16,7 +16,7 @@ from mmqk.store import UserError
 
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
 LR = "optim.lr"
-# Fields that the grid sets.
+# Fields that an arm cannot set, because the grid sets them.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed")
 
@@ -38,10 +38,10 @@ class Arm:
     """One variant: its name and label, seeds, fields set over the base, and axes.
 
     Attributes:
-        seeds: empty for a fork of a checkpoint without seeds: its run has the seed of the checkpoint.
-        grid: name of its grid.
-        path: file of its grid, for messages.
-        base: configuration files that it starts from; empty for a fork, which has the configuration of its parent.
+        seeds: empty if the arm forks a checkpoint and sets no seeds; its run then has the seed of the checkpoint.
+        grid: name of the grid.
+        path: file of the grid, for messages.
+        base: base configuration files; empty for a fork, which has the configuration of its parent.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
-        """The point {field: value} of every crossed arm, by name."""
+        """The field values of each combination of axis values, by the name of the crossed arm."""
         points: dict[str, dict[str, Any]] = {self.name: {}}
         for axis in self.axes:
             points = {
@@ -75,15 +75,16 @@ class Arm:
 
 @dataclass(frozen=True)
 class Job:
-    """One planned run: ``args`` is its command line for ``python -m mmqk.train``, without its fork.
+    """One planned run.
 
     Attributes:
         arm: name with the values of its axes.
         seed: None if the run has the seed stored in a checkpoint.
-        family: the arm that the grid names.
+        args: command line for ``python -m mmqk.train``, without ``--fork``.
+        family: the arm of the grid before it is crossed with axes.
         point: values of the axes by dotted field.
         role: "verdict", or "selection" of a learning rate.
-        parent: name of the arm (with the values of its axes) that it is forked from.
+        parent: name of the arm (with the values of its axes) that the run is forked from.
     """
 
     arm: str
@@ -101,7 +102,7 @@ class Job:
 
     @property
     def chosen(self) -> bool:
-        """Whether selection runs set its learning rate."""
+        """Whether the learning rate of the run is selected by other runs."""
         return self.role == "verdict" and self.family.lr is not None
 
 
@@ -109,7 +110,7 @@ def read_arm(name: Any, value: Any, common: Arm) -> Arm:
     """Read an arm; ``common`` has the defaults of the grid. `inherit` later sets the axes and seeds of a fork.
 
     Raises:
-        UserError: an unknown key, a field that an arm cannot set, a missing checkpoint.
+        UserError: an unknown key, a field that an arm cannot set, or a missing checkpoint.
     """
     where = f"{common.path}: arms.{name}"
     record = read.mapping({} if value is None else value, where)
@@ -163,7 +164,7 @@ def _fork(value: Any, where: str, path: Path) -> ArmFork:
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
-    """Return a number for each job, which assigns it to a slice; a fork has the number of its parent."""
+    """Return for each job the number that decides its part of the grid; a fork has the number of its parent."""
     by_key = {job.key: job for job in jobs}
     roots = {}
     for key, job in by_key.items():

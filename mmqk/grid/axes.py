@@ -17,7 +17,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the grid: for each value the suffix of the arm's name and the fields that it sets."""
+    """An axis of the grid: for each value, a suffix for the name of the arm and the fields to set."""
 
     name: str
     values: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -30,7 +30,7 @@ def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
     ``size: {small: {model.width: 64, …}, …}`` sets several fields and adds ``small``.
 
     Raises:
-        UserError: values that are not a list, a value twice, a field on two axes.
+        UserError: values that are not a list, a repeated value, or a field on two axes.
     """
     record = read.mapping(value, where)
     short = [name.rpartition(".")[2] for name in record]

@@ -1,4 +1,4 @@
-"""The claims and the report of a grid: their fields, which `mmqk.analysis` judges after the runs."""
+"""Read the claims and the report settings of a grid. `mmqk.analysis` computes the verdicts after the runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKS = {
 }
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
-# Fields that name another claim, which must be judged first.
+# Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "negative_control", "manipulation_check")
 # Old names of fields and their new ones. The hash of the claims uses the old ones, so that it stays the same.
 RENAMED = {
@@ -37,24 +37,24 @@ class Claim:
     """A claim as it was registered in the grid.
 
     Attributes:
-        id: C2 and the like.
+        id: short name, such as C2.
         statement: what is claimed, one sentence.
-        source: where it was claimed, with the figure.
+        source: where the claim was made, with the figure.
         source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
         reference_value: the number in the source, as text.
-        estimand: the quantity that the effect estimates, in words.
+        estimand: description of the quantity that the effect estimates.
         metric: the name of a metric of `mmqk.analysis.metrics`.
         treatment: the arm (for a family metric, the family) whose metric should be greater or less (``direction``).
-        control: the arm or family that it is compared with.
-        at: the point of the axes at which two families are compared.
+        control: the arm or family that the treatment is compared with.
+        at: values of the axes at which two families are compared.
         arms: the arms of a claim that is shown and not decided, of a control, or of a prediction.
-        min_effect: smallest effect of interest, on the metric's scale (0.69: a factor of 2), positive; for a
-            prediction the smallest AUROC of interest.
+        min_effect: smallest effect of interest, positive, on the scale of the metric (on a log scale, 0.69 is a
+            factor of 2); for a prediction the smallest AUROC of interest.
         direction: not used for an equivalence.
-        test: superiority (beyond min_effect), equivalence (no difference as large as min_effect, either way),
-            count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares) or prediction
-            (the metric is higher in runs that fail than in runs of the same arm that do not: AUROC).
-        regime: name on the page of the check that every trained modality was learned.
+        test: superiority (the effect exceeds min_effect), equivalence (the effect is smaller than min_effect in both
+            directions), count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares) or
+            prediction (an AUROC: the metric is higher in failed runs than in the other runs of an arm).
+        regime: name, on the page, of the check that every trained modality was learned.
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
         positive_control: id of the claim or control that must pass before this one can be contradicted, or be
             reproduced as an equivalence.
@@ -62,12 +62,12 @@ class Claim:
         manipulation_check: id of the claim or control that shows that the treatment changed what it should change.
         at_least: for a control, the value that the median of every arm must reach; for a count, the value that a
             run must reach.
-        status: shown is never decided; control is a check, not a claim.
-        alpha_family: name of the family of claims that share one level; by default the name of the grid.
+        status: "shown" never gets a verdict; "control" is a check and not a claim.
+        alpha_family: name of the family of claims that share one significance level; by default the name of the grid.
         seeds: registered seeds per arm; 0 if not registered.
-        stopping: {max_seeds: n}: seeds may be added up to n; the level is corrected for each look at the results.
-        lr_rule: the rule that the verdict must check.
-        exclusions: a text on runs to exclude, for the page; it has no effect on the verdict.
+        stopping: {max_seeds: n}: seeds may be added up to n; the significance level is corrected for the looks.
+        lr_rule: the learning rate rule that the verdict checks.
+        exclusions: a text about excluded runs, for the page; it has no effect on the verdict.
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.
         not_run: why no run of this grid tests the claim, and what a test would need; such a claim has no arms.
@@ -110,7 +110,7 @@ class Claim:
 
     @property
     def decided(self) -> bool:
-        """Whether its status allows a decision and runs test it."""
+        """Whether the claim gets a verdict: its status allows one, and runs test it."""
         return not self.not_run and self.status in ("confirmatory", "exploratory")
 
     @property
@@ -137,18 +137,17 @@ class Claim:
 
     @property
     def max_seeds(self) -> int:
-        """The maximal seeds per arm; 0 if not registered."""
+        """The maximum number of seeds per arm; 0 if not registered."""
         return self.stopping.get("max_seeds", self.seeds)
 
     @property
     def leans_on(self) -> tuple[str, ...]:
-        """Ids of the claims and controls that must be judged before this claim."""
+        """Ids of the claims and controls whose verdicts this claim needs."""
         return tuple(name for key in LEANS if (name := getattr(self, key)))
 
 
 def claims_hash(grid: Mapping[str, Any]) -> str:
-    """Return the hash of the claims and hypotheses of a grid; it depends neither on the rest of the grid nor on its
-    name."""
+    """Return the hash of the claims and hypotheses of a grid. Its name and other content do not change the hash."""
     first = {new: old for old, new in RENAMED.items()}
     claims = grid.get("claims") or []
     record = {"claims": [{first.get(k, k): v for k, v in c.items() if k != "grid"} for c in claims]}
@@ -165,8 +164,8 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         path: path of the grid, for the message.
 
     Raises:
-        UserError: an unknown or old field, a wrong type, a claim without a unique id, or the name of an arm or claim
-            that does not exist.
+        UserError: an unknown or renamed field, a wrong type, a claim without a unique id, or the name of an arm or
+            claim that does not exist.
     """
     if not isinstance(values or [], list | tuple):
         raise UserError(f"{path}: claims must be a list")

@@ -1,4 +1,4 @@
-"""Finds the parent of each fork of a grid."""
+"""Find the parent of each fork of a grid."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _as_child(arm: Arm, parent: Arm | None, record: Mapping[str, Any]) -> Arm:
 
 
 def match(start: str, families: Mapping[str, Arm], point: Mapping[str, Any]) -> str:
-    """Return the arm (with the values of its axes) from which the run at a point is forked; empty if there is
-    none."""
+    """Return the name of the parent arm (with the values of its axes) of a fork with the axis values ``point``, or an
+    empty string."""
     for family in families.values():
         if start in family.points:
             return start

@@ -19,7 +19,7 @@
 
 docs/ablations.md has an example of each. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``,
 whose parser refuses unknown fields. Claims and report are for `mmqk.analysis`; this package reads
-their fields and checks the names of arms. Imports no torch, because the analysis uses it.
+their fields and checks the names of arms. Imports no torch, because the analysis uses this package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GRID_KEYS = (
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid from its file, or several merged; ``raw`` is the content as plain data."""
+    """A grid read from a file, or several grids merged; ``raw`` is the content as plain data."""
 
     path: Path
     name: str
@@ -57,9 +57,9 @@ class Grid:
 
     @property
     def jobs(self) -> list[Job]:
-        """All runs of the grid without replays: first those that select a learning rate, then seed by seed.
+        """All runs of the grid without replays: first those that select a learning rate, then all others by seed.
 
-        With this order the arms of an interrupted grid can be compared.
+        With this order, the arms can be compared even if the grid is interrupted.
         """
         crossed = [(arm, name, point) for arm in self.arms for name, point in arm.points.items()]
         return [*self._selection(crossed), *self._verdict(crossed)]
@@ -96,12 +96,12 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
     """Read a grid.
 
     Args:
-        added: arms that are not in the file, by name, as under ``arms``; ``raw`` lists their names under ``added``.
+        added: further arms by name, in the format of ``arms``; ``raw`` lists their names under ``added``.
 
     Raises:
         UserError: the file is missing or not YAML, a key is unknown or of the wrong type, a base config does
-            not exist, a claim or the report names an unknown arm or claim, a fork has no parent, an added arm has the
-            name of another.
+            not exist, a claim or the report names an unknown arm or claim, a fork has no parent, or an added arm has
+            the name of an arm of the file.
     """
     path = Path(path)
     raw = read.read_yaml(path)

@@ -9,7 +9,7 @@ from typing import Any
 from mmqk.grid.language import build, mapping
 from mmqk.store import UserError
 
-# Where the effect of treatment over control lies, by the smallest effect of interest of the claim.
+# The effect of treatment over control, compared with the smallest effect of interest of the claim.
 STATES = ("above", "none", "below")
 PREDICTIONS = {
     "above": {"above"}, "none": {"none"}, "below": {"below"},
@@ -22,12 +22,12 @@ class Hypothesis:
     """An explanation, and the effects that it predicts.
 
     Attributes:
-        id: H1 and the like.
+        id: short name, such as H1.
         statement: the explanation, one sentence.
         source: where it was proposed.
         source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
-        predicts: a key of `PREDICTIONS` by claim; the hypothesis predicts nothing for other claims.
-        note: a sentence for the page.
+        predicts: for each claim id a key of `PREDICTIONS`; the hypothesis predicts nothing for other claims.
+        note: a sentence to print on the page.
     """
 
     id: str
@@ -43,7 +43,7 @@ def read_hypotheses(values: Any, claims: Iterable[str], path: object) -> tuple[H
 
     Raises:
         UserError: an unknown field, a hypothesis without a unique id or without predictions, an unknown prediction,
-            or one for a claim that does not exist.
+            or a prediction for a claim that does not exist.
     """
     if not isinstance(values or [], list | tuple):
         raise UserError(f"{path}: hypotheses must be a list")

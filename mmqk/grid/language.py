@@ -46,10 +46,10 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the content of a file, a mapping, as plain data.
+    """Return the content of a YAML file as plain data.
 
     Raises:
-        UserError: the file cannot be read, is not YAML or not a mapping, has a duplicate key or a number that is not
+        UserError: the file cannot be read, is not a YAML mapping, or has a duplicate key or a number that is not
             finite.
     """
     text = read_utf8(path, "give a grid such as those in configs/ablations")
@@ -60,7 +60,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
-    # Dates become text, because the grid is stored with the runs as JSON.
+    # Convert dates to text, because the grid is stored with the runs as JSON.
     try:
         return json.loads(json.dumps(mapping(raw, str(path)), default=str, allow_nan=False))
     except ValueError as error:
@@ -97,7 +97,7 @@ def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
-    """Return a dataclass from its fields in the grid, read by the parser of ``mmqk.train``; null means the default.
+    """Return a dataclass with the given fields, parsed as by ``mmqk.train``; null means the default.
 
     Raises:
         UserError: an unknown field, a wrong type, or a number outside its range.
@@ -113,7 +113,7 @@ def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
 
 
 def seeds(value: Any, where: str) -> tuple[int, ...]:
-    """Return the seeds, which must be different whole numbers that may seed a run."""
+    """Return the seeds, which must be different whole numbers from 0 to `MOST_SEED`."""
     good = isinstance(value, list) and value and all(type(v) is int and 0 <= v <= MOST_SEED for v in value)
     if not good or len(set(value)) < len(value):
         raise UserError(

@@ -17,8 +17,8 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
     """Load and merge grids; the name of the result joins their names.
 
     An arm that two grids define equally becomes one arm with the seeds of both. Runs that differ only in name are
-    detected when they are resolved. Claims and report blocks are joined; each claim records its grid. ``added`` has
-    arms that are not in the first file.
+    detected when they are resolved. Claims and report settings are joined; each claim records its grid. ``added`` has
+    further arms for the first grid.
 
     Raises:
         UserError: a file is refused by `load_grid`, two grids have the same name, or two arms or claims with the
@@ -97,7 +97,7 @@ def _claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
 
 
 def _report(grids: Sequence[Grid]) -> Mapping[str, Any]:
-    """Join the report blocks: lists are joined, and any other value comes from the first grid that has it."""
+    """Join the report settings: lists are joined, and any other value comes from the first grid that sets it."""
     together: dict[str, Any] = {}
     for key in REPORT:
         for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):

@@ -1,4 +1,4 @@
-"""Read ablation.json, which has a grid, the registration of its claims, and a list of its runs."""
+"""Read ablation.json, which stores a grid, the registration of its claims, and a list of its runs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
     """Return the content of ``ablation.json``; None if the folder has none.
 
     Raises:
-        DamagedFile: the file cannot be read, or names the folder of a run outside ``folder``. Only a record without
-            claims may name a run elsewhere: the original of its replays.
+        DamagedFile: the file cannot be read, or lists a run outside ``folder``. Only the original run of replays may
+            be outside, in a record without claims.
     """
     path = folder / ABLATION_NAME
     record = read_json(path, SHAPE, ADVICE)

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from mmqk.grid import language as read
 from mmqk.ranges import BELOW_ONE, LARGEST, MOST_SEED, SMALLEST, SMALLEST_PERTURBATION, check_fields, number
 
-# With the rule matched the arms set their learning rates.
+# With the rule "matched", each arm sets its learning rate itself.
 LrChoice = Literal["matched", "own_best"]
 
 
 @dataclass(frozen=True)
 class LrRule:
-    """Each arm has its best learning rate, selected on seeds that are not in the verdicts.
+    """How arms get their learning rates: each sets it, or it is selected with seeds that count in no verdict.
 
     Attributes:
         grid: learning rates to try, ascending.
@@ -39,8 +39,8 @@ class ReplayRule:
     """How a diverged run is replayed.
 
     Attributes:
-        depths: how long before the divergence replays begin, as shares of the run until then, ascending.
-        replays: number of replays per numerics and depth.
+        depths: how far before the divergence replays start, as fractions of the diverged step, ascending.
+        replays: number of replays per depth and kind (`mmqk.ablation.replays.numerics_of`).
         noise: change of the weights at the start, as a fraction of their RMS.
         horizon: length of a replay, as a multiple of the distance from its start to the divergence.
     """
@@ -64,7 +64,7 @@ def read_lr(value: Any, where: str) -> LrRule | None:
     """Return the rule for learning rates; None if the arms set them.
 
     Raises:
-        UserError: an unknown rule or key, invalid learning rates or seeds.
+        UserError: an unknown rule or key, or invalid learning rates or seeds.
     """
     record = read.mapping({} if value is None else value, where)
     rule = read.build(LrRule, record, where)

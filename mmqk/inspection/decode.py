@@ -19,8 +19,8 @@ from mmqk.shards.tars import index_tar
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 
 BROKEN_CHARACTER = "\ufffd"
-LONGEST_CHARACTER = 4  # bytes of UTF-8, which is also the largest number of tokens
-LARGEST_PICTURE = 160  # pixels a side on a page
+LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the largest number of tokens of a character
+LARGEST_PICTURE = 160  # longest side of an image on a page, in pixels
 # An image counts as the original at this share of equal codes: another batch size may change ties between codes.
 SAME_CODES = 0.9
 # Viridis in five steps: even in lightness and readable for color-blind readers.
@@ -62,7 +62,7 @@ class IdDecoder:
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
 
     def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
-        """Return whether the tokenizer encodes this image to these codes, up to a share of 1 - `SAME_CODES`."""
+        """Return whether the tokenizer encodes this image to these codes; a share of `SAME_CODES` must be equal."""
         pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
         codes = self._image.encode(pixels_1CHW)[0].numpy()
         return bool((codes == self._vocabulary.image_codes(ids)).mean() >= SAME_CODES)

@@ -1,6 +1,6 @@
 """The page and the printed table of ``python -m mmqk.inspect``, made from the configuration of a run.
 
-The same configuration gives the same bytes: a page contains no time and no path of the machine.
+The same configuration gives the same bytes: a page contains no time and no absolute path.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _about_epochs(plain: dict[str, Any]) -> str:
 def _sequences(
     run: RunConfig, data: TokenDataModule, decoder: IdDecoder | None, plain: dict[str, Any], shown: int
 ) -> dict[str, Any]:
-    """Return the sequences of the page, from the batch that the batch builder makes."""
+    """Return the sequences of the page, from a batch that the batch builder of training makes."""
     layout, order = data.builder.layout, data.order
     pictures = Pictures(PICTURE_BYTES)
     dial = run.data.dial if "dial" in run.data.family else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 WINDOW = 300
-"""Sequences over which the mixture is compared with its configured shares."""
+"""Number of consecutive sequences over which the mixture is compared with its configured shares."""
 LEAST_DRAWS = 4 * WINDOW
 
 
@@ -35,9 +35,10 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
         grid: columns of the codes of an image; 0 without images.
 
     Returns:
-        The content of statistics.json. ``modalities`` are the statistics of the ``fresh_sequences``, those of the
-        first epoch of their source, because repeated documents bias them; ``share`` is the share of the targets of
-        all sequences. ``dial.met`` is the mean -log p of the targets under the synthetic source, in nats.
+        The content of statistics.json. ``modalities`` has the statistics of the sequences in the first epoch of their
+        source (``fresh_sequences`` is their number), because repeated documents would bias the statistics. Only
+        ``share``, the share of the targets, is that of all sequences. ``dial.met`` is the mean -log p of the targets
+        under the synthetic source, in nats.
     """
     order, layout = data.order, data.builder.layout
     total = int(run.trainer["max_steps"]) * run.data.batch_size
@@ -86,8 +87,8 @@ def documents(rows: list[Row]) -> Iterator[np.ndarray]:
 
 
 def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
-    """Return the offsets of the contexts of the n-gram model: earlier tokens; the parent (dial); the token above
-    (images)."""
+    """Return the contexts of the n-gram model, as distances back: the previous tokens, the parent (dial), or the
+    token above (images)."""
     if "dial" in run.data.family:
         dial = run.data.dial
         return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
@@ -95,8 +96,8 @@ def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
 
 
 def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the number of targets by modality, and their mean -log p under the source; empty if the source has
-    no p."""
+    """Return the number of targets by modality, and their mean -log p under the source, which is empty if p is
+    unknown."""
     modality = layout.modality(np.concatenate([np.delete(row.ids, row.starts) for row in rows]))
     of_modality = {name: modality == m for m, name in enumerate(layout.vocab_sizes)}
     counts = {name: int(mask.sum()) for name, mask in of_modality.items() if mask.any()}
@@ -108,7 +109,7 @@ def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str,
 
 
 def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
-    """For each slot: its configured share, its share in the first cycle, and its lowest and highest in any window."""
+    """Return for each slot its configured share, its share in the first cycle, and its range over all windows."""
     mix, total = run.data.mix, sum(run.data.mix.values())
     pair = mix.get("pair", 0.0)
     weights = {SLOTS[0]: pair * run.data.image_first_prob, SLOTS[1]: pair * (1 - run.data.image_first_prob)}
@@ -131,7 +132,10 @@ def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
 
 
 def _sources(run: RunConfig, data: TokenDataModule, total: int) -> list[dict[str, Any]]:
-    """By kind: documents and tokens by split, sequences per epoch, and epochs of the run of ``total`` sequences."""
+    """Return for each kind its documents and tokens by split, its sequences per epoch, and its epochs in the run.
+
+    ``total`` is the number of sequences of the run.
+    """
     if "dial" in run.data.family:
         return []
     share = {kind: weight / sum(run.data.mix.values()) for kind, weight in run.data.mix.items()}

@@ -59,14 +59,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class SequenceView:
-    """A sequence.
+    """The view of a sequence.
 
     Attributes:
         filled: number of positions with a token.
-        documents: parts of each of its documents.
+        documents: segments of each document of the sequence.
         targets: number of targets in the batch's mask by modality, and how many of them have a weight above 0.
         strip: an ``<svg>`` of the positions: tokens, targets, and beginnings of documents.
-        lane: the same with tokens only.
+        lane: an ``<svg>`` of the positions: tokens and beginnings of documents.
     """
 
     filled: int
@@ -172,14 +172,14 @@ class Viewer:
         return words
 
     def _lane(self, shown_T: np.ndarray, ids_T: np.ndarray) -> list[str]:
-        """Return the tokens by modality; special tokens are dark."""
+        """Return rectangles for the tokens in the color of their modality; special tokens are dark."""
         runs = ((s, e, PADDING if m < 0 else self.colors[self.names[m]]) for s, e, m in _runs(shown_T))
         special_T = np.isin(ids_T, list(self._specials)) & (shown_T >= 0)
         dark = ((s, e, INK) for s, e, special in _runs(special_T) if special)
         return [_rect(start, end, 0, 14, color) for start, end, color in (*runs, *dark)]
 
     def _targets(self, masked_T: np.ndarray, trained_T: np.ndarray, target_T: np.ndarray) -> list[str]:
-        """Return the targets by modality; a target of weight 0 is a thin line."""
+        """Return rectangles for the targets in the color of their modality, thin for a target of weight 0."""
         rects = []
         for start, end, state in _runs(np.where(masked_T, 2 * target_T + trained_T, -1)):
             if state >= 0:
@@ -200,7 +200,7 @@ def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
 
 
 def _edges(document_T: np.ndarray) -> list[str]:
-    """Return a dark line with light edges at the beginning of each document but the first."""
+    """Return lines at the beginning of each document but the first: a dark line over a wider white line."""
     starts = [x for x in np.flatnonzero(np.diff(document_T) != 0) + 1 if document_T[x] >= 0]
     place = 'x1="{0}" x2="{0}" y1="0" y2="30"'
     return [

@@ -1,4 +1,4 @@
-"""Convert weights and configuration to and from Hugging Face transformers, which is imported when needed."""
+"""Convert weights and configuration to and from Hugging Face transformers, which is imported only when needed."""
 
 from .read import from_transformers
 from .write import to_transformers

@@ -18,7 +18,7 @@ EPILOG = f"""\
 read:    {", ".join(READ)}
 written: {", ".join(WRITTEN)}
 A field that cannot be represented is an error that names it. Nothing is downloaded.
-The text tokenizer of a run is exported with its model; others are not converted.
+The text tokenizer of a run is exported with its model; other tokenizers are not converted.
 
 example:
   python -m mmqk.interop --from chameleon-7b --to runs/chameleon-7b
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     """Convert one folder; its content decides the direction.
 
     Raises:
-        UserError: the source is neither kind of folder or is damaged, the model cannot be represented, or the target
-            is not empty.
+        UserError: the source is damaged or is neither a Hugging Face folder nor a run folder, the model cannot be
+            represented, or the target is not empty.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.interop",

@@ -34,21 +34,21 @@ _LOSSES = {
 def model_card(
     checkpoint: Path, config: ModelConfig, architecture: str, n_parameters: int, tokenizer: bool
 ) -> str:
-    """Use, ids, losses, data, configuration and license notes of a model, as Markdown for the Hugging Face hub.
+    """Return the card of a model as Markdown for the Hugging Face hub.
 
-    It has no times and no absolute paths.
+    It has sections on use, ids, losses, data, configuration and license, and no times or absolute paths.
 
     Args:
         checkpoint: the exported checkpoint, in the folder ``checkpoints`` of its run.
-        config: the model.
-        architecture: its class in transformers.
-        n_parameters: number of its parameters.
+        config: configuration of the model.
+        architecture: class of the model in transformers.
+        n_parameters: number of parameters of the model.
         tokenizer: whether the text tokenizer is exported too.
     """
     run = checkpoint.parent.parent
     try:
         record: dict[str, Any] = read_run(run) or {}
-    except DamagedFile:  # the weights are exported without it too, as for an imported model
+    except DamagedFile:  # the weights are exported without the record, as for an imported model
         record = {}
     run_config = (record.get("details") or {}).get("config") or {}
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
@@ -108,7 +108,7 @@ def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
 
 
 def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
-    """Return the newest losses up to the checkpoint."""
+    """Return the section with the newest losses up to the checkpoint."""
     newest: dict[str, tuple[int, float]] = {}
     for line in read_metrics(run / METRICS_NAME):
         if line["step"] <= step:

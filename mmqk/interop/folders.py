@@ -1,4 +1,4 @@
-"""Reading and writing folders: Hugging Face models and runs of mmqk. Local files only."""
+"""Read and write folders of Hugging Face models and of runs of mmqk. Only local files are read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
         raise UserError(
             f"{folder} cannot be loaded ({reason}): check that its files are complete."
         ) from error
-    # transformers fills missing weights and weights of another shape with random numbers, and drops unknown ones.
+    # transformers fills missing weights and weights of another shape with random numbers, and drops unknown weights.
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(IMAGE_TOKENIZER))
     if missing:
         raise UserError(f"{folder} has no weights for {missing[0]}: check that its files are complete.")
@@ -81,7 +81,7 @@ def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def write_run(model: EarlyFusionTransformer, out: Path) -> None:
-    """Write a folder for `mmqk.checkpoint.load_model`.
+    """Write a folder that `mmqk.checkpoint.load_model` can read.
 
     Raises:
         UserError: `out` is not empty or cannot be written.
@@ -97,7 +97,7 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
 
 
 def write_huggingface(model: PreTrainedModel, out: Path, files: Mapping[str, str] | None = None) -> None:
-    """Write a folder for `from_pretrained`, with other ``files`` by name.
+    """Write a folder that `from_pretrained` can read, and the texts of ``files`` under their names.
 
     Raises:
         UserError: `out` is not empty or cannot be written.
@@ -119,7 +119,7 @@ def check_empty(out: Path) -> None:
 
 
 def _publish(out: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` on a temporary folder next to `out`, then rename that to `out`."""
+    """Call `write` on a temporary folder next to `out`, then rename this folder to `out`."""
     check_empty(out)
     try:
         with new_folder(out) as folder:

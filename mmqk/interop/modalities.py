@@ -55,7 +55,7 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
             f"The {len(image)} image ids of config.vocabulary_map are not one range within the {vocab_size} ids: give"
             " vocab_sizes, such as text=300,image=32."
         )
-    # Without ids after the image ids, those before them are text; otherwise they are special tokens.
+    # If no ids follow the image ids, the ids before the image ids are text; otherwise they are special tokens.
     before, after = ("text", "") if end == vocab_size else ("special", "text")
     sizes = {before: start, "image": end - start, after: vocab_size - end}
     return {name: size for name, size in sizes.items() if size}

@@ -22,8 +22,8 @@ _LAYER = {
     "mlp.w_up": "mlp.up_proj",
     "mlp.w_down": "mlp.down_proj",
 }
-# Norms around the sublayers, in the order before and after attention, before and after the MLP. Chameleon's
-# keep their names when swin_norm moves them from before to after: the state dicts of the two models look the same.
+# Norms around the sublayers, in the order before and after attention, before and after the MLP. Chameleon's norms
+# keep their names when swin_norm moves them from before to after a sublayer, so the state dict does not show this.
 _PRE = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "post_attention_layernorm"}
 _SWIN = {"attn_post_norm": "input_layernorm", "mlp_post_norm": "post_attention_layernorm"}
 _OLMO2 = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}

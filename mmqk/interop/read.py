@@ -1,4 +1,4 @@
-"""Hugging Face model -> `EarlyFusionTransformer`: fields of the configuration and weights by name."""
+"""Convert a Hugging Face model to an `EarlyFusionTransformer`: fields of the configuration, and weights by name."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _GATES: dict[str, MlpKind] = {
 def from_transformers(
     hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None
 ) -> EarlyFusionTransformer:
-    """Return the same model with the same weights, in their dtype and mode (training or evaluation).
+    """Return the equivalent model of mmqk, with the same weights, dtype and mode (training or evaluation).
 
     Args:
         hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is unchanged and shares no memory with the
             result. Chameleon's image tokenizer (`vqmodel`) is not converted: the model reads image tokens as ids.
-        vocab_sizes: Number of ids by modality, in the order of the ids. By default those that `to_transformers`
+        vocab_sizes: Number of ids by modality, in the order of the ids. By default the sizes that `to_transformers`
             stored in the configuration; else, for Chameleon, `special`, `image` and `text`, where the image ids have
             the names IMGIMG... in its vocabulary_map; else only `text`.
 
     Returns:
-        The model, with backend math if the attention logits have a cap, else sdpa.
+        The model, with attention backend math if the attention logits have a cap, else with sdpa.
 
     Raises:
         UserError: the class is unknown, a field (named with its value) has no counterpart, the weights are quantized,
@@ -60,7 +60,7 @@ def from_transformers(
 
 
 def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None) -> EarlyFusionTransformer:
-    """Return `from_transformers` without a copy: the result shares its weights with `hf_model`."""
+    """Return what `from_transformers` returns, without a copy: the result shares its weights with `hf_model`."""
     architecture = type(hf_model).__name__
     if architecture not in READ:
         raise UserError(f"{architecture} is not an architecture that mmqk reads: use {', '.join(READ)}.")
@@ -70,7 +70,7 @@ def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = Non
     _check_tensors(hf_weights)
     try:
         config = config_of(hf_model, vocab_sizes)
-        # The meta device draws and allocates nothing; the tensors of hf_model are assigned below.
+        # On the meta device no weights are drawn or allocated; the tensors of hf_model are assigned below.
         with torch.device("meta"):
             model = EarlyFusionTransformer(config, "sdpa" if config.attn_softcap is None else "math")
     except ValueError as error:
@@ -116,8 +116,8 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
     """Return the `ModelConfig` that is equivalent to `hf_model.config`.
 
     Raises:
-        UserError: a field that cannot be represented.
-        ValueError: values that ModelConfig refuses.
+        UserError: a field cannot be represented.
+        ValueError: ModelConfig refuses the values.
     """
     architecture, c = type(hf_model).__name__, hf_model.config
     _check_fields(c)
@@ -181,7 +181,7 @@ def _scale(value: float, head_dim: int) -> str | float:
 
 
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
-    """Return the windows and rotary positions: Gemma 3 has other frequencies in windowed layers."""
+    """Return the fields for windows and rotary positions. Gemma 3 has other frequencies in windowed layers."""
     # The other classes ignore layer_types and sliding_window.
     named = c.layer_types if architecture in (QWEN3, GEMMA2, GEMMA3) else None
     kinds = list(named or ["full_attention"] * c.num_hidden_layers)

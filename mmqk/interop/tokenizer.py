@@ -13,7 +13,7 @@ from mmqk.tokenizers.vocabulary import BOS, EOS, PAD, SPECIALS
 
 
 def tokenizer_files(run: Path) -> tuple[dict[str, str], str]:
-    """tokenizer.json and tokenizer_config.json of a run by name, and a sentence about them.
+    """Return tokenizer.json and tokenizer_config.json of a run by name, and a sentence about them.
 
     The ids are those of the joint vocabulary: first the special tokens, then the text entries. Image codes have no
     text and no entry.

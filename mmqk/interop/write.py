@@ -1,4 +1,4 @@
-"""`EarlyFusionTransformer` -> Hugging Face model, in the layout of Chameleon, Llama or Qwen3."""
+"""Convert an `EarlyFusionTransformer` to a Hugging Face model in the layout of Chameleon, Llama or Qwen3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VQ = {
 
 
 def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
-    """Return the model as a Hugging Face model, with the same weights in their dtype and the same mode.
+    """Return the equivalent Hugging Face model, with the same weights, dtype and mode (training or evaluation).
 
     | layout    | for a model with                                                                          |
     | --------- | ----------------------------------------------------------------------------------------- |
@@ -36,10 +36,10 @@ def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
     | Chameleon | QK-Norm layer with bias and eps 1e-5, norms before the sublayers or, with swin_norm,      |
     |           | after them; a gain that all heads share is written once per head                         |
 
-    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, because this model has none: copy
-    it, with `vq_config` and `vocabulary_map`, from the checkpoint that made the image ids (docs/interop.md).
-    Its forward sets the logits of image ids to the smallest number; apply `lm_head` to the last hidden state to get
-    them. Residual dropout and initial values, which matter in training only, are dropped.
+    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, because mmqk's model has none: copy it,
+    with `vq_config` and `vocabulary_map`, from the checkpoint that made the image ids (docs/interop.md). The forward
+    of Chameleon sets the logits of image ids to the smallest number; apply `lm_head` to the last hidden state to get
+    these logits. The fields for residual dropout and initial values, which matter in training only, are dropped.
 
     Raises:
         UserError: a field (named with its value) has no counterpart in the layout, or transformers is not installed.
@@ -53,7 +53,7 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
     architecture = architecture_of(config)
     transformers = import_transformers()
     hf_config = getattr(transformers, architecture).config_class(**_fields(architecture, config))
-    # The meta device draws and allocates nothing; modules without mmqk weights are created again below.
+    # On the meta device no weights are drawn or allocated; modules without mmqk weights are created again below.
     with torch.device("meta"):
         hf_model = getattr(transformers, architecture)(hf_config)
     hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config=hf_config)
@@ -186,7 +186,7 @@ def import_transformers() -> Any:
     """Return the transformers package.
 
     Raises:
-        UserError: it is not installed.
+        UserError: transformers is not installed.
     """
     try:
         import transformers

@@ -1,6 +1,7 @@
-"""The model: token ids to logits. Pure torch: no logging, no files.
+"""The model, from token ids to logits. It uses torch only, without logs or files.
 
-Names are imported on first use: the configuration (`mmqk.model.config`, `mmqk.model.backend_check`) needs no torch.
+Names are imported on first use, because the configuration (`mmqk.model.config`, `mmqk.model.backend_check`) needs no
+torch.
 """
 
 from importlib import import_module

@@ -16,11 +16,11 @@ from .linear import linear, through, untied
 from .norms import LayerScale, qk_norm
 from .rope import Rope, apply_rope
 
-Tap = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward
+Tap = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward pass
 
 
 def no_tap(site: str, tensor: Tensor) -> None:
-    """The tap of a forward without a sink."""
+    """Do nothing. This is the tap of a forward pass without a sink."""
 
 
 class Attention(nn.Module):
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         q_BHTK = self._norm_and_rope(q_BTHK, self.q_norm, rope, modality_BT).transpose(1, 2)
         k_BHTK = self._norm_and_rope(k_BTGK, self.k_norm, rope, modality_BT).transpose(1, 2)
         v_BHTK = v_BTGK.transpose(1, 2)
-        if self.backend != "flex" or tap is not no_tap:  # flex reads shared heads in place
+        if self.backend != "flex" or tap is not no_tap:  # flex supports shared heads
             k_BHTK, v_BHTK = self._repeat_heads(k_BHTK), self._repeat_heads(v_BHTK)
         tap("q", q_BHTK)
         tap("k", k_BHTK)

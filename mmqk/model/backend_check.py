@@ -1,6 +1,7 @@
-"""The names of the attention backends, and which attention each can compute. Needs no torch."""
+"""The names of the attention backends, and the kinds of attention that each can compute. Needs no torch."""
 
-# Dense attention; torch's scaled_dot_product_attention, with torch's choice of kernel or a named one; FlexAttention.
+# math is dense attention and flex is FlexAttention. The others are torch's scaled_dot_product_attention; sdpa uses
+# the kernel that `kernel_name` returns.
 BACKENDS = ("math", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex")
 BLOCK = 128  # tokens
 

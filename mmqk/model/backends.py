@@ -39,9 +39,10 @@ def kernel_name(
     """Return the name of the one kernel that computes attention: math, flex, or SDPA's flash, efficient, cudnn or
     math.
 
-    `sdpa` uses flash, and on a GPU efficient with a mask or in fp32. torch prefers cuDNN's kernel on Hopper, and it
-    may be faster; mmqk uses it only as `sdpa_cudnn`. Its backward pass has given NaN where a row's log-sum-exp is
-    very negative. Drifting logits reach that regime, and such a NaN would look like a divergence of the model.
+    `sdpa` uses flash, or on a GPU efficient if there is a mask or the dtype is fp32. On Hopper, torch prefers cuDNN's
+    kernel, which may be faster, but mmqk uses it only for `sdpa_cudnn`. The backward pass of that kernel has given
+    NaN where a row's log-sum-exp is very negative. Drifting logits can reach such values, and the NaN would look like
+    a divergence.
 
     Raises:
         ValueError: the named kernel does not exist on this device, or does not support this dtype or dropout.
@@ -92,8 +93,8 @@ def mask_of(
         document_BT: A query attends only to tokens with its document number; None is one document per row.
 
     Returns:
-        math: 0 or -inf to add to the logits, (T, T) or (B, 1, T, T). sdpa: the same as booleans, or None for plain
-        causal attention. flex: a BlockMask.
+        math: 0 or -inf to add to the logits, (T, T) or (B, 1, T, T). sdpa: the same mask as booleans, or None for
+        plain causal attention. flex: a BlockMask.
     """
     if backend == "flex":
         from .flex import flex_mask  # needs torch 2.9; the monitors import this file with older versions
@@ -110,12 +111,12 @@ def mask_of(
 def documents_of(
     config: ModelConfig, separate: bool, modality_BT: Tensor | None, document_BT: Tensor | None
 ) -> Tensor | None:
-    """Return the document numbers that the attention of a layer stays inside.
+    """Return the document number of each token for a layer, whose attention stays inside a document.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         separate: Whether tokens of different modalities also count as different documents (`config.separates`).
-        modality_BT: Modality number of each token; a number without a modality counts as 0.
+        modality_BT: Modality number of each token; an unknown number counts as 0.
         document_BT: Document number of each token; None is one document per row.
     """
     if not separate:
@@ -149,27 +150,27 @@ def attention(
     backend: str = "math",
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, RowStats | None]:
-    """Causal attention: `softmax(mask(cap(scale * q.k))) v`, in the dtype of its inputs.
+    """Compute causal attention, `softmax(mask(cap(scale * q.k))) v`, in the dtype of its inputs.
 
     Args:
         q_BHTK: Queries as they enter the dot product.
         k_BHTK: Keys, with the shape and dtype of the queries; with flex the number of heads may be a divisor of H.
-        v_BHTK: Values, like the keys.
-        mask: `mask_of` the same backend.
+        v_BHTK: Values, with the shape of the keys.
+        mask: The result of `mask_of` for this backend.
         scale: Factor on the dot products.
         kind: softmax, or sigmoid: each weight is `sigmoid(logit - log T)` (Ramapuram et al. 2024,
             arXiv 2409.04431).
         softcap: Logits become `softcap * tanh(logit / softcap)`, before the mask (Gemma 2, arXiv 2408.00118).
         dropout: Probability of dropping a weight.
         backend: One of `BACKENDS`.
-        sink_H: A logit of each head that counts in the softmax's denominator only.
+        sink_H: For each head, a logit that counts only in the denominator of the softmax.
 
     Returns:
-        out_BHTK, and with flex the `RowStats`, which its kernel computes anyway; None with another backend.
+        out_BHTK, and the `RowStats` of flex, which its kernel computes anyway. With other backends they are None.
 
     Raises:
         TypeError: q, k and v differ in dtype, or do not have the autocast dtype.
-        ValueError: the backend cannot compute this attention, at all or on this device.
+        ValueError: the backend cannot compute this attention on any device, or on this device.
     """
     check_backend(backend, softcap, kind, dropout=dropout, masked=mask is not None, sink=sink_H is not None)
     _check_dtypes(q_BHTK, k_BHTK, v_BHTK)

@@ -22,12 +22,12 @@ class QKNormConfig:
             Swin V2), whose learned scale multiplies the queries and replaces `attn_scale`.
         scope: Channels that are normalized together: those of one head, or of all heads (full: OLMo 2).
         gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (one gain for
-            every head: OLMo 2); zero_centered (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
-            it is the learned scale: none (fixed), shared (one per layer) or per_head.
+            every head: OLMo 2); zero_centered (shared, `1 + w` with w initially 0: Gemma 3, Qwen3-Next). With kind l2
+            this is the learned scale: none (fixed), shared (one per layer) or per_head.
         bias: Whether a LayerNorm has a bias (Chameleon does, ViT-22B does not).
-        eps: Added to the mean square (rms) or the variance (layer) under the root; the smallest length (l2).
+        eps: Added to the mean square (rms) or the variance (layer) under the square root; the smallest length (l2).
         place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
-        normalize_v: Normalize values in the same way (QKV-Norm, arXiv 2410.16682); with kind l2 without a scale.
+        normalize_v: Whether to normalize values too (QKV-Norm, arXiv 2410.16682). With kind l2 they have no scale.
         scale_init: Initial value of the scale of kind l2.
         scale_max: Largest scale of kind l2; if given, the parameter is the scale's logarithm (Swin V2: 100).
     """
@@ -80,9 +80,9 @@ class PerModalityConfig:
     Attributes:
         norms: Whether each modality has its own gains (and biases) of the norms around the sublayers and of the final
             norm.
-        qk_norm: Gains (and biases) of QK-Norm.
-        qk: W_q and W_k.
-        mlp: The feed-forward network.
+        qk_norm: Whether each modality has its own gains (and biases) of QK-Norm.
+        qk: Whether each modality has its own W_q and W_k.
+        mlp: Whether each modality has its own MLP.
     """
 
     norms: bool = False
@@ -96,8 +96,8 @@ class RopeScalingConfig:
     """Rotary frequencies scaled for longer sequences than in the original training of a checkpoint.
 
     Attributes:
-        kind: none; linear (all frequencies divided by the factor: Gemma 3); llama3 (only the low ones, with a smooth
-            transition: Llama 3.1).
+        kind: none; linear (all frequencies divided by the factor: Gemma 3); llama3 (only the low frequencies,
+            with a smooth transition: Llama 3.1).
         factor: Divisor of the frequencies.
         low_freq_factor: Wavelengths above `original_length / low_freq_factor` are divided by the factor (llama3).
         high_freq_factor: Wavelengths below `original_length / high_freq_factor` are unchanged (llama3).
@@ -125,31 +125,30 @@ class RopeScalingConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """An early-fusion decoder over one joint vocabulary. Impossible values raise ValueError in one sentence.
+    """An early-fusion decoder over one joint vocabulary. Impossible values raise ValueError.
 
-    Options of a disabled feature are reset to their defaults, so two configurations are equal exactly when the
-    models are.
+    Options of a disabled feature are reset to their defaults, so two configurations are equal exactly if their models
+    are equal.
 
     Attributes:
         vocab_sizes: Number of ids by modality, contiguous from id 0; by default taken from the tokenizers.
         d_model: Width of the residual stream.
-        n_layers: Number of blocks, each one attention and one MLP.
+        n_layers: Number of blocks, each with attention and an MLP.
         n_heads: Attention heads.
         n_kv_heads: Key and value heads, each shared by n_heads / n_kv_heads query heads; 0 for n_heads.
-        d_head: Width of a head (head_dim), even for RoPE; 0 for d_model / n_heads.
+        d_head: Width of a head (head_dim), an even number because of RoPE; 0 for d_model / n_heads.
         d_ff: Hidden width of the MLP; 0 for 8/3 d_model up to a multiple of 16 (gated) or 4 d_model (gelu).
         mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two).
-        pre_norm: Norm on the input of each sublayer; pre alone is Llama and Chameleon-7B.
-        post_norm: Norm on the output of each sublayer; post alone is Chameleon-34B, Swin and OLMo 2.
-        norm: rms or layer: the norms around the sublayers and the final norm.
-        norm_gain: plain, none, or zero_centered (`1 + w` with w from 0: Gemma).
+        pre_norm: Whether the input of each sublayer is normalized; only pre-norm: Llama, Chameleon-7B.
+        post_norm: Whether the output of each sublayer is normalized; only post-norm: Chameleon-34B, Swin, OLMo 2.
+        norm: Kind of the norms around the sublayers and of the final norm: rms or layer.
+        norm_gain: Gain of these norms: plain, none, or zero_centered (`1 + w` with w initially 0: Gemma).
         norm_bias: Whether these norms have a bias; only with norm layer.
         norm_eps: Epsilon of these norms.
-        post_gain_init: Initial value of the gains after the sublayers; with 0 every branch starts at zero (timm's
-            Swin V2).
+        post_gain_init: Initial value of the gains of post-norms; with 0 every branch starts at zero (timm's Swin V2).
         qk_norm: Normalization of queries and keys.
-        attn_softcap: Bounds attention logits by cap * tanh(logit / cap), before the mask; null for none.
-        final_softcap: Bounds the output logits in the same way; null for none.
+        attn_softcap: Cap of the attention logits, cap * tanh(logit / cap), before the mask; null for none.
+        final_softcap: Cap of the output logits, cap * tanh(logit / cap); null for none.
         attn_scale: Factor on q.k: rsqrt (1 / sqrt(head_dim)), inverse (1 / head_dim), none (1) or a number.
         attention: softmax, or sigmoid with bias -log T (arXiv 2409.04431). T counts every token of the row, including
             padding and other documents, so the same tokens in a longer row give different outputs.
@@ -158,15 +157,16 @@ class ModelConfig:
         attn_sink: Whether each head has a learned logit that only adds to the softmax's denominator (gpt-oss), so
             that the weights of its keys sum to less than 1.
         head_scale: Whether a learned factor multiplies each head's output (NormFormer, arXiv 2110.09456).
-        weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, sigma the largest
-            singular value (σReparam, arXiv 2303.06296).
-        reparam_gamma: Initial value of gamma: sigma (sigma(W), so that the first forward equals the plain model's:
-            the authors' PyTorch code, for vision and language) or one (their JAX code, for speech).
-        mlp_clamp: Bound on the two factors of SwiGLU: gate at most this, up between minus this and this (gpt-oss: 7);
-            null for none.
-        mlp_norm: Whether a norm, of kind `norm`, stands before the last matrix of the MLP (NormFormer).
-        residual_gate: Temperature of learned channel gates b of stream and branch, sqrt(1 - b^2) x + b f, with
-            b = sigmoid(w / temperature) and w from 0 (Muse Spark: 0.3); null for the sum x + f.
+        weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, with the largest
+            singular value sigma(W) (σReparam, arXiv 2303.06296).
+        reparam_gamma: Initial value of gamma: sigma (sigma(W), so that the first forward pass equals
+            that of weight_reparam none: the authors' PyTorch code, for vision and language) or one (their JAX code,
+            for speech).
+        mlp_clamp: Bound c on the two factors of SwiGLU: gate is at most c, up is between -c and c (gpt-oss: 7); null
+            for none.
+        mlp_norm: Whether the input of the MLP's last matrix is normalized, with kind `norm` (NormFormer).
+        residual_gate: Temperature of learned gates b = sigmoid(w / temperature) by channel, with w initially 0. They
+            replace the sum x + f of stream and branch by sqrt(1 - b^2) x + b f (Muse Spark: 0.3); null for the sum.
         depth_scale: Fixed factors that depend on depth: none; norm (each pre-norm's output is divided by sqrt(layer +
             1): LayerNorm Scaling, arXiv 2502.05795) or branch (each branch is divided by sqrt(2 n_layers): Granite's
             residual_multiplier).
@@ -180,21 +180,22 @@ class ModelConfig:
         output_init: Initial size of the last matrix of each sublayer: plain; total (divided by sqrt(2 n_layers):
             GPT-2, Spike No More) or depth (divided by sqrt(2 (layer + 1)): OLMo-core, DCLM).
         embed_init: Factor on the initial size of a modality's embeddings, by name; 1 by default.
-        embed_scale: Factor on a modality's embeddings in every forward, by name; 1 by default.
-        embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward (Gemma; Spike No More, arXiv
-            2312.16903), on top of `embed_scale`.
+        embed_scale: Factor on a modality's embeddings in every forward pass, by name; 1 by default.
+        embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward pass (Gemma; Spike No More,
+            arXiv 2312.16903), in addition to `embed_scale`.
         embed_norm: Whether embeddings are divided by their root mean square, before both scales (Muse Glimmer).
         per_modality: Layers with one copy per modality.
         separate_first: Number of first layers that are separate for each modality: every weight has one copy per
             modality, and a token attends to tokens of its modality only (Uni-X, arXiv 2509.24365).
-        separate_last: Number of last layers that are separate in the same way; the final norm is not.
+        separate_last: Number of last layers that are separate in the same way. The final norm is shared.
         tie_embeddings: Whether the head is the embedding matrix.
-        window: Tokens that a query attends to, itself included, in windowed layers; 0 for all tokens in all layers.
-        global_every: Every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 for
-            none.
+        window: Number of tokens that a query attends to in windowed layers, itself included; 0 for all tokens in all
+            layers.
+        global_every: n, if every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 if
+            none does.
         rope_theta: Base of the rotary position frequencies.
-        local_rope_theta: Base in windowed layers, without `rope_scaling`; null: they use `rope_theta` with
-            `rope_scaling`.
+        local_rope_theta: Base in windowed layers, which then do not use `rope_scaling`; null: these layers use
+            `rope_theta` with `rope_scaling`.
         rope_scaling: Scaling of the frequencies.
     """
 
@@ -332,8 +333,8 @@ class ModelConfig:
         for name, is_set in replaced.items():
             if is_set:
                 raise ValueError(
-                    f"model.deep_norm has its norms, factors and initial sizes in place of model.{name}: remove one"
-                    " of them."
+                    f"model.deep_norm has its own norms, factors and initial sizes and excludes model.{name}: remove"
+                    " one of them."
                 )
 
     def _check_untied(self) -> None:
@@ -363,7 +364,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
-        """Return the configuration with this `dataclasses.asdict`; TypeError for an unknown field."""
+        """Return the configuration from its `dataclasses.asdict`. An unknown field raises TypeError."""
         nested = {"qk_norm": QKNormConfig, "per_modality": PerModalityConfig, "rope_scaling": RopeScalingConfig}
         return cls(
             **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
@@ -371,7 +372,7 @@ class ModelConfig:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Block names in id order; a modality's number is its index here."""
+        """Names of the modalities in the order of their ids; the number of a modality is its index here."""
         return tuple(self.vocab_sizes)
 
     @property
@@ -398,7 +399,7 @@ class ModelConfig:
 
     @property
     def attn_scale_value(self) -> float:
-        """The factor on q.k; 1 under qk_norm.kind l2, whose queries carry the learned scale."""
+        """The factor on q.k; 1 under qk_norm.kind l2, where the queries are multiplied by the learned scale."""
         if self.qk_norm.kind == "l2":
             return 1.0
         if not isinstance(self.attn_scale, str):
@@ -406,7 +407,7 @@ class ModelConfig:
         return {"rsqrt": self.head_dim**-0.5, "inverse": 1 / self.head_dim, "none": 1.0}[self.attn_scale]
 
     def window_of(self, layer: int) -> int:
-        """Return the tokens that a query of this layer attends to, itself included; 0 for all."""
+        """Return the number of tokens that a query of this layer attends to, itself included; 0 for all."""
         return 0 if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
     def separates(self, layer: int) -> bool:
@@ -414,7 +415,7 @@ class ModelConfig:
         return layer < self.separate_first or layer >= self.n_layers - self.separate_last
 
     def reach_of(self, layer: int) -> tuple[int, bool]:
-        """Return `window_of` and `separates`: layers for which they are equal share one attention mask."""
+        """Return `window_of` and `separates`. Layers with equal values share one attention mask."""
         return self.window_of(layer), self.separates(layer)
 
 

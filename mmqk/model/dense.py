@@ -23,7 +23,7 @@ def dense_attention(
     dropout: float,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Return `softmax(mask(cap(scale * q.k))) v`, or with a sigmoid for softmax, over all T x T logits.
+    """Return `softmax(mask(cap(scale * q.k))) v` from all T x T logits, or with sigmoid instead of softmax.
 
     `sink_H` adds `exp(sink)` to the denominator of each row of the softmax.
 

@@ -1,4 +1,4 @@
-"""torch.compile of a model, in place."""
+"""Compiles a model in place with torch.compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_GRAPHS = 64
 def compile_blocks(model: EarlyFusionTransformer) -> None:
     """Compile the blocks, with one graph for equal blocks, and the final norm.
 
-    Names of parameters and modules do not change. A graph break is an error. Hooks on a block run. Hooks on its
+    Names of parameters and modules do not change. A graph break is an error. Hooks on a block run; hooks on its
     submodules run only if they were registered before compilation. With a sink the blocks run eagerly.
     """
     allow_many_graphs()
@@ -27,18 +27,18 @@ def compile_blocks(model: EarlyFusionTransformer) -> None:
 
 
 def allow_many_graphs() -> None:
-    """Raise the recompile limit: training, validation, a shorter last batch and each window need a graph."""
+    """Raise the recompile limit: training, validation, a shorter last batch and each window need their own graph."""
     from torch._dynamo import config
 
     config.recompile_limit = max(MOST_GRAPHS, config.recompile_limit)
 
 
 def keep_graphs() -> None:
-    """Allow several backward passes through graphs compiled from now on, for some memory."""
+    """Allow several backward passes through graphs compiled from now on. This costs some memory."""
     from torch._functorch import config
 
     if config.donated_buffer:
         torch.compiler.reset()  # remove graphs that overwrite their inputs, which torch would otherwise reuse
-    # torch 2.15's disk cache could return graphs compiled with this setting elsewhere, whose second backward pass is
-    # wrong.
+    # Without the tag, torch 2.15's disk cache could return a graph that was compiled with donated buffers. Its second
+    # backward pass would be wrong.
     config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import (
 
 from .dynamo import allow_many_graphs
 
-# The raw logit recovered from a capped fp32 logit is accurate to 1/1000 up to 6 caps and to 1/40 up to 8 caps; soon
-# after that tanh is 1.
+# The raw logit recovered from a capped fp32 logit is accurate to 1/1000 up to 6 times the cap and to 1/40 up to 8
+# times the cap. Soon after that, tanh rounds to 1.
 SATURATED = 8.0
 
 
@@ -34,14 +34,14 @@ def flex_rows(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the attention, and the softmax statistics of each row.
+    """Return the output of attention and the softmax statistics of each row.
 
     Returns:
         out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale and before the cap; recovered
-        from the capped logit, see `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). The last two
-        have no gradient.
+        from the capped logit, see `SATURATED`); lse_BHT, the log-sum-exp of the row's capped logits (fp32). The last
+        two have no gradient.
     """
-    # In a compiled block it is part of the block's graph; otherwise it is compiled separately.
+    # In a compiled block, flex_attention is part of the block's graph; otherwise it is compiled separately.
     fused: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTK, aux = fused(
         q_BHTK,
@@ -58,7 +58,7 @@ def flex_rows(
 
 
 def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
-    """Recover the raw logit from a capped logit; at most `SATURATED` caps."""
+    """Recover the raw logit from a capped logit; the result is at most `SATURATED` times the cap."""
     if softcap is None:
         return capped
     # The kernel computes in base 2, so rounding may give a value just above the cap.
@@ -66,7 +66,7 @@ def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
 
 
 def cap(softcap: float) -> Callable[..., Tensor]:
-    """Return `softcap * tanh(logit / softcap)`."""
+    """Return a function that computes `softcap * tanh(logit / softcap)`, for `flex_attention`."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)

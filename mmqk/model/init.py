@@ -1,4 +1,4 @@
-"""Initial weights: each parameter depends on the seed and its name only, so arms share all common weights."""
+"""Initial weights: each parameter depends on the seed and its name only, so arms share all common initial weights."""
 
 import hashlib
 import re
@@ -28,11 +28,11 @@ def init_weights(model: nn.Module, seed: int) -> None:
     |                | the last matrix of a sublayer                                                          |
     | gains, scales  | `initial` of their module: gains 1, biases 0                                           |
 
-    Adding or removing a parameter changes no other one, and all copies of a layer by modality start equal. The
-    numbers are drawn in fp32 on the CPU, so they are the same on every device.
+    Adding or removing a parameter does not change the others, and all copies of a layer by modality start equal. The
+    values are drawn in fp32 on the CPU, so they are equal on every device.
 
     Raises:
-        TypeError: the table has no row for a module with parameters.
+        TypeError: the table has no row for a parameter.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # a checkpoint provides the values

@@ -28,11 +28,11 @@ class Linear(nn.Linear):
 
 
 class SigmaLinear(Linear):
-    """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, Zhai et al. 2023, arXiv 2303.06296).
+    """`gamma / sigma(W) * W x`, with the largest singular value sigma (σReparam, Zhai et al. 2023, arXiv 2303.06296).
 
-    sigma is `u^T W v` in fp32, which never exceeds the largest singular value. The forward pass does not change u and
-    v. They start as the leading singular vectors, and `POWER_STEPS` calls of `power_step` after every update adapt
-    them to W. Both are in the state dict, so a resumed run has the same sigma.
+    sigma is computed as `u^T W v` in fp32, which never exceeds the largest singular value. The forward pass does not
+    change u and v. They start as the leading singular vectors, and `POWER_STEPS` calls of `power_step` after every
+    update adapt them to W. u and v are in the state dict, so a resumed run has the same sigma.
 
     Args:
         d_in: Width of the input.
@@ -58,7 +58,7 @@ class SigmaLinear(Linear):
             return at_least_fp32(self.u) @ (wide @ at_least_fp32(self.v))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the last axis of `x`."""
+        """Apply the matrix to the last axis of `x`."""
         with torch.autocast(self.weight.device.type, enabled=False):
             scale = self.gamma / self.sigma().clamp_min(TINY)  # the output of a zero matrix is zero
             weight = (scale * at_least_fp32(self.weight)).to(self.weight.dtype)
@@ -70,7 +70,7 @@ class SigmaLinear(Linear):
 
     @torch.no_grad()
     def power_step(self) -> None:
-        """One power iteration in fp32: `v <- W^T u`, then `u <- W v`, each at length 1."""
+        """Run one power iteration in fp32: `v <- W^T u`, then `u <- W v`, each scaled to length 1."""
         with torch.autocast(self.weight.device.type, enabled=False):
             wide = at_least_fp32(self.weight)
             v = _direction(at_least_fp32(self.u) @ wide, at_least_fp32(self.v))
@@ -79,7 +79,7 @@ class SigmaLinear(Linear):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Set u and v to the leading singular vectors of W and gamma to its start, in fp64 on the CPU.
+        """Set u and v to the leading singular vectors of W and gamma to its initial value, in fp64 on the CPU.
 
         This uses an eigendecomposition. Power iteration would need hundreds of steps, because the largest singular
         values of a random matrix lie close together.
@@ -108,7 +108,7 @@ def power_step(model: nn.Module) -> None:
 
 
 def linear(config: ModelConfig, d_in: int, d_out: int, init_scale: float = 1.0) -> Linear:
-    """Return a matrix of a block, by `config.weight_reparam`."""
+    """Return a matrix of a block: a `Linear`, or a `SigmaLinear` if `config.weight_reparam` is sigma."""
     if config.weight_reparam == "none":
         return Linear(d_in, d_out, init_scale)
     return SigmaLinear(d_in, d_out, init_scale, keep=config.reparam_gamma == "sigma")
@@ -139,7 +139,7 @@ class ByModality(nn.Module):
 
 
 def untied(make: Callable[[], nn.Module], config: ModelConfig, untie: bool) -> nn.Module:
-    """Return the layer of `make`, or a copy of it for every modality."""
+    """Return the layer of `make`, or, if ``untie`` is true, a `ByModality` with one copy for every modality."""
     return ByModality(make, len(config.vocab_sizes)) if untie else make()
 
 

@@ -59,12 +59,12 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def mean(self, wide: Tensor) -> Tensor:
-        """Return the mean over the normalized axes, keepdim; unlike torch's, its gradient is divided before it is
-        expanded."""
+        """Return the mean over the normalized axes, which keep size 1. Unlike torch's mean, it divides the gradient
+        before expanding it in the backward pass."""
         return wide.sum(self.axes, keepdim=True) / math.prod(self.shape)
 
     def gain(self) -> Tensor | None:
-        """Return the factor on the normalized input; None for none."""
+        """Return the factor on the normalized input, or None without a gain."""
         if self.weight is None or not self.offset:
             return self.weight
         return self.offset + at_least_fp32(self.weight)  # in bf16, rounding the sum would lose the weight
@@ -166,7 +166,7 @@ class LayerScale(nn.Module):
             return (self.weight * at_least_fp32(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Return the width and first value."""
+        """Return the width and the initial value."""
         return f"{self.weight.numel()}, initial={self.initial['weight']:g}"
 
 
@@ -183,7 +183,7 @@ class ResidualGate(nn.Module):
         self.initial = {"weight": 0.0}
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Return the new stream; the result has the dtype of `x`."""
+        """Return the new residual stream, in the dtype of `x`."""
         with torch.autocast(x.device.type, enabled=False):
             w = at_least_fp32(self.weight) / self.temperature
             b = torch.sigmoid(w)

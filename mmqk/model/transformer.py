@@ -22,11 +22,11 @@ from .linear import ByModality, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
 from .rope import Rope, rope_tables
 
-Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward
+Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward pass
 
 
 def modality_of_ids(ids_BT: Tensor, vocab_sizes: Mapping[str, int]) -> Tensor:
-    """Return the modality number of each id: the index of its block of ids. Same shape as `ids_BT`, int64."""
+    """Return the modality number of each id: the index of its block of ids. The result is int64, (B, T)."""
     modality_BT = torch.zeros_like(ids_BT)
     start = 0
     for size in list(vocab_sizes.values())[:-1]:
@@ -36,10 +36,11 @@ def modality_of_ids(ids_BT: Tensor, vocab_sizes: Mapping[str, int]) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Position-wise feed-forward without biases.
+    """Position-wise feed-forward network without biases.
 
-    SwiGLU is `w_down(silu(w_gate x) * w_up x)` (Shazeer 2020, arXiv 2002.05202, Eq. 6). GEGLU is the same with the
-    tanh approximation of GELU (Gemma). GELU is `w_down(gelu(w_up x))` with the exact Gaussian distribution function.
+    SwiGLU is `w_down(silu(w_gate x) * w_up x)` (Shazeer 2020, arXiv 2002.05202, Eq. 6). GEGLU has the tanh
+    approximation of GELU in place of silu (Gemma). GELU is `w_down(gelu(w_up x))` with the exact Gaussian
+    distribution function.
     `mlp_norm` normalizes the input of w_down; `mlp_clamp` bounds `w_gate x` and `w_up x`.
     """
 
@@ -54,7 +55,7 @@ class MLP(nn.Module):
         self.norm = stream_norm(config, width=F_) if config.mlp_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Transform each position independently; same shape."""
+        """Transform each position independently; the shape does not change."""
         up_BTF = self.w_up(x_BTD)
         if self.w_gate is None:
             return self.w_down(self.norm(F.gelu(up_BTF)))
@@ -82,7 +83,7 @@ class Block(nn.Module):
 
     Attributes:
         run: `compute`, or its compiled version (`compile_blocks`). It is a function, not a submodule, so compiling
-            changes no parameter name, no copy of the model and no hook on the block.
+            does not affect parameter names, copies of the model or hooks on the block.
     """
 
     def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:
@@ -132,7 +133,7 @@ class Block(nn.Module):
     def compute(
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None, tap: Tap
     ) -> tuple[Tensor, RowStats | None]:
-        """Return the eager arithmetic of `forward`."""
+        """Compute `forward` eagerly; `compile_blocks` compiles this function."""
         in_BTD = self._scaled(through(self.attn_pre_norm, x_BTD, modality_BT), self.input_scale)
         out_BTD, row_stats = self.attention(in_BTD, rope, mask, modality_BT, tap)
         out_BTD = through(self.attn_post_norm, out_BTD, modality_BT)
@@ -170,7 +171,7 @@ class Embedding(nn.Embedding):
     """The embedding matrix of the joint vocabulary.
 
     Attributes:
-        row_scales: (first row, end, factor on the initial values) by modality.
+        row_scales: For each modality, (first row, row after the last, factor on the initial values).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -243,11 +244,10 @@ class EarlyFusionTransformer(nn.Module):
         Args:
             ids_BT: int64 ids of the joint vocabulary.
             modality_BT: Modality number of each id; None derives it from the id ranges. Used only with
-                `config.per_modality`, separated layers or `config.embed_scale`; a number without a modality counts as
-                0.
+                `config.per_modality`, separated layers or `config.embed_scale`; an unknown number counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None is
                 one document per row.
-            sink: Called as `sink(site, layer, tensor)` during the forward, with the tensors themselves.
+            sink: Called as `sink(site, layer, tensor)` during the forward pass, with the tensors, not copies.
                 Per layer, (B, H, T, K): q_raw and k_raw before QK-Norm (k_raw with the key heads); q and k as they
                 enter the dot product, before its scale, and v; shared key and value heads are repeated for every
                 query head. Per layer, (B, T, D): attn_in, the input of W_q, W_k and W_v; attn_out and mlp_out as

@@ -1,4 +1,4 @@
-"""Statistics of a model while it trains. Needs torch and the standard library only.
+"""Measures statistics of a model while it trains. This package needs only torch and the standard library.
 
 `NormMonitor`, the Lightning callback, is imported on first use.
 """

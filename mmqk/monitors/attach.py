@@ -40,7 +40,8 @@ from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
-# Latest step of the first probe: early enough to show a user error, late enough to time the steps before it.
+# The first probe runs at this step at the latest: early enough to report a user error soon, late enough to time the
+# steps before it.
 FIRST_PROBE = 10
 
 
@@ -59,25 +60,26 @@ def attach(
 ) -> Watch:
     """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
 
-    Call ``watch.step()`` after each optimizer step. Every N steps a probe runs the model once more, on the first
-    sequences of the last batch: eagerly, in evaluation mode, outside autocast, without gradients. Probes leave the
-    weights of the run unchanged, bit for bit.
+    Call ``watch.step()`` after each optimizer step. Every ``every_n_steps`` steps a probe runs the model once more on
+    the first sequences of the last batch: eagerly, in evaluation mode, outside autocast, without gradients. Probes
+    leave the weights of the run unchanged, bit for bit.
 
     Args:
         model: the object that the training loop calls, with its torch.compile, FSDP or DDP wrapper if it has one.
         modality: the id range or ranges of each modality except text, ``{"image": range(4, 8196)}``; or a function
-            from the model's inputs by name to modality numbers (B, T), one for each token of the attention.
-        every_n_steps: steps between probes; the first probe comes after at most 10 steps; 0 disables probes.
+            that gets the model's inputs by name and returns (B, T), the modality number of each token.
+        every_n_steps: number of steps between probes; the first probe runs after at most 10 steps. 0 disables probes.
         sequences: number of sequences in a probe, on each rank.
         out: folder for ``metrics.jsonl``, which mmqk's tools read.
         log: called as ``log({tag: number}, step=int)``, for instance ``wandb.log``.
         names: names of the modality numbers that a modality function returns.
-        adapter: tensors to measure beyond the attention calls; None uses the one for transformers or timm layers.
-        sides: further token sequences, by their name in tags: an input of the model, ``{"patch": "pixel_values"}``,
-            or an input and its modality, ``{"decoder": ("decoder_input_ids", {"image": range(4, 8196)})}``.
-            Cross-attention between declared sides is measured as ``cross_...``.
-        matrices: also measure norm, spectral norm and stable rank of each matrix of the layers with attention, by one
-            singular value decomposition each. Not with FSDP.
+        adapter: further tensors to measure; None uses mmqk's adapter for the model's transformers or timm layers.
+        sides: further token sequences, by their name in tags. A value is the name of a model input,
+            ``{"patch": "pixel_values"}``, or the name and the modality of the input,
+            ``{"decoder": ("decoder_input_ids", {"image": range(4, 8196)})}``. Cross-attention between declared sides
+            is measured as ``cross_...``.
+        matrices: also measure the norm, spectral norm and stable rank of each matrix of the layers with attention.
+            This costs one singular value decomposition per matrix and is not supported with FSDP.
 
     Raises:
         UserError: an invalid range or name, or a count below its minimum.
@@ -128,7 +130,7 @@ class Watch:
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
     _overdue: bool = False  # a probe was due, but the batch was empty
-    # Of the last probe; the token counts and names are those of the modalities of all sides.
+    # Results of the last probe; the token counts and names cover the modalities of all sides.
     _records: list[SiteRecord] = field(default_factory=list)
     _tokens_M: Tensor | None = None
     _names: tuple[str, ...] = ()
@@ -138,10 +140,10 @@ class Watch:
         self._last_call.wrap(self.model)
 
     def step(self, number: int | None = None) -> None:
-        """Call this after each optimizer step, on every rank; it probes when a probe is due.
+        """Count a step, and probe if a probe is due. Call this after each optimizer step, on every rank.
 
         Args:
-            number: the trainer's number of the step; None counts the calls of this method.
+            number: the trainer's step number; None counts the calls of this method.
 
         Raises:
             UserError: a probe is due but the model was not called, or ``out`` contains steps of another run.
@@ -169,8 +171,11 @@ class Watch:
         self._probe_and_write(*call)
 
     def _due(self, previous: int) -> bool:
-        """Return whether the step passed a multiple of N; with several optimizers a trainer's step number skips
-        some."""
+        """Return whether a probe is due: the first probe, an overdue one, or one at a multiple of ``every_n_steps``.
+
+        With several optimizers a trainer's step number rises by more than 1, so a step that passes a multiple counts
+        too.
+        """
         every, done = self.every_n_steps, self.steps - self._started
         if not every:
             return False
@@ -178,9 +183,9 @@ class Watch:
         return is_first or self._overdue or self.steps // every > previous // every
 
     def probe(self, **inputs: Any) -> Probe:
-        """Probe a forward with these inputs, merged over ranks, without writing or logging.
+        """Return the probe of a forward with these inputs, merged over ranks. It is not written or logged.
 
-        ``.flat()`` returns ``{tag: number}``.
+        `Probe.flat` converts it to ``{tag: number}``.
         """
         return self._probe((), inputs)
 
@@ -264,8 +269,10 @@ class Watch:
         return probe
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Return the modality (B, T), and candidates for the inputs that it describes, most likely first; None is any
-        input."""
+        """Return the modality (B, T), and candidates for the inputs whose tokens it describes, most likely first.
+
+        The candidate None means any input.
+        """
         ids = find_ids(inputs)
         sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
         if self.modalities.ranges is not None:
@@ -328,7 +335,7 @@ class Watch:
         return flag if world_size() == 1 else bool(summed(torch.tensor(float(flag), device=self._device)))
 
     def _synchronized_time(self) -> float:
-        """Return the time in seconds, after all work of the device."""
+        """Wait until the device has finished its work, and return the time in seconds."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Computes the statistics of each site from the tensors of a forward, for mmqk's and third-party models.
+"""Computes the statistics of each site from the tensors of a forward, for mmqk's own and third-party models.
 
 Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statistics of a row of attention.
 """
@@ -27,7 +27,7 @@ from mmqk.store.tags import tag as uncached_tag
 
 # Sites whose L2 norms are measured, as ``q_norm`` (mean) and ``q_norm_max``.
 NORM_SITES = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")
-GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # of `LogitGrowth.parts`, in its order
+GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # the keys of `LogitGrowth.parts`, in order
 CLOSED = 0.1  # an output gate below it counts as closed
 
 tag = cache(uncached_tag)  # every probe uses the same hundreds of tags
@@ -39,7 +39,7 @@ class Collector:
     Args:
         names: names of the modalities.
         modality_BT: modality of the input token at each position.
-        valid_BT: False at padding, which no statistic counts.
+        valid_BT: False at padding, which all statistics leave out.
         heads: also add the statistics of attention logits and weights for each head.
     """
 
@@ -53,7 +53,7 @@ class Collector:
 
     @property
     def probe(self) -> Probe:
-        """The statistics so far."""
+        """The probe with the statistics added so far."""
         self._add_norms()
         self._add_gains()
         return self._probe
@@ -62,15 +62,16 @@ class Collector:
         return [tag(statistic, name, layer=layer, head=head) for name in self.names]
 
     def _pair_tags(self, statistic: str, layer: int, head: int | None = None) -> list[str]:
-        """By query modality, then by key modality."""
+        """Return a tag for each pair of modalities, ordered by query modality, then by key modality."""
         return [tag(statistic, a, b, layer=layer, head=head) for a in self.names for b in self.names]
 
     def _tags_by_key(self, statistic: str, layer: int, head: int | None) -> list[str]:
-        """By key modality, then by query modality."""
+        """Return a tag for each pair of modalities, ordered by key modality, then by query modality."""
         return [tag(statistic, a, b, layer=layer, head=head) for b in self.names for a in self.names]
 
     def norms(self, site: str, layer: int, tensor: Tensor) -> None:
-        """Mean and maximum over tokens (and heads) of the L2 norm over the last axis; (B, [H,] T, ...)."""
+        """Add mean and maximum over tokens (and heads) of the L2 norm of the last axis; ``tensor`` is (B, [H,] T,
+        ...)."""
         norm = torch.linalg.vector_norm(tensor.float(), dim=-1)
         heads = norm.shape[1] if norm.ndim == 3 else 1
         total_BT, max_BT = (norm.sum(1), norm.amax(1)) if norm.ndim == 3 else (norm, norm)
@@ -78,7 +79,7 @@ class Collector:
         self._norms.append((*tags, total_BT, max_BT, heads))
 
     def channels(self, site: str, layer: int, x_BTD: Tensor) -> None:
-        """RMS, kurtosis and largest channel of an activation, (B, T, D)."""
+        """Add RMS, kurtosis and largest channel of an activation, (B, T, D)."""
         names = ("rms", "kurtosis", "channel_share", "channel")
         self._probe.add(
             [tag for name in names for tag in self._tags(f"{site}_{name}", layer)],
@@ -90,18 +91,18 @@ class Collector:
         )
 
     def gate(self, layer: int, gate_BTHK: Tensor) -> None:
-        """Mean of an output gate over heads and channels, and the share of it below `CLOSED`."""
+        """Add the mean of an output gate over heads and channels, and the share of its values below `CLOSED`."""
         for statistic, values in (("gate_open", gate_BTHK), ("gate_closed", gate_BTHK < CLOSED)):
             mean_BT = values.float().mean((2, 3))
             self._probe.add_means(self._tags(statistic, layer), sums(mean_BT, self.selected_MBT))
 
     def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
-        """Mean over tokens of ‖after‖ / ‖before‖, (B, T, ...) each, without tokens where ‖before‖ is 0."""
+        """Add the mean over tokens of ‖after‖ / ‖before‖, (B, T, ...) each; skip tokens with ‖before‖ 0."""
         norm_before, norm_after = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
         self._gains.append((self._tags(statistic, layer), norm_after / norm_before, norm_before > 0))
 
     def _add_norms(self) -> None:
-        """Add the stored norms of all N layers and sites, in one batch of operations."""
+        """Add the N stored norms, one for each site and layer, in one batch of operations."""
         if not self._norms:
             return
         mean_tags, max_tags, totals, largest, heads = zip(*self._norms, strict=True)
@@ -134,7 +135,7 @@ class Collector:
         )
 
     def final(self, tensor: Tensor) -> None:
-        """Output of the last layer before the final norm, (B, T, D): L2 and RMS (Chameleon, Fig. 5a)."""
+        """Add L2 norm and RMS of the input of the final norm, (B, T, D) (Chameleon, Fig. 5a)."""
         norm = sums(tensor.float().norm(dim=-1), self.selected_MBT)
         sqrt_width = tensor.shape[-1] ** 0.5
         self._probe.add(
@@ -153,7 +154,7 @@ class Collector:
         target_mask_BT: Tensor,
         vocab_sizes: Mapping[str, int],
     ) -> None:
-        """Statistics of the output softmax by the modality of the target."""
+        """Add the statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
         statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, vocab_sizes)
         for name in ("log_z", "logit_mean", "logit_spread", "wrong_mass"):
@@ -166,7 +167,10 @@ class Collector:
             )
 
     def of_vocabulary(self, tags: list[str], values_M: Tensor) -> None:
-        """Add one number for each vocabulary block, equal on every rank; skip blocks without a token in the batch."""
+        """Add one number for each vocabulary block (the ids of one modality), equal on every rank.
+
+        Blocks without a token in the batch are left out.
+        """
         self._probe.add(
             tags,
             {"max": values_M.float(), "present": self.count_M.clone()},
@@ -184,7 +188,7 @@ class Collector:
         softmax: bool = True,
         sink_H: Tensor | None = None,
     ) -> None:
-        """Statistics of one attention call: logits and their variance parts, growth parts, and weights.
+        """Add the statistics of one attention call: logits and their variance parts, growth parts, and weights.
 
         Args:
             layer: layer number.
@@ -193,7 +197,7 @@ class Collector:
             scale: factor on the dot product.
             pairs: visible pairs of query and key.
             softcap: cap on the logits before the softmax, or None.
-            softmax: False if the weights are not the softmax of these logits; entropy, mass and rank are left out.
+            softmax: False if the weights are not the softmax of these logits, to leave out entropy, mass and rank.
             sink_H: logit of each head's sink, or None.
         """
         statistics = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax, sink_H)
@@ -222,10 +226,10 @@ class Collector:
             self._rank(layer, rank_HB, pairs)
 
     def weights(self, layer: int, logits: Callable[[int], Tensor], n_heads: int, pairs: Pairs) -> None:
-        """Statistics of the weights of a call with a bias or a score_mod.
+        """Add the statistics of the weights of a call with a bias or a score_mod.
 
-        `attention_statistics` takes q and k. Here q is the identity and k the softmax's input, transposed: their dot
-        products are the softmax's input.
+        `attention_statistics` takes q and k. Here q is the identity and k is the transposed input of the softmax, so
+        that the dot products of q and k are the input of the softmax.
 
         Args:
             layer: layer number.
@@ -288,7 +292,10 @@ class Collector:
         logits: bool = False,
         weights: bool = False,
     ) -> None:
-        """Add means over rows, in the order of `AttentionStatistics`; statistics after the last one are ignored."""
+        """Add the means over rows of the logit statistics, the weight statistics, or both.
+
+        ``rows`` starts with these statistics, in the order of `AttentionStatistics`; further statistics are ignored.
+        """
         M, tags = len(self.names), list[str]()
         if logits:
             for statistic in ("mean", "var", "offset_var", "spread_var"):
@@ -300,7 +307,9 @@ class Collector:
             tags += self._tags_by_key("attn_mass", layer, head)
         F = len(tags) // M
         pairs_FM = rows.count[:F].clone()
-        if weights:  # a query that sees no key of a modality has mass 0 on it; if no query sees one, leave it out
+        # A query that sees no key of a modality has mass 0 on this modality. If no query sees such a key, the mass is
+        # left out.
+        if weights:
             pairs_FM[-M:] = count_MM.T
         self._probe.add(
             tags,
@@ -309,7 +318,7 @@ class Collector:
         )
 
     def _rank(self, layer: int, rank_HB: Tensor, pairs: Pairs) -> None:
-        """Mean rank over the attention matrices, without sequences of padding only."""
+        """Add the mean rank over the attention matrices. Sequences that are only padding are left out."""
         total = torch.where(pairs.nonempty_B, rank_HB, 0.0).sum().view(1)
         count = pairs.nonempty_B.expand_as(rank_HB).sum().float().view(1)
         self._probe.add_means([tag("attn_rank", layer=layer)], Sums(count, total))

@@ -22,11 +22,12 @@ class NormMonitor(Callback):
         model: path of the submodule's attribute, such as "net" or "net.decoder".
         modality: as in `attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter`` and ``sides``.
+            ``adapter``, ``sides`` and ``matrices``.
     """
 
     def __init__(self, model: str, modality: Modality, **options: Any):
-        signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not during training
+        # Raises TypeError for a wrong option now, not during training.
+        signature(attach).bind(None, modality=modality, log=None, **options)
         self.model = model
         self.options = {"modality": modality, **options}
         self.watch: Watch | None = None
@@ -64,7 +65,7 @@ class NormMonitor(Callback):
             self.watch.step(trainer.global_step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Remove the hook at the end of the run."""
+        """Remove the hook at the end of the run, and write the status completed."""
         if self.watch is not None:
             self.watch.close()
 

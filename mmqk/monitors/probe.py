@@ -31,7 +31,7 @@ CHANNEL_SITES = ("attn_out", "mlp_out", "resid")
 NO_EAGER_FP32 = ("flex", "sdpa_flash", "sdpa_cudnn")
 
 
-Reach = tuple[int, bool]  # `ModelConfig.reach_of` a layer
+Reach = tuple[int, bool]  # the result of `ModelConfig.reach_of` for a layer
 
 
 def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[Reach, Pairs]:
@@ -62,22 +62,22 @@ def probe(
     """Return every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and
     modality.
 
-    The modality is that of the input token; for attention logits, those of query and key; for the output softmax,
-    that of the target.
+    Attention logits are measured by the modalities of query and key, the output softmax by the modality of the
+    target, and all other statistics by the modality of the input token.
 
     Args:
         model: runs in evaluation mode and fp32, and is not changed.
         batch: all of its sequences are used.
         heads: also add statistics of attention logits and weights for each head.
-        collective: whether every rank probes its own batch at the same time, for `Probe.merged`.
-        pairs: `pairs_of` this batch, if stored from an earlier probe.
+        collective: whether every rank probes its own batch at the same time; then merge with `Probe.merged`.
+        pairs: the result of `pairs_of` for this batch; None computes it.
         matrices: also add the norms and the stable rank of every weight matrix of the blocks.
         channels: also add RMS, kurtosis and largest channel of the sublayer outputs and of the residual stream.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
     pairs = pairs_of(c, batch, collective) if pairs is None else pairs
-    sites: dict[str, Tensor] = {}  # of the current layer
+    sites: dict[str, Tensor] = {}  # tensors of the current layer
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:
         if site in NORM_SITES:
@@ -112,7 +112,7 @@ def probe(
 
 
 def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[str], int, Tensor]]:
-    """Yield the name, modality (empty without a copy per modality), layer and weight of each matrix of the blocks."""
+    """Yield the name, modality (empty if the modalities share the matrix), layer and weight of each block matrix."""
     for layer, block in enumerate(model.blocks):
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear):
@@ -122,7 +122,7 @@ def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[st
 
 
 def _matrices(model: EarlyFusionTransformer, collector: Collector) -> None:
-    """Norm, spectral norm and stable rank of each matrix of each block, of each copy if it has one per modality."""
+    """Add the norm, spectral norm and stable rank of each matrix of each block, including copies per modality."""
     tags: list[str] = []
     values: list[Tensor] = []
     for name, modality, layer, weight in block_matrices(model):
@@ -135,8 +135,8 @@ def _matrices(model: EarlyFusionTransformer, collector: Collector) -> None:
 
 @torch.no_grad()
 def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
-    """Statistics of the weights: row norms of embedding and head by vocabulary block, gains and logit bound of
-    QK-Norm, and the ratio of σReparam's sigma to the largest singular value."""
+    """Add the statistics of the weights: row norms of embedding and head by vocabulary block, gains and logit bound
+    of QK-Norm, and the ratio of σReparam's sigma to the largest singular value."""
     c = model.config
     for statistic, weight_VD in (
         ("embed_row_norm", model.embed.weight),
@@ -164,8 +164,8 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
 
 @torch.no_grad()
 def sigma_ratio(block: nn.Module) -> Tensor:
-    """Return the smallest ratio of sigma to the largest singular value over the σReparam matrices of a block; 1 is
-    exact."""
+    """Return the smallest ratio of sigma to the largest singular value over the σReparam matrices of a block; it is
+    1 if sigma is exact."""
     matrices = [m for m in block.modules() if isinstance(m, SigmaLinear)]
     ratios = [m.sigma().float() / torch.linalg.matrix_norm(m.weight.float(), 2) for m in matrices]
     return torch.stack(ratios).min()
@@ -188,7 +188,7 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the context; afterwards each submodule has its former mode."""
+    """Put the model in evaluation mode inside the context; restore each submodule's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:  # not train(): a module may override it, for example to merge its LoRA adapters
         module.training = False
@@ -208,7 +208,8 @@ def eager_forward(
 ) -> None:
     """Run the model eagerly and in evaluation mode; the backends ``dense_for`` are replaced by dense attention.
 
-    A compiled model would be compiled again for a forward with a sink, and flex is fused only if compiled.
+    A compiled model would be compiled again for a forward with a sink. Flex attention is not fused when it runs
+    eagerly, so callers replace it.
     """
     dense = model.use_backend("math") if model.backend in dense_for else nullcontext()
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"), dense:

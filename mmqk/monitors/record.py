@@ -12,7 +12,7 @@ from torch import Tensor
 from mmqk.distributed import world_size
 from mmqk.monitors.measures.reduce import Sums
 
-# Computes the value of each tag, and the count that it averages over, from the merged tensors of a part.
+# Computes the value of each tag, and the number of values in its mean, from the merged tensors of a part.
 Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
@@ -21,7 +21,7 @@ class StatisticPart:
     """Statistics that are computed together.
 
     Attributes:
-        tags: their tags.
+        tags: tags of these statistics.
         raw: tensors to merge over ranks. Names that start with ``max`` merge by maximum, with ``tail`` by
             concatenation, others by sum.
         finish: computes the value and the count of each tag; tags with count 0 are left out.
@@ -37,8 +37,8 @@ class Probe:
     """Statistics of one batch, still on the device.
 
     Attributes:
-        sequences: number of probed sequences, over all ranks; maxima are exact for these.
-        parts: in the order of the forward.
+        sequences: number of probed sequences, over all ranks; maxima are exact over these sequences.
+        parts: the statistics, in the order in which the forward computes them.
     """
 
     sequences: int
@@ -52,12 +52,13 @@ class Probe:
         self.add(tags, {"max": values.float()}, lambda raw: (raw["max"], torch.ones_like(raw["max"])))
 
     def add_means(self, tags: list[str], sums: Sums) -> None:
-        """Add the means of sums, one for each tag."""
+        """Add one mean for each tag, from its count and sum."""
         raw = {"sum": sums.sum, "count": sums.count}
         self.add(tags, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
 
     def merged(self) -> Probe:
-        """Return the probe of all ranks together; a collective call. Every rank must have probed the same tags."""
+        """Merge the probe over all ranks and return it; a collective call. Every rank must have probed the same
+        tags."""
         if (world := world_size()) == 1:
             return self
         for part in self.parts:

@@ -1,6 +1,6 @@
 """Table of every statistic that mmqk logs: tags, formula, unit, modality, healthy range, bad values, cost.
 
-docs/statistics.md is written from it. It needs the standard library only.
+docs/statistics.md is generated from this table. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 
-# Placeholders in a pattern of tags, and what they match. [...] is optional.
+# Placeholder in a pattern of tags -> regular expression that it matches. In a pattern, [...] is optional.
 PLACES = {
     "MODALITY": "[^/-]+",
     "PARAMETER": r"[^/]+\.[^/]+",
@@ -22,7 +22,7 @@ PLACES = {
     "layerNN": r"layer\d{2,}",
     "headNN": r"head\d{2,}",
 }
-# The modality of a statistic.
+# Values of `Statistic.modality`.
 INPUT, QUERY, PAIR, KEY = "input token", "query", "query, key", "key"
 TARGET, TARGET_BLOCK, VOCABULARY, NONE = "target", "target, block of ids", "block of ids", "–"
 UNKNOWN = "none known"
@@ -30,7 +30,7 @@ UNKNOWN = "none known"
 
 @dataclass(frozen=True)
 class Statistic:
-    """One row: one statistic, or a mean and its maximum, or the same statistic of several matrices.
+    """One row of the table: one statistic, a mean and its maximum, or one statistic of several matrices.
 
     Attributes:
         patterns: patterns of its tags, with the placeholders of `PLACES`.
@@ -39,7 +39,7 @@ class Statistic:
         modality: the token whose modality is in the tag.
         healthy: a range with its source and mark, or `UNKNOWN`.
         bad: what a bad value means.
-        cost: the part of `COSTS` that computes it.
+        cost: the key of `COSTS` for the computation of this statistic.
         group: its section of the page.
     """
 
@@ -73,7 +73,7 @@ def _regex(form: str) -> re.Pattern[str]:
     return re.compile("".join(PLACES.get(piece, re.escape(piece)) for piece in pieces))
 
 
-# Part -> (when it is computed, what it computes). docs/statistics.md has the measured work.
+# Part of the measurement -> (when it is computed, what it computes). docs/statistics.md has its measured work.
 # fmt: off
 COSTS: dict[str, tuple[str, str]] = {
     "step": ("always", "values that the step computes anyway; one transfer to the host for many steps"),
@@ -127,7 +127,7 @@ CHANNELED = ("attn_out", "mlp_out", "resid")
 
 
 def sizes(size: str) -> tuple[str, ...]:
-    """Return the patterns of one size of every matrix."""
+    """Return the patterns of one statistic, such as ``norm``, of every matrix."""
     return tuple(f"{matrix.replace('SIZE', size)}/layerNN" for matrix in MATRICES)
 
 

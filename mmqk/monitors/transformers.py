@@ -13,7 +13,7 @@ from mmqk.monitors.third_party.inputs import Modality
 
 
 class NormCallback(TrainerCallback):
-    """Measures the Trainer's model; logs to ``trainer.state.log_history`` and every integration in ``report_to``.
+    """Measures the Trainer's model; logs to ``trainer.state.log_history`` and to each integration in ``report_to``.
 
     The values have the tags of mmqk. They are not printed, because a probe has hundreds of them.
 
@@ -24,11 +24,12 @@ class NormCallback(TrainerCallback):
     Args:
         modality: as in `mmqk.monitors.attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter`` and ``sides``.
+            ``adapter``, ``sides`` and ``matrices``.
     """
 
     def __init__(self, modality: Modality, **options: Any):
-        inspect.signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not later
+        # Raises TypeError for a wrong option now, not during training.
+        inspect.signature(attach).bind(None, modality=modality, log=None, **options)
         self.options = {"modality": modality, **options}
         self.watch: Watch | None = None
         self._reporters: list[TrainerCallback] = []
@@ -56,7 +57,7 @@ class NormCallback(TrainerCallback):
             self._values = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the hook at the end of the run."""
+        """Remove the hook at the end of the run, and write the status completed."""
         if self.watch is not None:
             self.watch.close()
 
@@ -65,8 +66,10 @@ class NormCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """Return the Trainer that called the callback, from the call stack because it is not an argument; None without
-    one."""
+    """Return the Trainer that called the callback, or None if there is none.
+
+    It is read from the call stack, because a callback does not get the Trainer as an argument.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

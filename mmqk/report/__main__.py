@@ -15,10 +15,10 @@ of all runs. Reads the folders of mmqk.ablate and mmqk.train, finished or not.""
 EPILOG = """\
 files in --out:
   index.html      the page, in one file without external resources
-  report.md       the same for GitHub
+  report.md       the page as Markdown, for GitHub
   figures/        each figure as PNG and SVG, and the plotted numbers as CSV
   verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
-  ranking.csv     the ranking of arms, if the grid asks for one
+  ranking.csv     the ranking of arms, if the grid defines one
 
 examples:
   python -m mmqk.report runs/demo                    an ablation: verdicts and figures

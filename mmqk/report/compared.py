@@ -1,4 +1,4 @@
-"""The fields in which the runs of a page differ, for the comparison of two of them."""
+"""Find the fields in which the runs of a page differ, so that the page can compare two runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACES = ("out", "data.cache", "quiet")
 
 
 def compared(study: Study, rows: list[dict[str, Any]]) -> str:
-    """JSON for the page's script: the fields that differ between any two runs, and for each run their values.
+    """Return JSON for the page's script: the fields that differ between any two runs, and their values in each run.
 
     Args:
         study: the runs.
@@ -49,5 +49,5 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return the value of a field in a table."""
+    """Return the value of a field as text for a table."""
     return "–" if value is None else value if isinstance(value, str) else json.dumps(value)

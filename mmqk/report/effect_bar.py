@@ -1,4 +1,4 @@
-"""A small drawing of a claim's effect: its interval, and marks at no effect and the smallest effect of interest."""
+"""Draw the effect of a claim: its interval, and marks at no effect and at the smallest effect of interest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def effect_bar(study: Study, verdict: Verdict) -> str:
     if limits:
         description += f"; the smallest effect of interest is {' or '.join(map(named, limits))}"
     values = sorted([0.0, *limits])
-    # The outer labels of near marks extend outward.
+    # If marks are close together, the outer labels extend outward.
     near = (values[-1] - values[0]) / span * (WIDTH - 2 * PAD) < 40
     anchors = ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
     middle = HEIGHT / 2 - 6

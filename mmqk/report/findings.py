@@ -1,4 +1,4 @@
-"""The sentences of the page about its verdicts, made from the numbers."""
+"""Write the sentences of the page about its verdicts, from the numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmqk.grid.claims import CHECKS
 from mmqk.report.figures.captions import of_medians, verb
 from mmqk.store.formatting import plain
 
-# A ratio whose interval is wider than this on a log scale has two digits.
+# A ratio has two digits instead of three if the half-width of its interval on a log scale exceeds this.
 ROUGH = 0.35
 MARKS = {
     "V": "the source's own text or code was read",
@@ -51,7 +51,7 @@ def headline(study: Study, verdicts: Sequence[Verdict]) -> str:
 
 
 def finding(study: Study, verdict: Verdict) -> str:
-    """Return one sentence: the measured effect with interval and n; by the template of the claim, if it has one."""
+    """Return one sentence with the measured effect, interval and n; a template of the claim replaces the default."""
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
@@ -74,7 +74,7 @@ def _measured(study: Study, verdict: Verdict, effect: AnyEffect) -> str:
     """Return the measured effect of a decided claim, without a full stop."""
     claim, words = verdict.claim, effect_in_words(verdict)
     template = claim.finding.get(verdict.verdict)
-    # A template of the grid names the interval.
+    # A template contains the interval, so it is used only if there is one.
     if template and effect.has_interval:
         because = f"; {_lower(verdict.open)}" if verdict.open else ""
         return template.format(**words).strip().rstrip(".") + because
@@ -192,7 +192,7 @@ def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
 
 
 def _medians(verdict: Verdict) -> str:
-    """Return the metric, with ", medians" if the numbers by arm are medians of several runs; effects are means."""
+    """Return the label of the metric, with ", medians" if the numbers by arm are medians of several runs."""
     label = verdict.metric.label if verdict.claim.test == "count" else measured_label(verdict.claim)
     return capital(label) + (", medians" if _several(verdict) else "")
 
@@ -203,7 +203,7 @@ def _several(verdict: Verdict) -> bool:
 
 
 def about_numbers(verdicts: Sequence[Verdict]) -> str:
-    """Return how the effects, intervals and numbers by arm of the verdict table are computed."""
+    """Return a sentence on how the effects, intervals and numbers by arm of the verdict table are computed."""
     effects = [v for v in verdicts if v.claim.decided and v.effect is not None]
     means = [v for v in effects if isinstance(v.effect, Effect)]
     parts = []
@@ -273,7 +273,8 @@ def _of_replays(study: Study, verdict: ReplayVerdict) -> str:
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
-    """Return what these runs cannot show: the sentences of the grid, then those that follow from the runs."""
+    """Return sentences on what these runs cannot show: first those of the grid, then those that follow from the
+    runs."""
     written = study.report.get("cannot_tell") or ()
     items = [written] if isinstance(written, str) else [str(item) for item in written]
     for verdict in verdicts:

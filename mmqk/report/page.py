@@ -1,6 +1,6 @@
 """Write a report: index.html, report.md, figures/ and verdicts.json.
 
-Two reports of the same runs are the same bytes: they contain no time and no path of the machine.
+Two reports of the same runs are identical byte for byte, because they contain no time and no path of the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mmqk.report.specification import specification_csv, specification_figure
 from mmqk.report.tables import arm_rows, data_rows, environment, used_marks, verdict_rows
 from mmqk.store import UserError, relative_word, without_roots, write_folder
 
-# mmqk.inspection uses the same style sheet.
+# TEMPLATES is exported because mmqk.inspection uses the same style sheet.
 __all__ = ["TEMPLATES", "write_report"]
 
 SECTIONS = (
@@ -53,7 +53,7 @@ SECTIONS = (
 )
 CHANGED = "Claims were changed after they were first registered."
 LOST = "Claims were registered after runs had begun, without an earlier registration: they are exploratory."
-# Commands of single runs on the page; each run.json has its command.
+# Largest number of commands of single runs on the page; each run.json stores the command of its run.
 MOST_COMMANDS = 4
 
 
@@ -127,7 +127,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     return files
 
 
-# With more claims that are not run than this, one sentence names them all.
+# If more claims than this are not run, one sentence names all of them.
 FEW_UNRUN = 3
 ABOUT_DATA = (
     "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
@@ -226,8 +226,8 @@ def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
 
 
 def _question(study: Study, verdicts: Sequence[Verdict]) -> str:
-    """Return the question of the page: that of the grid, or whether the leading claims hold; the title without
-    claims."""
+    """Return the question of the page: the one in the grid, or whether the claims in the title hold; without claims,
+    the title of the study."""
     named = study.report.get("question")
     if named:
         return named if isinstance(named, str) else " ".join(map(str, named))
@@ -237,7 +237,7 @@ def _question(study: Study, verdicts: Sequence[Verdict]) -> str:
 
 
 def _uncapitalized(text: str) -> str:
-    """Return the text that may follow other words: a capital stays in a name such as QK-Norm."""
+    """Return the text with a lowercase first letter, to follow other words; a name such as QK-Norm is unchanged."""
     first = text.split(" ", 1)[0]
     return text if any(map(str.isupper, first[1:])) else text[:1].lower() + text[1:]
 
@@ -255,7 +255,7 @@ def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str
 
 
 def _unrun(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the ids of the claims that are not run, if they are too many for a card each."""
+    """Return the ids of the claims that are not run, if there are too many to show each on a card."""
     ids = [v.claim.id for v in verdicts if v.verdict == "not run"]
     return ids if len(ids) > FEW_UNRUN else []
 
@@ -363,7 +363,7 @@ def _about_learning(study: Study) -> str:
 
 
 def _commands(findings: Findings) -> list[str]:
-    """Return the commands that make the runs and the page."""
+    """Return the commands that train the runs and write the page."""
     study = findings.study
     # An absolute path is valid on one machine only.
     folders = [

@@ -17,7 +17,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import GRAY, PALETTE
 
-# A point nearer than this, in nats, to a point with a label gets no label.
+# A point that is nearer than this (in nats) to a labeled point gets no label.
 NEAR = 0.04
 ABOUT = (
     "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "
@@ -69,8 +69,8 @@ def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
 
 
 def interval(effect: Effect | None, ratio: bool = False) -> str:
-    """Return a difference with its interval: ``-0.031 (-0.052 to -0.010)``; of a logarithm ``×1.20 (1.15 to
-    1.25)``."""
+    """Return a difference with its interval, ``-0.031 (-0.052 to -0.010)``; for the logarithm of a ratio,
+    ``×1.20 (1.15 to 1.25)``."""
     if effect is None:
         return DASH
     if not math.isfinite(effect.value):

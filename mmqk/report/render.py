@@ -1,4 +1,4 @@
-"""Renders the templates. Text is escaped, and its numbers link to the runs that they come from."""
+"""Render the templates. Text is escaped, and numbers link to the runs in which they were measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from mmqk.analysis.formatting import slug
 
 TEMPLATES = Path(__file__).parent / "templates"
-# A number by itself: not the 2 of C2, part of a word or a version, or the level of an interval.
+# A standalone number: not the 2 of C2, not a part of a word or a version, and not the level of an interval.
 _NUMBER = re.compile(
     r"(?<![\w.#/-])[×+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?![\w/]|\.\d|-[a-zA-Z]| % interval)"
 )
@@ -53,7 +53,7 @@ def css() -> str:
 
 
 def scripts() -> str:
-    """Return the script of the page, after the library that draws its charts."""
+    """Return the library that draws the charts, followed by the script of the page."""
     return _joined("vendor/uPlot.iife.min.js", "page.js")
 
 
@@ -76,14 +76,14 @@ class Raw(str):
 
 
 def markdown(text: object) -> str:
-    """Escape text for Markdown, also inside a table, a link or an image; one line."""
+    """Return the text as one line, escaped for Markdown; it can be used in a table, a link or an image."""
     if isinstance(text, Raw):
         return text
     return _LINE_MARK.sub(r"\1\\\2", _MARK.sub(r"\\\g<0>", _one_line(text)))
 
 
 def code(text: object) -> Raw:
-    """Return the text as a code span, also inside a table. The fence is longer than any run of backticks in it."""
+    """Return the text as a code span, also for a table. The fence is longer than any backtick sequence in it."""
     plain = _one_line(text).replace("|", "\\|")
     fence = "`" * (_longest(plain) + 1)
     return Raw(f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}")

@@ -19,7 +19,7 @@ ROLE_WORDS = {
 
 
 def anchor(run: Run) -> str:
-    """Return the id of a run's row."""
+    """Return the HTML id of the row of a run."""
     return f"run-{slug(run.name)}"
 
 
@@ -111,7 +111,7 @@ def totals(study: Study) -> str:
 
 
 def _role(run: Run) -> str:
-    """Return the purpose of a run that is not in a verdict; empty for the others."""
+    """Return the purpose of a run that counts in no verdict; empty for a verdict run."""
     if run.role != "replay":
         return ROLE_WORDS.get(run.role, "")
     replay = run.replay or {}
@@ -121,7 +121,7 @@ def _role(run: Run) -> str:
 
 
 def _alarms(run: Run) -> str:
-    """Return the number of alarms by name, and the step of the first."""
+    """Return the number of alarms by name, and the step of the first alarm."""
     if not run.alarms:
         return ""
     counts = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)

@@ -16,12 +16,12 @@ from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import PALETTE
 
 TICKS = dict(zip(SPECIFIED, ("largest logit", "‖q‖ ‖k‖", "‖q‖", "‖k‖", "‖residual‖", "last layer"), strict=True))
-# Width of the points of one metric; the rest of the column separates it from the next.
+# Share of the width of a column that its points fill; the rest separates the columns.
 COLUMN = 0.8
 
 
 def specification_figure(study: Study, made: Sequence[Specification]) -> Figure | None:
-    """Draw the effect under every choice with its 95 % interval: a column for each metric, a color for each claim."""
+    """Draw the effect for every choice with its 95 % interval: a column for each metric, a color for each claim."""
     if not made:
         return None
     claims = {claim.id: claim for claim in study.claims}

@@ -1,4 +1,4 @@
-"""Rows of the tables of the page, as text."""
+"""Compute the rows of the tables of the page, as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmqk.report.figures.claims import claim_arms, claim_runs, outcome_rows
 from mmqk.report.findings import MARKS, effect_and_medians, finding, threshold_in_words
 from mmqk.report.run_table import anchor
 
-# A cell with more links to runs, or more arms, links to the section of the claim instead.
+# A cell that would have more links to runs, or more arms, links to the section of the claim instead.
 MOST_LINKS, MOST_ARMS = 24, 4
 
 
@@ -87,7 +87,7 @@ def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str,
 
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """Return the marks in the table, with their meaning."""
+    """Return the marks of source access that the table uses, with their meaning."""
     used = {v.claim.source_access for v in verdicts}
     return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
 
@@ -100,7 +100,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
         for modality in study.modalities if runs else ():
             ends = [final_loss(run, modality) for run in runs]
             values = [end.value for end in ends if math.isfinite(end.value)]
-            # A monitored model without recorded losses: whether it learned is unknown.
+            # If a monitored model has no recorded losses, it is unknown whether it learned.
             losses = any(
                 len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss")
             )
@@ -171,7 +171,7 @@ def _share(value: Any) -> str:
 
 
 def environment(study: Study) -> list[tuple[str, str]]:
-    """Return the versions, machine, precision and code of the runs; every value if the runs differ."""
+    """Return the versions, machine, precision and code of the runs; if the runs differ, list all values."""
     texts: dict[str, Callable[[Run], str]] = {
         "Versions": lambda run: _pairs(run.details.get("versions")),
         "Machine": lambda run: _pairs(run.details.get("machine")),

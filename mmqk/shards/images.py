@@ -29,7 +29,7 @@ TOO_MANY_SCANS = "image has too many scans"
 IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE, TOO_MANY_SCANS)
 
 MAX_PIXELS = 2**26
-# Of a JPEG. Encoders write about ten; libjpeg passes over the whole image for each, even for one of a few bytes.
+# Most scans of a JPEG. Encoders write about ten. libjpeg processes the whole image for each scan, even a tiny one.
 MOST_SCANS = 100
 # Other formats of Pillow are excluded: EPS starts programs, ICO may contain larger images than its header states,
 # and support of AVIF depends on the Pillow version.
@@ -58,7 +58,7 @@ class Dropped(Exception):
 
 
 def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode an image file and fit it into a square; an RGB image of that size is returned bit for bit.
+    """Decode an image file and fit it into a square; the pixels of an RGB image of that size do not change.
 
     The Exif orientation is applied, transparent parts become white, and an animation gives its first frame. Gray
     images of more than 8 bits are scaled, not clipped: 16-bit values from the range 0 to 65535, floats from 0 to 1 or
@@ -115,7 +115,7 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
         raise Dropped(TOO_LARGE)
     side = max(width, height) if fit == "pad" else min(width, height)
     if side > size:
-        # Only JPEG supports this: its decoder can halve an image up to three times at almost no cost.
+        # Only JPEG supports `draft`: its decoder can halve an image up to three times at almost no cost.
         shrink = min(1.0, _GAP * size / side)
         image.draft(None, (math.ceil(width * shrink), math.ceil(height * shrink)))
     image.load()

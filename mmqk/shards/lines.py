@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from mmqk.store import UserError
 
-# In bytes; of a longer line only this many bytes plus one are read into memory.
+# Longest line in bytes; of a longer line only this many bytes plus one are read into memory.
 LONGEST_LINE = 2**24
 _CHUNK = 2**16
 _XZ_MEMORY = 2**29  # in bytes; xz -9 needs 2**26
@@ -55,10 +55,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
 
 
 class _Xz(io.RawIOBase):
-    """The content of xz streams end to end.
+    """The decompressed content of concatenated xz streams.
 
-    `lzma.LZMAFile` takes a damaged stream for the end of the file, and also the zeros that may follow a stream: the
-    lines after it would be lost without an error.
+    `lzma.LZMAFile` treats a damaged stream, or the zero bytes that may follow a stream, as the end of the file. It
+    would lose the lines after them without an error.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -75,7 +75,7 @@ def pairs_of(index: TarIndex) -> Iterator[Pair]:
                 f"{where} cannot be used ({dropped.reason}): repair or remove the sample, then write the shard"
                 " and its manifest again"
             ) from None
-        # load_image would scale an image of another size.
+        # Check the size of the file's image, because load_image scales an image of another size.
         with Image.open(io.BytesIO(content)) as original:
             width, height = original.size
         if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):

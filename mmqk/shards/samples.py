@@ -1,7 +1,7 @@
 """Convert samples of an archive to documents: lists of image files (not yet decoded) and texts.
 
-Two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents with the
-two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json` and `{key}.0.webp, ...`.
+There are two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents with
+the two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json`, and `{key}.0.webp, ...`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EMPTY_DOCUMENT = "document is empty"
 NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
-# Why a pair cannot be used.
+# Reasons for which a pair cannot be used.
 REASONS = (NO_IMAGE, FURTHER_DOT, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, TOO_LONG, *IMAGE_REASONS)
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
@@ -52,7 +52,7 @@ def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], oth
         kind: pair or interleaved.
         key: key of the sample.
         fields: fields of the sample.
-        otherwise: reason for a file without a second dot in its name; with `OF_DROPPED` all files count.
+        otherwise: reason for a file without a second dot in its name; with `OF_DROPPED` all files are counted.
     """
     fields = list(fields)
     numbered = {field for field in fields if kind == "interleaved" and _NUMBERED.fullmatch(field)}
@@ -176,7 +176,7 @@ def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, by
     """Return the image files by their index in the lists."""
     places = [place for place, image in enumerate(images) if image is not None]
     numbers = {field: int(m[1]) for field in sample if (m := _NUMBERED.fullmatch(field))}
-    # Three ways to match indices with fields; a match must use every file exactly once.
+    # Try three ways to match indices with fields; a match must use every file exactly once.
     by_name = [_field_named(images[place]) for place in places]
     by_number = {number: field for field, number in numbers.items()}
     by_count = [by_number.get(count) for count in range(len(places))]

@@ -29,11 +29,11 @@ _PACKED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-# In bytes. No file system takes a longer path, and webdataset's pattern for names takes quadratic time.
+# In bytes. No file system has longer paths, and webdataset's pattern for names takes quadratic time.
 LONGEST_NAME = 2**12
-# In bytes; of a header with a long name or with pax records. tarfile reads a header whole, whatever its size.
+# In bytes, for a header with a long name or with pax records. tarfile reads a whole header, whatever its size.
 LONGEST_HEADER = 2**20
-_MOST_DIGITS = 1000  # in a row; tarfile's search in a header takes quadratic time in them
+_MOST_DIGITS = 1000  # consecutive digits in a header; tarfile's search takes quadratic time in their number
 _RESERVED = ("__key__", "__url__", "__bad__", "__local_path__")  # fields that webdataset uses itself
 _GLOBAL = ("path", "size", "GNU.sparse.name", "GNU.sparse.size", "GNU.sparse.realsize", "GNU.sparse.map")
 _BRACES = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
@@ -48,8 +48,8 @@ class TarIndex:
         length: size of the archive in bytes.
         keys: key of each sample, in the order of the archive.
         fields: field of each file: its name after the first dot, in lower case.
-        extent_M2: offset and size of each file in bytes. Flat arrays fit millions of samples into memory.
-        first: sample i has the files first[i] up to, not including, first[i + 1].
+        extent_M2: offset and size of each file in bytes. Flat arrays need little memory for millions of samples.
+        first: sample i has the files first[i] to first[i + 1] - 1.
         files: number of files in the archive.
         unread: files that belong to no sample.
     """
@@ -94,8 +94,8 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with its end blocks.
 
-    Files whose name has no dot, begins with one or is too long belong to no sample and are counted. Links and devices
-    have no content and are counted too; their sample lacks the field. Folders are not counted.
+    A file belongs to no sample if its name has no dot, begins with a dot or is too long; such files are counted.
+    Links and devices have no content and are counted too; their sample lacks the field. Folders are not counted.
 
     Raises:
         UserError: the file is missing, compressed, not a tar, damaged or truncated, has data after its end, or
@@ -128,7 +128,7 @@ def index_tar(path: Path | str) -> TarIndex:
                 first.append(len(fields))
     except OSError as error:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
-    except ValueError as error:  # of group_by_keys
+    except ValueError as error:  # from group_by_keys
         name = str(error.args[0]).partition(": duplicate file name")[0]
         raise UserError(f"shard {path} has the file {printable(name)} twice: write it again") from None
     extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
@@ -139,7 +139,9 @@ def index_tar(path: Path | str) -> TarIndex:
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
-    """Return the files that patterns name, in order: brace ranges (``a{000..012}b``), lists, and globs.
+    """Return the files that patterns name, in order.
+
+    A pattern can have brace ranges (``a{000..012}b``), lists (``{a,b}``) and globs.
 
     Raises:
         UserError: a pattern names no file, a missing file, a folder, a pipe or a URL, or a file is named twice.
@@ -156,7 +158,7 @@ def expand(patterns: Sequence[str]) -> list[Path]:
 
 
 def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
-    """Yield the files of samples in the form that `group_by_keys` takes, and count the others."""
+    """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
     from webdataset.tariterators import base_plus_ext
 
     for info in _headers(path, file):
@@ -179,7 +181,7 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
 
 
 def _is_reserved(base: str, at_top: bool) -> bool:
-    # webdataset skips the first, and loses the whole sample for a field __bad__.
+    # webdataset skips a file such as __name__, and drops the whole sample if it has a field __bad__.
     return (at_top and base.startswith("__") and base.endswith("__")) or (
         base.partition(".")[2].lower() in _RESERVED
     )
@@ -188,7 +190,7 @@ def _is_reserved(base: str, at_top: bool) -> bool:
 def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield every header, then check that the archive ends with its end blocks."""
     try:
-        # backslashreplace keeps a name that is not UTF-8 printable.
+        # With backslashreplace a name that is not UTF-8 stays printable.
         with tarfile.open(fileobj=cast(Any, _Headers(file)), mode="r:", errors="backslashreplace") as tar:
             end = 0
             while (info := tar.next()) is not None:
@@ -199,7 +201,7 @@ def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
                     raise tarfile.ReadError(f"a global header gives all files the same {named[0]}")
                 end = tar.offset
                 yield info
-            # tarfile takes a damaged or missing header for the end of the archive.
+            # tarfile treats a damaged or missing header as the end of the archive.
             _check_end(path, file, tar.offset)
     except UserError:
         raise
@@ -214,7 +216,7 @@ def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 class _Headers:
-    """An archive as tarfile reads it, header by header; raises ReadError for a header that is not plausible."""
+    """The file from which tarfile reads headers; `read` raises ReadError for a header that is not plausible."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.tell, self.seek, self._file = file.tell, file.seek, file

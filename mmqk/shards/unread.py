@@ -36,14 +36,14 @@ class ReasonCounts:
         return sum(self.counts.values())
 
     def add(self, reason: str, name: str) -> None:
-        """Count one."""
+        """Add one to the count of a reason, and keep the name as an example if there are few."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(name)
 
     def take(self, other: ReasonCounts, source: str = "") -> None:
-        """Add other counts; ``source`` is a prefix of their names."""
+        """Add other counts and their examples; ``source`` becomes a prefix of each example."""
         for reason, names in other.examples.items():
             self.counts[reason] = self.counts.get(reason, 0) + other.counts[reason]
             examples = self.examples.setdefault(reason, [])
@@ -86,8 +86,8 @@ class Unread(ReasonCounts):
 
 
 def printable(text: str) -> str:
-    """Return the text without control characters, as a name in an archive may contain terminal commands; a long text
-    without its middle."""
+    """Return the text with control characters replaced by "?", because a name in an archive may contain terminal
+    commands. The middle of a long text is left out."""
     if len(text) > LONGEST_SHOWN:
         text = f"{text[: LONGEST_SHOWN // 2]}...{text[-LONGEST_SHOWN // 2 :]}"
     return "".join(c if c.isprintable() else "?" for c in text)

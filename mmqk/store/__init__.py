@@ -1,4 +1,4 @@
-"""Reads and writes run folders: identity, lock, status, metrics, tags, alarms. Standard library only."""
+"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Needs the standard library only."""
 
 # ruff: noqa: F401
 from mmqk.store.alarms import (

@@ -44,7 +44,7 @@ def step_of(checkpoint: Path) -> int:
     """Return the step in the name of a checkpoint from `checkpoints_in`.
 
     Raises:
-        ValueError: the name is not a checkpoint's.
+        ValueError: the file does not have the name of a checkpoint.
     """
     step = named_step(checkpoint)
     if step is None:
@@ -146,7 +146,7 @@ def has_digest(path: Path, footer: bytes | None = None) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename an unusable checkpoint, so that no run loads it and no data are lost; returns its new path."""
+    """Rename an unusable checkpoint, so that no run loads it and no data are lost; return its new path."""
     for number in range(1, 10**6):
         aside = path.with_name(path.name + REFUSED_SUFFIX + (f".{number}" if number > 1 else ""))
         if not aside.exists():

@@ -1,7 +1,8 @@
 """A hash of the files that can change a run's numbers, which identifies the code of the run.
 
-A run with another hash is stale. `equivalent_code.txt` lists hashes whose golden runs are equal bit for bit
-(`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not make finished runs stale.
+A finished run with the hash of other code is stale. `equivalent_code.txt` lists hashes whose golden runs are equal
+bit for bit (`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not make finished runs
+stale.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ LEAVES = (
     "monitors/adapters", "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "progress.py",
     "store",
     "tokenizers/__init__.py", "train.py", "training/__init__.py", "training/logging", "training/loop/__init__.py",
-    "training/loop/cpu_tuning.py", "training/loop/lifecycle.py", "training/loop/lightning_private.py",
-    "training/loop/memory.py", "training/loop/signals.py",
+    "training/loop/cpu_tuning.py", "training/loop/lean_torchmetrics.py", "training/loop/lifecycle.py",
+    "training/loop/lightning_private.py", "training/loop/memory.py", "training/loop/signals.py",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     ``jobs=2`` is read as ``--jobs=2``. With the package argcomplete the shell completes flags.
     """
 
-    program: str | None = None  # mmqk train, when the command mmqk has started it
+    program: str | None = None  # such as "mmqk train", if the command mmqk started the program
 
     def __init__(self, prog: str | None = None, **arguments: Any) -> None:
         super().__init__(prog=self.program or prog, **arguments)
@@ -49,7 +49,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell, if it asks for completions, and exit."""
+    """If the shell requests completions, print them and exit."""
     if "_ARGCOMPLETE" in os.environ:
         with contextlib.suppress(ImportError):
             import argcomplete

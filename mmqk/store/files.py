@@ -21,7 +21,7 @@ from mmqk.store.errors import UserError
 TEMPORARY_SUFFIX = ".mmqk-tmp"
 
 MOST_BYTES = 32 * 2**20
-MOST_READ = 2**31  # metrics.jsonl is read at once
+MOST_READ = 2**31  # all of metrics.jsonl is read at once
 MOST_DEPTH = 64
 MOST_INTEGER = 2**63 - 1  # largest int64
 RESTORE = "restore it from a copy, or remove it"
@@ -37,7 +37,7 @@ _TYPES = {
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Set ``path`` as the file of an OSError, which names no file or a temporary one after a failed write."""
+    """Set ``path`` as the file of an OSError: after a failed write the error names no file or a temporary file."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """A temporary file that replaces ``path`` atomically and durably at the end of the ``with`` block.
+    """Yield a temporary file that replaces ``path`` atomically and durably at the end of the ``with`` block.
 
     Args:
         path: the file to replace or create.
@@ -82,7 +82,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of indented JSON, keys in order; numbers that are not finite become strings."""
+    """Write indented JSON with `write_atomic`; numbers that are not finite become strings."""
     try:
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -92,7 +92,9 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """An empty folder that is renamed to ``out`` at the end of the ``with`` block; ``out`` must be empty or absent.
+    """Yield an empty folder that is renamed to ``out`` at the end of the ``with`` block.
+
+    ``out`` must be empty or absent.
 
     Raises:
         OSError: the folder cannot be written. After any error the new folder is removed and ``out`` unchanged.
@@ -107,7 +109,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
-    """Write all ``files`` (by relative name) into ``out``, or none if one cannot be written.
+    """Write all ``files`` (by relative name) into ``out``, or none of them if one cannot be written.
 
     Other files in ``out`` are not changed.
 
@@ -187,7 +189,7 @@ def read_regular(path: str | os.PathLike[str], most: int = MOST_READ) -> bytes:
 
 
 def read_utf8(path: Path, advice: str = RESTORE) -> str:
-    """Return the text of a file that somebody wrote, of at most `MOST_BYTES`.
+    """Return the text of a file that a user wrote, of at most `MOST_BYTES`.
 
     Raises:
         DamagedFile: the path is missing or not a regular file, or the file is too large or not UTF-8.
@@ -201,10 +203,10 @@ def read_utf8(path: Path, advice: str = RESTORE) -> str:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON; numbers must be finite and fit 64 bits, with at most `MOST_DEPTH` levels and valid Unicode.
+    """Parse JSON with at most `MOST_DEPTH` levels and valid Unicode; numbers must be finite and fit 64 bits.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: the text is not such JSON; the message has the reason.
     """
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_not_finite)

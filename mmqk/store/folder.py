@@ -3,9 +3,9 @@
 run.json        identity, its hash, the code's hash, details (versions, command, resolved config)
 status.json     status, step, reason, seconds
 metrics.jsonl   one line per step (`mmqk.store.metrics`)
-config.yaml     the resolved configuration, to read
-checkpoints/    and TensorBoard's event files
-run.lock        held while a process trains here
+config.yaml     the resolved configuration, for readers
+checkpoints/    the checkpoints; TensorBoard's event files are beside this folder
+run.lock        locked while a process trains in the folder
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class RunFolder:
 
         Raises:
             UserError: the folder cannot be written, another process trains in it, or it has a run of another
-                identity, files that are not a run's, or an unreadable record.
+                identity, files that do not belong to a run, or an unreadable record.
         """
         path = Path(path)
         _check(path, identity)
@@ -234,7 +234,7 @@ class RunFolder:
         """Write ``status.json`` atomically, with the seconds trained so far.
 
         Raises:
-            ValueError: an unknown status.
+            ValueError: the status is unknown.
         """
         if status not in STATUSES:
             raise ValueError(f"{status!r} is not one of {', '.join(STATUSES)}")
@@ -242,9 +242,9 @@ class RunFolder:
             self._write_status(status, step, reason)
 
     def last_status(self, status: str, step: int, reason: str) -> bool:
-        """Write the last status of a process that then exits: no other thread can write a status after it.
+        """Write the last status before this process exits: no other thread can write a status after it.
 
-        Returns False and writes nothing if the run has finished.
+        If the run has finished, write nothing and return False.
 
         Raises:
             OSError: the status cannot be written.
@@ -308,11 +308,11 @@ def _record(status: Status) -> dict[str, Any]:
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
-    """Write the status of a run whose process died without writing one; returns False if it wrote nothing.
+    """Write the status of a run whose process died without writing one; return False if nothing is written.
 
-    It writes nothing if the run's process stored finished, interrupted or failed, if a living process has locked the
-    folder, or if status.json cannot be read. A status equal to ``before``, read when the process started,
-    is not from that process.
+    Nothing is written if the process of the run stored that the run is completed, diverged, interrupted or failed,
+    if a living process has locked the folder, or if status.json cannot be read. ``before`` is the status when the
+    process started: an equal status was not stored by that process.
     """
     try:
         lock = FolderLock(path)

@@ -29,7 +29,7 @@ def plain(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """Return a share of 1 in per cent: ``0.17 %``, ``160 %``; ``less than 0.01 %`` instead of a power of ten."""
+    """Return a share (1 is 100 %) in percent: ``0.17 %``, ``160 %``; ``less than 0.01 %`` for smaller shares."""
     return "less than 0.01 %" if 0 < share < 1e-4 else f"{plain(100 * share, digits)} %"
 
 

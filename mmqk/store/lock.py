@@ -1,8 +1,8 @@
 """Locks of files, and the lock that lets one process at a time train in a run folder.
 
-The locks are POSIX (`fcntl.lockf`): a lock ends with its process, even if that is killed, and forked loader workers
-that outlive a killed run do not inherit it. `FolderLock` handles two properties of such locks: the same process can
-take a lock twice without an error, and closing *any* descriptor of the file drops the lock.
+The locks are POSIX (`fcntl.lockf`): a lock ends with its process, even if the process is killed, and forked loader
+workers that outlive a killed run do not inherit it. `FolderLock` handles two properties of such locks: a process can
+take the same lock twice without an error, and closing *any* descriptor of the file releases the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _held: dict[tuple[int, int], int] = {}
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it does not exist.
+    """Hold the lock of a file in the ``with`` block; create the file if it does not exist.
 
     Args:
         path: the lock file.
@@ -70,7 +70,7 @@ class FolderLock:
         self._pid = os.getpid()
         self._key = _file_key(os.fstat(descriptor))
         _held[self._key] = self._pid
-        with contextlib.suppress(OSError):  # keep the lock on a full disk
+        with contextlib.suppress(OSError):  # on a full disk, keep the lock without the process id
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{self._pid}\n".encode(), 0)
 
@@ -103,7 +103,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _lock(path: Path, wait: bool) -> int:
-    """Open and lock a file; returns the descriptor. Closing it releases the lock."""
+    """Open and lock a file; return the descriptor. Closing the descriptor releases the lock."""
     # No O_TRUNC: run.lock has the id of the process that holds the lock.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -123,7 +123,7 @@ def _lock(path: Path, wait: bool) -> int:
 
 
 def _held_here(path: Path) -> bool:
-    # This uses stat, because opening and closing the file would drop the lock.
+    # This uses stat, because opening and closing the file would release the lock.
     try:
         return _held.get(_file_key(os.stat(path))) == os.getpid()
     except OSError:

@@ -1,6 +1,6 @@
 """``metrics.jsonl``: one line per optimizer step, ``{"step": s, tag: number, ...}``.
 
-A step that gets an alarm after its line was written has a second line; `read_metrics` joins them.
+A step that gets an alarm after its line was written has a second line; `read_metrics` merges the two lines.
 
 An absent modality has no key. Values that are not finite are the strings "nan", "inf" and "-inf", since JSON has no
 such numbers.
@@ -41,7 +41,7 @@ class MetricsWriter:
         """Add values of ``step``; values of the step being collected are merged into its line.
 
         Raises:
-            ValueError: a value named "step".
+            ValueError: a value is named "step".
         """
         if "step" in values:
             raise ValueError("'step' is the key of the step itself and cannot name a series")
@@ -138,7 +138,7 @@ def as_json(value: float) -> float | str:
 
 
 def from_json(value: float | str) -> float:
-    """Return the inverse of `as_json`.
+    """Return the number from a value of `as_json`.
 
     Raises:
         ValueError: a string other than "nan", "inf" and "-inf".
@@ -156,7 +156,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def is_record(record: Any) -> bool:
-    """Return whether this is an object with a valid step."""
+    """Return whether ``record`` is a JSON object with a valid step."""
     return isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < LAST_STEP
 
 

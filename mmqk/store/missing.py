@@ -1,4 +1,4 @@
-"""Detects lines that were written to ``metrics.jsonl`` and ``alarms.jsonl`` but are missing or changed."""
+"""Detect lines that were written to ``metrics.jsonl`` and ``alarms.jsonl`` but are missing or changed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lost_steps(present: Iterable[int], first: int, last: int) -> str:
 
 
 def lost_alarms(counted: Mapping[tuple[int, str], float], stored: Iterable[tuple[int, str]]) -> str:
-    """Return a sentence if alarms.jsonl lacks alarms that metrics.jsonl counts; else empty.
+    """Return a sentence if alarms.jsonl lacks alarms that are counted in metrics.jsonl; else an empty string.
 
     Args:
         counted: the value of ``alarm/<name>`` in metrics.jsonl, by step and name of the alarm.
@@ -73,13 +73,13 @@ def lost_alarms(counted: Mapping[tuple[int, str], float], stored: Iterable[tuple
 
 
 def examine(folder: Path, first: int, step: int, written: Mapping[str, Any] | None) -> list[str]:
-    """Return one sentence for each file with missing lines up to a checkpoint; copies damaged lines to
-    ``<file>.damaged``.
+    """Return one sentence for each file in which lines up to a checkpoint are missing or changed, and copy damaged
+    lines to ``<file>.damaged``.
 
     Args:
         folder: the run folder.
         first: first step of the run.
-        step: the checkpoint's step; lines after it may be missing, since the resume repeats their steps.
+        step: the checkpoint's step; lines of later steps may be missing, because the resume repeats these steps.
         written: `Written.now` when the checkpoint was written; None if the checkpoint does not store it.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Packs: one zip file with what a report needs of a folder of runs.
+"""Packs: a pack is a zip file with all that a report of a folder of runs needs.
 
-A pack has the records, metrics and alarms of every run, and the registration of the grid; not checkpoints and
-TensorBoard events. Command lines and base configs in it have no absolute paths, because packs are shared. Two packs
-of the same runs are the same bytes, and the report of a pack equals the report of the folder.
+A pack has the records, metrics and alarms of every run, and the registration of the grid, but no checkpoints or
+TensorBoard events. Its command lines and base configs have no absolute paths, because packs are shared. Two packs of
+the same runs have the same bytes, and the report of a pack equals the report of the folder.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ ABLATION = "ablation.json"
 THINNED = "thinned.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
-# Statistics that a report reads: all their values are packed. Those that start with val_ are too.
+# Statistics that a report reads; it also reads those that start with val_. All their values are packed.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
     "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",
     "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm",
     "final_rms", "tokens_per_s",
 }  # fmt: skip
-# Of any other series with more values than this, every n-th value is packed.
+# If another series has more values than this, only every n-th value is packed.
 MOST_VALUES = 1000
 # Digits of a value, and decimals of a training loss, in a small pack, which is for hundreds of runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
 _DATE = (1980, 1, 1, 0, 0, 0)
-_LARGEST = 2**31  # bytes, unpacked
+_LARGEST = 2**31  # bytes of all files of a pack, unpacked
 
 
 def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
@@ -88,7 +88,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
 
 
 def _without_paths(content: bytes, *keys: str) -> bytes:
-    """Return a JSON file whose value at these keys has relative paths; the file unchanged if it has no such value."""
+    """Return a JSON file with relative paths in the value at these keys; unchanged if it has no such value."""
     try:
         record = json.loads(content)
         inner = record[keys[0]]
@@ -102,10 +102,9 @@ def _without_paths(content: bytes, *keys: str) -> bytes:
 
 
 def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file without the values that no report reads of long series, and n for each series that lost
-    values.
+    """Return a metrics file in which long series that no report reads are thinned, and n for each thinned series.
 
-    Such a series keeps its first value, every n-th after it, and those that are not finite (text in JSON).
+    A thinned series keeps its first value, every n-th value after it, and values that are not finite (text in JSON).
     """
     lines = [(line, parse_line(line)) for line in metrics.splitlines(keepends=True)]
     counts = Counter(name for _, record in lines if record for name in record if not _reported(name))
@@ -126,7 +125,7 @@ def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def _small(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file with only the series that a report reads, rounded, and a record of both."""
+    """Return a metrics file with only the series that a report reads, rounded, and a record of these changes."""
     lines = []
     for line in metrics.splitlines(keepends=True):
         if record := parse_line(line):

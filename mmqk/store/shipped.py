@@ -20,8 +20,8 @@ GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
 
 
 def find_file(path: str | Path) -> Path:
-    """Return a relative path, in the working directory or else among the shipped files; unchanged if it is in
-    neither."""
+    """Return the path of a file in the working directory or else among the shipped files; return ``path`` unchanged
+    if the file is in neither."""
     path = Path(path)
     shipped = SHIPPED / path
     here = path.is_absolute() or path.exists() or path.parts[:1] == () or path.parts[0] not in FOLDERS
@@ -43,7 +43,7 @@ def _config(value: str, folders: Sequence[str]) -> str:
     if file := named_config(value, folders):
         return str(file)
     if Path(value).suffix or Path(value).exists():
-        return value  # the reader of the file refuses it
+        return value  # the code that reads the file raises the error
     names = ", ".join(shipped_names(folders))
     raise UserError(
         f"--config {value} is neither a file nor the name of a shipped one: give a path, or one of {names}"
@@ -58,8 +58,9 @@ def shipped_names(folders: Sequence[str]) -> list[str]:
 
 
 def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[str]:
-    """Return a command line with the path of each ``--config``; a first word without dashes and ``=`` is a config
-    too.
+    """Return a command line in which the value of each ``--config`` is a path.
+
+    A first word without leading dashes and without ``=`` is a config too.
 
     ``demo optim.lr=0.01`` becomes ``--config path/to/configs/demo.yaml optim.lr=0.01``.
 

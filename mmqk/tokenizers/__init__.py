@@ -1,4 +1,4 @@
-"""Text and images to ids and back, and the joint vocabulary of both.
+"""Convert text and images to ids and back, and join their ids into one vocabulary.
 
 Names are imported on first use: hash, vocabulary and configuration need no torch, and only an `ImageTokenizer`
 imports timm. Training the image tokenizer (`python -m mmqk.tokenizers.train`) needs the extra `[vq]`.

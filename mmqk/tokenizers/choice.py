@@ -1,4 +1,4 @@
-"""Selects samples from shards and documents, with a held-out share, and summarizes what was read and dropped."""
+"""Select samples of shards and documents, and summarize how many were read and dropped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Selection:
         captions: largest number of captions for the text tokenizer.
         characters: largest number of characters of documents for the text tokenizer.
         val_fraction: held-out share of tars and of files of JSON lines.
-        fit: makes images of tars square: crop, pad or stretch.
-        max_pixels: larger images of tars are dropped.
+        fit: how images of tars are made square: crop, pad or stretch.
+        max_pixels: most pixels of an image of a tar; larger images are dropped.
         caption_field: field of the captions in tars, as for `pair_of`.
     """
 
@@ -37,7 +37,7 @@ class Selection:
 
 
 def add_data_arguments(p: argparse.ArgumentParser) -> None:
-    """Add `--shards`, `--text` and the fields of `Selection`."""
+    """Add the arguments `--shards`, `--text` and one for each field of `Selection`."""
     c, add = Selection(), p.add_argument
     add("--shards", nargs="+", default=[str(find_file("data/emoji"))], help="folder or tars of pairs (data/emoji)")
     add("--text", nargs="+", default=[str(find_file("data/text"))], help="folder or JSON lines (data/text)")
@@ -46,13 +46,13 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
     add("--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})")
     share = f"held-out share of tars and JSON lines ({c.val_fraction})"
     add("--val-fraction", type=float, default=c.val_fraction, help=share)
-    add("--fit", choices=get_args(Fit), default=c.fit, help="makes images of tars square (crop)")
+    add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
     add("--max-pixels", type=int, default=MAX_PIXELS, help=f"larger images are dropped ({MAX_PIXELS})")
-    add("--caption-field", metavar="NAME", help="field of the json; txt: the text file (caption, else txt)")
+    add("--caption-field", metavar="NAME", help="JSON field, or txt for the text file (caption, or else txt)")
 
 
 def selection_of(args: argparse.Namespace) -> Selection:
-    """Return the `Selection` of a command line with `add_data_arguments`.
+    """Return the `Selection` of a command line that has the arguments of `add_data_arguments`.
 
     Raises:
         UserError: a number is out of range.
@@ -68,7 +68,8 @@ def selection_of(args: argparse.Namespace) -> Selection:
 def spread(total: int, most: int) -> np.ndarray:
     """Return ascending indices of at most `most` of `total` samples: a random one from each of `most` equal parts.
 
-    A pure function of the arguments. A fixed stride would select images of one vendor where those of three alternate.
+    It is a pure function of the arguments. A fixed stride could select images of one vendor only, if the images of
+    three vendors alternate.
     """
     if total <= most:
         return np.arange(total)
@@ -77,11 +78,11 @@ def spread(total: int, most: int) -> np.ndarray:
 
 
 def summary(read: int, total: int, what: str) -> str:
-    """Return how much was read: ``200 of 1,000 samples read``."""
+    """Return how many samples were read: ``200 of 1,000 samples read``."""
     return f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
 
 
 def dropped_summary(dropped: Counter[str]) -> str:
-    """Return what was dropped: ``, 3 dropped (no caption: 1, no image file: 2)``; empty without drops."""
+    """Return how many samples were dropped: ``, 3 dropped (no caption: 1, no image file: 2)``; empty for none."""
     reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
     return f", {dropped.total():,} dropped ({reasons})" if dropped else ""

@@ -20,7 +20,7 @@ ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".xz")
 
 
 class Documents:
-    """Documents of the train split; an empty name stands for no documents.
+    """Documents of the train split; there are none if the name is empty.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
@@ -38,7 +38,7 @@ class Documents:
         self.identity()  # raises for a folder without a manifest
 
     def read(self) -> tuple[list[str], str]:
-        """Return the texts and a summary of what was left out; the summary is empty if all were read.
+        """Return the texts and a summary of the documents left out; the summary is empty if all were read.
 
         Above the limit on characters, a folder with a manifest gives documents spread evenly over it, and each JSON
         lines file gives only its beginning, so that no file is decompressed to its end.
@@ -76,7 +76,7 @@ class Documents:
         return texts, read
 
     def _texts(self, path: Path, dropped: Counter[str]) -> Iterator[str]:
-        """Yield the training texts of a file; counts the lines that cannot be used."""
+        """Yield the training texts of a file, and count the lines that cannot be used."""
         for _, line, _ in read_lines(path):
             if not line.strip():
                 continue
@@ -89,8 +89,8 @@ class Documents:
                 yield text
 
     def identity(self) -> str:
-        """Return the hash of the manifest, or of the files' names and lengths (not of their content), 10 hex digits;
-        or ''."""
+        """Return the hash of the manifest, or of the names and lengths of the files (not of their content), 10 hex
+        digits; '' without documents."""
         if self.folder is not None:
             return manifest_hash(self.folder)
         if not self.paths:

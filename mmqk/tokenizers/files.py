@@ -38,7 +38,7 @@ def damaged(path: Path, why: object) -> UserError:
 
 
 def tokenizers_hash(folder: Path | str) -> str:
-    """Return the hash of the bytes of both files (10 hex digits); part of the name of a token cache.
+    """Return the hash of the bytes of both files (10 hex digits), on which the name of a token cache depends.
 
     Raises:
         UserError: one of the files is missing.

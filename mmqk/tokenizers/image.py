@@ -1,4 +1,4 @@
-"""Images to codes and back: a vector-quantized autoencoder (van den Oord et al., 1711.00937).
+"""Convert images to codes and back with a vector-quantized autoencoder (van den Oord et al., 1711.00937).
 
 `mmqk.tokenizers.vq` trains it.
 
@@ -27,7 +27,7 @@ DISTANCES = 2**24
 
 
 class ImageTokenizer(nn.Module):
-    """64 px images to an 8x8 grid of codes (by default) and back.
+    """Converts images to a grid of codes and back; by default 64 px images to a grid of 8x8 codes.
 
     ```
     images_BCHW ── encoder ── channel norm ── project ── nearest code ──> codes_BN
@@ -56,7 +56,7 @@ class ImageTokenizer(nn.Module):
 
     @classmethod
     def load(cls, folder: Path | str) -> ImageTokenizer:
-        """Read `image.safetensors` of a tokenizer folder; weights are fp32, frozen, in evaluation mode.
+        """Read `image.safetensors` of a tokenizer folder; the weights are fp32 and frozen, in evaluation mode.
 
         Raises:
             UserError: the file is missing, damaged, or not an image tokenizer.
@@ -75,19 +75,19 @@ class ImageTokenizer(nn.Module):
     def to_bytes(self) -> bytes:
         """Return the content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
         weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
-        # A single key: safetensors writes several in any order, and equal tokenizers must give equal bytes.
+        # Use a single key: safetensors writes several keys in any order, but equal tokenizers must give equal bytes.
         about = json.dumps({"format": FORMAT, "config": asdict(self.config)})
         return save(weights, {METADATA_KEY: about})
 
     def features(self, images_BCHW: Tensor) -> Tensor:
         """Return the vectors before quantization, (B, D, G, G); pixels are in [0, 1]."""
         h_BCHW = self.encoder(images_BCHW * 2 - 1)[-1]
-        # The norm fixes the scale of the vectors. It has no weights, because the projection has them.
+        # The norm fixes the scale of the vectors. It has no weights, because the projection after it has weights.
         h_BHWC = h_BCHW.permute(0, 2, 3, 1)
         return self.project(F.layer_norm(h_BHWC, h_BHWC.shape[-1:]).permute(0, 3, 1, 2))
 
     def quantize(self, z_BDHW: Tensor) -> Tensor:
-        """Return the nearest code by Euclidean distance, row-major, (B, N) int64."""
+        """Return the nearest code of each vector by Euclidean distance, row-major, (B, N) int64."""
         z_BND = z_BDHW.flatten(2).transpose(1, 2)
         # |z - c|^2 without |z|^2, which is equal for all codes; in chunks, to bound memory
         squares_V, codes_DV = self.codebook_VD.square().sum(1), self.codebook_VD.T

@@ -1,4 +1,4 @@
-"""The configuration of an image tokenizer, and a function that reads it. Imports no torch."""
+"""The configuration of an image tokenizer, and a function that reads it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ImageTokenizerConfig:
 
     @property
     def stages(self) -> int:
-        """Encoder stages with this stride."""
+        """Number of encoder stages that gives this stride."""
         return self.doublings - 1
 
 

@@ -20,7 +20,7 @@ class TokenStatistics:
 
     Attributes:
         tokens: number of tokens.
-        used: vocabulary entries that occur.
+        used: number of vocabulary entries that occur.
         entropy: unigram entropy, nats (the plug-in estimate, which is too low for few tokens).
     """
 
@@ -40,7 +40,7 @@ class TokenStatistics:
 
 
 def token_statistics(ids: Tensor, size: int) -> TokenStatistics:
-    """Return the statistics of ids 0 to size - 1, any shape."""
+    """Return the statistics of a tensor of ids from 0 to size - 1, of any shape."""
     counts = torch.bincount(ids.flatten(), minlength=size).double()
     p = counts[counts > 0] / counts.sum()
     return TokenStatistics(int(counts.sum()), len(p), float(-(p * p.log()).sum()))

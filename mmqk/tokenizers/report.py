@@ -117,7 +117,7 @@ def measure(images: Images, captions: list[str], documents: list[str], tokenizer
 
 
 def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
-    """Held-out originals, evenly spread over the split, each above its reconstruction."""
+    """Return an image of held-out originals, evenly spread over the split, each above its reconstruction."""
     tokenizer = ImageTokenizer.load(tokenizers)
     side = tokenizer.image_size * max(1, SIDE // tokenizer.image_size)
     columns = max(3, WIDTH // (side + GAP))
@@ -137,7 +137,7 @@ def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
 
 
 def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
-    """Return the page as Markdown; `read` has the summaries of data that was not used as a whole."""
+    """Return the page as Markdown; `read` has a summary of each kind of data that was used only in part."""
     image, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
     n, codes = image.config.grid**2, m.codes
@@ -228,7 +228,7 @@ def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int)
 
 
 def _differing(p: argparse.ArgumentParser, given: dict[str, Any]) -> list[str]:
-    """Return the flags of `given` that `p` has with another default."""
+    """Return the flags of `p` whose values in `given` differ from their defaults."""
     flags = []
     for name, default in vars(p.parse_args([])).items():
         if name in given and given[name] != default:
@@ -242,7 +242,7 @@ def _hashes(source: Source, documents: Documents) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     p = OneSentenceParser(
         prog=COMMAND,
         description="Measure the tokenizers and write their page. Give the data and --val-fraction of the training.",
@@ -255,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, draw, write README.md and the contact sheet."""
+    """Measure the tokenizers, and write README.md and the contact sheet."""
     args = parser().parse_args(argv)
     selection = selection_of(args)
     source, documents = open_source(args.shards, selection), Documents(args.text, selection)

@@ -1,7 +1,8 @@
-"""Samples to train and measure tokenizers: a folder with a manifest, or any tars of samples.
+"""Read samples to train and measure tokenizers, from a folder with a manifest or from any tars of samples.
 
-The manifest of a folder gives its splits and its images have one size. Tars hold out a share by a hash of the image
-file, so that copies of an image fall into one split, and their images are fitted to the size.
+A manifest lists the splits of its folder, whose images must have the size of the tokenizer. Of the samples of tars, a
+share is held out by a hash of the image file, so that copies of an image fall into one split. Images of tars are
+fitted to the size of the tokenizer.
 
 Shapes: B images, C channels (RGB), H height, W width.
 """
@@ -48,7 +49,7 @@ class Images:
 
 
 class PairFolder:
-    """Pairs of a folder with a manifest, in order; each file is compared with its hash."""
+    """Pairs of a folder with a manifest, in order; each file is compared with its hash in the manifest."""
 
     def __init__(self, folder: Path, selection: Selection) -> None:
         self.folder, self.selection, self.name = folder, selection, str(folder)
@@ -65,10 +66,10 @@ class PairFolder:
         return Images(train, val, summary(read, total, "images") if read < total else "")
 
     def split_images(self, split: str, size: int) -> Tensor:
-        """Return the images of one split, (B, 3, size, size) uint8; errors as `images`."""
+        """Return the images of one split, (B, 3, size, size) uint8; raises the errors of `images`."""
         chosen: set[int] | None = None
         for place, pair in enumerate(read_pairs(self.folder, split)):
-            if chosen is None:  # only here, because read_pairs raises for a missing split
+            if chosen is None:  # inside the loop, because read_pairs raises for a missing split
                 chosen = set(spread(self.manifest.count(split), self.selection.images).tolist())
                 pixels = _empty(len(chosen), size)
                 count = 0
@@ -85,7 +86,7 @@ class PairFolder:
         return torch.from_numpy(pixels[:count])
 
     def captions(self) -> tuple[list[str], str]:
-        """Return the captions of the train split and a summary, empty if all were used."""
+        """Return the captions of the train split, and a summary that is empty if all captions were used."""
         captions = [pair.caption for pair in read_pairs(self.folder, "train")]
         n, selected = len(captions), [captions[i] for i in spread(len(captions), self.selection.captions)]
         return selected, summary(len(selected), n, "captions") if len(selected) < n else ""
@@ -113,7 +114,7 @@ class Tars:
         return sum(map(len, self.indexes))
 
     def images(self, size: int) -> Images:
-        """Return the images of samples spread evenly over all shards; one per interleaved document.
+        """Return the images of samples spread evenly over all shards; one image per interleaved document.
 
         Raises:
             UserError: a shard is damaged, no image can be used, or none falls into one of the splits.
@@ -180,7 +181,7 @@ class Tars:
         return identity_hash({"shards": shards})
 
     def _summary(self, read: int, dropped: Counter[str]) -> str:
-        """For example ``9 samples read, 1 dropped (...), 2 files not read (in no sample: ...)``."""
+        """Return a summary such as ``9 samples read, 1 dropped (...), 2 files not read (in no sample: ...)``."""
         text = summary(read, self.total, "samples") + dropped_summary(dropped)
         unread = Unread()
         for index in self.indexes:
@@ -209,7 +210,7 @@ Source = PairFolder | Tars
 
 
 def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> Source:
-    """Return a folder with a manifest, or patterns of tars.
+    """Open a folder with a manifest, or tars by path or pattern.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
@@ -227,10 +228,10 @@ def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection 
 def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[bytes, list[bytes], list[str]]:
     """Return the identity, image files and texts of a pair or of an interleaved document.
 
-    The identity decides the split by the rule of `python -m mmqk.data.tokenize`, so both hold out the same samples.
+    The identity decides the split by the rule of `python -m mmqk.data.tokenize`, which holds out the same samples.
 
     Raises:
-        Dropped: the sample is neither.
+        Dropped: the sample is neither a pair nor an interleaved document.
     """
     try:
         image, caption = pair_of(sample, caption_field)
@@ -245,7 +246,10 @@ def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[by
 
 
 def images_at_once(config: ImageTokenizerConfig) -> int:
-    """Return the images to encode or decode at once, to bound memory: 256 of 64 px, or 2**25 distances to codes."""
+    """Return the number of images to encode or decode at once, which bounds memory.
+
+    The images have at most as many pixels as 256 images of 64 px, and at most 2**25 distances to codes.
+    """
     pixels = 256 * 64**2 // config.image_size**2
     distances = 2**25 // (config.grid**2 * config.codes)
     return max(1, min(pixels, distances))

@@ -1,4 +1,4 @@
-"""Text to ids and back: byte-level BPE of the `tokenizers` library."""
+"""Convert text to ids and back with the byte-level BPE of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmqk.store import UserError
 from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
 
 BYTES = 256
-"""The first entries of every byte-level vocabulary: one per byte, so that any text has ids."""
+"""Number of entries for single bytes, which every byte-level vocabulary has, so that any text has ids."""
 
 
 class TextTokenizer:
@@ -45,7 +45,7 @@ class TextTokenizer:
         """Train `size` entries on texts; equal texts in equal order give equal entries.
 
         Raises:
-            UserError: `size` is below 256, the entries for bytes, or the texts give fewer entries.
+            UserError: `size` is below 256, the number of entries for bytes, or the texts give fewer entries.
         """
         if size < BYTES:
             raise UserError(f"--text-size is {size}: give at least {BYTES}, one entry per byte.")

@@ -42,7 +42,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     p = OneSentenceParser(
         prog="python -m mmqk.tokenizers.train",
         description="Train the text tokenizer and the image tokenizer of the joint vocabulary.",
@@ -90,9 +90,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer:
-    """BPE of the captions and documents of a train split, half of the characters from each.
+    """Train BPE on the captions and documents of a train split, half of the characters from each.
 
-    The smaller part, usually the captions, is repeated, so that words about images get entries.
+    The smaller part, usually the captions, is repeated, so that the words of captions get entries.
 
     Raises:
         UserError: shards or documents are missing or damaged, or too few for `size` entries.
@@ -119,7 +119,7 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
     config = _image_config(args)
-    # Shifts of up to half a code move each outline to every position within a code.
+    # Random shifts of up to half a code move each outline to every position within a code.
     training = VQTrainingConfig(
         steps=args.steps, batch_size=args.batch_size, shift=config.stride // 2, seed=args.seed
     )
@@ -201,7 +201,7 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
         raise UserError(f"--decoder-width is {args.decoder_width}: give 1 or more.")
     try:
         config = ImageTokenizerConfig(image_size=args.image_size, grid=args.grid, codes=args.codes)
-        # 40 channels before the pixels for every stride; a fixed width at the grid would end at 10.
+        # This gives 40 channels before the pixels for every stride; a width of 160 would give 10 for stride 32.
         return replace(config, decoder_width=args.decoder_width or 20 * config.stride)
     except ValueError as error:
         raise UserError(f"The image tokenizer cannot have this shape: {error}.") from error
@@ -248,7 +248,7 @@ def _progress(steps: int) -> Any:
 
 
 def _quiet() -> None:
-    # Hides lines on hardware, advertisements and warnings that `_images` replaces, but no errors.
+    # Hide log lines on hardware, advertisements, and warnings that `_images` replaces; errors are still shown.
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.pytorch.accelerators.cuda",

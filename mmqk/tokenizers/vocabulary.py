@@ -36,7 +36,8 @@ Ids = TypeVar("Ids", np.ndarray, "Tensor", list[int])
 class JointVocabulary:
     """Maps text ids and image codes to one range of ids, and back.
 
-    All methods accept and return numpy arrays, torch tensors or lists of int of any shape, and check no range.
+    All methods accept and return numpy arrays or torch tensors of any shape, or lists of int. They do not check the
+    ids.
 
     Attributes:
         text_size: entries of the text tokenizer.
@@ -48,7 +49,7 @@ class JointVocabulary:
 
     @classmethod
     def load(cls, folder: Path | str) -> JointVocabulary:
-        """Return the vocabulary of the two tokenizers in a folder; reads only their sizes.
+        """Return the vocabulary of the two tokenizers in a folder, from their sizes alone.
 
         Raises:
             UserError: a tokenizer file is missing or damaged.
@@ -78,19 +79,19 @@ class JointVocabulary:
         return len(SPECIALS) + self.text_size
 
     def text(self, ids: Ids) -> Ids:
-        """Return the text tokenizer ids to joint ids."""
+        """Convert ids of the text tokenizer to joint ids."""
         return _shift(ids, len(SPECIALS))
 
     def image(self, codes: Ids) -> Ids:
-        """Return the image codes to joint ids."""
+        """Convert image codes to joint ids."""
         return _shift(codes, self.image_offset)
 
     def text_ids(self, joint: Ids) -> Ids:
-        """Joint ids to text tokenizer ids, the inverse of `text`; special tokens become negative."""
+        """Convert joint ids to ids of the text tokenizer, the inverse of `text`; special tokens become negative."""
         return _shift(joint, -len(SPECIALS))
 
     def image_codes(self, joint: Ids) -> Ids:
-        """Joint ids to image codes, the inverse of `image`; text becomes negative."""
+        """Convert joint ids to image codes, the inverse of `image`; ids of text become negative."""
         return _shift(joint, -self.image_offset)
 
 

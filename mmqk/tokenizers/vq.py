@@ -1,8 +1,8 @@
-"""Training the image tokenizer as a Lightning module.
+"""Train the image tokenizer with a Lightning module.
 
-The quantizer is that of vector-quantize-pytorch (the extra `[vq]`). Its codebook is an exponential moving average
-(van den Oord et al., 1711.00937, appendix A), starts from k-means on the first batch, and replaces unused codes by
-vectors of the batch.
+The quantizer comes from vector-quantize-pytorch (the extra `[vq]`). Its codebook is an exponential moving average
+(van den Oord et al., 1711.00937, appendix A) that starts from k-means on the first batch. Unused codes are replaced
+by vectors of the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOG_EVERY = 50
 
 @dataclass(frozen=True)
 class VQTrainingConfig:
-    """How an image tokenizer is trained.
+    """The training settings of an image tokenizer.
 
     Attributes:
         steps: optimizer steps.
@@ -38,12 +38,12 @@ class VQTrainingConfig:
         lr: peak learning rate of AdamW; one cycle with 5 % warm-up.
         decay: decay of the codebook's moving averages per step.
         dead_below: a code with a moving count below this is replaced by a vector of the batch.
-        dead_share: the same bound as a share of the even count, vectors in a batch / codes; the lower bound holds.
+        dead_share: a second bound, as a share of the mean count (vectors in a batch / codes); the lower one applies.
         commitment: weight of the commitment loss.
         edge: weight of the L1 loss on differences of neighboring pixels, which keeps outlines sharp.
         squared: weight of the squared error, which is added to the L1 loss.
         shift: largest random shift in pixels; the augmentation also mirrors images.
-        seed: decides weights, order and augmentation.
+        seed: seed of the initial weights, the order of the images and the augmentation.
     """
 
     steps: int = number(1200, 1, MOST_STEPS)
@@ -64,13 +64,13 @@ class VQTrainingConfig:
     def dead_count(self, config: ImageTokenizerConfig) -> float:
         """Return the moving count (vectors per step) below which a code is replaced.
 
-        A fixed count would replace every code of a large codebook at every step: evenly used, 8,192 codes have a
-        count of 1 each on batches of 8,192 vectors.
+        A fixed count would replace every code of a large codebook at every step: 8,192 codes that are used equally
+        often have a count of 1 each on batches of 8,192 vectors.
         """
         return min(self.dead_below, self.dead_share * self.vectors(config) / config.codes)
 
     def vectors(self, config: ImageTokenizerConfig) -> int:
-        """Return the vectors in a batch; k-means starts the codebook from them."""
+        """Return the number of vectors in a batch, from which k-means starts the codebook."""
         return self.batch_size * config.grid**2
 
 
@@ -90,7 +90,7 @@ def quantizer_class() -> type[nn.Module]:
 
 
 def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
-    """Return the quantizer of an image tokenizer in training; raises as `quantizer_class`."""
+    """Return the quantizer for training an image tokenizer; raises the errors of `quantizer_class`."""
     return quantizer_class()(
         dim=config.code_dim,
         codebook_size=config.codes,
@@ -116,13 +116,13 @@ class VQModule(L.LightningModule):
         self.held_out: list[dict[str, Tensor]] = []
 
     def reconstruct(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Reconstructions (not clamped), codes (B, G, G) and the commitment loss."""
+        """Return the reconstructions (not clamped), the codes (B, G, G) and the commitment loss."""
         z_BDGG = self.model.features(images_BCHW.contiguous(memory_format=torch.channels_last))
         quantized_BDGG, codes, commitment = self.quantizer(z_BDGG)
         return self.model.decoder(quantized_BDGG), codes, commitment.sum()
 
     def augment(self, images_BCHW: Tensor) -> Tensor:
-        """Mirror each image with probability 1/2 and shift the batch by some pixels."""
+        """Mirror each image with probability 1/2, and shift the batch by a random number of pixels."""
         shift, side = self.training_config.shift, images_BCHW.shape[-1]
         mirrored_B = torch.rand(len(images_BCHW), device=images_BCHW.device) < 0.5
         x_BCHW = torch.where(mirrored_B[:, None, None, None], images_BCHW.flip(3), images_BCHW)
@@ -180,7 +180,7 @@ class VQModule(L.LightningModule):
 
 
 class ImageBatches(Dataset):
-    """Batches of a uint8 tensor (B, 3, H, W) by lists of indices."""
+    """Batches of a uint8 tensor (B, 3, H, W); the index of a batch is the list of the indices of its images."""
 
     def __init__(self, images_BCHW: Tensor) -> None:
         self.images_BCHW = images_BCHW

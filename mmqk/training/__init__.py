@@ -1,1 +1,1 @@
-"""The training step around the model: loss, optimizer, schedule."""
+"""Trains a model: one step, the loop around it, logging, and forks."""

@@ -1,8 +1,9 @@
 """Measure whether captions lower the loss of image tokens: ``python -m mmqk.training.caption_gain --run FOLDER``.
 
-Compute the image loss of a trained model on held-out pairs, caption first, with the true caption and with the caption
-of another emoji. If image codes had no information about the content, both losses would be equal. Several vendors
-draw one emoji and share its caption, so captions, not images, are the independent samples.
+Compute the image loss of a trained model on held-out pairs that begin with the caption: once with the true caption,
+once with the caption of another emoji. If image codes had no information about the content, both losses would be
+equal. Several vendors draw the same emoji, and all these images share one caption, so the independent samples are
+captions, not images.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class CaptionGain:
     captions.
 
     Attributes:
-        images, captions: Number of images and of their distinct captions.
-        true, shuffled: Loss with the true caption, and with that of another emoji.
-        gain, interval: shuffled minus true, and its 95 % interval over captions (Student t).
+        images, captions: Number of images, and number of distinct captions.
+        true, shuffled: Loss with the true caption, and loss with the caption of another emoji.
+        gain, interval: `shuffled` minus `true`, and the 95 % interval of this gain over captions (Student t).
     """
 
     images: int
@@ -46,13 +47,13 @@ class CaptionGain:
 
 
 def partners(captions: Sequence[Hashable]) -> list[int]:
-    """Return for each caption the index of a different caption: it searches from half the list further on,
-    cyclically.
+    """Return, for each caption, the index of a different caption.
 
-    Several drawings of one emoji share a caption, so a random order could give an image its own caption.
+    The search starts half the length of the list after the caption and wraps around. Several images of one emoji
+    share a caption, so a random permutation could give an image its own caption.
 
     Raises:
-        UserError: all captions are the same.
+        UserError: all captions are equal.
     """
     n = len(captions)
     indices = []
@@ -67,14 +68,14 @@ def partners(captions: Sequence[Hashable]) -> list[int]:
 
 @torch.no_grad()
 def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> CaptionGain:
-    """Return the image loss with true and with exchanged captions, over every held-out pair.
+    """Return the image loss on all held-out pairs, with true captions and with shuffled captions.
 
     Args:
-        model: A model of the builder's vocabulary.
+        model: A model with the vocabulary of `builder`.
         builder: Builder of the validation split.
     """
     pairs = builder.stores["pair"]
-    # Captions are compared by their ids.
+    # Compare captions by their token ids.
     captions = [pairs[i][pairs.image_tokens :].tobytes() for i in range(len(pairs))]
     image = model.config.modalities.index("image")
 
@@ -95,7 +96,7 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> Cap
 
 
 def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) -> CaptionGain:
-    """Return the result for N images, in nats per code, averaged by caption first; needs 2 distinct captions."""
+    """Average the losses of N images (nats per code) by caption, then over at least 2 distinct captions."""
     true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
     difference_C = shuffled_C - true_C
     n = len(difference_C)
@@ -112,7 +113,7 @@ def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) ->
 
 
 def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
-    """Return the mean of each distinct caption's values (C,), in order of first appearance."""
+    """Return the mean value of each distinct caption, (C,), in order of first appearance."""
     number = {caption: c for c, caption in enumerate(dict.fromkeys(captions))}
     place_N = torch.tensor([number[caption] for caption in captions])
     sums_C = values_N.new_zeros(len(number)).index_add(0, place_N, values_N)
@@ -120,7 +121,7 @@ def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure a run and print the sentence of reports/tokenizer.
+    """Measure the caption gain of a run, and print it as a sentence for reports/tokenizer.
 
     Raises:
         UserError: the folder is not a run, does not record its data, or its tokenizers have changed.

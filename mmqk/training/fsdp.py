@@ -1,4 +1,4 @@
-"""``trainer.strategy fsdp``: sharded weights, gradients and moments (torch's FSDP2), unsharded checkpoints."""
+"""``trainer.strategy fsdp``: shards weights, gradients and moments (torch's FSDP2), but not checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mmqk.training.loop.lightning_private import start_process_group
 
 
 def shard(model: EarlyFusionTransformer, mesh: Any) -> None:
-    """Shard a model: FSDP gathers each block for its forward and backward pass, and the rest for the model's."""
+    """Shard a model. FSDP gathers a block's parameters while the block runs, and the other parameters while the model
+    runs."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -38,14 +39,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTransformer:
-    """Return the model, or an unsharded copy in every process if it is sharded. In that case this is a collective
-    call."""
+    """Return the model itself, or, if it is sharded, an unsharded copy in every process. For a sharded model this
+    is a collective call."""
     if not is_sharded(model):
         return model
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    with torch.device("meta"):  # draws no initial weights
+    with torch.device("meta"):  # do not draw initial weights
         copy = EarlyFusionTransformer(model.config, backend)
     copy.to_empty(device=next(iter(state.values())).device)
     if model.config.tie_embeddings:
@@ -57,8 +58,8 @@ def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTrans
 class Sharded(ModelParallelStrategy):
     """Lightning's strategy for FSDP2, with checkpoints in the format of the other strategies.
 
-    Lightning's strategy numbers the parameters in the model's order; other checkpoints use the order of the
-    optimizer's groups.
+    In the optimizer state, Lightning's strategy numbers the parameters in the order of the model. This class uses the
+    order of the optimizer's groups, as the other strategies do.
     """
 
     def __init__(self, processes: int) -> None:
@@ -68,12 +69,12 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         if self.lightning_module is None:
-            start_process_group(self)  # `Ranks` needs it before the model exists
+            start_process_group(self)  # `Ranks` needs the process group before the model exists
         else:
             super().setup_environment()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the unsharded state on the first rank, empty on the others."""
+        """Return the unsharded optimizer state on the first rank, and an empty dict on the others."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -92,7 +93,7 @@ class Sharded(ModelParallelStrategy):
         }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the file in each process and keep its shards."""
+        """Read the checkpoint in each process, which keeps only its own shards."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -106,8 +107,8 @@ class Sharded(ModelParallelStrategy):
             set_optimizer_state_dict(
                 self.model, optimizer, optim_state_dict=self._named(optimizer, saved), options=options
             )
-        # Load the weights after the optimizer's state, because loading that state may take an optimizer step of size
-        # 0.
+        # Load the weights after the optimizer state, because torch may take an optimizer step with learning rate 0 to
+        # create that state.
         set_model_state_dict(self.model, content["state_dict"], options=options)
         return content
 

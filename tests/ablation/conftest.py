@@ -1,4 +1,4 @@
-"""A stand-in for training, so that the machinery around a run is tested without training."""
+"""A replacement for training, so that tests of `mmqk.ablate` do not train a model."""
 
 import os
 import sys
@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 import mmqk
-import mmqk.config.parse  # before the stand-in takes the place of mmqk.config
+import mmqk.config.parse  # before `fake_train` replaces mmqk.config
 from mmqk import ablate
 from mmqk.store import cli_main
 
 FAKE = '''
-"""A stand-in for mmqk.train and mmqk.config: one step is a line of metrics, and what happens is in the fields."""
+"""A replacement for mmqk.train and mmqk.config: a step writes a line of metrics, and the field `act` sets how the run
+ends."""
 import json, os, signal, sys, time, types
 from pathlib import Path
 from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, identity_hash
@@ -28,7 +29,7 @@ OUTSIDE = ("seed", "threads", "checkpoint.at", "fork", "out")
 Parent = __import__("collections").namedtuple("Parent", "id step config")
 
 def identity_of(act, seed, **fields):
-    """Fields that are not as they are by default make a run another one."""
+    """Return the identity of a run: only fields that differ from their default are part of it."""
     values = {k: v for k, v in fields.items() if v != FIELDS[k] and k not in OUTSIDE and "." not in k}
     record = {"act": act, "seed": seed, "backend": fields.get("backend", "sdpa"), **values}
     record["trainer"] = {"max_steps": fields.get("trainer.max_steps", STEPS)}
@@ -82,7 +83,7 @@ def main(argv):
         writer = MetricsWriter(run.metrics_path)
         first = run.status().step if run.state == "resume" else a.parent.step if a.parent else 0
         steps = c["trainer.max_steps"]
-        # Of "numerics" runs those in bf16 diverge, and of "chaos" runs those that are not forks.
+        # "numerics" runs diverge in bf16. "chaos" runs diverge, except the control of a replay.
         bad = c["bad"] if act == "diverge" or (act == "numerics" and "bf16" in c["trainer.precision"]) else 0
         bad = c["bad"] if act == "numerics" and not c["fork_noise"] else bad
         bad = c["bad"] if act == "chaos" and "control" not in c["out"] else bad
@@ -109,7 +110,7 @@ def main(argv):
                     while not os.path.exists(os.path.join(os.path.dirname(c["out"]), "let-go")):
                         time.sleep(0.02)
         except KeyboardInterrupt:
-            time.sleep(0.3)  # a second SIGINT would cut this short
+            time.sleep(0.3)  # a second SIGINT would interrupt this sleep
             run.set_status("interrupted", step, "SIGINT")
             return 130
         run.set_status("completed", steps)
@@ -119,7 +120,8 @@ def main(argv):
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory):
-    """The stand-in as module fake_train, on the path of this process and of the processes that it starts."""
+    """Write the replacement as module `fake_train`, importable in this process and in the processes that it
+    starts."""
     folder = tmp_path_factory.mktemp("fake")
     (folder / "fake_train.py").write_text(FAKE)
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +132,8 @@ def fake(tmp_path_factory):
 
 @pytest.fixture
 def world(fake, tmp_path, monkeypatch):
-    """``run(*arguments, grid=...)`` calls the command in a folder with a base configuration and these grids."""
+    """Return ``run(*arguments, grid=...)``, which calls `mmqk.ablate` in a folder with a base configuration and these
+    grids."""
     import fake_train
 
     monkeypatch.setitem(sys.modules, "mmqk.config", fake_train)

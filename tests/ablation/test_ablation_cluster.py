@@ -1,4 +1,4 @@
-"""Grids on a cluster: slices, locks, GPUs, time limits, changed code, and estimates of the time left."""
+"""Grids on a cluster: slices, locks, GPUs, time limits, changed code, and estimates of the remaining time."""
 
 import json
 import re
@@ -27,7 +27,7 @@ BEST = (
 
 
 def finished(out):
-    """Return the runs by folder, with the number of times each was started."""
+    """Return the number of times that each run was started, by folder."""
     logs = sorted(Path(out).glob("*/seed*/train.log"))
     return {log.parent.relative_to(out).as_posix(): log.read_text().count("argv") for log in logs}
 
@@ -46,7 +46,7 @@ def test_slices_share_the_runs_out_and_together_make_all(world, tmp_path, capsys
 
 @pytest.mark.parametrize("grid", [FORKS, BEST], ids=["forks", "own best"])
 def test_a_slice_alone_makes_what_its_own_runs_need_and_ends(world, tmp_path, grid):
-    """Slices that have not begun may never begin, so no slice waits for them."""
+    """A slice also trains the runs on which its own runs depend, because the other slices may never start."""
     assert world("--slice", "2/3", grid=grid) == 0
     here = finished("runs/toy")
     for k in (3, 1):
@@ -59,7 +59,7 @@ def test_a_slice_alone_makes_what_its_own_runs_need_and_ends(world, tmp_path, gr
 
 
 def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
-    """Both are started at the same moment, and each waits for a run that the other trains."""
+    """Two processes start at the same time, and each waits for the runs that the other process trains."""
     (tmp_path / "toy.yaml").write_text(FORKS)
     code = (
         "import sys, fake_train, mmqk, mmqk.config.parse\n"
@@ -89,7 +89,7 @@ def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
 
 
 def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(fake, tmp_path, monkeypatch):
-    """Its folder is free when the pool looks at it, and taken when the run opens it."""
+    """The folder of the run is free when the pool checks it, and locked when the run opens it."""
     import fake_train
 
     identity = fake_train.identity_of("finish", 0)
@@ -98,7 +98,7 @@ def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(
     )
     held = RunFolder.open(task.folder, identity, {})
     real, asked = pools.is_locked, []
-    # The first look comes a moment too early.
+    # The first check returns that the folder is free.
     monkeypatch.setattr(
         pools, "is_locked", lambda folder: asked.append(folder) or (len(asked) > 1 and real(folder))
     )
@@ -144,8 +144,8 @@ def test_runs_of_other_code_are_made_again_and_the_old_ones_kept(world, tmp_path
     for name, content in old.items():
         assert (tmp_path / "runs/toy/stale" / code / name).read_bytes() == content
         assert (tmp_path / "runs/toy" / name).exists()
-    # The runs of the stand-in record the hash of the real code. A source that changes in between does not change it:
-    # it is computed once per call.
+    # Runs of `fake_train` record the hash of the real code. It is computed once per call, so a source file that
+    # changes during a call does not change it.
     assert not list(Path("runs/toy/stale", code).glob("*/seed*.2"))
     assert world("--rerun-stale", grid=GRID) == 0
     assert len(list(Path("runs/toy/stale", code).glob("*/seed*.2/run.json"))) == 6
@@ -172,7 +172,7 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
             pass
 
     monkeypatch.setattr(ablate, "PoolProgress", Watching)
-    assert world(grid=grid) == 0  # as many at a time as there are GPUs
+    assert world(grid=grid) == 0  # one run per GPU at the same time
     assert ["3", "5"] in seen and max(map(len, seen)) == 2
     said = [re.findall(r"^device (\S+)$", log.read_text(), re.M) for log in Path("runs").rglob("train.log")]
     assert sorted(said)[0] == ["3"] and sorted(said)[-1] == ["5"] and all(len(s) == 1 for s in said)
@@ -200,7 +200,7 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
     done = {
         task("slow"): TaskOutcome("completed", 100, 1.0, 400.0),
         task("fast"): TaskOutcome("diverged", 50, 1.0, 50.0),
-        task("fast", seed=1): TaskOutcome("completed", 100, 1.0, 300.0),  # median of 1 and 3 s a step
+        task("fast", seed=1): TaskOutcome("completed", 100, 1.0, 300.0),  # median of 1 and 3 s per step
     }
     assert time_left(done, 2) == "nothing to train"
     open_runs = {
@@ -210,7 +210,7 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
     }
     assert time_left(done | open_runs, 1) == "time to train 3 runs: about 9:00 (minutes:seconds)"
     assert time_left(done | open_runs, 3) == "time to train 3 runs, 3 at a time: about 3:00 (minutes:seconds)"
-    other = {task("new", 30): TaskOutcome("waiting")}  # 3 s a step over all
+    other = {task("new", 30): TaskOutcome("waiting")}  # 3 s per step over all runs
     assert "about 1:30" in time_left(done | other, 1) and "1 from the speed of other arms" in time_left(
         done | other, 1
     )
@@ -221,10 +221,10 @@ def test_time_left_of_a_fork_is_that_of_its_own_steps():
     def task(seed, first):
         return Task("late", seed, (), Path(str(seed)), "id", 500, first=first)
 
-    done = {task(0, 300): TaskOutcome("completed", 500, 1.0, 200.0)}  # 1 s a step
+    done = {task(0, 300): TaskOutcome("completed", 500, 1.0, 200.0)}  # 1 s per step
     assert "about 3:20" in time_left(done | {task(1, 300): TaskOutcome("waiting")}, 1)
     assert "about 1:00" in time_left(done | {task(1, 300): TaskOutcome("interrupted", 440)}, 1)
-    assert "about 8:20" in time_left(done | {task(1, 0): TaskOutcome("waiting")}, 1), "one from the beginning"
+    assert "about 8:20" in time_left(done | {task(1, 0): TaskOutcome("waiting")}, 1), "a run that starts at step 0"
     assert time_left(done | {task(1, 300): TaskOutcome("never")}, 1) == "nothing to train"
 
 

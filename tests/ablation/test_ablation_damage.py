@@ -1,4 +1,4 @@
-"""Damaged or lost records of a grid: nothing is overwritten, and no claim benefits from the damage."""
+"""Damaged or lost `ablation.json` and run records: nothing is overwritten, and no claim benefits from the damage."""
 
 import json
 import random
@@ -28,7 +28,7 @@ RECORD = Path("runs/toy/ablation.json")
 
 
 def test_a_damaged_grid_is_planned_or_refused_in_one_sentence(world, capsys):
-    """These tests are of `mmqk.ablate`; tests/store has the same for the analysis."""
+    """This test covers `mmqk.ablate`; tests/store/test_store_damage.py covers the analysis."""
     assert world("--jobs", "2", grid=GRID) == 0
     shutil.copytree("runs/toy", "whole")
     draw = random.Random(0)
@@ -71,7 +71,7 @@ def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
 
 
 def test_it_is_not_replaced_where_it_is_damaged_while_runs_train(world, tmp_path):
-    """The planner reads the record again whenever a run ends."""
+    """The planner reads `ablation.json` again whenever a run ends."""
     from mmqk.grid.grid import load_grid
 
     assert world(grid=GRID) == 0
@@ -84,11 +84,11 @@ def test_it_is_not_replaced_where_it_is_damaged_while_runs_train(world, tmp_path
 
 def test_claims_whose_registration_was_lost_are_not_confirmatory(world):
     assert world(grid=GRID) == 0
-    # The control: claims that are registered before the first run are confirmatory, whatever else the folder holds.
+    # The control: claims that are registered before the first run are confirmatory.
     assert [c.status for c in load_study("runs/toy").claims] == ["confirmatory"]
     assert "lost" not in json.loads(RECORD.read_text())
     RECORD.unlink()
-    for grid in (CHANGED, GRID, CHANGED):  # once lost it stays lost
+    for grid in (CHANGED, GRID, CHANGED):  # a lost registration stays lost
         assert world(grid=grid) == 0
         assert json.loads(RECORD.read_text())["lost"] is True
         study = load_study("runs/toy")
@@ -115,14 +115,14 @@ def test_old_names_of_fields_are_refused_and_keep_their_registration(world, caps
     record = json.loads(RECORD.read_text())
     back = {after: before for before, after in names.items()}
     claims = [{back.get(k, k): v for k, v in claim.items()} for claim in record["grid"]["claims"]]
-    # The hash from before the fields were renamed.
+    # Compute the hash as it was before the fields were renamed.
     plain = [{k: v for k, v in claim.items() if k != "grid"} for claim in claims]
     assert record["registered"] == identity_hash({"claims": plain})
     record["grid"]["claims"] = claims
     RECORD.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"ablation\.json: claim A has .*delta to min_effect"):
         load_study("runs/toy")
-    # The same command writes the new names, and the registered claims stay the same.
+    # The next call writes the new names, and the registration does not change.
     assert world(grid=new) == 0
     study = load_study("runs/toy")
     assert study.claims[0].min_effect == 0.5 and not study.claims_changed and not study.registration_lost
@@ -150,5 +150,5 @@ def test_a_damaged_run_does_not_stop_the_others(world, capsys, name):
     assert f"{name} cannot be read" in said.out + said.err
     if name == "status.json":
         assert code == 1 and "good" in said.out and said.out.count("completed") == 2
-    else:  # whose run it is cannot be known
+    else:  # without run.json mmqk cannot tell which run the folder has
         assert code == 2

@@ -1,4 +1,4 @@
-"""Forks of a grid: when they start, when they are refused, and with which settings."""
+"""Forks in a grid: when they start, when they are refused, and with how many threads they run."""
 
 import json
 import shutil
@@ -30,7 +30,8 @@ def log_of(out, run):
 
 @pytest.mark.parametrize(("jobs", "early"), [("2", True), ("1", False)])
 def test_a_fork_begins_while_its_parent_goes_on_where_there_is_room(world, tmp_path, jobs, early):
-    """The parent hangs after the step until the fork has ended or, with one job, could have started."""
+    """The parent hangs after step 2 until the fork has ended. With one job the fork cannot start, and a time limit
+    ends the wait."""
     grid = HEAD + "seeds: [1]\narms:\n  plain: {set: {act: hang}}\n"
     grid += "  late: {fork: {arm: plain, step: 2}, set: {act: finish}}\n"
     out, first = tmp_path / "runs/toy", []
@@ -73,7 +74,8 @@ def test_a_checkpoint_that_was_removed_is_said_and_no_run_made_in_vain(world, tm
 
 
 def test_forks_and_replays_have_the_threads_of_the_run_that_they_leave(world, tmp_path):
-    """Sums in another order have other rounding, so a run that is trained again must be equal bit for bit."""
+    """The number of threads changes the order of sums and their rounding, and a run that is trained again must be
+    equal bit for bit."""
     out = tmp_path / "runs/toy"
     assert world("--jobs", "1", grid=HEAD + "seeds: [1]\narms: {plain: {set: {size: 1}}}\n") == 0
     [path] = out.glob("plain-*/seed1/run.json")

@@ -1,4 +1,4 @@
-"""`--only` trains some arms of a grid, and `--set` adds an arm."""
+"""`mmqk.ablate --only` trains some arms of a grid, and `--set` adds an arm."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_an_added_arm_changes_no_other_and_stays(toy, capsys):
     assert toy("--only", "mine", "--set", "act=diverge", "--set", "size=7") == 0
     assert trained() == ["good", "good", "mine", "mine"] and arms() == {"good", "wild", "mine"}
     assert {path: path.read_bytes() for path in before} == before
-    # A second arm is added beside the first, and a call without --set keeps both.
+    # A second arm is added, and a call without --set keeps both added arms.
     assert toy("--only", "other", "--set", "act=diverge", "--set", "size=8") == 0
     assert toy() == 0
     assert arms() == {"good", "wild", "mine", "other"}
@@ -56,7 +56,10 @@ def test_an_added_arm_changes_no_other_and_stays(toy, capsys):
     ("argv", "sentence"),
     [
         (("--only", "god"), "--only: there is no arm 'god' (arms: good, wild)"),
-        (("--set", "act=finish"), "--set adds one arm to one grid: give one --config, and its name with --only NAME"),
+        (
+            ("--set", "act=finish"),
+            "--set adds one arm to one grid: give one --config, and the arm's name with --only NAME",
+        ),
         (("--only", "good", "--set", "act=finish"), "has an arm good: give the added arm another name"),
         (("--only", "mine", "--set", "act"), "'act' is not FIELD=VALUE, as in model.qk_norm.kind=rms"),
         (("--only", "mine", "--set", "atc=finish"), "atc"),

@@ -1,4 +1,4 @@
-"""A grid continues from a pack: its finished runs count, and their claims stay registered."""
+"""`mmqk.ablate --from`: the finished runs of a pack are not trained again, and their claims stay registered."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def toy(world):
 
 @pytest.fixture
 def pack(toy):
-    """Train the grid and keep only its pack."""
+    """Return a function that trains the grid, packs it and deletes its folder."""
 
     def make(grid=GRID, unfinished=""):
         assert toy(grid=grid) == 0
@@ -45,19 +45,19 @@ def pack(toy):
 
 
 def trained():
-    """Return the runs that were trained in this call: a run from a pack has no log."""
+    """Return the runs that were trained here: a run from a pack has no log."""
     return sorted(path.parent.relative_to(OUT).as_posix() for path in OUT.rglob("train.log"))
 
 
 def test_finished_runs_of_a_pack_are_not_trained_again(toy, pack, capsys):
     record = pack()
     assert toy("--from", "toy.zip") == 0
-    assert "toy.zip: 3 finished runs that runs/toy did not have" in capsys.readouterr().out
+    assert "toy.zip: copied 3 finished runs that runs/toy did not have" in capsys.readouterr().out
     assert trained() == [] and (OUT / "ablation.json").read_bytes() == record
     assert sorted(read_status(path.parent).status for path in OUT.rglob("run.json")) == [
         "completed", "completed", "diverged"
     ]  # fmt: skip
-    # The control: without the pack they are trained.
+    # The control: without the pack the runs are trained.
     shutil.rmtree("runs")
     assert toy() == 0 and len(trained()) == 3
 
@@ -103,7 +103,7 @@ def test_forks_of_a_pack(toy, pack):
 def test_claims_changed_after_the_runs_of_the_pack_count_as_changed(toy, pack, begun):
     first = json.loads(pack(GRID + CLAIM))
     later = GRID + CLAIM.replace("0.5", "0.1")
-    if begun:  # the folder registered the new claims before the pack came
+    if begun:  # the folder has registered the new claims before the call with the pack
         assert toy("--dry-run", grid=later) == 0 and not OUT.exists()
         assert toy("--slice", "3/3", grid=later) == 0
         assert json.loads((OUT / "ablation.json").read_text())["registered"] != first["registered"]
@@ -139,7 +139,7 @@ def test_a_pack_of_another_grid_is_refused_and_nothing_is_written(toy, pack, cap
 
 
 def test_a_pack_cannot_take_a_run_from_outside_of_it(toy, tmp_path, monkeypatch):
-    """Only a record without claims may name a run outside its folder, as the original of a replay."""
+    """Only an `ablation.json` without claims may name a run outside its folder, as the original run of a replay."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     elsewhere, packed = tmp_path / "temporary/made/seed0", tmp_path / "packed"
     for folder in (elsewhere, packed / "good/seed0"):

@@ -1,4 +1,4 @@
-"""Plans with runs that depend on other runs: selected learning rates, forks, replays, and grids that share runs."""
+"""Plans in which runs depend on other runs: selected learning rates, forks, replays, and grids that share runs."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ BEST = (
 
 
 def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(world, tmp_path, capsys):
-    """The stand-in's loss is |lr - 0.03| + seed, so 0.01 and 0.05 tie, and the smaller one is selected."""
+    """The loss of `fake_train` is |lr - 0.03| + seed, so 0.01 and 0.05 tie, and the smaller one is selected."""
     out = tmp_path / "runs/toy"
     assert world("--dry-run", grid=BEST) == 0
     said = capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(wo
     assert len(runs) == 3 * 2 + 2 * 3
     for (arm, seed), run in runs.items():
         assert run["role"] == ("selection" if seed == 5 else "verdict"), arm
-        best = 0.01 if arm == "wild" else 0.04  # where every rate diverges, the smallest
+        best = 0.01 if arm == "wild" else 0.04  # if every learning rate diverges, the smallest is chosen
         assert identity_of(out, run).get("optim.lr", 0.1) == (run["point"].get("optim.lr") or best)
     assert runs["plain-lr0.2", 5]["point"] == {"optim.lr": 0.2} and runs["plain", 1]["point"] == {}
     [plain, _] = record["lr"]
@@ -55,7 +55,7 @@ def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(wo
         "0.04": pytest.approx(5.01),
         "0.2": pytest.approx(5.17),
     }
-    # The control: no selection run is in a verdict.
+    # The control: no run is both a selection run and a verdict run.
     assert not {r["folder"] for r in runs.values() if r["role"] == "selection"} & {
         r["folder"] for r in runs.values() if r["role"] == "verdict"
     }
@@ -122,7 +122,7 @@ def test_forks_begin_when_their_parents_are_there(world, tmp_path, capsys):
     fork = identity_of(out, later)["fork"]
     assert (fork["parent"], fork["step"], fork["noise"]) == (late["id"], 4, 1e-6)
     for run in (plain, late, later):
-        assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], "known before it ran"
+        assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], "the id was known before the run"
     assert [line["step"] for line in map(json.loads, (out / later["folder"] / "metrics.jsonl").open())] == [
         5,
         6,
@@ -172,7 +172,7 @@ def test_a_fork_of_a_checkpoint_has_the_seed_that_is_in_it(world, tmp_path):
     assert world("--out", "b", grid=grid) == 0
     _, others = record_of(tmp_path / "b")
     assert others["goes", 7]["fork"] == {"parent": "step00000003.ckpt", "step": 3}
-    assert others["goes", 7]["id"] == runs["late", 7]["id"], "the same run, whoever asks for it"
+    assert others["goes", 7]["id"] == runs["late", 7]["id"], "the id does not depend on the grid"
 
 
 REPLAY = (
@@ -248,7 +248,7 @@ def test_one_run_is_replayed_without_a_grid(world, tmp_path, capsys):
     assert "is completed: give a run that diverged" in capsys.readouterr().err
     assert world("--replay", run, "--out", "again") == 0
     record, replays = record_of(tmp_path / "again")
-    # 1, 5 and 20 % of 20 steps are 1 step (twice) and 4 steps.
+    # 1 % and 5 % of 20 steps are both 1 step, and 20 % are 4 steps.
     assert len(replays) == 1 + 1 + 2 * 3 * 3
     of = next(run for run in record["runs"] if run["role"] == "verdict")
     assert (tmp_path / "again" / of["folder"]).resolve() == (tmp_path / run).resolve()
@@ -270,7 +270,7 @@ def test_grids_share_the_runs_that_they_have_in_common(world, tmp_path, capsys):
     assert runs["alias", 1]["folder"] == runs["plain", 1]["folder"]
     assert len({run["folder"] for run in runs.values()}) == 5 and len(runs) == 6
     assert len(list((tmp_path / "both").glob("*/seed*/run.json"))) == 5
-    # Existing runs are found again if the grid has another order or another name.
+    # Existing runs are found again if an arm of the grid is renamed.
     assert world("--out", "alone", grid=one) == 0
     capsys.readouterr()
     renamed = one.replace("plain", "bare")

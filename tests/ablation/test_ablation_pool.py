@@ -38,7 +38,7 @@ def alive(pid):
 
 
 def until(condition, what, process=None):
-    """Wait until a condition holds; the time limit only prevents a hang."""
+    """Wait until a condition is true; the time limit only prevents a hang."""
     for _ in range(90_000):  # half an hour
         if condition():
             return
@@ -84,7 +84,7 @@ def test_a_second_call_trains_what_is_left_and_nothing_else(fake, tmp_path):
     before = {p: p.read_bytes() for act in ("finish", "diverge") for p in (tmp_path / act).rglob("*.*")}
     log = tmp_path / "sigkill/seed0/train.log"
     assert log.read_text().count("argv") == 1
-    # The stand-in fails at step 2 only if it starts before step 2. This time it continues after it.
+    # `fake_train` fails at step 2 only if it starts before step 2. This time it resumes from step 2.
     (tmp_path / "sigkill/seed0/status.json").write_text('{"status": "running", "step": 2}')
     outcomes = make_pool(tasks).run()
     assert [outcome.status for outcome in outcomes.values()] == ["completed", "diverged", "completed"]
@@ -179,7 +179,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def drive(fake, tmp_path):
-    """Start a pool with two hanging runs in its own process group, as a terminal does."""
+    """Start a pool with hanging runs in a separate process group, as a terminal does."""
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []
 
@@ -213,7 +213,7 @@ def drive(fake, tmp_path):
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_signal_lets_the_runs_end_in_order_and_a_second_call_goes_on(drive, tmp_path, number, whole_group):
     process, pids = drive(["hang"])
-    # Ctrl-C in a terminal and a SIGTERM to the group reach the server too.
+    # Ctrl-C in a terminal and a SIGTERM to the group also reach the server that forks the runs.
     (os.killpg if whole_group else os.kill)(process.pid, number)
     out, err = process.communicate()
     assert json.loads(out) == {"hang": ["interrupted", "SIGINT"]}

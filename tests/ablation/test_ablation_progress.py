@@ -31,7 +31,7 @@ def line(progress, pool):
 
 
 def make(tmp_path, states):
-    """Return a pool in the middle of its work: {arm: (outcome, step of its last metrics or None)}."""
+    """Return a pool during its work, from {arm: (outcome, step of its last metrics or None)}."""
     outcomes, running = {}, {}
     for arm, (outcome, step) in states.items():
         task = Task(arm, 0, (), tmp_path / arm, "id", 100)
@@ -68,14 +68,14 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     progress = PoolProgress(io.StringIO())
     assert line(progress, pool) == "run 3 of 6 · a seed 0 · step 20/100 · loss 3.21 · 2 running"
     now[0] += 10.0
-    # 30 more steps in 10 s, 10 of them of b: a has 60 steps left, b 90, next 100 and kept 60.
+    # 30 more steps in 10 s, 10 of them in b. Steps left: a 60, b 90, next 100, kept 60.
     log(tmp_path / "a", 40)
     log(tmp_path / "b", 10)
     assert line(progress, pool).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")
     pool.to_come = lambda: 3
     assert line(progress, pool).startswith("run 3 of 9")
     pool._signals = 1
-    assert line(progress, pool).endswith("2 running · stopping (again to end at once)")
+    assert line(progress, pool).endswith("2 running · stopping (press Ctrl-C again to kill the runs)")
 
 
 def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, monkeypatch):
@@ -112,16 +112,16 @@ def test_a_terminal_shows_the_table_of_the_running_runs_and_redraws_it(tmp_path,
         progress(pool)
         now[0] += 1.0
     pool.running = {}
-    progress(pool)  # nothing runs: a line alone
+    progress(pool)  # no run is active: only a line is printed
     progress.close()
     text = out.getvalue()
     frames = text.split("b seed 0")
-    assert len(frames) - 1 == 5  # a second apart, not at each call
-    assert all("\x1b[1A" in frame for frame in frames[1:]), "moves up to where it began"
+    assert len(frames) - 1 == 5  # one frame per second, not one per call
+    assert all("\x1b[1A" in frame for frame in frames[1:]), "the cursor moves up to the first line"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
     assert "running" in plain and "step" in plain
     assert all(len(line) <= 50 for line in plain.splitlines())
-    assert text.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "and is gone at the end"
+    assert text.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the table is removed at the end"
 
 
 def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_path):

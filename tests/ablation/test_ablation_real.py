@@ -1,4 +1,4 @@
-"""The pool with real training: a parent, its fork, and a diverged run with its replays."""
+"""`mmqk.ablate` with real training: a parent, its forks, and the replays of a diverged run."""
 
 import json
 import subprocess
@@ -50,13 +50,13 @@ def grid(tmp_path):
 
 
 def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_path):
-    """The known answer is a fork without a change: its losses equal its parent's, bit for bit."""
+    """Check against a known answer: the losses of a fork without a change equal those of its parent, bit for bit."""
     arguments = ["--config", str(grid), "--out", str(tmp_path / "out"), "--jobs", "1"]
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "Threads:\t1\n" in done.stdout, "the server that forks the runs must have no threads to lose"
+    assert "Threads:\t1\n" in done.stdout, "the server that forks the runs must have a single thread"
     runs = {run["arm"]: run for run in json.loads((tmp_path / "out/ablation.json").read_text())["runs"]}
     losses = {}
     for arm, run in runs.items():
@@ -69,8 +69,7 @@ def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_pat
 
 
 def test_replays_are_runs_that_the_parser_knows(grid, tmp_path):
-    """The status of a run and of its control says diverged. The replays that would be trained then resolve, field by
-    field."""
+    """The parser accepts every field of the planned replays, if a run and its control have status diverged."""
     out, resolver = tmp_path / "out", Resolver(1)
 
     def says(task, checkpoint=None):

@@ -1,4 +1,4 @@
-"""A claim that no result could support is refused before training, and all other claims are accepted."""
+"""A claim that no result could support is refused before training; other claims are accepted."""
 
 import json
 from pathlib import Path

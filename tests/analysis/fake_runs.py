@@ -1,4 +1,4 @@
-"""Run folders of the demonstration's shape with planted numbers, written without any of mmqk's own writers.
+"""Write run folders like those of the demo, with planted numbers, without using mmqk's writers.
 
 ``python tests/analysis/fake_runs.py FOLDER`` writes an example.
 """
@@ -23,9 +23,9 @@ UNIGRAM = {"text": 5.6, "image": 5.5}
 class Planted:
     """The planted results of an arm's runs.
 
-    ``logit`` is its largest attention logit at the end (log-spread ``spread`` over seeds), ``loss`` the final loss by
-    modality, ``excess`` the same over a known floor; ``diverges`` the step at which it stops; ``nan_from`` the step
-    from which probes are NaN.
+    ``logit`` is the largest attention logit at the end; its logarithm has the standard deviation ``spread`` over
+    seeds. ``loss`` and ``excess`` are the final loss and the final excess loss by modality. ``diverges`` is the step
+    of the divergence. From step ``nan_from`` on, probes are NaN.
     """
 
     logit: float
@@ -172,7 +172,7 @@ def write_demo(
     unigram: bool = True,
     change: Any = None,
 ) -> Path:
-    """Write a whole ablation under ``folder``; ``leave_out`` names arms whose runs never started.
+    """Write a whole ablation under ``folder``; the runs of the arms in ``leave_out`` are missing.
 
     ``change(grid)`` may alter the grid before it is written.
     """
@@ -197,7 +197,7 @@ def write_demo(
 def write_grid(
     folder: Path, grid: dict[str, Any], runs: list[tuple[dict[str, Any], Planted, dict[str, Any]]]
 ) -> Path:
-    """Write an ablation of any shape. ``runs`` are tuples (entry without its folder, planted results, settings)."""
+    """Write an ablation with any grid. ``runs`` are tuples (entry without its folder, planted results, settings)."""
     entries: list[dict[str, Any]] = []
     for entry, planted, settings in runs:
         name = f"{entry['arm']}-{len(entries):010x}/seed{entry['seed']}"
@@ -255,7 +255,7 @@ def write_run(
 def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
     """Yield the lines of a run's metrics, one per step."""
     rng = random.Random(f"{seed} {planted.logit} {planted.loss}")
-    # The spread is exact over three seeds, so that a test knows the planted standard deviation.
+    # Over three seeds, the standard deviation is exactly the planted one, so that tests can compare with it.
     final = planted.logit * math.exp(planted.spread * ((seed % 3) - 1))
     for step in range(end + 1):
         line: dict[str, float] = {"step": step}

@@ -1,4 +1,4 @@
-"""Run folders of a few planted series, written without any of mmqk's own writers."""
+"""Write run folders with a few planted series, without using mmqk's writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AUROC within strata, against Mann and Whitney's U, DeLong's variance and brute force."""
+"""Compare the AUROC within strata with Mann and Whitney's U, DeLong's variance and brute force."""
 
 import math
 

@@ -23,7 +23,7 @@ BASIC = {
 
 
 def study(tmp_path, arms, claims, seeds=range(6), lr=None, more=()):
-    """``arms``: {name: Planted, or a function of the seed}; ``more``: further runs."""
+    """Return a study. ``arms`` maps names to `Planted` or to a function of the seed; ``more`` has further runs."""
     runs = [
         ({"arm": arm, "seed": seed}, planted(seed) if callable(planted) else planted, {"optim.eps": arm})
         for arm, planted in arms.items()
@@ -66,7 +66,7 @@ def test_its_p_value_is_that_of_two_one_sided_tests(tmp_path):
         stats.ttest_ind(a - 0.2, b, alternative="less").pvalue,
     ]
     assert found.p == pytest.approx(2 * max(sides), rel=1e-3)
-    # A difference that was not observed is not a difference that was excluded.
+    # The difference is not significant, but the interval does not exclude a difference of min_effect.
     assert stats.ttest_ind(a, b).pvalue > 0.05 and found.verdict == "inconclusive"
 
 
@@ -260,7 +260,7 @@ def test_looks_take_a_close_verdict_away(tmp_path):
     assert found.verdict == "inconclusive" and found.adjusted.alpha < found.p < 0.05
 
 
-# What may be said ------------------------------------------------------------------------------------------------
+# Invalid claims --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exact tests against their definitions, by counting all outcomes."""
+"""Compare the exact tests with their definitions, by counting all outcomes."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Arms that share their runs until a fork are compared by their differences, and other arms are not."""
+"""Arms whose runs are identical until a fork are compared by their differences per seed; other arms are not."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}
 
 
 def group(name, forks):
-    """Return a group with one run per seed, and what each run was forked from."""
+    """Return a group with one run per seed; ``forks`` has the parent and the step of each run, or None."""
     runs = {}
     for seed, fork in forks.items():
         fork = fork and {**fork, "parent": fork["parent"].format(seed=seed)}

@@ -20,7 +20,7 @@ def control(verdict, kind):
 
 
 def negative(**fields):
-    """Return C2 with C10 as its negative control; C10 has its own fields and no controls."""
+    """Return a change of the grid: C10 gets these fields and becomes the negative control of C2."""
 
     def change(grid):
         grid["claims"][0]["negative_control"] = "C10"
@@ -33,7 +33,7 @@ def test_a_negative_control_shows_nothing_only_where_something_could_show(tmp_pa
     alike = {"image-off": Planted(60.0)}
     found = verdicts(tmp_path / "sound", alike, negative())
     assert control(found["C2"], "negative").passed and found["C2"].verdict == "reproduced"
-    # The effect is as small, but the runs learned nothing.
+    # The effect is still small, but the runs learned nothing.
     unlearned = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
     found = verdicts(tmp_path / "unlearned", unlearned, negative())
     assert found["C10"].effect.high < found["C10"].claim.min_effect
@@ -54,7 +54,7 @@ def test_a_contradiction_needs_its_negative_control_too(tmp_path):
 
 
 def test_no_difference_is_no_positive_control(tmp_path):
-    """C10 depends on C2: once C2 is an effect, once it is an equivalence that was reproduced."""
+    """C2 is the positive control of C10: first C2 claims an effect, then an equivalence that is reproduced."""
     assert verdicts(tmp_path / "effect")["C10"].verdict == "contradicted"
 
     def change(grid):
@@ -91,7 +91,7 @@ def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
 
 @pytest.mark.parametrize(("forked", "arms"), [(False, 5), (True, 3)])
 def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
-    """Otherwise each fork would add degrees of freedom without a new seed."""
+    """Forks of one run count once, because each fork would otherwise add degrees of freedom without a new seed."""
     planted = DEMO | {"late": Planted(60.0), "later": Planted(60.0)}
 
     def change(grid):

@@ -25,7 +25,7 @@ LACKS = "metrics.jsonl lacks 22 steps (90 to 111)"
 def test_no_verdict_rests_on_a_run_that_lacks_steps(tmp_path):
     folder = write_demo(tmp_path / "demo")
     before = {v.claim.id: v for v in judge(load_study(folder))}
-    assert before["C2"].verdict == "reproduced"  # the control: whole
+    assert before["C2"].verdict == "reproduced"  # the control: no steps are missing
     keep(folder / "mixed-0000000000/seed1/metrics.jsonl", {*range(90), *range(112, 201)})
     study = load_study(folder)
     after = {v.claim.id: v for v in judge(study)}
@@ -34,17 +34,17 @@ def test_no_verdict_rests_on_a_run_that_lacks_steps(tmp_path):
     assert after["C2"].open in after["C2"].as_record()["note"]
     rows = {row["name"]: row["remarks"] for row in run_rows(study, {})}
     assert rows["mixed-0000000000/seed1"] == f"{LACKS[0].upper()}{LACKS[1:]}."
-    assert all("lacks" not in said for name, said in rows.items() if name != "mixed-0000000000/seed1")
+    assert all("lacks" not in remark for name, remark in rows.items() if name != "mixed-0000000000/seed1")
 
 
 def test_the_mark_of_a_resume_counts_too(tmp_path):
-    """The file does not show that values were changed; status.json records it."""
+    """metrics.jsonl does not show that its values were changed, but status.json records it."""
     folder = write_demo(tmp_path / "demo")
     path = folder / "mixed-qk-0000000001/seed2/status.json"
-    said = "metrics.jsonl was changed after it was written"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"lost": said}))
+    reason = "metrics.jsonl was changed after it was written"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lost": reason}))
     found = {v.claim.id: v for v in judge(load_study(folder))}
-    assert found["C2"].verdict == "inconclusive" and said in found["C2"].open
+    assert found["C2"].verdict == "inconclusive" and reason in found["C2"].open
 
 
 def test_a_control_with_such_a_run_does_not_pass(tmp_path):
@@ -56,7 +56,7 @@ def test_a_control_with_such_a_run_does_not_pass(tmp_path):
         )
         return found
 
-    assert control().passed  # the control of the control
+    assert control().passed  # no steps are missing yet
     keep(folder / "high-pre-0000000003/seed0/metrics.jsonl", range(100))
     assert not control().passed and "lacks 41 steps (100 to 140)" in control().detail
 
@@ -116,7 +116,7 @@ def test_what_the_report_sees_by_itself(tmp_path, harm, says):
 
 
 def test_a_diverged_run_and_a_fork_are_whole(tmp_path):
-    """No file has the steps after a divergence or before a fork."""
+    """The steps after a divergence and before a fork do not count as missing."""
     path = write_run(tmp_path / "a" / "x", Planted(50.0, diverges=120))
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"step": 128, "val_loss/text": 5.0}\n')

@@ -1,4 +1,4 @@
-"""Metrics of claims against planted numbers."""
+"""Compare the metrics of claims with planted numbers."""
 
 import json
 import math
@@ -61,7 +61,7 @@ def test_a_last_value_that_is_not_finite_is_worst_whatever_came_before(tmp_path,
     if last != "-inf":
         assert largest_attention_logit(run) == math.inf
     assert METRICS["attention_entropy"].measure(run, "text") == -math.inf
-    # The control: two probes before the end, the same value is one outlier of three.
+    # The control: if the value is not the last one but two probes earlier, it is one outlier of three.
     for step in (206, 207):
         run = append(
             tmp_path,

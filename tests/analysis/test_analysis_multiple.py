@@ -1,4 +1,4 @@
-"""Corrections for several claims and several looks, against closed testing, the definitions and simulated t-tests."""
+"""Compare corrections for several claims and looks with closed testing, the definitions and simulated t-tests."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def test_holm_is_the_closed_test_of_bonferronis(p_values):
 
 def test_holm_gives_back_what_is_spent():
     assert [level for level, _ in holm([0.001, 0.04])] == [0.025, 0.05]
-    # Nothing is rejected at the first step, so the second has the same level.
+    # Nothing is rejected at the first step, so the second step has the same level as the first.
     assert [level for level, _ in holm([0.03, 0.04])] == [0.025, 0.025]
     assert holm([0.04])[0] == (0.05, 0.04)
 
@@ -45,7 +45,7 @@ def test_benjamini_hochberg_takes_the_smallest_ratio_of_the_larger_p_values(p_va
 
 
 def errors(first, last, level, draws=20_000):
-    """Return how often some look at two equal normal arms is below the level, by scipy's t-test."""
+    """Return how often scipy's t-test of two equal normal arms is significant at ``level`` in at least one look."""
     rng = np.random.default_rng(5)
     a, b = rng.normal(size=(2, draws, last))
     ps = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue for n in range(first, last + 1)]

@@ -142,7 +142,7 @@ def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():
 
 
 def crossed(tmp_path, claim, slopes=(0.5, 0.1), drop=()):
-    """Return two families over an axis, in which the log of the largest logit rises with a given slope."""
+    """Return a study of two families over an axis; the log of the largest logit has the slope of the family."""
     runs = []
     for family, slope in zip("ab", slopes, strict=True):
         for depth in (2, 4, 8):

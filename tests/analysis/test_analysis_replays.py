@@ -1,4 +1,4 @@
-"""Labels of replays for planted divergence steps."""
+"""Check the labels of replays with planted divergence steps."""
 
 import itertools
 import math
@@ -85,7 +85,7 @@ def test_every_depth_must_agree():
 
 
 def test_a_step_of_difference_is_no_difference():
-    """Just before the divergence all replays of a precision end at the same step."""
+    """Replays that start just before the divergence all diverge at the same step if their precision is the same."""
     times = {"bf16-fused": [1000] * 3, "bf16-math": [1000] * 3, "fp32": [1001] * 3}
     assert verdict(replays_of(times, depth=0.05, step=950)).label == "dynamics"
     assert verdict(replays_of({**times, "fp32": [1004] * 3}, depth=0.05, step=950)).label == "undecided"
@@ -110,7 +110,7 @@ def test_runs_without_replays_have_no_verdict():
 
 
 def test_how_often_times_of_one_distribution_look_different():
-    """Count that 2 of the 84 orders of 3 fp32 times among 9 fail, as the docstring of the module states."""
+    """Check the count in the module docstring: 2 of the 84 orders of 3 fp32 times among 9 times fail."""
     looks_different = 0
     for fp32 in itertools.combinations(range(9), 3):
         bf16 = [i for i in range(9) if i not in fp32]

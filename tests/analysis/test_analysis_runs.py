@@ -1,4 +1,4 @@
-"""Run folders are found at any depth, and damaged ones are loaded."""
+"""Run folders are found at several depths, and damaged ones are loaded."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
     tags = [f"t{i}" for i in range(9)]
     expected: dict[str, dict[int, float]] = {}
     text = []
-    # The lines have changing keys, repeated and unordered steps, and values that are no numbers.
+    # The lines have changing keys, repeated and unordered steps, and values that are not numbers.
     for step in rng.integers(0, 60, 200).tolist():
         line = {}
         for tag in rng.permutation(tags)[: rng.integers(1, 9)].tolist():
@@ -85,7 +85,7 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
             steps, values = run.series(tag)
             assert steps.tolist() == sorted(by_step)
             np.testing.assert_array_equal(values, [by_step[step] for step in sorted(by_step)])
-        assert run.notes[2:] == notes  # after those of two missing records
+        assert run.notes[2:] == notes  # the first two notes are about missing records
         with open(path / "metrics.jsonl", "a") as file:
             file.write('{"step": 61, "t0": 3.')
 

@@ -1,4 +1,4 @@
-"""The statistics against scipy's, and their stated coverage."""
+"""Compare the statistics with scipy's, and check their stated coverage."""
 
 import math
 
@@ -48,14 +48,15 @@ def test_the_interval_is_welchs_where_the_two_arms_are_wilder_than_the_pool():
     expected = stats.ttest_ind(wild, B, equal_var=False).confidence_interval(0.95)
     assert effect.of == "two arms"
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
-    # Two arms with a small spread take over the spread of a third, noisy arm.
+    # Two arms with a small spread use the pooled spread, which a third arm with a large spread increases.
     effect = paired_effect(by_seed(B), by_seed(C), spread)
     assert effect.of == "pooled"
     assert effect.high - effect.value == pytest.approx(stats.t.ppf(0.975, 6) * spread.sd * math.sqrt(2 / 3))
 
 
 def test_runs_of_one_history_are_compared_by_their_differences():
-    """Seeds are far apart and each has a small difference: the paired test detects it, the other rule does not."""
+    """Seeds differ much, and the arms differ little at each seed: the paired test detects the difference, but the
+    unpaired interval does not."""
     a, b = [5.12, 5.21, 5.10, 4.7], [5.16, 5.25, 5.145, 4.735]
     spread = pooled_spread({"a": a, "b": b})
     effect = paired_effect(by_seed(a), by_seed(b), spread, share_history=True)
@@ -67,8 +68,8 @@ def test_runs_of_one_history_are_compared_by_their_differences():
 
 
 def misses(sds, draws=4000):
-    """Return the shares of draws in which the interval of two of three null arms excludes 0: by our rule, and by the
-    pooled interval alone (the control)."""
+    """Return how often the interval of the difference between two of three equal arms excludes 0: by our rule, and by
+    the pooled spread alone (the control)."""
     rng = np.random.default_rng(3)
     missed = pooled = 0
     for _ in range(draws):
@@ -106,7 +107,7 @@ def test_equal_seeds_have_no_spread():
 
 
 def test_smallest_detectable_effect_is_that_of_methods():
-    """(t_.975 + t_.8)·s·√(2/n): a pooled seed SD of 0.14 finds about 0.35 with three seeds, 0.24 with six."""
+    """(t_.975 + t_.8)·s·√(2/n) with a pooled SD over seeds of s = 0.14: about 0.35 for three seeds, 0.24 for six."""
     for n, expected in ((3, 0.35), (6, 0.24)):
         values = 0.14 * stats.zscore(np.arange(n), ddof=1)
         spread = pooled_spread({arm: list(values) for arm in ("a", "b", "c", "d", "e")})
@@ -126,7 +127,7 @@ def test_null_arms_are_rarely_told_apart():
         arms = {name: list(rng.normal(0, 0.14, 3)) for name in "abc"}
         effect = paired_effect(by_seed(arms["a"]), by_seed(arms["b"]), pooled_spread(arms))
         wrong += not effect.low <= 0 <= effect.high
-        # The control: with the normal quantile, three seeds would seem to have more power.
+        # The control: with the normal quantile, the interval is too narrow.
         half = (effect.high - effect.value) * 1.96 / quantile_t(0.975, effect.df)
         tight += abs(effect.value) > half
     assert wrong / draws <= 0.065

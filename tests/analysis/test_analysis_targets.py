@@ -26,7 +26,7 @@ TARGETS = {"text": 55.0, "image": 48.0}
 
 
 def study_of(folder: Path, batch: dict[str, int], targets: dict[str, float]) -> Study:
-    """Each arm has three seeds; seeds and arms read slightly different text."""
+    """Return a study in which each arm has three seeds, with slightly different numbers of text targets."""
     off = {**C10, "positive_control": ""}
     claims = [{**C2, "positive_control": ""}, {**off, "control": "image-off-matched"}, {**off, "id": "C10b"}]
     claims.append({**C13, "arms": ["mixed", "mixed-qk", "image-off"]})
@@ -50,7 +50,7 @@ def study_of(folder: Path, batch: dict[str, int], targets: dict[str, float]) -> 
 
 
 def said(study: Study) -> dict[str, str]:
-    """The sentence by claim."""
+    """Return the sentence about trained targets by claim."""
     notes = {verdict.claim.id: verdict.notes for verdict in judge(study)}
     return {
         claim: next((note for note in found if note.startswith("Trained targets")), "")

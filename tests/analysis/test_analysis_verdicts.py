@@ -21,7 +21,7 @@ def verdicts(tmp_path, planted=None, **kwargs):
 
 
 def claim(number, **fields):
-    """Return a change of the grid: the fields of its claim with this number; None removes a field."""
+    """Return a change of the grid: set these fields of one of its claims; None removes a field."""
 
     def change(grid):
         for name, value in fields.items():
@@ -71,7 +71,7 @@ def test_with_a_failed_positive_control_it_is_inconclusive(tmp_path):
     found = verdicts(tmp_path, planted)
     assert found["C2"].verdict == "inconclusive"
     assert not controls(found["C2"])["positive control P1"]
-    # C10 leans on C2.
+    # C2 is the positive control of C10.
     assert found["C10"].verdict == "inconclusive"
     assert not controls(found["C10"])["positive control C2"]
 
@@ -183,8 +183,7 @@ def test_logits_above_the_bound_decide_nothing(tmp_path):
 def test_the_bound_is_checked_of_runs_alone(tmp_path):
     study = load_study(write_demo(tmp_path / "demo"))
     assert within_bound(study.of_arm("mixed")) is None
-    # The same two numbers are in one layer or in two: each layer is compared with its own bound, and only finite
-    # logits count.
+    # The logit 8 is in the layer with the bound 4 or in the layer with the bound 9. Only finite logits count.
     for layer, passed in ((0, False), (1, True)):
         name = tmp_path / f"layer{layer}"
         name.mkdir()
@@ -206,7 +205,7 @@ def test_diverged_seeds_count(tmp_path):
 
 
 def test_nan_in_the_treatment_ranks_worst_and_cannot_contradict(tmp_path):
-    """A run that ends in NaN had at least the largest logit that was observed before."""
+    """A run that ends in NaN counts with the largest logit that was observed, as a lower bound."""
     nan = replace(DEMO["mixed"], nan_from=160)
     found = verdicts(tmp_path / "a", {"mixed": nan})["C2"]
     assert found.verdict == "reproduced"
@@ -223,7 +222,7 @@ def test_nan_in_the_control_cannot_reproduce(tmp_path):
 
 
 def diverge(*places):
-    """Runs (arm, seed) whose status is changed to diverged by the rule on the loss, with finite logits."""
+    """Return a function that sets the status of these runs (arm, seed) to diverged; their logits stay finite."""
 
     def change(folder):
         for arm, seed in places:
@@ -317,7 +316,7 @@ def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
 
 
 def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
-    """The interval must exclude min_effect, not 0; simulated with the spread of these seeds."""
+    """The interval must exclude min_effect, not 0. The power is simulated with the spread of these seeds."""
     found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
     needed = found.claim.min_effect + found.effect.beyond(0.05)
     assert f"a factor of {number(math.exp(needed), 2)}" in found.notes[-1]

@@ -1,4 +1,4 @@
-"""The order of growth, for series with a known order."""
+"""Check the order of growth for series with a known order."""
 
 import json
 import math
@@ -12,7 +12,7 @@ STEPS = range(0, 201, 20)
 
 
 def run_of(folder, warmup=40, **series):
-    """Write a run folder with these series as functions of the step; ``__`` stands for ``/``."""
+    """Return a run with these series, given as functions of the step; ``__`` in a name means ``/``."""
     folder.mkdir(parents=True)
     config = {"optim": {"warmup_steps": warmup}} if warmup is not None else {}
     (folder / "run.json").write_text(json.dumps({"id": "0", "details": {"config": config}}))
@@ -53,8 +53,8 @@ def test_a_calm_run_names_nothing(tmp_path):
         tmp_path / "run",
         q_norm__text__layer01=lambda step: 1.0 + step / 250,  # less than twofold
         attn_entropy__text__layer00=lambda step: 3.0 - step / 200,
-        attn_logit_absmax__text_image__layer00=lambda step: 50.0 if step == 100 else 5.0,  # it returned
-        lr=lambda step: 1e-3 * (step + 1),  # no statistic of a growth
+        attn_logit_absmax__text_image__layer00=lambda step: 50.0 if step == 100 else 5.0,  # only one large value
+        lr=lambda step: 1e-3 * (step + 1),  # not a statistic whose growth counts
     )
     assert places(calm) == []
 

@@ -20,7 +20,7 @@ SIZE = 0.2231
 
 
 def study_of(folder, logits, hypotheses, seeds=6, spread=0.05):
-    """Return a grid of arms with these largest logits; claim K compares the k-th arm with the first."""
+    """Return a study of arms with these largest logits; one claim per later arm compares it with the first arm."""
     names = list(logits)
     runs = [
         ({"arm": arm, "seed": seed}, Planted(logit, spread=spread), {})
@@ -65,8 +65,8 @@ def test_a_failed_check_tells_nothing(tmp_path):
 
 
 def test_possible_states_and_predictions_against_points_of_the_interval(tmp_path):
-    """The reference: a state is possible if it contains a point of the interval, and a prediction is judged by all
-    points."""
+    """The reference: a state is possible if it contains a point of the interval, and a prediction is checked at every
+    point."""
     study = study_of(tmp_path, {"base": 20.0, "up": 60.0}, [])
     (verdict,) = judge(study)
     for low, high in product((-0.5, -0.3, -0.1, 0.1, 0.3), repeat=2):

@@ -1,4 +1,4 @@
-"""Family metrics over learning rates and axes, against examples computed by hand and scipy."""
+"""Compare family metrics over learning rates and axes with examples computed by hand and with scipy."""
 
 import math
 
@@ -36,7 +36,8 @@ def value(name, runs):
 
 
 def test_lr_sensitivity_by_hand(tmp_path):
-    # Losses 3, 2.5, 6, diverged; clipped at the first loss 7: the mean of 0.5, 0, 3.5, 4.5.
+    # The losses are 3, 2.5, 6 and diverged. Clipped at the initial loss 7, they exceed the lowest loss 2.5 by 0.5, 0,
+    # 3.5 and 4.5.
     runs = [
         ended(tmp_path, 0.3, 2.4, status="diverged"),  # not finished: 2.4 is not its final loss
         ended(tmp_path, 0.001, 3.0),
@@ -56,14 +57,14 @@ def test_lr_sensitivity_by_hand(tmp_path):
 
 
 def test_lr_sensitivity_clips_the_excess_where_every_run_has_one(tmp_path):
-    # The floor differs between batches, so clipping at the first excess 4.2 differs from clipping at the first loss
-    # 7.
+    # The floor differs between batches, so clipping at the initial excess loss 4.2 differs from clipping at the
+    # initial loss 7.
     runs = [
         ended(tmp_path, 0.01, 3.0, excess=(4.2, 0.5)),
         ended(tmp_path, 0.1, 6.8, excess=(4.2, 4.3)),
     ]
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.7) / 2)
-    runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # without an excess: the loss of both
+    runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # has no excess loss, so the loss of both runs is used
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.8) / 2)
 
 
@@ -113,7 +114,7 @@ def test_what_is_missing_is_named(tmp_path, name):
 
 def test_first_unstable_learning_rate(tmp_path):
     runs = [
-        ended(tmp_path, 0.001, 4.0),  # slow, not unstable: below the best one
+        ended(tmp_path, 0.001, 4.0),  # slow, not unstable: below the best learning rate
         ended(tmp_path, 0.01, 3.0),
         ended(tmp_path, 0.03, 3.05),
         ended(tmp_path, 0.1, 3.2),
@@ -125,7 +126,7 @@ def test_first_unstable_learning_rate(tmp_path):
     found = value("first_unstable_lr", runs[:3])
     assert found.value == pytest.approx(0.09) and "bound" in found.why and found.towards == 1
     assert value("first_unstable_lr", runs)[1:] == ("", 0)
-    # All of them: the lowest.
+    # If all learning rates are unstable, the value is the lowest one.
     lost = [ended(tmp_path / "lost", rate, 7.0, status="diverged") for rate in (0.01, 0.1)]
     assert value("first_unstable_lr", lost).value == value("first_diverging_lr", lost).value == 0.01
 

@@ -1,4 +1,4 @@
-"""Which part of the mean squared logit grew: the power of q and k, or their alignment."""
+"""Test the metric that shows which part of the mean squared logit grew: the power of q and k, or their alignment."""
 
 import math
 
@@ -12,7 +12,7 @@ START = (2.0, 3.0, -4.0)
 
 
 def run_with(folder, parts):
-    """Write a run with two layers; ``parts`` are the log power of q, the log power of k and the log alignment."""
+    """Return a run with two layers; ``parts`` are the log power of q, the log power of k and the log alignment."""
     names = ("logit_q_power", "logit_k_power", "logit_alignment")
     return small_run(
         folder,

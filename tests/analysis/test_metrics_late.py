@@ -1,4 +1,4 @@
-"""Failure after a long improvement: planted curves whose answer is known."""
+"""Test the metrics of late failure on planted curves with known answers."""
 
 import math
 
@@ -15,7 +15,7 @@ STEPS = 6000
 
 
 def curve(best_at: int, rise: float, until: int = STEPS) -> list[float]:
-    """Falls by 1 nat until ``best_at``, then lies ``rise`` above its lowest value."""
+    """Return losses that fall by 1 nat until ``best_at``, and then stay ``rise`` above their lowest value."""
     steps = np.arange(1, until + 1)
     return np.where(steps <= best_at, 5 - steps / best_at, 4 + rise).tolist()
 
@@ -34,9 +34,9 @@ def value(name, run):
     [
         (4000, 0.3, 4500, 1.0),
         (4000, 0.08, None, 0.0),  # not 0.1 nat above the best window
-        (1000, 0.4, 1500, 1.0),  # early in the run, but two thirds of its life
-        (5500, 0.3, None, 0.0),  # only one window lies above
-        (6000, 0.0, None, 0.0),  # it improves to the end
+        (1000, 0.4, 1500, 1.0),  # early in the run, but after two thirds of the steps before the failure
+        (5500, 0.3, None, 0.0),  # only one window is above the best window
+        (6000, 0.0, None, 0.0),  # the loss improves to the end
     ],
 )
 def test_a_planted_rise_is_the_failure(tmp_path, best_at, rise, failed, late):
@@ -47,14 +47,14 @@ def test_a_planted_rise_is_the_failure(tmp_path, best_at, rise, failed, late):
 
 def test_a_rise_that_comes_back_is_no_failure(tmp_path):
     losses = np.array(curve(6000, 0.0))
-    losses[3000:4500] += 0.4  # between: the divergence rule asks for 0.5
+    losses[3000:4500] += 0.4  # above the 0.1 nat of a failure, below the 0.5 nat of the divergence rule
     assert failure_step(run_of(tmp_path / "x", losses.tolist())) is None
     losses[4500:] += 0.7
     assert failure_step(run_of(tmp_path / "y", losses.tolist())) is not None  # the control
 
 
 def test_a_divergence_after_an_early_best_is_not_late(tmp_path):
-    """The image loss stops improving at a sixth of the run's life, although the text loss goes on."""
+    """The image loss stops improving after a sixth of the steps, although the text loss improves to the end."""
     text, image = curve(6000, 0.0), curve(1000, 0.05)
     run = run_of(tmp_path / "x", text, image, status="diverged", step=6000)
     assert failure_step(run) == 6000
@@ -71,12 +71,12 @@ def test_a_run_that_was_stopped_has_no_value(tmp_path):
 def test_windows_are_means_over_their_steps(tmp_path):
     losses = np.random.default_rng(0).normal(4, 1, 1800)
     steps, means = window_means(run_of(tmp_path / "x", losses.tolist()), "text")
-    assert steps.tolist() == [500, 1000, 1500]  # the last 300 steps are no whole window
+    assert steps.tolist() == [500, 1000, 1500]  # the last 300 steps do not fill a window
     np.testing.assert_allclose(means, losses[:1500].reshape(3, 500).mean(1))
 
 
 def test_a_count_of_late_failures_leaves_out_early_ones(tmp_path):
-    """A diverged run counts by the value of the metric, which is exact, and not as diverged."""
+    """A diverged run is counted by the value of the metric, which is exact, and not because it diverged."""
     arms = {"a": Planted(10.0, diverges=140, validated=False), "b": Planted(10.0)}
     claim = BASIC | {"test": "count", "metric": "late_failure", "at_least": 1, "min_effect": 0.2}
     assert one(tmp_path / "late", arms, [claim]).counts == {"a": (0, 6), "b": (0, 6)}

@@ -1,4 +1,4 @@
-"""The parts of an attention logit, mean + offset + spread, from rows of logits that the test computes itself."""
+"""Test the parts of an attention logit (mean + offset + spread) on random rows of logits."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Outcomes of runs against the definitions, with numbers on both sides of each threshold."""
+"""Compare the outcomes of runs with the definitions, with numbers on both sides of each threshold."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md says what the code does."""
+"""Check that docs/metrics.md agrees with the code."""
 
 import re
 from pathlib import Path

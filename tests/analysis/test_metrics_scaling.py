@@ -1,4 +1,4 @@
-"""Model size against torch's own count, and extrapolation of planted curves."""
+"""Compare the model size with torch's count, and test the extrapolation of planted curves."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_a_quadratic_is_continued_exactly(tmp_path):
     # it.
     runs[-1] = sized(tmp_path / "off", SIZES[-1], logit=5 * curve(SIZES[-1]))
     assert metric.measure(runs, modality) == pytest.approx(1 / 5)
-    # A linear fit would miss it, because the quadratic term is needed.
+    # A fit to smaller models on a straight line predicts too small a logit, because it lacks the quadratic term.
     straight = [sized(tmp_path / f"line{i}", m, logit=curve(m, c=0)) for i, m in enumerate(SIZES[:4])]
     assert metric.measure([*straight, runs[-1]], modality) < 1 / 5
 

@@ -1,4 +1,4 @@
-"""Spikes, divergence and warnings of a run, against brute force and numbers computed by hand."""
+"""Compare spikes, divergence and warnings of a run with brute force and with numbers computed by hand."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_spike_score_is_that_of_brute_force(tmp_path):
     )
     assert value("spike_score", run) == pytest.approx(brute_spike_score(losses.tolist()))
     assert value("spike_score", run) == pytest.approx(100 * 3 / 1300)
-    # The controls: another series of the same run has no spike, and an equal decrease is no spike.
+    # The controls: another series of the same run has no spike, and an equally large decrease is no spike.
     assert value("spike_score/text", run) == 0 == value("grad_norm_spike_score", run)
     down = noise(1400)
     down[[300, 700]] -= 0.5
@@ -60,12 +60,12 @@ def test_the_denominator_of_the_spike_score_is_the_one_of_the_page(tmp_path):
     losses[[150, 200]] += 0.5
     found = value("spike_score", small_run(tmp_path / "x", {"loss": losses.tolist()}))
     assert found == pytest.approx(100 * 2 / (250 - int(stated[1])))
-    assert found != pytest.approx(100 * 2 / 250)  # the control: of all losses it is another number
+    assert found != pytest.approx(100 * 2 / 250)  # the control: the share of all losses is another number
 
 
 def test_spike_rate_is_that_of_a_median_filter(tmp_path):
     losses = noise(500)
-    losses[[50, 150, 250, 251]] += 0.3  # the first one has no whole window around it
+    losses[[50, 150, 250, 251]] += 0.3  # the window around step 50 is not complete
     run = small_run(tmp_path / "x", {"loss/image": losses.tolist()})
     above = losses > ndimage.median_filter(losses, size=201) + 0.1
     assert (
@@ -158,7 +158,7 @@ def test_lead_time_by_hand(tmp_path):
     assert value("alarm_lead_time(collapse)", run) == 27
     assert value("alarm_lead_time(growth)/image", run) == 7
     assert value("alarm_lead_time(growth, collapse)/image", run) == 27
-    # There was no warning of this kind, or it came in the step of the divergence.
+    # The lead time is 0 if there was no warning of this kind, or only at the step of the divergence.
     assert value("alarm_lead_time(spike)", run) == 0
     late = small_run(
         tmp_path / "late",
@@ -181,7 +181,7 @@ def test_without_a_file_the_alarms_are_those_of_the_numbers(tmp_path):
     run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100))
     rang = [a for a in alarms_of(read_metrics(run.path / "metrics.jsonl")) if a.name == "collapse"]
     assert rang[0].step == 40 and value("alarm_lead_time", run) == 17
-    # The control: the file, where there is one, is what the run saw.
+    # The control: if the run has an alarm file, the alarms of the file are used.
     (run.path / "alarms.jsonl").write_text(
         json.dumps({"name": "collapse", "step": 50, "tag": "x", "value": 1, "threshold": 1, "sentence": ""})
         + "\n"

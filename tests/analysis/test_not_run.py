@@ -23,7 +23,7 @@ def test_it_takes_no_level_from_its_family(tmp_path):
     beside, second = judge(study(tmp_path / "two", ARMS, [BASIC, ABSENT]))[0], BASIC | {"id": "C6"}
     three = judge(study(tmp_path / "three", ARMS, [BASIC, second]))[0]
     assert beside.adjusted.claims == alone.adjusted.claims == 1
-    assert three.adjusted.claims == 2  # the control: a claim with arms does
+    assert three.adjusted.claims == 2  # the control: a claim with arms counts in the family
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The whole pipeline on runs that are all alike, and on effects that were put in: docs/experiments/null_arms.py."""
+"""Test the whole pipeline on equal arms and on planted effects, with docs/experiments/null_arms.py."""
 
 import importlib.util
 import math
@@ -27,7 +27,8 @@ def null():
 
 
 def test_a_thousand_splits_of_arms_that_are_alike(null):
-    """Six claims, learning rates chosen, the true effect just at min_effect: the worst case. At most 6.5 %."""
+    """With six claims, selected learning rates and a true effect of min_effect (the worst case), at most 6.5 % of the
+    splits have a false verdict."""
     rate = null.false_verdicts(null.SIX, draws=1000)
     assert rate.draws == 1000 and rate.upper <= 0.065
 
@@ -42,8 +43,8 @@ def test_without_an_effect_nothing_is_reproduced(null):
 
 
 def smallest_p(null, metrics, first, last, orders):
-    """Smallest p-value of scipy's t-test over looks, by metric and order of the stored seeds; ``orders`` has the
-    seeds of both arms in its columns, those of the control first."""
+    """Return the smallest p-value of scipy's t-test over looks, by metric and order of the stored seeds; the columns
+    of ``orders`` are the seeds of the control, then those of the treatment."""
     found = []
     for name in metrics:
         values = np.array([metric_value(null.pool()[0.04, seed], name) for seed in null.SEEDS])
@@ -55,8 +56,8 @@ def smallest_p(null, metrics, first, last, orders):
 
 
 def test_seeds_that_are_added_are_paid_for(null):
-    """The pipeline decides what scipy's t-tests at the level of a look decide, and these err in 20,000 splits in at
-    most 6.5 %; where looks are not paid for, in more than 8 %."""
+    """The pipeline decides as scipy's t-tests at the level of a look do. These tests err in at most 6.5 % of 20,000
+    splits; without the correction for looks, they err in more than 8 %."""
     metrics = ("largest_attention_logit", "final_norm", "final_excess/text")
     rng = np.random.default_rng(7)
     orders = np.argsort(rng.random((20_000, len(null.SEEDS))), axis=1)
@@ -64,7 +65,7 @@ def test_seeds_that_are_added_are_paid_for(null):
     wrong, free = (int((smallest <= level).sum()) for level in (level_of_look(0.05 / 3, 6, 10), 0.05 / 3))
     assert clopper_pearson(wrong, len(orders))[1] <= 0.065
     assert free / len(orders) > 0.08
-    # Splits that scipy calls wrong, and as many that it does not.
+    # Take splits in which scipy's t-tests err, and as many splits in which they do not.
     chosen = [*np.flatnonzero(smallest <= 0.01)[:15], *np.flatnonzero(smallest > 0.01)[:15]]
     pools = {"plain": null.pool(), "a": null.pool(null.AT_DELTA)}
     for paid, level in ((True, level_of_look(0.05 / 3, 6, 10)), (False, 0.05 / 3)):
@@ -76,7 +77,7 @@ def test_seeds_that_are_added_are_paid_for(null):
 
 
 def test_a_planted_effect_is_found(null):
-    """A doubling where more than a factor of 1.25 is claimed, six seeds, one of six claims."""
+    """The true effect is a factor of 2, and the claim is a factor above 1.25."""
     planted = null.Planted(math.log(2))
     assert null.found(null.MATCHED, planted, draws=120).value >= 0.7
     assert null.found(null.MATCHED, null.Planted(null.DELTA_LOG), draws=80).value <= 0.05
@@ -85,7 +86,7 @@ def test_a_planted_effect_is_found(null):
 
 
 def test_the_series_are_those_of_the_file(null):
-    """Read by the metrics, they give what the lines of the file give by hand."""
+    """The metrics of the runs equal the numbers computed by hand from the lines of the file."""
     lines = [line.split(",") for line in (ROOT / "docs/experiments/null_arms.csv").read_text().splitlines()]
     head, runs = lines[0], null.pool(null.Planted(math.log(3), 0.5))
     assert len(runs) == len(null.RATES) * len(null.SEEDS) == (len(lines) - 1) / 3

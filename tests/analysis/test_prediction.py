@@ -23,13 +23,13 @@ CLAIM = {
 
 
 def run(logit: float, seed: int, failed: bool, spread: float = 0.3) -> Planted:
-    """A run whose final losses do not depend on the seed, so that no run stalls."""
+    """Return a run whose final losses do not depend on the seed, so that no run stalls."""
     loss = {"text": 3.4 - 0.02 * seed, "image": 4.6 - 0.02 * seed}
     return Planted(logit, loss, spread, diverges=140 if failed else None, validated=not failed)
 
 
 def arm(failed_logit: float, logit: float = 10.0, base: float = 1.0):
-    """Every second run diverges, at ``failed_logit`` times ``base``."""
+    """Return an arm in which every second run diverges; the logit is ``base`` times ``failed_logit`` or ``logit``."""
 
     def planted(seed: int) -> Planted:
         failed = seed % 2 == 0

@@ -1,4 +1,4 @@
-"""The ranking of remedies against numbers computed here by hand, from runs written without mmqk's writers."""
+"""Compare the ranking of remedies with numbers computed by hand, on runs written without mmqk's writers."""
 
 import csv
 import io
@@ -89,7 +89,7 @@ def test_the_numbers_of_the_ranking(tmp_path):
     assert good.difference.high - good.difference.value == pytest.approx(half)
     assert good.sensitivity == pytest.approx(np.mean([0.3, 0.1, 0.0, 0.2]))
     assert (good.rate, good.at_edge) == (0.03, False) and good.trains == dict.fromkeys(RATES, True)
-    # Within 0.25 of 4.7, the best of the arm without a remedy.
+    # True for losses at most 0.25 nat above 4.7, the best loss of the arm without a remedy.
     assert made.controls[0].trains == {0.003: True, 0.01: True, 0.03: False, 0.1: False}
     # The median of the last three probes.
     assert good.logit == pytest.approx(10.0) and math.exp(good.logit_ratio.value) == pytest.approx(0.25)
@@ -101,7 +101,7 @@ def test_the_numbers_of_the_ranking(tmp_path):
 
 
 def test_a_remedy_that_is_worse_in_both_is_not_on_the_front(tmp_path):
-    """The control: without `wide`, `bad` still loses to `good` in loss and in sensitivity."""
+    """The control: without `wide`, `bad` is still worse than `good` in loss and in sensitivity."""
     made = ranking(grid_of(tmp_path, ("plain", "good", "bad")))
     assert made.front == {"good"}
 

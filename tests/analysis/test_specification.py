@@ -1,4 +1,4 @@
-"""The specification curve: planted effects under each choice, against plain arithmetic."""
+"""Test the specification curve: the effect for each choice, compared with plain arithmetic on planted numbers."""
 
 import csv
 import math

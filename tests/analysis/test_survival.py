@@ -1,4 +1,4 @@
-"""Kaplan-Meier curves and the log-rank test, against their definitions, and where a page has them."""
+"""Compare Kaplan-Meier curves and the log-rank test with their definitions, and check which claims have them."""
 
 import numpy as np
 import pytest

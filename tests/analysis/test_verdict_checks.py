@@ -22,7 +22,7 @@ LEARNED, DECLARED, SEEDS = "modalities learned", "arms differ only as declared",
 
 
 def plain(**fields):
-    """Return C2 as the docs write a claim, without a regime and with ``fields``."""
+    """Return a change of the grid: C2 has no regime, like the claims in the docs, and gets these fields."""
 
     def change(grid):
         grid["claims"][0].pop("regime")
@@ -114,8 +114,8 @@ def test_a_check_is_turned_off_by_name_and_the_page_says_why(tmp_path, name, cap
     reason = "the only question is what <one> step does"
     found = verdict(tmp_path / "off", change=plain(unchecked={name: reason}), **how)
     assert found.verdict == "reproduced" and called not in [control.name for control in found.controls]
-    said = f"Not checked: “{called}” ({reason})."
-    assert said in found.notes and said in found.as_record()["note"]
+    note = f"Not checked: “{called}” ({reason})."
+    assert note in found.notes and note in found.as_record()["note"]
     study = load_study(tmp_path / "off/demo")
     assert finding(study, found).endswith(f"; not checked: {called}.")
     assert f"C2: not checked: “{called}” ({reason})." in cannot_tell(study, [found])
@@ -163,8 +163,8 @@ def test_a_check_is_not_turned_off_without_a_name_and_a_reason(tmp_path, fields,
 
 @pytest.mark.parametrize(("metric", "passed"), [("lr_sensitivity/text", True), ("final_loss/text", False)])
 def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(tmp_path, metric, passed):
-    """For a metric of learning rates, one learning rate per seed must be learned; any other metric compares run with
-    run."""
+    """For a metric of learning rates, each seed must have learned at one learning rate; for any other metric, every
+    run must have learned."""
 
     def sweep(folder, losses):
         runs = []
@@ -203,7 +203,7 @@ def test_runs_of_equivalent_code_are_compared_and_others_are_not(tmp_path):
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_spread_of_a_modality_leaves_out_arms_that_do_not_train_it(tmp_path, trained):
-    """An arm whose image loss is measured and not trained has a spread of its image loss that means nothing."""
+    """If an arm measures the image loss but does not train it, the spread of that loss is meaningless."""
     weights = {"loss.weights": {"text": 1.0, "image": 1.0 if trained else 0.0}}
     runs = [
         (

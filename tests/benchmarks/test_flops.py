@@ -1,4 +1,4 @@
-"""The formula of MFU against torch's own count of a dense forward and backward pass."""
+"""The formula of `benchmarks.flops` against torch's count of a dense forward and backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B, T = 2, 16
 
 
 def counted(config: ModelConfig) -> int:
-    """Return torch's count of the dense form, which also computes the masked half of the logits."""
+    """Return torch's count of operations with dense attention, which also computes the masked half of the logits."""
     model = EarlyFusionTransformer(config, "math")
     ids_BT = torch.randint(config.vocab_size, (B, T), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter:
@@ -41,8 +41,8 @@ def test_step_is_what_torch_counts(fields):
 
 
 def test_causal_attention_and_head_count():
-    """Controls: the dense form has more operations than the formula counts, and a larger vocabulary has more than a
-    smaller one."""
+    """Controls: dense attention has more operations than the formula counts, and one more vocabulary entry adds the
+    operations of one row of the head."""
     config = ModelConfig(**SHAPE)
     assert step_flops(config, B, T) < counted(config)
     larger = ModelConfig(**(SHAPE | {"vocab_sizes": {"text": 41, "image": 24}}))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what it distributes, stores, prints and refuses."""
+"""`python -m benchmarks`: how it distributes units over slices, and what it stores, prints and refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_slices_hold_every_unit_once(n):
     parts = deal(units, n)
     assert len(parts) == n
     assert sorted(u.path for part in parts for u in part) == sorted(u.path for u in units)
-    assert deal(units, n) == parts  # two machines deal alike
+    assert deal(units, n) == parts  # two machines distribute the units in the same way
 
 
 def test_slices_fit_and_one_fewer_would_not():
@@ -109,5 +109,5 @@ def test_the_newest_of_a_unit_counts(tmp_path):
     keep(tmp_path / "a/loss-2of2.json", unit("2026-01-01"))
     keep(tmp_path / "b/loss.json", unit("2025-01-01", device="e"))
     assert sorted(u["started"] for u in read([tmp_path])) == ["2025-01-01", "2026-01-03"]
-    keep(tmp_path / "a/loss.json", unit("2026-01-04"))  # in the place of the one before
+    keep(tmp_path / "a/loss.json", unit("2026-01-04"))  # replaces the earlier result
     assert len(json.loads((tmp_path / "a/loss.json").read_text())) == 1

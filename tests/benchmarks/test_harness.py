@@ -1,4 +1,4 @@
-"""Turns, failures, memory and ratios of the harness, on candidates with known numbers."""
+"""Turns, failures, memory and ratios of the benchmark harness, for candidates with known numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT = Context()
 
 
 def candidate(name, seconds, calls=None, **fields):
-    """A candidate that reports these seconds, one per turn; the first two turns are warm-up."""
+    """Return a candidate that reports these seconds, one per turn, after two warm-up turns."""
 
     def build():
         left = iter([0.0, 0.0, *seconds])
@@ -57,7 +57,7 @@ def test_rows_are_chosen_by_name_and_rounds_end_when_the_time_is_over():
     rows = compare(candidates, Context(rows="^mmqk"), repeat=1, rounds=2)
     assert [row["name"] for row in rows] == ["mmqk", "mmqk alone"]
 
-    clock = iter([0, 0, 0, *[100] * 9])  # three candidates are built in time, then the time is over
+    clock = iter([0, 0, 0, *[100] * 9])  # three candidates are built before the time limit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.harness.time.monotonic", lambda: next(clock))
         rows = compare(candidates, Context(until=50), repeat=1, rounds=2)
@@ -99,7 +99,8 @@ def test_interrupting_is_no_failure_of_a_row():
 
 
 def test_ratios_are_made_within_a_round():
-    """If the machine was slow in one round, the ratio of medians differs."""
+    """The median of ratios within rounds can differ from the ratio of medians, if the machine was slow in one
+    round."""
     a, b = compare(
         [candidate("a", [0.0, 1.0, 10.0, 2.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])], CONTEXT, repeat=1, rounds=3
     )
@@ -140,7 +141,7 @@ def test_peak_counts_what_lives_at_once():
         b = a + 1  # 8,000 bytes alive
         del a
         c = b * 2
-        c.view(10, 100).add_(1)  # neither a view nor a change in place is new
+        c.view(10, 100).add_(1)  # neither a view nor an in-place change allocates memory
         del b, c
         torch.zeros(500)
     assert peak.bytes == 8000
@@ -162,5 +163,5 @@ def test_memory_of_a_way_is_watched_where_nothing_is_compiled():
     watched, compiled = compare(
         [Candidate("watched", build), Candidate("compiled", build, compiled=True)], CONTEXT, repeat=1, rounds=1
     )
-    assert watched["peak_bytes"] == 5000 + 4  # and the sum
+    assert watched["peak_bytes"] == 5000 + 4  # 4 bytes are the sum
     assert compiled["peak_bytes"] is None

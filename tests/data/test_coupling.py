@@ -1,5 +1,5 @@
-"""Couplings of tokens: exact marginals, mutual information against dense sums, and draws with the right
-distribution."""
+"""Check couplings of tokens: exact marginals, mutual information against dense sums, and the distribution of
+draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
 
 
 def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Coupling, np.ndarray]:
-    """Return a coupling in random orders, and the same coupling computed in whole units from corner to corner."""
+    """Return a coupling with random token orders, and its dense matrix, computed independently in whole units."""
     random = np.random.default_rng(seed)
     order_a, order_b = random.permutation(a[0]), random.permutation(b[0])
     rows, columns = [int(zipf(*a)[i]) for i in order_a], [int(zipf(*b)[i]) for i in order_b]
@@ -30,7 +30,7 @@ def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Cou
 
 
 def joint(edge: Edge, a: tuple[int, float], b: tuple[int, float]) -> np.ndarray:
-    """Return J for every pair, as the coupling evaluates it."""
+    """Return J for every pair of tokens, computed from `Edge.gain`."""
     i, j = np.meshgrid(np.arange(a[0]), np.arange(b[0]), indexing="ij")
     return np.exp(edge.gain(i, j)) * np.outer(zipf(*a) / UNITS, zipf(*b) / UNITS)
 
@@ -47,7 +47,7 @@ def test_a_unigram_is_zipf_and_adds_up_to_the_last_bit(vocabulary, skew):
     assert int(units.sum()) == UNITS and units.min() >= 1
     weights = [rank**-skew for rank in range(1, vocabulary + 1)]
     assert np.allclose(units / UNITS, np.array(weights) / sum(weights), rtol=1e-9, atol=1e-15 * vocabulary)
-    other = [rank ** -(skew + 0.01) for rank in range(1, vocabulary + 1)]  # what another exponent would give
+    other = [rank ** -(skew + 0.01) for rank in range(1, vocabulary + 1)]  # another exponent
     assert not np.allclose(units / UNITS, np.array(other) / sum(other), rtol=1e-4, atol=0)
     assert unigram_entropy(units) == pytest.approx(entropy(units / UNITS))
 
@@ -62,7 +62,7 @@ def test_the_law_of_a_pair_and_its_marginals_are_exact(a, b, share):
     assert np.allclose(j, edge.rho * north_west + (1 - edge.rho) * np.outer(p_a, p_b), rtol=1e-11, atol=1e-17)
     assert np.allclose(j.sum(1), p_a, rtol=1e-12, atol=0) and np.allclose(j.sum(0), p_b, rtol=1e-12, atol=0)
     assert entropy(p_a) + entropy(p_b) - entropy(j) == pytest.approx(share * c.greatest, abs=1e-11)
-    if share:  # orders matter: the same unigrams in other orders make another law
+    if share:  # the same unigrams with other token orders have another joint distribution
         assert not np.allclose(j, joint(Edge(made(a, b, seed=1)[0], edge.information / 2), a, b), rtol=1e-3)
 
 
@@ -79,7 +79,7 @@ def test_information_rises_from_0_and_is_solved_for(a, b):
 
 
 def test_a_permutation_inside_level_sets_says_everything():
-    for vocabulary in (8, 100, 1000):  # 100 does not divide the units: slivers must not be counted
+    for vocabulary in (8, 100, 1000):  # 100 does not divide the units: overlaps from rounding must not count
         c = coupling((vocabulary, 0.0), (vocabulary, 0.0), 0, 0)
         assert c.greatest == pytest.approx(np.log(vocabulary), abs=1e-10) and c.transitions == vocabulary
     copy = Coupling(zipf(50, 1.0), zipf(50, 1.0), np.arange(50), np.arange(50))
@@ -107,7 +107,8 @@ def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
     quantile = Quantile(ends, order)
     assert (quantile(places) == expected).all()
     assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
-    assert (order[np.searchsorted(edges, places, side="left")] != expected).any()  # the edges are in the test
+    # The places include the edges of the intervals.
+    assert (order[np.searchsorted(edges, places, side="left")] != expected).any()
 
 
 @pytest.mark.parametrize("a", [(9, 0.0), (64, 1.0), (5000, 1.5)])
@@ -134,7 +135,7 @@ def test_draws_follow_the_law(share):
     counts = np.bincount(parents * b[0] + children, minlength=a[0] * b[0]) / len(parents)
 
     def misfit(j: np.ndarray) -> float:
-        """The statistic is chi-square divided by its 23 degrees of freedom."""
+        """Return chi-square divided by its 23 degrees of freedom."""
         return float((len(parents) * (counts - j.ravel()) ** 2 / j.ravel()).sum() / 23)
 
     assert misfit(joint(edge, a, b)) < 2.2  # p = 0.001

@@ -1,4 +1,4 @@
-"""The entropy dial: its statistics against counts, its probabilities against enumeration, its error messages."""
+"""Check the entropy dial: statistics against counts, probabilities against enumeration, error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ORDERS = ("forward", "backward", "both")
 
 
 def chain(**fields) -> DialConfig:
-    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
+    """Return a dial of a text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
     base = DialConfig(
         vocabulary={"text": 12, "image": 12},
         skew={"text": 0.8, "image": 0.8},
@@ -50,7 +50,7 @@ def chain(**fields) -> DialConfig:
 
 
 def by_modality(dial: Dial, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the tokens of each modality in each document, by the ranges of the blocks alone."""
+    """Return the tokens of each modality in each document, selected by the id range of the modality."""
     edges = np.cumsum([0, *dial.vocab_sizes.values()])
     return {
         m: ids[(ids >= low) & (ids < high)].reshape(len(ids), -1) - low
@@ -71,7 +71,7 @@ def counted_information(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def every_sequence(config: DialConfig) -> np.ndarray:
-    """Each id occurs in each place of each block, in both orders of the modalities unless the order is fixed."""
+    """Return every possible sequence, in both orders of the modalities unless the order is fixed."""
     starts = dict(zip(config.names, np.cumsum([0, *config.vocabulary.values()]), strict=False))
     rows = []
     for names in {"forward": [1], "backward": [-1]}.get(config.order, [1, -1]):
@@ -142,7 +142,8 @@ def test_whole_modalities_share_the_mutual_information_asked_for(order):
     whole = {m: ids @ (10 ** np.arange(ids.shape[1])) for m, ids in parts.items()}
     assert counted_information(whole["text"], whole["image"]) == pytest.approx(0.15, abs=0.004)
     assert counted_information(whole["image"], whole["audio"]) == pytest.approx(0.15, abs=0.004)
-    assert counted_information(whole["text"], whole["audio"]) < 0.1  # through the image only
+    # Text and audio depend on each other only through the image.
+    assert counted_information(whole["text"], whole["audio"]) < 0.1
     shuffled = np.random.default_rng(0).permutation(whole["image"])
     assert counted_information(whole["text"], shuffled) < 0.001
 
@@ -170,7 +171,7 @@ def test_sampled_documents_have_the_probabilities_that_log_prob_gives(order):
     config = replace(TINY, order=order)
     sequences, n = every_sequence(config), 200_000
     place = {row.tobytes(): k for k, row in enumerate(sequences)}
-    drawn = [place[row.tobytes()] for row in Dial(config).documents(5, 0, n)]  # and nothing else is drawn
+    drawn = [place[row.tobytes()] for row in Dial(config).documents(5, 0, n)]  # KeyError for another sequence
     counts = np.bincount(drawn, minlength=len(sequences))
 
     def misfit(nats: np.ndarray) -> float:
@@ -191,12 +192,12 @@ def test_a_document_is_equally_likely_in_both_orders_and_the_choice_costs_ln_2()
     parts = np.split(ids, np.cumsum(list(THREE.tokens.values()))[:-1], axis=1)
     turned = np.concatenate(parts[::-1], axis=1)
     assert (backward.documents(6, 0, 300) == turned).all()
-    there, back = forward.log_prob(ids), backward.log_prob(turned)
-    assert np.allclose(there.sum(1), back.sum(1), rtol=1e-12)
+    ahead, back = forward.log_prob(ids), backward.log_prob(turned)
+    assert np.allclose(ahead.sum(1), back.sum(1), rtol=1e-12)
     assert not np.allclose(
-        there[:, 12:14], back[:, 10 + 0 : 10 + 2]
-    )  # the same tokens, before and after their partners
-    for nats, row in ((there, ids), (back, turned)):
+        ahead[:, 12:14], back[:, 10 + 0 : 10 + 2]
+    )  # the same tokens: their tied tokens come earlier in one order and later in the other
+    for nats, row in ((ahead, ids), (back, turned)):
         cost = nats - both.log_prob(row)
         assert np.allclose(cost[:, 0], math.log(2), atol=1e-12) and np.allclose(cost[:, 1:], 0, atol=1e-12)
     share = (both.documents(6, 0, 20_000)[:, 0] >= 12).mean()
@@ -221,16 +222,16 @@ def test_what_is_no_document_is_refused_and_what_cannot_follow_is_impossible():
     other = dial.log_prob(np.where(np.arange(48) == 7, (ids + 1) % 13, ids))[:, 7]
     assert (
         np.isneginf(other).any() and (other < -30).all()
-    )  # 13 does not divide the units: a pair may have 1e-15
+    )  # 13 does not divide the units: a pair may have a probability of 1e-15
     with pytest.raises(ValueError, match="have 48 tokens"):
         dial.log_prob(ids[:, :-1])
     for wrong in (np.roll(ids, 1, axis=1), np.roll(ids, -1, axis=1), ids + 12):
         with pytest.raises(ValueError, match="in the order forward"):
             dial.log_prob(wrong)
-    kept = ids.copy()
+    before = ids.copy()
     Dial(replace(certain, order="backward")).log_prob(np.roll(ids, 24, axis=1))
     dial.log_prob(ids)
-    assert (ids == kept).all()
+    assert (ids == before).all()
 
 
 # Floors
@@ -244,7 +245,7 @@ def test_the_loss_of_the_source_itself_is_its_floor():
         edges = np.cumsum([0, *dial.vocab_sizes.values()])
         for (name, floor), low, high in zip(dial.floors().items(), edges[:-1], edges[1:], strict=True):
             inside = (ids >= low) & (ids < high)
-            each = -(nats * inside).sum(1) / config.tokens[name]  # a document's tokens are not independent
+            each = -(nats * inside).sum(1) / config.tokens[name]  # tokens of one document are not independent
             error = each.std() / math.sqrt(len(each))
             assert abs(each.mean() - floor) < 4 * error
             assert error < 0.01 and abs(each.mean() - floor - 0.05) > 4 * error
@@ -263,8 +264,8 @@ def test_a_gap_of_0_is_0_to_the_last_digit_and_moves_alone():
     held = ("vocabulary", "skew", "unigram entropy", "lag", "tokens", "token share", "transitions")
     rows = [[{k: row[k] for k in held} for row in dial.describe(10**6)] for dial in (lo, mid, hi)]
     assert rows[0] == rows[1] == rows[2]
-    # The two modalities of a gap of 0 have the same distribution: the same uniform numbers would give the same
-    # tokens.
+    # With a gap of 0 both modalities have the same distribution: exchanging their ids does not change the
+    # probabilities.
     ids = mid.documents(0, 0, 2)
     swapped = np.where(ids < 128, ids + 128, ids - 128)
     assert np.allclose(mid.log_prob(ids), mid.log_prob(swapped), atol=1e-12)
@@ -286,7 +287,7 @@ def test_no_other_predictor_beats_the_source():
         loss = own - Dial(other).log_prob(ids).sum(1)
         error = loss.std() / math.sqrt(len(loss))
         assert loss.mean() > 5 * error, name
-        # On the documents of the other dial it is the reverse.
+        # On the documents of the other dial, the other dial has the lower loss.
         theirs = Dial(other).documents(8, 0, 30_000)
         assert (Dial(other).log_prob(theirs) - Dial(config).log_prob(theirs)).mean() > 0, name
 
@@ -305,7 +306,8 @@ def test_the_excess_of_a_learner_that_counts_falls_to_0_from_above():
         excess.append(floor - np.log(p[fresh[:, :-3], fresh[:, 3:]]).mean())
     assert excess == sorted(excess, reverse=True) and 0 < excess[-1] < 0.002
     assert excess[0] == pytest.approx(math.log(12) + floor, abs=1e-9) and excess[0] > 1
-    wrong = np.log(p[fresh[:, 1:-2], fresh[:, 3:]]).mean()  # who looks two places back learns nothing
+    # A model that looks two tokens back learns nothing.
+    wrong = np.log(p[fresh[:, 1:-2], fresh[:, 3:]]).mean()
     assert floor - wrong > 1
 
 
@@ -371,7 +373,7 @@ def test_a_document_is_a_function_of_config_seed_and_number(config):
     ]:
         assert (Dial(config).documents(11, int(first), int(count)) == whole[first : first + count]).all()
     whole_again = whole.copy()
-    dial.documents(11, 0, 5)[:] = 0  # what is handed out is the caller's own
+    dial.documents(11, 0, 5)[:] = 0  # a caller may change the array that it gets
     assert (dial.documents(11, 0, 1300) == whole_again).all()
     assert (pickle.loads(pickle.dumps(dial)).documents(11, 600, 3) == whole[600:603]).all()
     other = dial.documents(12, 0, 1300)
@@ -390,8 +392,8 @@ def test_another_process_draws_the_same_documents():
     ).hexdigest()
     for seed, same in ((3, True), (4, False)):
         run = [sys.executable, "-c", code.format(seed=seed)]
-        there = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
-        assert (there == here) is same
+        other = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+        assert (other == here) is same
 
 
 def test_negative_numbers_name_no_document():

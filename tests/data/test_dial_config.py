@@ -1,4 +1,4 @@
-"""The configuration of the dial: error messages in one sentence, parents, and the printed table."""
+"""Check the configuration of the dial: error messages of one sentence, the parents of tokens, the printed table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THREE = DialConfig(
 
 
 def chain(**fields) -> DialConfig:
-    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
+    """Return a dial of a text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
     base = DialConfig(
         vocabulary={"text": 12, "image": 12},
         skew={"text": 0.8, "image": 0.8},
@@ -58,7 +58,7 @@ def test_what_makes_no_source_is_refused_in_one_sentence(fields, sentence):
     with pytest.raises(ValueError) as refusal:
         chain(**fields)
     assert str(refusal.value).startswith(sentence) and str(refusal.value).endswith(".")
-    assert chain(grid={"image": 6}, lag={"text": 99, "image": 1})  # what is allowed is not refused
+    assert chain(grid={"image": 6}, lag={"text": 99, "image": 1})  # a valid configuration is not refused
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_parents_stand_where_the_configuration_says(tokens, lag, width):
         else:
             assert p == -1
     known: set[int] = set()
-    for level in forest(tokens, lag, width):  # a level needs nothing but the levels before it
+    for level in forest(tokens, lag, width):  # a level depends only on the levels before it
         assert set(level.parent.tolist()) <= known | {-1}
         known |= set(level.child.tolist())
     assert (
@@ -93,7 +93,7 @@ def test_the_table_adds_up():
     forward = Dial(replace(THREE, order="forward")).floors()
     for name, row in rows.items():
         assert row["predictability"] == pytest.approx(row["unigram entropy"] - row["entropy"], abs=1e-12)
-        # n (H − h̄) = I + the mutual information of the tokens of the modality.
+        # n (H − floor) is the mutual information inside the modality plus that with the previous modality.
         information = row["tokens"] * (row["unigram entropy"] - forward[name])
         assert information == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
         assert row["floor"] == dial.floors()[name]
@@ -129,7 +129,7 @@ def test_occurrences_are_what_counting_finds():
     p = np.bincount(ids.ravel(), minlength=12) / ids.size
     by_chance = np.outer(p, p).ravel()
     tied = pairs / pairs.sum() > by_chance
-    # A share ρ of the pairs is drawn from the coupling, the rest independently, which also gives coupled pairs.
+    # A share ρ of the pairs is drawn from the coupling, the others independently, which gives some of the same pairs.
     rho = (pairs[tied].sum() / pairs.sum() - by_chance[tied].sum()) / (1 - by_chance[tied].sum())
     assert row["transitions"] == 23 and pairs.sum() == 2_000 * 21
     assert rho * pairs.sum() / 23 == pytest.approx(row["seen"], rel=0.05)

@@ -1,4 +1,4 @@
-"""The page equals the batches: counted again from tensors, decoded again with the tokenizers."""
+"""Check that the page agrees with the batches, which the tests count from tensors and decode with the tokenizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = (f"--sequences={SHOWN}", f"--data.seq_len={PLACES}")
 
 
 class Page(HTMLParser):
-    """The page in parts: text and images of each sequence, matching tags, resolved references."""
+    """Parses a page: its text, tags, ids and references, and the text and images of each sequence."""
 
     VOID = ("meta", "br", "col", "img", "line", "rect", "link")
 
@@ -80,8 +80,8 @@ class Page(HTMLParser):
         return found[1]
 
     def widths(self, index: int, lane: str) -> Counter:
-        """Return the positions by color in the lane of tokens (tall), of trained targets (middle) or of weight 0
-        (thin)."""
+        """Return the number of positions by color in the lane of tokens (tall bars), of trained targets (shorter
+        bars) or of targets of weight 0 (thin lines)."""
         y, height = {"tokens": (0, 14), "trained": (19, 10), "weight 0": (23, 2)}[lane]
         shape = rf'<rect x="\d+" y="{y}" width="(\d+)" height="{height}" fill="(#\w+)"/>'
         counts: Counter = Counter()
@@ -202,13 +202,13 @@ def test_an_original_is_shown_only_where_its_codes_say_so(tiny_data):
     codes = ImageTokenizer.load(tiny_data / "tokenizers").encode(pixels)[0].numpy() + offset
     assert decoder.agrees(images[0], codes) and not decoder.agrees(images[1], codes)
     pairs = list(read_pairs(tiny_data / "pairs", "train"))
-    assert np.array_equal(np.array(images[2]), np.array(pairs[30].image))  # of the second shard
+    assert np.array_equal(np.array(images[2]), np.array(pairs[30].image))  # in the second shard
     assert originals.image(40, 64) is None
 
 
 def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     data = data_of(tiny_args, *LONG[1:])
-    rows = [data.order.row(i) for i in range(48)]  # 12 steps of 4
+    rows = [data.order.row(i) for i in range(48)]  # 12 steps of 4 sequences
     numbers, ids = page.numbers, np.concatenate([row.ids[1:] for row in rows])
     assert numbers["sequences"] == numbers["run_sequences"] == numbers["fresh_sequences"] == 48
     image = ids[ids >= 305]
@@ -221,7 +221,7 @@ def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     assert found["share"] == pytest.approx(len(image) / len(ids))
     assert found["held_out_tokens"] == sum((row.ids >= 305).sum() for row in data.val_rows) > 0
     assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
-    assert "N-gram model, 1, 8 back" in page.text  # the place above
+    assert "N-gram model, 1, 8 back" in page.text  # the token above
 
 
 def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):
@@ -319,7 +319,7 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     more = ["--data.mix", '{"interleaved": 1}', f"--data.interleaved={folder}", "--data.seq_len=256"]
     page = inspected(tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.probe_sequences=2")
     assert page.read(0) == "the people of this <b>union</b> & trade"
-    assert page.tags["b"] == 8 * 6  # of 8 sequences the specials, and no tag of the text
+    assert page.tags["b"] == 8 * 6  # special tokens of 8 sequences; <b> in the text is no tag
     assert len(page.pictures(0, "decoded from its codes")) == 2 and page.pictures(0, "the original") == []
     assert page.numbers["dropped"]["interleaved"] == dropped
     assert "image cannot be decoded 3" in page.text and "document is <empty> 1" in page.text
@@ -354,7 +354,7 @@ def test_words_are_whole_characters_and_lose_nothing(tiny_data):
     for sample in ("the people shall see", "日本 🦊 naïve\n\ttrade", ""):
         words = decoder.words([i + 5 for i in text.encode(sample)])
         assert "".join(words) == sample and not any("\ufffd" in word for word in words)
-    assert decoder.words([text.encode("日")[0] + 5]) == ["\ufffd"]  # half a character is said to be one
+    assert decoder.words([text.encode("日")[0] + 5]) == ["\ufffd"]  # part of a character
 
 
 DIAL = ["--data.mix", '{"dial": 1}', "--data.seq_len=128", "--data.dial.vocabulary",
@@ -413,7 +413,7 @@ def test_shades_are_even_and_in_place():
     assert image.shape == (2, 3, 3)
     assert (image[0, 1] == image[1, 0]).all() and (image[0, 0] == image[1, 1]).all()
     assert tuple(image[0, 0]) == (68, 1, 84) and tuple(image[0, 1]) == (253, 231, 37)
-    assert (image[1, 2] == 255).all()  # no id
+    assert (image[1, 2] == 255).all()  # a place without an id is white
     assert (np.array(shaded([3], 10, by_rank=True)) != np.array(shaded([3], 10))).any()
 
 
@@ -479,7 +479,7 @@ def test_an_out_that_cannot_be_written_is_named(tiny_args, tmp_path, capsys):
 
 
 def test_flags_of_training_keep_their_order(tiny_args, tmp_path):
-    """A file after a flag overrides the flag, as in training: mmqk's own flags are removed, and no others move."""
+    """As in training, a file after a flag overrides the flag, also if flags of mmqk.inspect are between them."""
     (tmp_path / "a.yaml").write_text("data: {seq_len: 120}\n")
     args = [a for a in tiny_args if "seq_len" not in a]
     first = inspected(

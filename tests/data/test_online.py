@@ -1,4 +1,4 @@
-"""Pairs read from their shards during training equal the documents that were tokenized before."""
+"""Check that pairs read from shards during training equal the documents that were tokenized before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quiet(line: str) -> None:
 
 
 def write_tar(path, samples):
-    """Samples: key and content by field."""
+    """Write samples into a tar; a sample is a key and the content of each field."""
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for key, fields in samples:
@@ -56,7 +56,8 @@ def test_documents_are_those_of_the_cache(tiny_data, tmp_path):
             len(online[split]) == len(cached[split])
             and online[split].image_tokens == cached[split].image_tokens
         )
-        # One image and many images at a time round differently. A code at a tie may differ; none did here.
+        # Encoding one image at a time and many at a time rounds differently, so a code at a tie may differ; here all
+        # codes are equal.
         assert all((online[split][i] == cached[split][i]).all() for i in range(len(cached[split])))
     assert online["train"][0].tolist() != online["train"][1].tolist()
 
@@ -85,8 +86,8 @@ def test_a_larger_share_holds_out_the_same_and_more(tiny_data, tmp_path):
 
 
 def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tmp_path):
-    # The reader deals out any bytes, also those of no image. Each image occurs under two keys in each of two shards;
-    # webp is used before jpg, and jpg only if there is no webp.
+    # The split depends on the bytes of the image file, which need not be an image here. Each image file occurs under
+    # two keys in each of two shards. If a sample has a webp and a jpg, the webp is its image file.
     def sample(n):
         return {"jpg": b"%d" % n, "txt": b"a", **({"webp": b"w%d" % n} if n % 2 else {})}
 
@@ -128,7 +129,7 @@ def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
     assert [len(s) for s in open_online(*argv).values()] == [40, 12]
     open_online(*argv)
     assert len(hashed) == len(walks) == 3
-    # The other shard in place of the one in the manifest.
+    # Put the first shard in the place of the second.
     shutil.copy(pairs / "train-00000.tar", pairs / "train-00001.tar")
     with pytest.raises(UserError, match=r"train-00001\.tar differs from its manifest"):
         open_online(*argv)
@@ -187,7 +188,7 @@ def test_two_processes_can_keep_the_same_index(tiny_data, tmp_path, monkeypatch)
     def meanwhile(path, **arrays):
         written.append(path)
         if len(written) == 1:
-            open_online(*argv)  # the other process, from start to end
+            open_online(*argv)  # stands for the other process, which runs from start to end
         savez(path, **arrays)
 
     monkeypatch.setattr(np, "savez", meanwhile)
@@ -215,7 +216,7 @@ def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
 
 
 def tiny_shard(tiny_data, path, n=40, broken=()):
-    """Return n samples with different images, some of which are truncated."""
+    """Write a shard of n samples with different images; the images at the indices ``broken`` are truncated."""
     shards = [index_tar(tiny_data / f"pairs/train-0000{s}.tar") for s in (0, 1)]
     images = [shard.read(i)["webp"] for shard in shards for i in range(len(shard))]
     files = [images[i][: 40 if i in broken else None] for i in range(n)]
@@ -228,9 +229,9 @@ def both_splits(path, tokenizers, cache, val_fraction=1e-9):
 
 def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, capsys):
     path = tiny_shard(tiny_data, tmp_path / "a.tar", 20, broken=(1, 2, 19))
-    # Three of 20 are more than a tenth; two of them are read here.
+    # Three unusable samples of 20 are more than a tenth; the reads below reach two of them.
     found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
-    # The next sample replaces it, also at a second read and at the end, where the first sample follows.
+    # The next usable sample replaces an unusable one, also at a second read.
     assert [found[1].tolist(), found[1].tolist()] == [found[3].tolist()] * 2
     assert found.skipped == dict.fromkeys(
         (f"sample k{i} of shard {path}" for i in (1, 2)), "image cannot be decoded"
@@ -245,7 +246,7 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
 
 
 def test_a_split_takes_the_place_of_its_own_samples_only(tiny_data, tmp_path):
-    """Both splits share the counts of unusable samples, and neither takes samples of the other."""
+    """Both splits share the counts of unusable samples, but an unusable sample is replaced from its own split."""
     path = tiny_shard(tiny_data, tmp_path / "a.tar", broken=(0, 7))
     found = both_splits(path, tiny_data / "tokenizers", tmp_path, 0.3)
     for split in found.values():
@@ -316,7 +317,7 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
     used = {"webp": image, "txt": b"a"}
     dotted = {f"{n:04d}.webp": image for n in range(9)}
     path = write_tar(tmp_path / "a.tar", [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})])
-    for _ in range(2):  # the second time from the index that is kept
+    for _ in range(2):  # the second time from the stored index
         lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
         assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]
         assert any("with a second dot in the name: 9 (a.tar: photo.0000.webp" in line for line in lines)

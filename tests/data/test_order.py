@@ -1,4 +1,4 @@
-"""The order of a run: exact proportions, pure functions of the index, and sequences of the documented form."""
+"""Check the order of a run: exact proportions, rows that depend on the index only, and the form of sequences."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_weights_are_met_in_every_cycle():
 
 
 def furthest(slots, weights, window):
-    """Return the largest deviation, over kinds, of the number of samples of a kind from its share in any window of
-    this length."""
+    """Return the largest difference between the number of samples of a kind in a window of this length and the
+    number by its share, over all kinds and windows."""
     return max(
         max(
             abs(sum(s == slot for s in slots[i : i + window]) - share * window)
@@ -75,7 +75,7 @@ def test_weights_are_met_in_any_window(seed):
     shares = {"image_first": 1 / 3, "caption_first": 1 / 3, "text": 2 / 9, "image": 1 / 9}
     assert furthest(slots, shares, 300) <= 4 and furthest(slots, shares, 100) <= 4
     assert slots[:CYCLE] != slots[CYCLE : 2 * CYCLE]
-    # The control: shuffled cycles, which are equally exact over whole cycles.
+    # The control: shuffled cycles, which also have exact proportions over whole cycles.
     random = np.random.default_rng(0)
     shuffled = [s for c in range(5) for s in random.permutation(slots[c * CYCLE : (c + 1) * CYCLE]).tolist()]
     assert furthest(shuffled, shares, 300) > 8
@@ -129,7 +129,7 @@ def test_impossible_mixtures_are_refused(weights, share, says):
 
 
 def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
-    """Decoded with the tokenizers alone, a pair has its own image and its own caption, in both orders."""
+    """Decoded with the tokenizers, the row of a pair has the image and the caption of the pair, in both orders."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
     from mmqk.shards.pairs import read_pairs
 
@@ -205,16 +205,17 @@ def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
     assert sum(BEGIN_IMAGE in row.ids for row in rows) == 12
     assert [r.ids.tolist() for r in rows] == [r.ids.tolist() for r in validation_rows(builder, 16)]
     folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers", "cache")}
-    said = {}
-    for asked in (8, 16, 100):
-        data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=asked), seed=0)
+    warnings = {}
+    for n in (8, 16, 100):
+        data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=n), seed=0)
         data.setup()
-        said[asked] = data.few_held_out()
-    assert said[8] == said[16] == "" and "asks for 100" in said[100] and "val_sequences to 16" in said[100]
+        warnings[n] = data.few_held_out()
+    assert warnings[8] == warnings[16] == ""
+    assert "asks for 100" in warnings[100] and "val_sequences to 16" in warnings[100]
 
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
-    """It is not trained on, not validated on, and not part of the identity."""
+    """Such a source is not trained on, not validated on, and not part of the identity."""
     folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers")}
 
     def of(mix, cache, **others):
@@ -249,8 +250,9 @@ def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data)
     assert all(f"`.{suffix}`" in page for suffix in IMAGE_FIELDS) and "`.gif`" not in page
     section = " ".join(page.partition("Image files are those")[2].partition("##")[0].split()).upper()
     assert all(name in section for name in FORMATS)
-    said = " ".join(page.partition("## Packing")[2].partition("## ")[0].split())
-    assert "Positions run on through a row and do not restart" in said and "attention crosses the `<eos>`" in said
+    packing = " ".join(page.partition("## Packing")[2].partition("## ")[0].split())
+    assert "Positions count from the start of the row and do not restart" in packing
+    assert "attention crosses the `<eos>`" in packing
     # A window crosses documents, and attention treats it as one document.
     builder = builder_of(tiny_data)
     windows = [Windows(builder, "text", 0).row(n) for n in range(len(Windows(builder, "text", 0)))]
@@ -283,11 +285,11 @@ def folders_in(path):
 
 def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path):
     arguments = ("pair", tiny_data / "pairs", tiny_data / "tokenizers", tmp_path)
-    said: list[str] = []
-    open_source(*arguments, said.append)
-    assert len(said) == 2
-    open_source(*arguments, said.append)
-    assert len(said) == 2
+    messages: list[str] = []
+    open_source(*arguments, messages.append)
+    assert len(messages) == 2
+    open_source(*arguments, messages.append)
+    assert len(messages) == 2
     (made,) = folders_in(tmp_path)
     np.save(made / "train/00000.ids.npy", np.zeros(10, dtype=np.uint16))
     with pytest.raises(UserError, match="does not match its shards and tokenizers: delete it"):
@@ -334,7 +336,7 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
         counts = Counter(t for t in seen if mine(t))
         total = sum(counts.values()) + size
         nats = [-np.log((counts[t] + 1) / total) for t in held if mine(t)]
-        free = sum(t < 5 for t in held) if name == "text" else 0  # specials: the form of a sequence is known
+        free = sum(t < 5 for t in held) if name == "text" else 0  # special tokens have loss 0
         expected = sum(nats) / (len(nats) + free)
         assert found[name] == pytest.approx(expected)
     assert found["image"] < np.log(32) + 0.5 < np.log(337)
@@ -361,7 +363,7 @@ def test_text_is_one_stream_over_all_parts():
     ]
     rows = [[order.row(i).ids.tolist() for i in range(200)] for order in orders]
     assert rows[0] == rows[1] and {len(row) for row in rows[0]} == {88}
-    # An epoch reads all tokens but less than two windows.
+    # An epoch reads all tokens except fewer than two windows of them.
     epoch = orders[0].rows_of_an_epoch["text"]
     assert len({tuple(row) for row in rows[0][:epoch]}) == epoch == 7000 // 87 - 1
     assert [many.stream(140, 25).tolist()] == [list(range(145, 170))]
@@ -374,7 +376,7 @@ def test_too_little_text_is_named():
     assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 2)) == 1
     with pytest.raises(ValueError, match=r"data\.text holds out 160 tokens, .* data\.seq_len to at most 161"):
         validation_rows(SequenceBuilder({"text": store}, store.layout, 162), 2)
-    # The number that is named works.
+    # The number in the message is valid.
     assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 161), 2)) == 1
     TrainingOrder(SequenceBuilder({"text": store}, store.layout, 81), {"text": 1.0}, 0.5, 0)
     with pytest.raises(ValueError, match=r"data\.seq_len to at most 81"):
@@ -390,7 +392,7 @@ def test_validation_is_spread_over_what_is_held_out():
 
 
 def test_an_order_can_be_sent_to_another_process(builder):
-    """Pickle it, as a loader does whose workers are spawned and not forked."""
+    """The order can be pickled, which a loader does if its workers are spawned and not forked."""
     order = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed=0)
     before = [order.row(i).ids.tolist() for i in range(20)]
     sent = pickle.loads(pickle.dumps(order))
@@ -435,7 +437,7 @@ def test_a_kind_without_held_out_documents_is_refused(tmp_path):
 
 
 def test_pieces_without_a_first_token_lose_no_target():
-    """If nothing precedes a document, its pieces overlap by a token, so that each token but the first is
+    """Without ``<bos>``, the pieces of a document overlap by one token, so that each token but the first is
     predicted."""
     store = TokenStore("tokens", Layout({"a": 99}), [np.arange(45)], [np.array([20, 25])])
     cut = pieces(store, 19)
@@ -475,7 +477,7 @@ def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):
     windows = Windows(builder, "text", seed=4)
     store = builder.stores["text"]
     stream = store.stream(0, store.tokens).tolist()
-    copy = pickle.loads(pickle.dumps(windows))  # as a loader worker has it
+    copy = pickle.loads(pickle.dumps(windows))  # the copy of a loader worker
     begins = []
     for epoch in range(3):
         offset = int(random_stream(4, TEXT_OFFSET, epoch).integers(windows.length))

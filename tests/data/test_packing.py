@@ -1,4 +1,4 @@
-"""Packing uses every document once per epoch, fills the rows and never attends across documents."""
+"""Check that packing uses every document once per epoch and fills the rows, and that attention stays in documents."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_at_most_two_per_cent_is_padding(n, mean):
     )
     one_a_row = 1 - given.sum() / (512 * n)
     assert one_a_row > 0.5
-    # The control: documents in their original order waste more.
+    # The control: rows of documents in their original order have more padding.
     used = rows = 0
     for length in given:
         if used + length > 512 or not rows:
@@ -118,7 +118,7 @@ def test_no_target_crosses_a_document(order):
         assert 0 not in targets
         assert batch.document_BT[b].unique().numel() == len(row.starts) + bool((~batch.valid_BT[b]).any())
     assert batch.step_targets == sum(row.targets for row in rows)
-    assert order.builder.batch(rows).document_BT is None  # attention across documents, if that is asked for
+    assert order.builder.batch(rows).document_BT is None  # attention crosses documents
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa"])

@@ -1,4 +1,4 @@
-"""`data.pairing`: the same images and captions in other pairs, or captions alone; each with a negative control."""
+"""Check `data.pairing`: the same images and captions in other pairs, or captions alone, with negative controls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3,
 
 
 def pairs_of(n: int) -> TokenStore:
-    """Image n has the id 5 + n and caption n the id 1000 + n, which no other pair has."""
+    """Return n pairs. Image n has the id 5 + n and caption n the id 1000 + n, which no other pair has."""
     documents = [np.array([3, 2000 + n % 50, 5 + n, 4, *[1000 + n] * (1 + n % 7), 1]) for n in range(n)]
     lengths = np.array([len(d) for d in documents])
     return TokenStore("pair", LAYOUT, [np.concatenate(documents).astype(np.uint16)], [lengths])
@@ -65,7 +65,7 @@ def module(tiny_data, **more) -> TokenDataModule:
 
 @pytest.mark.parametrize("pack", ["none", "documents"])
 def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
-    """Over an epoch, shuffled captions keep the token counts, and captions without images keep those of the
+    """Over an epoch, shuffled pairs have the token counts of the pairs, and captions without images have those of the
     captions."""
     rows = {}
     for pairing in ("matched", "shuffled", "captions"):
@@ -101,7 +101,7 @@ def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
     assert len({identity_hash(identity(pairing=p)) for p in ("matched", "shuffled", "captions")}) == 3
     # Text alone has no pairs to change.
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
-    # Images alone are trained on unchanged, but the held-out pairs differ.
+    # Training rows of images alone do not change, but the held-out pairs do.
     assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
 
 

@@ -1,5 +1,5 @@
-"""Batches are copied one step ahead: tested with stand-ins for CUDA streams that record the calls, and on a GPU if
-there is one."""
+"""Check that batches are copied one step ahead, with fake CUDA streams that record the calls, and on a GPU if there
+is one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def batch_of(i: int) -> TokenBatch:
 
 
 class Told:
-    """The recorded calls, in order: loaded i, copied i (on which stream), recorded e, waits e, keeps i, step i."""
+    """Records calls in order: batch i loaded, batch i copied (with the stream), event e recorded, the step waits for
+    event e, the memory of batch i kept for the step, step i."""
 
     def __init__(self, monkeypatch, device: torch.device = CUDA) -> None:
         self.happened: list[tuple] = []
@@ -86,7 +87,7 @@ def test_the_next_copy_begins_before_a_batch_is_handed_out_and_only_its_own_is_w
         assert told.stream == "step"
         told.happened.append(("step", int(batch.ids_BT[0, 0])))
     at = {what: place for place, what in enumerate(told.happened)}
-    assert len(at) == len(told.happened) == 6 * n  # nothing twice
+    assert len(at) == len(told.happened) == 6 * n  # no call is repeated
     for i in range(n):
         own = [
             ("loaded", i),
@@ -98,15 +99,15 @@ def test_the_next_copy_begins_before_a_batch_is_handed_out_and_only_its_own_is_w
         ]
         assert [at[what] for what in own] == sorted(at[what] for what in own)
         if i + 1 < n:
-            assert at["copied", i + 1, "side"] < at["step", i]  # one ahead
+            assert at["copied", i + 1, "side"] < at["step", i]  # one batch ahead
         if i + 2 < n:
-            assert at["loaded", i + 2] > at["step", i]  # and no more than one
-    if n > 1:  # the control: one after the other is another order
+            assert at["loaded", i + 2] > at["step", i]  # and no more than one batch
+    if n > 1:  # the control: without prefetching the order is different
         assert told.happened != [what for i in range(n) for what in sorted(at, key=at.get) if what[1] == i]
 
 
 class Few:
-    """Micro-batches with their numbers."""
+    """Micro-batches whose tokens are the number of the batch."""
 
     ahead = 0
 
@@ -123,7 +124,7 @@ class Few:
 
 
 def loader_of(monkeypatch, **few) -> PositionedLoader:
-    """A tensor that reports a GPU as its device, without pinned memory."""
+    """Return a loader for a fake GPU, without pinned memory."""
     Told(monkeypatch)
     import mmqk.data.datamodule as module
 
@@ -138,7 +139,7 @@ def test_the_position_counts_what_was_handed_out_not_what_was_copied(monkeypatch
     for batch in loader:
         got.append(int(batch.ids_BT[0, 0]))
         assert loader.state_dict()["position"] == len(got)
-        if len(got) == 3:  # stopped in the middle: 3 is on the device and was not trained on
+        if len(got) == 3:  # an interrupt: batch 3 is on the device and was not trained on
             break
     again = loader_of(monkeypatch)
     again.load_state_dict(loader.state_dict())
@@ -156,16 +157,16 @@ def test_what_breaks_the_loader_is_said_and_counts_nothing(monkeypatch):
 
 
 def test_record_stream_reaches_every_tensor_that_is_there(monkeypatch):
-    kept: list[tuple] = []
+    calls: list[tuple] = []
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: kept.append((id(tensor), stream))
+        torch.Tensor, "record_stream", lambda tensor, stream: calls.append((id(tensor), stream))
     )
     for i in (0, 1):
         batch = batch_of(i)
         batch.record_stream("step")  # type: ignore[arg-type]
-        there = [t for t in vars(batch).values() if t is not None]
-        assert kept == [(id(t), "step") for t in there] and len(there) == 6 - i
-        kept.clear()
+        tensors = [t for t in vars(batch).values() if t is not None]
+        assert calls == [(id(t), "step") for t in tensors] and len(tensors) == 6 - i
+        calls.clear()
 
 
 @pytest.mark.gpu
@@ -178,7 +179,7 @@ def test_on_a_gpu_nothing_is_lost_however_long_a_step_takes(workers):
     sums, waste = [], torch.randn(2048, 2048, device=device)
     for i, batch in enumerate(loader):
         assert all(t.device == device for t in vars(batch).values() if t is not None)
-        for _ in range(20):  # the step is slower than copies and loader, and frees what it used
+        for _ in range(20):  # the step is slower than copies and loader, and frees the memory that it used
             waste = (waste @ waste).clamp(-1, 1)
         sums.append(batch.ids_BT.double().mean() + 0 * waste[0, 0])
         del batch

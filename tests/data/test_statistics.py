@@ -1,4 +1,4 @@
-"""Estimates of how predictable tokens are, against sources of known entropy and against plain counting."""
+"""Check the estimates of how predictable tokens are, against sources of known entropy and against plain counts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tokens_without_structure_have_their_unigram_entropy_and_no_less(size, e
     assert exact - 3 * found.model_error < found.model < 1.01 * exact
     assert found.model_context == ()
     assert found.repeated < 0.01 and found.duplicates == 0
-    # The same tokens in sorted order have the same frequencies and are predictable.
+    # In sorted order the tokens have the same frequencies but are predictable.
     ordered = one(np.sort(ids_DT[:700], axis=1), np.sort(ids_DT[700:], axis=1), size)
     assert ordered.unigram == pytest.approx(found.unigram, abs=0.05)
     assert ordered.model < 0.7 * exact and ordered.compressed < 0.7 * exact
@@ -86,7 +86,7 @@ def test_a_chain_is_found_to_be_as_predictable_as_it_is(transitions):
     sizes, nats = zip(*sorted(found.compressed_by_tokens.items()), strict=True)
     assert sizes == (1270, 12700, 127000) and sorted(nats, reverse=True) == list(nats)
     assert nats[-1] == found.compressed
-    # In random order, only the frequencies remain.
+    # In random order, the tokens have only their frequencies in common with the chain.
     mixed_DT = np.random.default_rng(0).permuted(ids_DT, axis=1)
     control = one(mixed_DT[:1000], mixed_DT[1000:])
     assert control.unigram == pytest.approx(found.unigram, abs=0.01)
@@ -107,8 +107,8 @@ def test_a_parent_further_back_is_found_at_its_distance_only(transitions):
 
 
 def brute_force(train, val, size: int, edge: int, context: int) -> list[float]:
-    """Return -log p by interpolated absolute discounting, computed with dictionaries; ids from ``edge`` on are
-    another modality."""
+    """Return -log p of the held-out tokens by interpolated absolute discounting, computed with dictionaries. Ids from
+    ``edge`` on are another modality."""
     tables = []
 
     def key(row, t: int, length: int) -> tuple:
@@ -146,8 +146,8 @@ def brute_force(train, val, size: int, edge: int, context: int) -> list[float]:
 
 def test_the_ngram_model_is_the_one_of_the_textbook(transitions):
     ids_DT = chain(transitions[:12, :12] / transitions[:12, :12].sum(1, keepdims=True), 60, 20, 1, seed=3)
-    train = [row[: 2 + n % 19].tolist() for n, row in enumerate(ids_DT[:50])]  # of all lengths
-    val = [*ids_DT[50:].tolist(), [0, 13, 13]]  # and a token that training has not
+    train = [row[: 2 + n % 19].tolist() for n, row in enumerate(ids_DT[:50])]  # documents of all lengths
+    val = [*ids_DT[50:].tolist(), [0, 13, 13]]  # 13 is not in training
     rows = [[np.array(row) for row in part] for part in (train, val)]
 
     def means(edge: int) -> dict[str, float]:
@@ -174,7 +174,7 @@ def test_the_standard_error_is_of_documents_that_are_independent():
     val = random.choice(8, (100, 40), p=np.arange(1, 9) / 36)
     spread = [one(train, random.choice(8, (100, 40), p=np.arange(1, 9) / 36), 8).model for _ in range(60)]
     assert one(train, val, 8).model_error == pytest.approx(np.std(spread), rel=0.35)
-    # Each document occurs four times in one document, which adds no evidence.
+    # Documents that repeat their tokens four times have no more information than the originals.
     assert one(train, np.tile(val, 4), 8).model_error == pytest.approx(
         2 * one(train, np.concatenate([val] * 4), 8).model_error, rel=0.1
     )
@@ -190,7 +190,7 @@ def test_what_was_read_before_counts_as_repeated():
     other = np.random.default_rng(1).integers(500, size=(5, 33))
     control = one(fresh, other, size=500)
     assert control.repeated == control.duplicates == control.repeated_held_out == 0
-    # A held-out passage that only another held-out document contains was not seen in training.
+    # A held-out passage that occurs only in another held-out document does not count as repeated.
     assert one(fresh, np.concatenate([other, other]), size=500).repeated_held_out == 0
 
 
@@ -211,10 +211,10 @@ def test_repeated_passages_are_those_that_a_search_finds():
 
 def test_three_modalities_by_their_blocks(transitions):
     random, n = np.random.default_rng(5), 600
-    # The words of the first half differ from those of the second half, which follows the image.
+    # The two halves of a text use different words.
     text = random.choice(20, (n, 20), p=zipf(20, 1.0, random)) + np.repeat([0, 20], 10)
     image = 40 + chain(transitions, n, 30, lag=1, seed=6)
-    sound = 104 + text[:, :10] % 8  # what the first words say, ten words later
+    sound = 104 + text[:, :10] % 8  # determined by the words 20 tokens before
     rows = np.concatenate([text, sound, image], axis=1)
     vocab_sizes = {"text": 40, "image": 64, "sound": 8, "smell": 5}
     found = describe(rows[:500], rows[500:], vocab_sizes, contexts=[(1, 2), (20,)])
@@ -225,8 +225,7 @@ def test_three_modalities_by_their_blocks(transitions):
     assert found["sound"].used == len(np.unique(sound[:500])) and found["sound"].documents == 500
     assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # contexts cross modalities
     assert found["sound"].compressed > 0.5  # compression does not
-    # The tokens after the first 20 and 30 are known except for their start; for all others only the frequencies are
-    # known.
+    # Without a context, the model knows only the frequencies of the words.
     nothing = found["text"].model_by_context["none"]
     assert found["text"].unigram - 0.1 < nothing < found["text"].unigram + 0.3
     alone = describe([row - 104 for row in sound[:500]], [], {"sound": 8})["sound"]

@@ -1,4 +1,4 @@
-"""Tokenizing a user's shards: the result, the counts, a resume after a kill, and one sentence per user error."""
+"""Check the tokenizing of a user's shards: the documents, the counts, a resume after a kill, and error messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
 def picture(seed: int) -> bytes:
-    """Return a file of some size and format; equal seeds give equal bytes."""
+    """Return an image file whose size and format depend on the seed; equal seeds give equal bytes."""
     random = np.random.default_rng(seed)
     width, height = SIZES[seed % len(SIZES)]
     image = Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((width, height))
@@ -86,7 +86,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Tokenize in this process; return the folder and the printed text."""
+    """Return a function that tokenizes and returns the folder and the printed text."""
 
     def call(*args: str, out: str = "out", workers: int = 0) -> tuple[Path, str]:
         folder = tmp_path / out
@@ -122,7 +122,8 @@ def header(folder: Path) -> dict[str, Any]:
 
 
 def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
-    """Return whether documents agree in all but one code in twenty: another batch may round an image differently."""
+    """Return whether at most one id in twenty differs in each document: codes may differ between batches by
+    rounding."""
     return len(some) == len(others) and all(
         len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= len(a) // 20
         for a, b in zip(some, others, strict=True)
@@ -130,7 +131,7 @@ def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
 
 
 class Tokenizers:
-    """Return the documents by the tokenizers alone, one image at a time."""
+    """Makes the expected ids with the tokenizers, one image at a time."""
 
     def __init__(self, folder: Path):
         self.image, self.bpe = ImageTokenizer.load(folder), TextTokenizer.load(folder)
@@ -155,7 +156,7 @@ def test_pairs_in_the_layout_of_img2dataset(
     run: Any, shards: Path, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "IMAGES_A_BATCH", 1)
-    folder, said = run(*pattern(shards), "--val-fraction", "0.25")
+    folder, printed = run(*pattern(shards), "--val-fraction", "0.25")
     stores = open_tokens(folder)
     expected: dict[str, list[list[int]]] = {"train": [], "val": []}
     for seed in range(36):
@@ -172,7 +173,7 @@ def test_pairs_in_the_layout_of_img2dataset(
         assert shard["size"] == file.stat().st_size and shard["samples"] == 9 and shard["dropped"] == {}
         assert shard["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     tokens = sum(map(len, expected["train"]))
-    assert f"train {len(expected['train'])} documents of {tokens:,} tokens" in said and "dropped" not in said
+    assert f"train {len(expected['train'])} documents of {tokens:,} tokens" in printed and "dropped" not in printed
     assert [p["name"] for p in header(folder)["splits"]["train"]] == [f"{i:05d}" for i in range(4)]
     assert not (folder / "unfinished").exists()
 
@@ -216,10 +217,10 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
         ("../../i\x1b[2J.gif", b"x"),
         ("README", b"no sample"),
     ]  # fmt: skip
-    # Seven more samples have one reason, and five of their keys are kept.
+    # Seven more samples have no image; the examples of a reason are five keys.
     write_tar(tmp_path / "a.tar", members)
     write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
-    folder, said = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
+    folder, printed = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
     record = header(folder)
     expected = {NO_IMAGE: 10, NO_CAPTION: 1, "image file is empty": 1, UNKNOWN: 1, BROKEN: 1, TOO_LARGE: 1,
                 NOT_UNICODE: 1}  # fmt: skip
@@ -235,8 +236,8 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     examples = record["about"]["examples"]
     assert examples[NO_IMAGE] == ["a.tar: b", "a.tar: c", "a.tar: ../../i\x1b[2J", "b.tar: z0", "b.tar: z1"]
     assert examples[TOO_LARGE] == ["a.tar: g"]
-    assert "16 of 18 samples were dropped:" in said and f"  {NO_IMAGE}: 10 (a.tar: b, a.tar: c" in said
-    assert "\x1b" not in said
+    assert "16 of 18 samples were dropped:" in printed and f"  {NO_IMAGE}: 10 (a.tar: b, a.tar: c" in printed
+    assert "\x1b" not in printed
     assert not (tmp_path.parent / "i").exists()
 
 
@@ -250,11 +251,11 @@ def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: 
     assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
     unread = header(out)["about"]["unread"]
     assert unread["counts"] == {DOTTED: 200} and header(out)["about"]["shards"][0]["files"] == 203
-    # Beside an image of the same key they do not drop the sample, and they are counted.
+    # If a sample with this key has an image, it is not dropped, and the files with a second dot are counted.
     path = write_tar(tmp_path / "b.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
     out, printed = run("--shards", str(path), out="b")
     assert "dropped" not in printed and "200 of 205 files were not read" in printed
-    # The negative control: with the names that the sentence suggests, all are samples, and no line is printed.
+    # The negative control: with the suggested names, all pairs are samples, and no line on unread files is printed.
     renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
     out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
     assert "not read" not in printed and len(documents(out)) == 101
@@ -313,7 +314,7 @@ def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers)
     assert not alike(documents(folder), [*expected[:3], shuffled])
     assert header(folder)["dropped"] == {EMPTY_DOCUMENT: 1, NO_MATCH: 1, UNKNOWN: 1}
     assert header(folder)["kind"] == "interleaved"
-    # Read as pairs, the same archive has no pair, and the message says what the reason may be.
+    # Without --interleaved the archive has no pair, and the message names this flag.
     assert "--interleaved" in refused(run, "--shards", f"{tmp_path}/a.tar", out="pairs")
 
 
@@ -392,13 +393,13 @@ def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
         assert all(images[split].count(one) == 2 for one in set(images[split]))
     assert not set(images["train"]) & set(images["val"]) and len(images["train"]) + len(images["val"]) == 80
     assert 6 <= len(images["val"]) <= 44
-    # A split by position would separate them.
+    # A split by position would put equal images into both splits.
     first, second = images["train"] + images["val"], images["val"] + images["train"]
     assert set(first[:30]) & set(second[:30])
 
 
 def cut_short(path: Path) -> bytes:
-    """Cut an archive at the end of a sample; return the whole archive."""
+    """Cut an archive at the end of a sample; return the bytes of the whole archive."""
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
         edge = tar.getmembers()[12].offset
@@ -420,8 +421,8 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
     assert len(list(wds.WebDataset([str(shards / "00001.tar")], shardshuffle=False))) == 4
     assert "1 of 4 shards" in refused(run, *pattern(shards))
     (shards / "00001.tar").write_bytes(whole)
-    folder, said = run(*pattern(shards))
-    assert content(folder) == expected and "continuing with 1 of 4 shards" in said
+    folder, printed = run(*pattern(shards))
+    assert content(folder) == expected and "continuing with 1 of 4 shards" in printed
 
 
 def test_the_first_three_broken_shards_are_named(run: Any, shards: Path) -> None:
@@ -437,8 +438,8 @@ def test_a_shard_that_changed_is_done_again(run: Any, shards: Path) -> None:
     refused(run, *pattern(shards))
     write_tar(shards / "00000.tar", [m for s in range(50, 53) for m in pair(s)])
     (shards / "00003.tar").write_bytes(whole)
-    folder, said = run(*pattern(shards))
-    assert "continuing with 2 of 4" in said and len(documents(folder)) == 30
+    folder, printed = run(*pattern(shards))
+    assert "continuing with 2 of 4" in printed and len(documents(folder)) == 30
     assert content(folder) == content(run(*pattern(shards), out="fresh")[0])
 
 
@@ -507,8 +508,8 @@ def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: P
             break
         time.sleep(0.1)
     assert not any(map(alive, pids))
-    _, said = run(*pattern(shards), workers=1)
-    assert "continuing with 2 of 4 shards" in said
+    _, printed = run(*pattern(shards), workers=1)
+    assert "continuing with 2 of 4 shards" in printed
     assert content(out) == expected
 
 
@@ -545,7 +546,7 @@ def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path
     printed, errors = process.communicate(timeout=1800)  # until the workers have closed stderr too
     progress, last = errors.splitlines()[:-1], errors.splitlines()[-1]
     assert (process.returncode, last) == (130, "mmqk: interrupted")
-    assert all(" of 4 shards" in line for line in progress)  # a slow machine prints some, and no traceback
+    assert all(" of 4 shards" in line for line in progress)  # progress lines only, without a traceback
     assert "2 of 4 shards are kept" in printed
 
 
@@ -597,8 +598,8 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     assert "00002.tar: if the machine ran out of memory" in message and "the same command continues" in message
     held.unlink()
     held.write_bytes(whole)
-    folder, said = run(*pattern(shards))
-    assert content(folder) == expected and "continuing with 2 of 4" in said
+    folder, printed = run(*pattern(shards))
+    assert content(folder) == expected and "continuing with 2 of 4" in printed
 
 
 def test_other_options_for_a_folder_that_was_begun(
@@ -617,18 +618,18 @@ def test_other_options_for_a_folder_that_was_begun(
         "documents (pair, now interleaved)": ("--interleaved",),
     }
     for _ in range(2):  # unfinished, then finished
-        for said, args in cases.items():
-            assert said in refused(run, *pattern(shards), *args)
+        for expected, args in cases.items():
+            assert expected in refused(run, *pattern(shards), *args)
         message = refused(run, *pattern(shards, 2))
         assert "--shards (4 files to 00003.tar, now 3 files to 00002.tar)" in message
         with pytest.raises(UserError, match="--tokenizers"):
             tokenize.main([*pattern(shards), "--out", str(tmp_path / "out"), "--tokenizers", str(other)])
         assert "continues" in message or "give the same again, or another --out" in message
         (shards / "00001.tar").write_bytes(whole)
-        folder, said = run(*pattern(shards))
-    assert "is finished: train" in said
+        folder, printed = run(*pattern(shards))
+    assert "is finished: train" in printed
     before = content(folder)
-    run(*pattern(shards), workers=3)  # the number of workers is nobody's business; none is started
+    run(*pattern(shards), workers=3)  # the number of workers is not compared; no worker is started
     assert content(folder) == before
 
 
@@ -639,12 +640,12 @@ def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
     write_tar(tmp_path / "b.tar", [])
     assert "hold no samples" in refused(run, "--shards", f"{tmp_path}/b.tar")
     write_tar(tmp_path / "c.tar", pair(0))
-    assert len(documents(run("--shards", f"{tmp_path}/c.tar")[0])) == 1  # the folder is free for it
+    assert len(documents(run("--shards", f"{tmp_path}/c.tar")[0])) == 1  # the errors left no unfinished folder
 
 
 def test_shares_of_val(run: Any, shards: Path) -> None:
-    folder, said = run(*pattern(shards), "--val-fraction=1e-9")
-    assert "no document was held out" in said and len(open_tokens(folder)["val"]) == 0
+    folder, printed = run(*pattern(shards), "--val-fraction=1e-9")
+    assert "no document was held out" in printed and len(open_tokens(folder)["val"]) == 0
     assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
     assert len(open_tokens(folder)["train"]) == 36
 

@@ -1,4 +1,4 @@
-"""Token folders return what was written into them, and errors name what cannot be trusted."""
+"""Check that token folders return the documents that were written, and that errors name damaged files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_documents_come_back_in_the_order_of_the_parts(tmp_path):
     expected = [d for p in range(3) for d in documents[p::3]]
     assert len(train) == 50 and train.tokens == sum(map(len, documents)) and len(stores["val"]) == 2
     assert all((train[i] == expected[i]).all() for i in range(50)) and train[7].dtype == np.int64
-    assert any(len(train[i]) != len(documents[i]) for i in range(50))  # the control: another order shows
+    assert any(len(train[i]) != len(documents[i]) for i in range(50))  # the control: the order differs
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16 - 12, np.uint16), (2**16, np.uint32)])
@@ -99,7 +99,7 @@ def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
         flip(path, -2)
     else:  # as many tokens, in documents of other lengths
         np.save(path, np.array([3, 3, 2, 4], dtype=np.uint32))
-    for _ in range(2):  # what is damaged is never noted as whole
+    for _ in range(2):  # a damaged file is never stored as one that matched
         with pytest.raises(UserError, match=rf"00001\.{what}\.npy differs from tokens\.json .*make the folder again"):
             open_tokens(folder, cache)
     path.write_bytes(whole)
@@ -118,7 +118,7 @@ def test_arrays_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
     (folder / "val/00000.ids.npy").touch()
     open_tokens(folder, tmp_path / "cache")
     assert hashed[8:] == ["00000.ids.npy"]
-    open_tokens(folder)  # without a place for the note
+    open_tokens(folder)  # without a cache
     assert len(hashed) == 17
     (tmp_path / "file").write_text("no folder")
     open_tokens(folder, tmp_path / "file")
@@ -148,7 +148,7 @@ def test_arrays_of_another_form_are_named(tmp_path):
 
 
 def within_a_minute(do):
-    """Run it, and fail if it hangs."""
+    """Call ``do``, and fail if it takes more than a minute."""
 
     def late(*_):
         raise TimeoutError("it waits")
@@ -219,7 +219,7 @@ def test_pieces_are_the_document_and_never_part_of_an_image():
 
 
 def ids_of(n, length, seed):
-    """Rows of 12 text ids (of 100) and 6 image ids (of 50, starting at 100)."""
+    """Return n rows of text ids (0 to 99) that end with 6 image ids (100 to 149)."""
     random = np.random.default_rng(seed)
     return np.concatenate(
         [random.integers(0, 100, (n, length - 6)), random.integers(100, 150, (n, 6))], axis=1
@@ -246,7 +246,7 @@ def test_arrays_are_used_as_they_are(arrays, capsys):
     data = TokenDataModule(config, seed=0)
     data.setup()
     whole = {tuple(row) for row in np.load(arrays / "train-0.npy").tolist()}
-    rows = [tuple(data.order.row(i).ids.tolist()) for i in range(46)]  # the one of 45 is in three pieces
+    rows = [tuple(data.order.row(i).ids.tolist()) for i in range(46)]  # the document of 45 ids is in three pieces
     assert whole <= set(rows) and len(set(rows)) == 46
     batch = data.probe_batch(4)
     assert (batch.ids_BT[:, :18].numpy() == np.load(arrays / "val-0.npy")[:4]).all()
@@ -325,7 +325,7 @@ def test_interleaved_documents_are_whole_rows(tmp_path):
     assert found == sorted([0, *d.tolist()] for d in documents)
 
 
-# What `mmqk.data.ids` refuses, and which files it leaves --------------------------------------------------
+# Errors of `mmqk.data.ids`, and the files that it leaves --------------------------------------------------
 
 
 def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
@@ -334,7 +334,7 @@ def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
     before = sorted(arrays.rglob("*"))
     assert cli_main(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
     assert "train-2.npy does not fit" in capsys.readouterr().err and sorted(arrays.rglob("*")) == before
-    (arrays / "t").mkdir()  # an empty folder is as good as none
+    (arrays / "t").mkdir()  # --out may be an empty folder
     assert main([f"--train={arrays}/train-0.npy", *argv]) == 0
     assert len(open_tokens(arrays / "t")["train"]) == 40
     assert {p.name for p in arrays.iterdir()} == {p.name for p in before} | {"t"}
@@ -375,5 +375,5 @@ def test_what_would_be_taken_wrongly_is_one_sentence(arrays, capsys, argv, says)
     assert cli_main(main)([*given, *(a.replace("ARRAYS", str(arrays)) for a in argv)]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and err.rstrip().endswith(".") and not (arrays / "t").exists()
-    # The control: the same arrays with ids that no document uses.
+    # The control: the same arrays with special ids that no document uses.
     assert main([*given, BLOCKS, "--pad=152", "--begin-image=150", "--end-image=151"]) == 0

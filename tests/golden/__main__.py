@@ -1,8 +1,8 @@
-"""Golden runs: nine short runs whose losses, norms and logits are compared with kept values.
+"""Golden runs: nine short runs whose losses, norms and logits are compared with stored values.
 
-``python -m tests.golden`` (`make golden`) trains them and compares; ``--write`` stores the present values, and
-``--equivalent HASH`` lists a code hash in ``mmqk/store/equivalent_code.txt`` if all runs are equal. On a platform
-with stored digests every number must be equal, bit for bit; on another one, where kernels sum in another order,
+``python -m tests.golden`` (`make golden`) trains the runs and compares them; ``--write`` stores the current values,
+and ``--equivalent HASH`` lists a code hash in ``mmqk/store/equivalent_code.txt`` if all runs are equal. On a platform
+with stored digests every value must be equal, bit for bit. On another platform, where kernels sum in another order,
 losses, norms and logits may differ by `TOLERANCE`.
 """
 
@@ -35,8 +35,8 @@ HERE = Path(__file__).parent
 KEPT = HERE / "values.json"
 RUNS = ("plain", "chameleon", "capped", "sigmoid", "untied", "clipped", "gated", "dial", "ids")
 TIMES = {"tokens_per_s"}
-# On another platform: losses, norms and logits, relative to the larger value. Differences of nearly equal numbers
-# (offsets, biases) and maxima of a clipped run amplify rounding and are left out there.
+# The tolerance of losses, norms and logits on another platform, relative to the larger value. Differences of nearly
+# equal numbers (offsets, biases) and maxima of a clipped run amplify rounding and are not compared there.
 TOLERANCE = 2e-2
 COMPARED_ELSEWHERE = (
     "loss",
@@ -52,13 +52,13 @@ COMPARED_ELSEWHERE = (
 
 
 def arguments(name: str, scratch: Path) -> list[str]:
-    """The command line of a golden run."""
+    """Return the command line of a golden run."""
     more = [f"--data.tokens={scratch / 'ids'}"] if name == "ids" else []
     return [f"--config={HERE / 'base.yaml'}", f"--config={HERE / name}.yaml", *more, "--quiet"]
 
 
 def write_documents(scratch: Path) -> None:
-    """Return a token folder of two modalities, from integers that do not depend on any library's random numbers."""
+    """Write a token folder of two modalities whose ids do not depend on any library's random numbers."""
     ids = np.array([(i * i * 31 + i * 7) % 60 for i in range(64 * 200)], dtype=np.int64).reshape(200, 64)
     ids[:, 32:] += 60
     np.save(scratch / "ids.npy", ids)
@@ -68,8 +68,8 @@ def write_documents(scratch: Path) -> None:
 
 
 def measure(name: str, scratch: Path) -> dict[str, Any]:
-    """Train one run; return its loss at each step, its last line of metrics, its logits, and a digest of all
-    numbers."""
+    """Train one run; return its id, a digest of all its values, and the values to compare: the loss of each step, the
+    last line of metrics, and logits."""
     argv = arguments(name, scratch)
     out = scratch / "runs" / name
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
@@ -95,7 +95,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
 
 
 def this_platform() -> dict[str, str]:
-    """The settings that decide which kernels run, and therefore the last bits."""
+    """Return the properties of this machine that decide which kernels run, and therefore the last bits."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
@@ -110,24 +110,24 @@ def differences(old: dict[str, Any], new: dict[str, Any], digest: str | None) ->
     """Return one line for each value of a run that differs from the stored one.
 
     Args:
-        old: the kept run.
-        new: the run now.
-        digest: of the run on this platform; None if it was never stored here, so that `TOLERANCE` applies.
+        old: the stored run.
+        new: the new run.
+        digest: the stored digest of the run on this platform; None if there is none, so that `TOLERANCE` applies.
     """
     lines = [f"run id: {old['id']} -> {new['id']}"] if old["id"] != new["id"] else []
     if digest == new["digest"]:
         return lines
     before, after = old["values"], new["values"]
-    lines += [f"{tag}: kept, now missing" for tag in before.keys() - after.keys()]
-    lines += [f"{tag}: not among the kept values" for tag in after.keys() - before.keys()]
+    lines += [f"{tag}: stored, but missing now" for tag in before.keys() - after.keys()]
+    lines += [f"{tag}: not among the stored values" for tag in after.keys() - before.keys()]
     for tag in sorted(before.keys() & after.keys()):
-        a, b = float(before[tag]), float(after[tag])  # what is not finite is a string in metrics.jsonl
+        a, b = float(before[tag]), float(after[tag])  # NaN and infinities are strings in metrics.jsonl
         if re.split("[@/]", tag)[0] not in COMPARED_ELSEWHERE:
             continue
         if not (a == b or abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) or (a != a and b != b)):
             lines.append(f"{tag}: {a!r} -> {b!r}")
     if digest is not None and not lines:
-        lines.append(f"bits differ from those kept on this platform, by no more than {TOLERANCE:g}")
+        lines.append(f"bits differ from those stored on this platform, by at most {TOLERANCE:g}")
     return lines
 
 
@@ -138,7 +138,7 @@ def digests_of(kept: dict[str, Any]) -> dict[str, str]:
 
 
 def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
-    """Store the results of runs. The digests of other platforms are removed if the numbers of a run have changed."""
+    """Store the results of runs. If the values of a run have changed, remove its digests of other platforms."""
     here = this_platform()
     for name, run in new.items():
         old = kept["runs"].get(name)
@@ -155,7 +155,7 @@ def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Train the runs and compare them; return 1 if a value differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the present values")
+    parser.add_argument("--write", action="store_true", help="store the current values")
     parser.add_argument(
         "--equivalent", metavar="HASH", help="list this code hash as equivalent if all runs are equal"
     )
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     digests, failed = digests_of(kept), 0
     for name, run in new.items():
         lines = differences(kept["runs"][name], run, digests.get(name))
-        bound = "bit for bit" if name in digests else f"to {TOLERANCE:g} (kept on another platform)"
+        bound = "bit for bit" if name in digests else f"to {TOLERANCE:g} (stored on another platform)"
         print(f"{name}: {'the same ' + bound if not lines else f'{len(lines)} differences'}")
         for line in lines[:10]:
             print(f"    {line}")

@@ -23,8 +23,8 @@ def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:
 
 
 def unequal(a: RunConfig, b: RunConfig) -> set[str]:
-    """Return the fields in which two whole configurations differ; a mapping that is empty in one of them does not
-    count itself."""
+    """Return the fields in which two whole configurations differ; if a field is an empty mapping in one of them, only
+    the fields inside it count."""
     flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
     absent = object()
     return {

@@ -1,4 +1,4 @@
-"""The grids of configs/claims: every claim of the literature once per scale, with families, seeds and time."""
+"""Test the grids of configs/claims: each claim is registered once per scale, and seeds and training time suffice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def claims_of(pool: Grid) -> tuple[Claim, ...]:
 
 
 def hours(pool: Grid) -> float:
-    """This is an upper bound on two cores, because equal runs of different arms are counted twice."""
+    """Return an upper bound on the training time on two cores; equal runs of different arms are counted twice."""
     seconds = 0.0
     for job in pool.jobs:
         base = next(name for name in SECONDS if any(arg.endswith(f"/{name}") for arg in job.args))

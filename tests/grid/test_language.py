@@ -1,4 +1,4 @@
-"""Axes, learning rates, forks, replays and merged grids of the grid language."""
+"""Test the grid language: axes, learning rates, forks, replays and merged grids."""
 
 import itertools
 import json
@@ -105,7 +105,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
     )
     found = {(j.arm, j.seed): j for j in grid.jobs}
     assert found["late-lr0.1", 2].parent == "plain-lr0.1"
-    assert found["late-lr0.1", 2].args == ("--model.qk_norm.kind=rms",), "the rest is its parent's"
+    assert found["late-lr0.1", 2].args == ("--model.qk_norm.kind=rms",), "the parent sets the other fields"
     assert found["again-lr0.01", 1].parent == "late-lr0.01"
     assert found["cool-lr0.003", 2].parent == "plain-lr0.1" and ("cool-lr0.003", 1) not in found
     assert found["cool-lr0.003", 2].args == ("--optim.lr=0.003",)
@@ -205,7 +205,8 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     assert json.loads(json.dumps(grid.raw)) == grid.raw
     alone = load_grids([tmp_path / "toy.yaml"])
     text = (tmp_path / "toy.yaml").read_text()
-    (tmp_path / "toy.yaml").write_text(f"{text}\nreplay: {{}}\n")  # a rule on one side only is that of both
+    # If only one of the grids has a replay rule, the merged arm uses this rule.
+    (tmp_path / "toy.yaml").write_text(f"{text}\nreplay: {{}}\n")
     assert load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"]).arms[0].replay is not None
     assert alone.name == "toy" and alone.raw["claims"][0]["grid"] == "toy"
     assert claims_hash(alone.raw) == claims_hash(load_grid(tmp_path / "toy.yaml").raw)
@@ -227,8 +228,8 @@ def test_replays_begin_at_shares_of_the_run_before_its_divergence():
     rule = ReplayRule()
     assert steps_before(1000, rule) == {0.01: 990, 0.05: 950, 0.2: 800}
     assert steps_before(30, rule) == {0.01: 29, 0.05: 28, 0.2: 24}
-    assert steps_before(5, rule) == {0.01: 4}, "depths that come to one step are one"
-    assert steps_before(1000, rule, first=900) == {0.01: 990, 0.05: 950}, "not before a fork begins"
+    assert steps_before(5, rule) == {0.01: 4}, "each step is used once"
+    assert steps_before(1000, rule, first=900) == {0.01: 990, 0.05: 950}, "only steps after the fork"
     assert steps_before(1, rule) == {}
 
 

@@ -1,4 +1,4 @@
-"""The grids of late failure: what each arm changes, matched targets, and claims that can be decided."""
+"""Test the grids of late failure: what each arm changes, that targets match, and that claims can be decided."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_arm_changes_what_it_names(study):
 
 
 def test_targets_per_step_are_matched(study):
-    """Counted from the captions and the form of a row alone, as in test_norm_competition_real."""
+    """The targets are counted from the captions and the layout of a row alone, as in test_norm_competition_real."""
     _, runs = study
     text = TextTokenizer.load(ROOT / "data/tokenizers")
     captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
@@ -75,7 +75,7 @@ def test_claims_can_be_decided(study):
 
 
 def test_the_rehearsal_trains_the_same_settings(study):
-    """It differs in the seed and the length only."""
+    """The rehearsal differs from the study only in the seed and the run length."""
     _, runs = study
     _, rehearsal = resolved("configs/failures/late_rehearsal.yaml", seed=0)
     assert unequal(runs["mixed"], rehearsal["mixed"]) == {"seed", "trainer.max_steps", "checkpoint.keep"}

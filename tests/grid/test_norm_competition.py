@@ -1,4 +1,4 @@
-"""The study of norm competition: each arm changes what it names, and everything else of a contrast is equal."""
+"""Test the study of norm competition: the arms of a contrast differ only in the intended fields."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def test_the_primary_contrasts_change_one_thing_each(study):
         assert floors["mid"]["image"] == pytest.approx(floors["mid"]["text"])
         assert floors["hi"]["image"] - floors["hi"]["text"] > 1.5
         assert sum(floors["hi"].values()) == pytest.approx(sum(floors["mid"].values()))
-    # The controls: other arms differ in more fields, and without its batch size the arm without image loss is not
-    # matched.
+    # The controls: other arms differ in more fields, and an arm that differs only in batch size has other targets.
     assert unequal(runs["mid-low"], runs["hi-high"]) > entropies
     assert trained_targets(runs["mid-low"]) != trained_targets(runs["hi_batch"])
 

@@ -1,4 +1,4 @@
-"""The grid on the shipped pairs: what each arm changes, and its targets counted in the data."""
+"""Test the grid on the shipped pairs: what each arm changes, and its trained targets, counted in the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def study():
 
 @pytest.fixture(scope="module")
 def per_sequence():
-    """Return the mean trained targets of a sequence, from the captions and the form of a row alone.
+    """Return the mean number of trained targets of a sequence, from the captions and the layout of a row alone.
 
     A text row has a target for each of its tokens except ``<bos>``. A pair has targets for its caption, three special
     tokens and an image of 64 codes; beside an image there is room for 60 tokens of a caption. A caption alone is

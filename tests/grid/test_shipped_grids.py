@@ -1,4 +1,4 @@
-"""The shipped grid: what its arms have in common, what they change, and that its claims can be decided."""
+"""Test the shipped grids: what the arms have in common, what they change, and that the claims can be decided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.grid.resolved import ROOT, unequal
 DEMO = Path("configs/ablations/demo.yaml")
 QK, PRE, POST, LR = "model.qk_norm.kind", "model.pre_norm", "model.post_norm", "optim.lr"
 BATCH = "data.batch_size"
-CHOOSING_SEED = 0  # the learning rate was chosen on it
+CHOOSING_SEED = 0  # the learning rate was selected with this seed
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +39,14 @@ def demo() -> Grid:
 
 @pytest.fixture(scope="module")
 def runs(demo) -> dict[tuple[str, int], RunConfig]:
-    """Every job as `mmqk.config` resolves it."""
+    """Return every job as `mmqk.config` resolves it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         return {(job.arm, job.seed): resolve(list(job.args)) for job in demo.jobs}
 
 
 def changed(tmp_path: Path, change) -> Grid:
-    """The grid after ``change(its content)``."""
+    """Return the demo grid after ``change`` has modified its content."""
     raw = yaml.safe_load(DEMO.read_text())
     raw["base"] = [str(ROOT / "configs/demo.yaml")]
     change(raw)
@@ -56,8 +56,8 @@ def changed(tmp_path: Path, change) -> Grid:
 
 
 def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str, str], set[str]]:
-    """Return, by pair of arms with a common seed, the fields that differ although neither arm sets them, or that only
-    one sets."""
+    """Return, by pair of arms with a common seed, the fields that differ although neither arm sets them, or although
+    both arms set them to the same value."""
     found = {}
     for a, b in combinations(grid.arms, 2):
         for seed in set(a.seeds) & set(b.seeds):
@@ -96,7 +96,7 @@ def test_the_seed_that_chose_the_learning_rate_is_in_no_arm(demo, tmp_path):
     assert seed_is_free(demo)
     assert not seed_is_free(
         changed(tmp_path, lambda raw: raw.pop("seeds"))
-    )  # 0 is what a grid has by default
+    )  # the default seed of a grid is 0
 
 
 def test_decided_arms_share_one_learning_rate_below_the_shown_one_and_are_pre_norm(demo, runs):
@@ -140,8 +140,8 @@ def test_arms_differ_only_in_what_they_set(demo, runs, tmp_path):
 
 
 def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
-    """Count targets by the captions and the mixture alone. A text row has 127 targets; a pair has its caption, three
-    special tokens and an image of 64 codes. Beside an image there is room for 60 tokens of a caption."""
+    """Count targets from the captions and the data mix alone. A text row has 127 targets; a pair has its caption,
+    three special tokens and an image of 64 codes. Beside an image there is room for 60 tokens of a caption."""
     text = TextTokenizer.load(ROOT / "data/tokenizers")
     captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
     mix, length = runs["mixed", 1].data.mix, runs["mixed", 1].data.seq_len
@@ -162,7 +162,7 @@ def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
 def test_jobs_are_fp32_on_one_thread_and_otherwise_alike(runs):
     for run in runs.values():
         assert (run.trainer["precision"], run.threads, run.trainer["accelerator"]) == ("32-true", 1, "cpu")
-        assert run.monitor.probe_split == "heldout"  # maxima of different arms on the same tokens
+        assert run.monitor.probe_split == "heldout"  # so that all arms measure maxima on the same tokens
     assert len({(run.backend, run.trainer["max_steps"]) for run in runs.values()}) == 1
 
 

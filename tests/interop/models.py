@@ -22,8 +22,8 @@ VQ = {
 
 
 def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1, **fields):
-    """Return a model of this class with normal weights of standard deviation `std`, and every gain and bias moved by
-    up to 0.3.
+    """Return a model of this class with normal weights of standard deviation `std`, and with a random number from
+    -0.3 to 0.3 added to every gain and bias.
 
     Unit gains hide errors: without gains, RMS over a head commutes with RoPE's rotation.
     """
@@ -35,7 +35,7 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1
     if architecture.startswith(("Gemma", "Qwen3")):
         fields = {"head_dim": 16} | fields
     config = kind.config_class(**SHAPE | {"initializer_range": std} | fields)
-    config._attn_implementation = "eager"  # sdpa knows no cap
+    config._attn_implementation = "eager"  # sdpa does not support a cap
     torch.manual_seed(0)
     model = kind(config)
     with torch.no_grad():
@@ -49,12 +49,13 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1
 
 
 def logits_of(hf_model, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Return its logits; for Chameleon those before the logits of image ids are set to the lowest number."""
+    """Return the logits of a model; for Chameleon the logits before those of image ids are set to the lowest
+    number."""
     if type(hf_model).__name__.startswith("Chameleon"):
         return hf_model.lm_head(hf_model.model(ids_BT).last_hidden_state)
     return hf_model(ids_BT).logits
 
 
 def some_ids() -> torch.Tensor:
-    """Two rows, longer than any window."""
+    """Return two rows of ids, longer than any window."""
     return torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""An exported run: model, tokenizer and model card, loaded offline by the Auto classes of transformers."""
+"""An exported run has a model, a tokenizer and a model card, and the Auto classes of transformers load it offline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"none": "LlamaForCausalLM", "rms": "Qwen3ForCausalLM", "layer": "Chamel
 
 @pytest.fixture(scope="module", params=KINDS)
 def exported(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
-    """(QK-Norm, run folder, exported folder)."""
+    """Train and export a run; return (kind of QK-Norm, run folder, exported folder)."""
     folder = tmp_path_factory.mktemp("export")
     bias = ["--model.qk_norm.bias=true", "--model.qk_norm.eps=1e-5"] if request.param == "layer" else []
     short = [
@@ -61,7 +61,7 @@ def test_the_code_of_the_card_gives_the_logits_of_the_run(exported, tiny_data):
     for ids_BT in (names["ids"], random_ids):
         with torch.no_grad():
             assert (logits_of(theirs, ids_BT) - ours(ids_BT)).abs().max() < 1e-4
-            # The control: other ids are detected.
+            # The control: other ids give other logits.
             assert (logits_of(theirs, ids_BT) - ours(ids_BT.roll(1, -1))).abs().max() > 1e-3
 
 
@@ -116,7 +116,7 @@ def test_the_card_has_the_losses_the_data_the_configuration_and_no_machine_path(
     config = yaml.safe_load(body.partition("```yaml\n")[2].partition("```")[0])
     assert config["model"]["qk_norm"]["kind"] == kind and config["optim"]["lr"] == 0.01
     assert str(run.parent) not in card and "/tmp" not in card
-    shutil.copytree(run, tmp_path / "run")  # the same bytes from another folder
+    shutil.copytree(run, tmp_path / "run")  # a copy of the run in another folder gives an identical card
     assert main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
     assert card_of(tmp_path / "hf") == card
 

@@ -1,4 +1,4 @@
-"""`python -m mmqk.interop` converts folders both ways, and refuses each folder that it cannot convert with a
+"""`python -m mmqk.interop` converts folders both ways, and refuses a folder that it cannot convert with one
 sentence."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LLAMA, CHAMELEON = "LlamaForCausalLM", "ChameleonForConditionalGeneration"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """llama/, tied/ and chameleon/ in bf16, as `save_pretrained` writes them."""
+    """Write llama/, tied/ and chameleon/ in bf16 with `save_pretrained`, and return their parent folder."""
     root = tmp_path_factory.mktemp("hf")
     tiny(LLAMA, torch.bfloat16).save_pretrained(root / "llama")
     tiny("Gemma2ForCausalLM", torch.bfloat16).save_pretrained(root / "tied")
@@ -106,7 +106,7 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     )
     model = EarlyFusionTransformer(config, seed=3).eval()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    for step, scale in ((4, 0.0), (12, 1.0)):  # the newest counts
+    for step, scale in ((4, 0.0), (12, 1.0)):  # the newest checkpoint is exported
         stored = {f"model.{n}": scale * t for n, t in model.state_dict().items()}
         torch.save(
             {"mmqk_model": asdict(config), "state_dict": stored, "global_step": step},
@@ -118,13 +118,14 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
-    # The configuration stores the sizes in their order, and they come back without --vocab-sizes.
+    # config.json stores the vocabulary sizes in order, so an import does not need --vocab-sizes.
     assert convert(tmp_path / "hf", tmp_path / "again") == 0
     assert list(load_model(tmp_path / "again").config.vocab_sizes.items()) == [("text", 64), ("image", 32)]
 
 
 def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
-    """transformers does not tie the matrices of a checkpoint that has two, whatever its configuration says."""
+    """transformers does not tie two different matrices of a checkpoint, even if its configuration has
+    tie_word_embeddings."""
     copy(folders / "llama", tmp_path / "hf", tie_word_embeddings=True)
     assert convert(tmp_path / "hf", tmp_path / "run") == 0
     model = load_model(tmp_path / "run")
@@ -204,7 +205,7 @@ def test_damaged_runs(folders, tmp_path, capsys):
     for stored, said in (
         ([1], "has no model configuration"),
         ({"state_dict": {}}, "has no model configuration"),
-        ({"mmqk_model": {"width": 3}, "state_dict": {}}, "has a model that this version of mmqk does not know"),
+        ({"mmqk_model": {"width": 3}, "state_dict": {}}, "has a model that this version of mmqk does not support"),
     ):
         torch.save(stored, checkpoint)
         assert said in refuses(capsys, tmp_path / "run", out)
@@ -239,8 +240,7 @@ def test_transformers_is_imported_when_it_is_needed():
 
 
 def test_the_page_shows_what_works(folders, tmp_path, monkeypatch):
-    """Run the Python of docs/interop.md on a small Chameleon; its image tokenizer is copied and equals the
-    original."""
+    """Run the Python code of docs/interop.md on a small Chameleon. The copied image tokenizer equals the original."""
     import transformers
 
     page = (Path(__file__).parents[2] / "docs/interop.md").read_text()

@@ -1,5 +1,5 @@
-"""The same weights give the same logits and gradients as transformers, and a model that differs in one detail fails
-the same assertion."""
+"""An imported model has the logits and gradients of transformers, and a model that differs in one detail fails the
+comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from mmqk.model.norms import LayerNorm, RMSNorm
 from tests.interop.models import logits_of, some_ids, tiny
 from tests.peers import Peer
 
-TOLERANCE = 1e-5  # transformers takes the softmax and the rotary angles in fp32, whatever the model's dtype
+# In a model of any dtype, transformers computes the softmax and the rotary angles in fp32.
+TOLERANCE = 1e-5
 Change = Callable[[ModelConfig], ModelConfig]
 
 
 def change(**fields) -> Change:
-    """Other values for fields of the ModelConfig, or of its qk_norm (`qk_...`)."""
+    """Return a function that changes fields of a ModelConfig, or of its qk_norm (names with `qk_`)."""
     qk = {name.removeprefix("qk_"): value for name, value in fields.items() if name.startswith("qk_")}
     rest = {name: value for name, value in fields.items() if not name.startswith("qk_")}
     return lambda c: replace(c, **rest, qk_norm=replace(c.qk_norm, **qk))
@@ -31,7 +32,7 @@ def change(**fields) -> Change:
 
 @dataclass(frozen=True)
 class Model(Peer):
-    """A Hugging Face model, and changes of its configuration that must be detected."""
+    """A Hugging Face model, and changes of the imported configuration that the comparison must detect."""
 
     architecture: str = ""
     fields: dict[str, object] = field(default_factory=dict)
@@ -175,7 +176,7 @@ Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @cache
 def theirs_of(index: int):
-    """Return their model, logits and gradients under their names."""
+    """Return the model of transformers, its logits, and its gradients by name."""
     hf_model = tiny(PEERS[index].architecture, **PEERS[index].fields)
     logits_BTV = logits_of(hf_model, some_ids())
     mean_loss(logits_BTV).backward()
@@ -183,7 +184,7 @@ def theirs_of(index: int):
 
 
 def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfig) -> Result:
-    """Return our logits, and gradients by their names; a tied matrix has the sum of both uses."""
+    """Return mmqk's logits, and gradients by the names of transformers; a tied matrix has the sum of both uses."""
     logits_BTV = model(some_ids())
     mean_loss(logits_BTV).backward()
     names = {n: hf_name(moved(n, model.config, config), architecture, config) for n in model.state_dict()}
@@ -191,7 +192,7 @@ def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfi
 
 
 def moved(name: str, there: ModelConfig, here: ModelConfig) -> str:
-    """Return the name in `here` of a parameter of a model of `there`, whose norms stand in other places."""
+    """Return the name in configuration `here` of a parameter of `there`, if the two have another norm placement."""
     if there.pre_norm == here.pre_norm:
         return name
     was, now = ("pre", "post") if there.pre_norm else ("post", "pre")
@@ -199,7 +200,8 @@ def moved(name: str, there: ModelConfig, here: ModelConfig) -> str:
 
 
 def assert_same(ours: Result, theirs: Result, tolerance: float) -> None:
-    """Compare logits to `tolerance`, and each parameter's gradient to `tolerance` times its largest element.
+    """Check that logits differ by at most `tolerance`, and gradients by at most `tolerance` times their largest
+    element.
 
     The loss is a mean, so the largest element is below 1 and the absolute difference is below `tolerance` too.
     """
@@ -229,10 +231,10 @@ def test_one_detail_away_fails(peer, control):
 
 
 def changed(model: EarlyFusionTransformer, config: ModelConfig) -> EarlyFusionTransformer:
-    """Return the weights of `model` under another configuration; norms are renamed by their place."""
+    """Return a model of another configuration with the weights of `model`; norms are renamed by their placement."""
     weights = {moved(name, model.config, config): weight for name, weight in model.state_dict().items()}
     other = EarlyFusionTransformer(config).double()
-    # A control without biases leaves them out; every other parameter must exist.
+    # A control without biases has no biases to load; every other parameter must exist.
     missing, unexpected = other.load_state_dict(weights, strict=False)
     assert not missing and all(name.endswith("_norm.bias") for name in unexpected)
     return other
@@ -271,7 +273,8 @@ def test_every_model_has_controls():
 
 
 def test_weights_do_not_say_where_chameleon_norms():
-    """A model with another swin_norm loads every key: only the configuration distinguishes the two models."""
+    """A model with another swin_norm loads every key of the weights, so only the configuration distinguishes the two
+    models."""
     index = PEERS.index(next(p for p in PEERS if p.fields.get("swin_norm")))
     swin, *theirs = theirs_of(index)
     flipped = tiny(CHAMELEON, swin_norm=False)
@@ -283,7 +286,7 @@ def test_weights_do_not_say_where_chameleon_norms():
 
 
 def test_sdpa_and_math_are_the_same_import():
-    """The import chooses sdpa unless a cap forbids it; the math backend gives the same numbers."""
+    """An import uses sdpa unless the model has a cap; the math backend gives equal numbers."""
     hf_model, *theirs = theirs_of(0)
     model = from_transformers(hf_model)
     assert model.blocks[0].attention.backend == "sdpa"
@@ -294,7 +297,7 @@ def test_sdpa_and_math_are_the_same_import():
     assert gemma.config.attn_softcap == 1.0 and gemma.blocks[0].attention.backend == "math"
 
 
-# Relative to the root mean square of the logits; measured 0.009 to 0.020 and 0.04 to 0.11.
+# Bounds relative to the root mean square of the logits; measured: 0.009 to 0.020 and 0.04 to 0.11.
 BF16_RMS, BF16_MAX = 0.03, 0.2
 
 
@@ -319,7 +322,7 @@ def test_bf16_logits_are_near(peer):
         assert_near(plain(some_ids()).float(), theirs.float())
 
 
-# The two differ in which product is rounded: ours is (w * x).to(bf16).
+# Norms that round as mmqk's, (w * x).to(bf16), are "same"; norms that round x first are "first".
 ROUNDING = [
     ("olmo2", "Olmo2RMSNorm", "same"),
     ("gemma2", "Gemma2RMSNorm", "same"),
@@ -334,7 +337,7 @@ ROUNDING = [
 @pytest.mark.parametrize(("module", "name", "order"), ROUNDING)
 @torch.no_grad()
 def test_rounding_order_of_norms(module, name, order):
-    """The values equal ours bit for bit, or equal ours if x is rounded before the gain (and, for LayerNorm, the
+    """The values equal mmqk's bit for bit, or equal mmqk's if x is rounded before the gain (and, for LayerNorm, the
     bias)."""
     import importlib
 

@@ -1,4 +1,4 @@
-"""`from_transformers`: the configuration that it reads, and what it refuses by name."""
+"""`from_transformers`: the configuration that it returns, and the fields that it refuses by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_configuration_of_chameleon():
     qk = config.qk_norm
     assert (qk.kind, qk.scope, qk.gain, qk.bias, qk.eps) == ("layer", "head", "per_head", True, 1e-5)
     assert (config.n_kv_heads, config.d_head, config.d_ff, config.mlp) == (2, 0, 80, "swiglu")
-    # The eps of QK-Norm is a constant in the class, and that of the other norms is a field.
+    # The eps of QK-Norm is a constant of the class; the eps of the other norms is a field.
     other = from_transformers(tiny(CHAMELEON, rms_norm_eps=1e-6)).config
     assert (other.norm_eps, other.qk_norm.eps) == (1e-6, 1e-5)
 
@@ -113,7 +113,7 @@ def test_tied_by_identity_not_by_the_configuration():
     tied = from_transformers(tiny(LLAMA, tie_word_embeddings=True))
     assert tied.config.tie_embeddings and tied.head.weight is tied.embed.weight
     assert tied.embed.weight.requires_grad
-    # transformers does not tie the matrices of a checkpoint whose head differs, whatever its configuration says.
+    # transformers does not tie the head to the embedding if they differ, even if tie_word_embeddings is true.
     hf_model = tiny(LLAMA)
     hf_model.config.tie_word_embeddings = True
     assert not from_transformers(hf_model).config.tie_embeddings
@@ -168,7 +168,7 @@ def test_refused_by_name(architecture, fields, says):
     with pytest.raises(UserError, match=says) as refused:
         from_transformers(hf_model)
     assert str(refused.value).count(". ") == 0 and str(refused.value).endswith(".")
-    from_transformers(tiny(architecture))  # without the field it is taken
+    from_transformers(tiny(architecture))  # the control: without the field the model is imported
 
 
 def test_other_classes_are_refused():
@@ -182,7 +182,7 @@ def test_other_classes_are_refused():
         from_transformers(transformers.MistralForCausalLM(config))
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
-        """A class of another author, with an unknown forward."""
+        """A class outside transformers, with an unknown forward."""
 
     with pytest.raises(UserError, match="LlamaForCausalLM is not a class of transformers"):
         from_transformers(LlamaForCausalLM(tiny(LLAMA).config))

@@ -1,4 +1,4 @@
-"""The tokenizer beside an exported model."""
+"""The tokenizer that an export writes next to the model."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_transformers_opens_the_text_tokenizer_with_the_ids_of_the_model(tmp_pat
     files, said = tokenizer_files(tmp_path / "run")
     for name, text in files.items():
         (out / name).write_text(text)
-    if not known:  # the control: the tokenizers of another run are not shipped
+    if not known:  # the control: a tokenizer with another hash than the run's is not exported
         assert "no tokenizer is included" in said and not list(out.iterdir())
         return
     theirs = transformers.AutoTokenizer.from_pretrained(str(out), local_files_only=True)

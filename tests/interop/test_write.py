@@ -1,4 +1,4 @@
-"""`to_transformers`: exact round trips, and the fields that no layout supports."""
+"""`to_transformers`: exact round trips, and fields that no class of transformers supports."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_model_of_ours_gives_the_same_logits(architecture, config):
     if architecture == CHAMELEON:
         q_norm = hf_model.model.layers[0].self_attn.q_norm
         assert q_norm.weight.shape == (4, 16) and torch.equal(q_norm.weight[0], q_norm.weight[3])
-        # Another place of the norms, or another eps, is another model.
+        # The control: another norm placement gives other logits.
         hf_model.config.swin_norm = not hf_model.config.swin_norm
         flipped = type(hf_model)(hf_model.config).double().eval()
         flipped.load_state_dict(hf_model.state_dict())
@@ -87,7 +87,7 @@ def test_image_ids_have_chameleons_names():
     hf_model = to_transformers(EarlyFusionTransformer(config))
     mapping = hf_model.model.vocabulary_mapping
     assert mapping.image_tokens == list(range(50, 82))
-    assert mapping.bpe2img == {50 + code: code for code in range(32)}  # read by transformers' own rule
+    assert mapping.bpe2img == {50 + code: code for code in range(32)}  # derived by transformers
     assert hf_model.config.vq_config.num_embeddings == 32
     with torch.no_grad():
         assert (hf_model(some_ids()).logits[..., 50:82] == torch.finfo(torch.float32).min).all()
@@ -153,7 +153,7 @@ def test_what_no_layout_has_is_refused_by_name(fields, architecture, says):
 
 
 def test_every_field_is_carried_left_behind_or_refused():
-    """A field that is added to ModelConfig must be added here."""
+    """Every field of ModelConfig is in one of the sets below; add a new field to one of them."""
     from dataclasses import fields
 
     carried = {

@@ -1,8 +1,8 @@
-"""Attention with the masks of its backend, in one call."""
+"""Attention in one call, which also builds the mask of the backend."""
 
 from mmqk.model import backends as kernels
 
 
-def attention(q_BHTK, k_BHTK, v_BHTK, *, window=0, document_BT=None, backend="math", **said):
+def attention(q_BHTK, k_BHTK, v_BHTK, *, window=0, document_BT=None, backend="math", **options):
     mask = kernels.mask_of(backend, q_BHTK.shape[-2], q_BHTK.device, window, document_BT)
-    return kernels.attention(q_BHTK, k_BHTK, v_BHTK, mask, backend=backend, **said)[0]
+    return kernels.attention(q_BHTK, k_BHTK, v_BHTK, mask, backend=backend, **options)[0]

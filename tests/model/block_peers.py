@@ -1,4 +1,4 @@
-"""The peers of whole blocks and models, of σReparam and of initial weights; `test_peers` runs them."""
+"""Comparisons of blocks, whole models, σReparam and initial weights with peers; `test_peers` runs them."""
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ def renamed(function, old, new):
 
 
 def first_gains(**fields):
-    """A block whose norms keep their initial gains and ignore the leaves."""
+    """Return the function of a block whose norms keep their initial gains and ignore the leaves."""
     make, ours = block(**fields)
     return lambda leaves: ours(
         {**leaves, **{n: p for n, p in make().double().named_parameters() if "_norm" in n}}
@@ -41,37 +41,37 @@ def first_gains(**fields):
 
 
 def written(**fields):
-    """`WrittenOut` on the ids of the whole-model peers."""
+    """Return the function of `WrittenOut` on the ids of the whole-model comparisons."""
     config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
     return lambda leaves: torch.stack([WrittenOut(leaves, config)(ids_T) for ids_T in IDS_BT])
 
 
 def scaled_rows(*factors):
-    """A model without embedding scale whose rows of the embedding are scaled directly, by modality."""
+    """Return the function of a model without embedding scale, with embedding rows scaled directly by modality."""
     rows = [factor for factor, size in zip(factors, BLOCKS.values(), strict=True) for _ in range(size)]
     factor_V1 = torch.tensor(rows, dtype=torch.float64)[:, None]
     return lambda leaves: model()[1]({**leaves, "embed.weight": factor_V1 * leaves["embed.weight"]})
 
 
 def head_as_embedding(factor):
-    """An untied model whose head is the embedding times a factor."""
+    """Return the function of an untied model whose head is the embedding times a factor."""
     return lambda leaves: model()[1]({**leaves, "head.weight": factor * leaves["embed.weight"]})
 
 
 def matrix_norm_2(leaves):
-    """`gamma / |W|_2 W x` with the largest singular value by torch.linalg."""
+    """Return `gamma / |W|_2 W x`, with the largest singular value computed by torch.linalg."""
     return leaves["gamma"] / torch.linalg.matrix_norm(leaves["weight"], 2) * leaves["x"] @ leaves["weight"].T
 
 
 def scaled_gains(factor, norms="_pre_norm", **fields):
-    """A plain block whose gains are scaled directly."""
+    """Return the function of a plain block whose gains are scaled directly."""
     return lambda leaves: block(**fields)[1](
         {n: factor * leaf if norms in n else leaf for n, leaf in leaves.items()}
     )
 
 
 def normed_rows(leaves):
-    """A plain model whose rows of the embedding have a root mean square of 1, by torch's rms_norm."""
+    """Run a plain model whose embedding rows are normalized with torch's rms_norm."""
     rows = F.rms_norm(leaves["embed.weight"], leaves["embed.weight"].shape[-1:], eps=1e-5)
     return model()[1]({**leaves, "embed.weight": rows})
 

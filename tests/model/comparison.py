@@ -1,7 +1,7 @@
-"""Compares two differentiable functions of named tensors; builds small modules to compare.
+"""Compares two differentiable functions of named tensors, and builds small modules to compare.
 
 Both functions take the same leaves under the names of our parameters. A peer whose matrices are stacked or permuted
-builds them from the leaves, so gradients arrive under the same names.
+builds them from the leaves, so its gradients have the same names.
 """
 
 import math
@@ -25,9 +25,9 @@ B, T, D, H, K, LAYERS = 2, 9, 32, 4, 8, 4
 IDS_BT = torch.tensor([[1, 12, 2, 18, 3, 13, 20, 4], [11, 11, 0, 5, 19, 6, 7, 14]])
 
 EXACT = 1e-11  # tolerance of peers that compute in fp64 throughout
-FP32_INSIDE = 5e-6  # of peers whose softmax, norms or rotary tables are in fp32
-MEASURED = 1e-2  # of standard deviations of random numbers
-TINY = 1e-30  # epsilon against peers that have none
+FP32_INSIDE = 5e-6  # tolerance of peers whose softmax, norms or rotary tables are in fp32
+MEASURED = 1e-2  # tolerance of standard deviations of random numbers
+TINY = 1e-30  # epsilon for a comparison with peers that have none
 
 Leaves = Mapping[str, Tensor]
 Function = Callable[[Leaves], Tensor]
@@ -47,7 +47,7 @@ class Comparison(Peer):
 def leaves_of(
     make: Callable[[], nn.Module], spread: float = 0.3, **inputs: tuple[int, ...]
 ) -> Callable[[], Leaves]:
-    """Random fp64 values for the parameters of a module and for inputs of these shapes.
+    """Return a function that draws fp64 values for the parameters of a module and for inputs of these shapes.
 
     Gains, biases and scales vary around their initial values, because unit gains hide errors.
     """
@@ -72,13 +72,13 @@ def leaves_of(
 
 
 def call(module: nn.Module, parameters: Leaves, *args, **kwargs) -> Tensor:
-    """The module's forward in fp64 with these parameters; raises KeyError if one is missing."""
+    """Run the forward pass of a module in fp64 with these parameters; raise KeyError if one is missing."""
     own = {name: parameters[name] for name, _ in module.named_parameters()}
     return functional_call(module.double(), own, args, kwargs)
 
 
 def rope64(positions: bool = True) -> tuple[Tensor, Tensor]:
-    """Rotary tables in fp64 (`rope_tables` gives fp32); without positions the rotation is by 0."""
+    """Return rotary tables in fp64 (`rope_tables` returns fp32); without positions all angles are 0."""
     angle = torch.arange(T)[:, None] * 10.0 ** (-torch.arange(K // 2, dtype=torch.float64) / (K // 2))
     angle = angle * positions
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -86,12 +86,12 @@ def rope64(positions: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def causal(config: ModelConfig) -> Tensor:
-    """The mask of the first layer."""
+    """Return the mask of the first layer."""
     return mask_of("math", T, torch.device("cpu"), config.window_of(0))
 
 
 def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention], Function]:
-    """An attention layer of ours: its constructor and its forward."""
+    """Return the constructor and the forward function of our attention layer."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields)
 
     def forward(leaves: Leaves) -> Tensor:
@@ -101,13 +101,13 @@ def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention]
 
 
 def mlp(**fields) -> tuple[Callable[[], MLP], Function]:
-    """An MLP of ours: its constructor and its forward."""
+    """Return the constructor and the forward function of our MLP."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields)
     return lambda: MLP(config), lambda leaves: call(MLP(config), leaves, leaves["x"])
 
 
 def residual_gate(temperature: float) -> tuple[Callable[[], nn.Module], Function]:
-    """A residual gate on `x` and a branch that is a function of it."""
+    """Return the constructor and the forward function of our residual gate on `x` and `branch`."""
 
     def forward(leaves: Leaves) -> Tensor:
         return call(ResidualGate(D, temperature), leaves, leaves["x"], leaves["branch"])
@@ -118,8 +118,8 @@ def residual_gate(temperature: float) -> tuple[Callable[[], nn.Module], Function
 def block(
     positions: bool = False, seed: int | None = None, layer: int = 0, **fields
 ) -> tuple[Callable[[], Block], Function]:
-    """A block of ours: its constructor and its forward; with a seed it is in training mode, and the seed determines
-    its dropout."""
+    """Return the constructor and the forward function of our block. With a seed the block is in training mode, and
+    the seed determines its dropout."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, mlp=fields.pop("mlp", "gelu"), **fields)
 
     def forward(leaves: Leaves) -> Tensor:
@@ -132,7 +132,7 @@ def block(
 
 
 def model(given: Tensor | None = None, **fields) -> tuple[Callable[[], EarlyFusionTransformer], Function]:
-    """A whole model of ours on `IDS_BT`: its constructor and its forward."""
+    """Return the constructor and the forward function of our whole model on `IDS_BT`."""
     config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
 
     def forward(leaves: Leaves) -> Tensor:
@@ -142,7 +142,7 @@ def model(given: Tensor | None = None, **fields) -> tuple[Callable[[], EarlyFusi
 
 
 def norm(**fields) -> tuple[Callable[[], nn.Module], Function]:
-    """The norm of the queries, for `x` split into heads, or of the stream: its constructor and its forward."""
+    """Return the constructor and the forward function of our QK-Norm (on `x` split into heads) or stream norm."""
     config, heads = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields), "qk_norm" in fields
 
     def make() -> nn.Module:
@@ -155,17 +155,17 @@ def norm(**fields) -> tuple[Callable[[], nn.Module], Function]:
 
 
 def split(x: Tensor) -> Tensor:
-    """(B, T, H K) as (B, T, H, K)."""
+    """Reshape (B, T, H K) to (B, T, H, K)."""
     return x.unflatten(-1, (H, K))
 
 
 def sigma_leaves() -> Leaves:
-    """A square matrix, gamma and an input."""
+    """Return a square matrix, gamma and an input."""
     return leaves_of(lambda: SigmaLinear(D, D), x=(B, T, D))()
 
 
 def sigma_vectors(leaves: Leaves, steps: int) -> SigmaLinear:
-    """A σReparam matrix with these weights after this many power steps from fixed vectors."""
+    """Return a σReparam matrix with these weights, after this many power steps from fixed vectors."""
     module = SigmaLinear(D, D).double()
     module.weight.data = leaves["weight"].detach().clone()
     module.u.copy_(torch.linspace(-1, 1, D) / torch.linspace(-1, 1, D).norm())
@@ -175,15 +175,15 @@ def sigma_vectors(leaves: Leaves, steps: int) -> SigmaLinear:
 
 
 def sigma_linear(steps: int) -> Function:
-    """The forward of `sigma_vectors`."""
+    """Return the forward function of `sigma_vectors`."""
     return lambda leaves: call(sigma_vectors(leaves, steps), leaves, leaves["x"])
 
 
 def initial_sizes(of: str = "outputs", **fields) -> Function:
-    """Measured standard deviations of initial weights, divided by 1 / sqrt(fan_in).
+    """Return a function that measures standard deviations of initial weights, divided by 1 / sqrt(fan_in).
 
-    The matrices: the last one of every sublayer in order, every matrix (W_q, W_k, W_v, W_o, then the MLP's), or the
-    embedding rows of every modality.
+    ``of`` selects the matrices: "outputs" for the last matrix of every sublayer, "every matrix" for W_q, W_k, W_v,
+    W_o and the matrices of the MLP, "embed" for the embedding rows of every modality.
     """
 
     def measure(_: Leaves) -> Tensor:
@@ -202,7 +202,7 @@ def initial_sizes(of: str = "outputs", **fields) -> Function:
 
 
 def qk(*args, **fields) -> dict:
-    """Settings of a model with this QK-Norm."""
+    """Return the settings of a model with this QK-Norm."""
     return {"qk_norm": QKNormConfig(*args, **fields)}
 
 
@@ -216,7 +216,7 @@ def compare(
     wrong: Mapping[str, dict | Function],
     spread: float = 0.3,
 ) -> Comparison:
-    """The module of `build` with `fields` against `theirs`; a control changes some fields or is a function itself."""
+    """Return a comparison of our module with `theirs`. A control in `wrong` changes some fields, or is a function."""
     make, ours = build(**fields)
     inputs = {} if build is model else {"x": (B, T, D)}
     if build is residual_gate:
@@ -236,7 +236,7 @@ def compare(
 
 
 def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
-    """Return the value, and the gradient to every leaf of its product with a fixed random tensor."""
+    """Return the value, and the gradients of its product with a fixed random tensor for every leaf."""
     inputs = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     value = function(inputs)
     if not inputs:

@@ -1,4 +1,4 @@
-"""The tests of the model are many and tiny: several threads would wait longer than they compute."""
+"""Runs the tests of the model with one thread: they are so small that several threads would take longer."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """One thread while a module's tests run."""
+    """Use one thread while the tests of a module run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

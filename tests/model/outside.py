@@ -11,22 +11,22 @@ from tests.model.comparison import LAYERS, D, Function, H, K, Leaves, T, rope64,
 
 INTERLEAVED = (
     torch.arange(K).view(2, K // 2).T.flatten()
-)  # our channel i pairs with i + K/2, x-transformers' with i + 1
+)  # our channel i pairs with i + K/2, that of x-transformers with i + 1
 
 
 def _tables() -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (T, K), of the half-split layout."""
+    """Return cosine and sine, (T, K), in the half-split layout."""
     cos, signed_sin = (table[:, 0] for table in rope64())
     return cos, torch.cat((signed_sin[:, K // 2 :], signed_sin[:, K // 2 :]), -1)
 
 
 def projections(leaves: Leaves, *names: str) -> dict[str, Tensor]:
-    """W_q, W_k, W_v and W_o under the names of a library."""
+    """Return W_q, W_k, W_v and W_o under the names of a library."""
     return {f"{name}.weight": leaves[f"w_{n}.weight"] for name, n in zip(names, "qkvo", strict=True)}
 
 
 def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **options) -> Function:
-    """timm's AttentionRope with a norm of the queries and keys of each head (gain and bias shared by the heads)."""
+    """Return timm's AttentionRope with QK-Norm by head (gain and bias shared by the heads)."""
 
     def forward(leaves: Leaves) -> Tensor:
         from timm.layers import AttentionRope
@@ -56,9 +56,9 @@ def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **opt
 
 
 def timm_block(kind: str, init_values: float | None = None, seed: int | None = None, **options) -> Function:
-    """timm's Block or ResPostBlock (LayerNorm, exact GELU, no positions), causal.
+    """Return timm's causal Block or ResPostBlock (LayerNorm, exact GELU, no positions).
 
-    With `init_values` ResPostBlock keeps timm's initial gains; their gradients still reach ours.
+    With `init_values` ResPostBlock keeps timm's initial gains, and the gradients still reach the leaves.
     """
 
     def forward(leaves: Leaves) -> Tensor:
@@ -69,7 +69,7 @@ def timm_block(kind: str, init_values: float | None = None, seed: int | None = N
         ).double()
         module.train(seed is not None)
         module.attn.fused_attn = False
-        module.mlp.drop1.p = 0.0  # ours drops what is added to the stream alone
+        module.mlp.drop1.p = 0.0  # our blocks drop only what is added to the residual stream
         ours = "post" if kind == "ResPostBlock" else "pre"
         parameters = {
             "attn.qkv.weight": torch.cat([leaves[f"attention.w_{n}.weight"] for n in "qkv"]),
@@ -99,9 +99,9 @@ def timm_block(kind: str, init_values: float | None = None, seed: int | None = N
 
 
 def swin_v2_attention(leaves: Leaves) -> Tensor:
-    """timm's WindowAttention of Swin V2: cosine attention with a learned scale, whose logarithm is cut at log 100.
+    """Run timm's WindowAttention of Swin V2: cosine attention with a learned scale, clamped at 100.
 
-    Its relative position bias is made constant, and the causal mask replaces its mask of shifted windows.
+    Its relative position bias is constant here, and the causal mask replaces its mask of shifted windows.
     """
     from timm.models.swin_transformer_v2 import WindowAttention
 
@@ -120,7 +120,7 @@ def swin_v2_attention(leaves: Leaves) -> Tensor:
 
 
 def x_transformers_attention(zero_centered: bool = False, bias: float | None = None, **options) -> Function:
-    """x-transformers' Attention, causal, with rotary positions; `bias` is added to all logits."""
+    """Return x-transformers' causal Attention with rotary positions; `bias` is added to all logits."""
 
     def gamma(weight: Tensor) -> Tensor:
         return weight.expand(H, K)[:, None] - (0 if zero_centered else 1)
@@ -135,7 +135,7 @@ def x_transformers_attention(zero_centered: bool = False, bias: float | None = N
             parameters[f"to_{n}.weight"] = rows[:, INTERLEAVED].flatten(0, 1)
         if options.get(
             "qk_norm_dim_scale"
-        ):  # ours is one number a head; theirs is on top of 1 / sqrt(head_dim)
+        ):  # our scale has one number per head; theirs has a factor 1 / sqrt(head_dim)
             parameters["qk_norm_q_scale"] = leaves["q_norm.weight"].expand(H, K)[:, None] * K**0.5
             parameters["qk_norm_k_scale"] = torch.ones(H, 1, K).double()
         if options.get("qk_rmsnorm"):
@@ -150,16 +150,16 @@ def x_transformers_attention(zero_centered: bool = False, bias: float | None = N
         if options.get("value_rmsnorm"):
             parameters["value_rmsnorm.gamma"] = gamma(leaves["v_norm.weight"])
         freqs = torch.arange(T)[:, None] * 10.0 ** (-torch.arange(K // 2, dtype=torch.float64) / (K // 2))
-        said = {"rotary_pos_emb": (freqs.repeat_interleave(2, -1)[None], 1.0)}
+        inputs = {"rotary_pos_emb": (freqs.repeat_interleave(2, -1)[None], 1.0)}
         if bias is not None:
-            said["attn_bias"] = torch.full((H, T, T), bias, dtype=torch.float64)
-        return functional_call(module, parameters, leaves["x"], said, strict=True)
+            inputs["attn_bias"] = torch.full((H, T, T), bias, dtype=torch.float64)
+        return functional_call(module, parameters, leaves["x"], inputs, strict=True)
 
     return forward
 
 
 def x_transformers_sandwich(leaves: Leaves) -> Tensor:
-    """x-transformers' AttentionLayers of depth 1 with `sandwich_norm`, before its final norm."""
+    """Run x-transformers' AttentionLayers of depth 1 with `sandwich_norm`, without the final norm."""
     from x_transformers.x_transformers import AttentionLayers
 
     inner = leaves["mlp.w_up.weight"].shape[0]
@@ -185,7 +185,7 @@ def x_transformers_sandwich(leaves: Leaves) -> Tensor:
 
 
 def x_transformers_deep_norm(alpha: float) -> Function:
-    """x-transformers' AttentionLayers of depth 1 with norms after the sums, whose streams are scaled by `alpha`."""
+    """Return x-transformers' AttentionLayers of depth 1, post-norm, with the residual stream scaled by `alpha`."""
 
     def forward(leaves: Leaves) -> Tensor:
         from x_transformers.x_transformers import AttentionLayers
@@ -211,7 +211,7 @@ def x_transformers_deep_norm(alpha: float) -> Function:
 
 
 def hf_attention(family: str, kv_heads: int, norms: tuple[str, str]) -> Function:
-    """The attention layer of a transformers model, eager; its norms and softmax are in fp32."""
+    """Return the eager attention layer of a transformers model. The norms and the softmax are in fp32."""
 
     def forward(leaves: Leaves) -> Tensor:
         import transformers
@@ -239,7 +239,7 @@ def hf_attention(family: str, kv_heads: int, norms: tuple[str, str]) -> Function
 
 
 def gpt_oss_attention(leaves: Leaves) -> Tensor:
-    """The attention layer of transformers' gpt-oss, eager, with two key heads."""
+    """Run the eager attention layer of transformers' gpt-oss, with two key heads."""
     import transformers
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
@@ -255,7 +255,7 @@ def gpt_oss_attention(leaves: Leaves) -> Tensor:
 
 
 def muse_glimmer_attention(leaves: Leaves) -> Tensor:
-    """The attention layer of transformers' Muse Glimmer, eager: a gate by channel, QK-Norm without gain."""
+    """Run the eager attention layer of transformers' Muse Glimmer: a gate by channel, QK-Norm without gain."""
     import transformers
     from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextAttention
 
@@ -273,7 +273,7 @@ def muse_glimmer_attention(leaves: Leaves) -> Tensor:
 
 
 def muse_spark_residual_gate(temperature: float) -> Function:
-    """The new stream of transformers' MuseSparkResidualGate, with the stream and the branch of `x`."""
+    """Return transformers' MuseSparkResidualGate, applied to the stream `x` and the branch `branch`."""
 
     def forward(leaves: Leaves) -> Tensor:
         from types import SimpleNamespace
@@ -288,7 +288,7 @@ def muse_spark_residual_gate(temperature: float) -> Function:
 
 
 def gpt_oss_swiglu(limit: float) -> Function:
-    """gpt-oss's clamped SwiGLU between projections, with its alpha 1 and without its `up + 1`."""
+    """Return gpt-oss's clamped SwiGLU between projections, with alpha 1 and `up` in place of `up + 1`."""
 
     def forward(leaves: Leaves) -> Tensor:
         from types import SimpleNamespace
@@ -306,7 +306,7 @@ def gpt_oss_swiglu(limit: float) -> Function:
 
 
 def torch_attention(scale: float, kv_heads: int = H) -> Function:
-    """torch's scaled_dot_product_attention between projections, with timm's rotation."""
+    """Return torch's scaled_dot_product_attention between projections, with timm's RoPE."""
 
     def forward(leaves: Leaves) -> Tensor:
         from timm.layers import apply_rot_embed_cat
@@ -323,7 +323,7 @@ def torch_attention(scale: float, kv_heads: int = H) -> Function:
 
 
 def torch_spectral_norm(steps: int) -> Function:
-    """torch's spectral_norm with the singular vectors of `sigma_vectors`, times gamma."""
+    """Return torch's spectral_norm with the singular vectors of `sigma_vectors`, times gamma."""
 
     def forward(leaves: Leaves) -> Tensor:
         ours = sigma_vectors(leaves, steps)
@@ -337,7 +337,7 @@ def torch_spectral_norm(steps: int) -> Function:
 
 
 def x_transformers_post_act_norm(leaves: Leaves) -> Tensor:
-    """x-transformers' FeedForward with a LayerNorm, without bias, before its last matrix; exact GELU."""
+    """Run x-transformers' FeedForward with exact GELU and a LayerNorm without bias before its last matrix."""
     from x_transformers.x_transformers import FeedForward
 
     module = FeedForward(D, post_act_ln=True, no_bias=True, mult=leaves["w_up.weight"].shape[0] / D).double()
@@ -350,7 +350,7 @@ def x_transformers_post_act_norm(leaves: Leaves) -> Tensor:
 
 
 def x_transformers_softclamp(cap: float, logits: Function) -> Function:
-    """x-transformers' softclamp of these logits."""
+    """Return x-transformers' softclamp of these logits."""
 
     def forward(leaves: Leaves) -> Tensor:
         from x_transformers.x_transformers import softclamp
@@ -361,7 +361,7 @@ def x_transformers_softclamp(cap: float, logits: Function) -> Function:
 
 
 def gpt2_initial_sizes(_: Leaves) -> Tensor:
-    """Measured standard deviations of transformers' GPT-2 output matrices, divided by `initializer_range`."""
+    """Return the standard deviations of GPT-2's output matrices in transformers, divided by `initializer_range`."""
     import transformers
 
     config = transformers.GPT2Config(n_embd=256, n_layer=LAYERS, n_head=4, vocab_size=8, n_positions=8)

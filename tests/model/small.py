@@ -82,14 +82,14 @@ VARIANTS = {
 
 
 def build(seed=0, backend="math", **fields):
-    """A small model in eval mode whose gains, biases and scales are random, because unit gains hide errors of
-    order."""
+    """Return a small model in eval mode with random gains, biases and scales, because unit gains would hide a wrong
+    order of operations."""
     model = EarlyFusionTransformer(ModelConfig(**(SMALL | fields)), backend, seed).eval()
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         if parameter.ndim < 2 or "norm" in _name(model, parameter):
             parameter.data += torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator)
-        elif ".copies." in _name(model, parameter):  # copies start alike, which hides a wrong choice
+        elif ".copies." in _name(model, parameter):  # copies start equal, which would hide a wrong copy
             parameter.data += 0.1 * torch.empty_like(parameter).normal_(generator=generator)
     return model
 
@@ -99,10 +99,10 @@ def _name(model, parameter):
 
 
 def refuses_sdpa(fields):
-    """Whether backend sdpa cannot compute this variant."""
+    """Return whether backend sdpa cannot compute this variant."""
     return fields.get("attn_softcap") is not None or fields.get("attention") == "sigmoid"
 
 
 def ids_of(*shape, seed=0, low=0, high=V):
-    """Random ids, of all modalities by default."""
+    """Return random ids, by default of all modalities."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))

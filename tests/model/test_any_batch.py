@@ -1,4 +1,4 @@
-"""Every variant on every kind of row: one token, one modality, windows, copies by modality."""
+"""Every variant trains on every kind of row; one token, windows and copies by modality give the expected values."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_every_variant_trains_on_any_mix_of_modalities(variant):
 
 
 def test_one_token_comes_out_as_its_own_value():
-    # With one key, that key has all of the softmax weight; with sigmoid attention it has sigmoid(logit - log 1).
+    # With one key, that key has softmax weight 1; with sigmoid attention it has sigmoid(logit - log 1).
     for variant in ("llama", "l2", "untied"):
         seen = {}
         build(**VARIANTS[variant])(

@@ -21,7 +21,7 @@ def qkv(dtype=torch.float64, size=2.0):
 
 
 def written_out(q, k, v, scale, softcap=None, documents=None, cap_after_mask=False):
-    """One query at a time, in plain Python arithmetic on scalars."""
+    """Compute attention one query at a time, with Python arithmetic on scalars."""
     out = torch.zeros_like(q)
     for b, h, t in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(T)).tolist():
         weights = []
@@ -94,7 +94,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name():
 
 
 def complex_rope(x_BTHK, theta, interleaved=False):
-    """Each pair of channels is one complex number, multiplied by exp(i * position * theta^(-2 pair / K))."""
+    """Apply RoPE to each pair of channels as a complex number times exp(i * position * theta^(-2 pair / K))."""
     half = x_BTHK.shape[-1] // 2
     position = torch.arange(x_BTHK.shape[1], dtype=torch.float64)[:, None, None]
     turn = torch.exp(1j * position * theta ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half)))
@@ -119,11 +119,15 @@ def test_scaled_rope_turns_by_the_frequencies_of_transformers(scaling):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind, factor = scaling[:2]
-    said = {"rope_type": kind, "rope_theta": 5000.0, "factor": factor}
+    parameters = {"rope_type": kind, "rope_theta": 5000.0, "factor": factor}
     if kind == "llama3":
-        said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+        parameters |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        }
     config = LlamaConfig(
-        hidden_size=64, num_attention_heads=1, max_position_embeddings=4096, rope_parameters=said
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=4096, rope_parameters=parameters
     )
     frequency, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     angle = torch.arange(300)[:, None] * frequency
@@ -149,7 +153,7 @@ def test_rope_keeps_lengths_and_depends_on_distance_alone():
 
 
 def watched(config, scale_w_q=1.0, autocast=False):
-    """Return the sites of one attention layer with random gains."""
+    """Return the tensor of each site of an attention layer with random gains, and the layer."""
     torch.manual_seed(5)
     layer = Attention(config, "math")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Attention backends: which kernel runs, that no other kernel runs, and what is refused."""
+"""Attention backends: the named kernel runs and no other, and unsupported attention is refused."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_a_kernel_that_does_not_exist_is_refused(backend, device, dtype, dropout
 
 
 class Calls(TorchDispatchMode):
-    """Names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -105,23 +105,23 @@ FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 @pytest.mark.parametrize("document_BT", [None, DOCUMENT_BT])
 def test_the_kernel_that_is_named_runs(dtype, document_BT):
     q, k, v = qkv(dtype)
-    said = {"scale": SCALE, "document_BT": document_BT}
+    options = {"scale": SCALE, "document_BT": document_BT}
     for backend, dropout in (("sdpa", 0.0), ("sdpa", 0.5), ("math", 0.0)):
         with Calls() as calls:
-            attention(q, k, v, backend=backend, dropout=dropout, **said)
+            attention(q, k, v, backend=backend, dropout=dropout, **options)
         flash = kernel_name(backend, "cpu", dtype, document_BT is not None, dropout) == "flash (SDPA)"
         assert (FUSED in calls.names) == flash
         assert bool(calls.names & {"bmm", "matmul", "baddbmm"}) != flash
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's account of why not
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns why a kernel cannot run
 @pytest.mark.parametrize(
     ("kernel", "dropout"), [(SDPBackend.FLASH_ATTENTION, 0.1), (SDPBackend.EFFICIENT_ATTENTION, 0.0),
                             (SDPBackend.CUDNN_ATTENTION, 0.0)]
 )  # fmt: skip
 def test_nothing_falls_back_from_a_pinned_kernel(kernel, dropout, monkeypatch):
     q, k, v = qkv()
-    monkeypatch.setattr(kernels, "_sdpa", lambda *said: kernel)
+    monkeypatch.setattr(kernels, "_sdpa", lambda *args: kernel)
     with pytest.raises(RuntimeError, match=r"[Nn]o (viable backend|available kernel)"):
         attention(q, k, v, scale=SCALE, dropout=dropout, backend="sdpa")
 
@@ -175,12 +175,12 @@ def test_what_a_backend_can_compute_is_not_refused():
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 def test_under_autocast_attention_takes_its_dtype_alone(backend):
     wide, narrow = qkv(), [x.bfloat16() for x in qkv()]
-    said = {"scale": SCALE, "backend": backend}
+    options = {"scale": SCALE, "backend": backend}
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention(*narrow, **said).dtype == torch.bfloat16
+        assert attention(*narrow, **options).dtype == torch.bfloat16
         with pytest.raises(TypeError, match=r"float32, but the autocast dtype is torch\.bfloat16"):
-            attention(*wide, **said)
+            attention(*wide, **options)
         with pytest.raises(TypeError, match=r"one dtype, but have torch\.float32, torch\.float32, torch\.bfloat16"):
-            attention(*wide[:2], narrow[2], **said)
-        assert attention(*(x.double() for x in wide), **said).dtype == torch.float64
-    assert attention(*wide, **said).dtype == torch.float32
+            attention(*wide[:2], narrow[2], **options)
+        assert attention(*(x.double() for x in wide), **options).dtype == torch.float64
+    assert attention(*wide, **options).dtype == torch.float32

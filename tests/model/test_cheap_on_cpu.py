@@ -1,4 +1,4 @@
-"""Code that is rearranged to cost less on a CPU equals the plain form bit for bit, gradients included."""
+"""Code that is rearranged to be faster on a CPU equals the plain form bit for bit, gradients included."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def plain_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def both(function, *inputs: Tensor) -> list[Tensor]:
-    """Return the output, and the gradients of the inputs for an uneven output gradient."""
+    """Return the output, and the gradients of the inputs for a random output gradient."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     torch.manual_seed(5)
@@ -45,7 +45,7 @@ def test_norms(kind, plain, width):
 
     wanted = both(lambda x, gain: plain(x, gain, 1e-6), x, gain)
     assert same(both(ours, x, gain), wanted)
-    assert not same(both(lambda x, gain: plain(x, gain, 1e-4), x, gain), wanted)  # bits are looked at
+    assert not same(both(lambda x, gain: plain(x, gain, 1e-4), x, gain), wanted)  # the control
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -60,7 +60,7 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [-1] * 3])
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """Run `compile_blocks` with dynamo alone, after a reset of other tests' graphs."""
+    """Run `compile_blocks` with dynamo only, after a reset of the graphs of other tests."""
     captured_by(monkeypatch, "eager")
     limit, donated = dynamo.config.recompile_limit, functorch_config.donated_buffer
     dynamo.reset()
@@ -71,7 +71,8 @@ def graphs(monkeypatch):
 
 
 def captured_by(monkeypatch, backend, real=torch.compile):
-    """aot_eager builds the graphs of both directions and runs them uncompiled; inductor would take half a minute."""
+    """Use this backend in torch.compile. aot_eager builds the forward and backward graphs and runs them uncompiled;
+    inductor would take half a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(real, backend=backend))
 
 
@@ -103,7 +104,7 @@ def test_compiled_equals_eager_to_the_bit(name, monkeypatch):
     plain = build(**VARIANTS[name])
     model = compiled(plain)
     assert same(step(model, document_BT=DOCUMENT_BT), step(plain, document_BT=DOCUMENT_BT))
-    assert n_graphs() == 2  # the blocks are alike; and the final norm
+    assert n_graphs() == 2  # one for all blocks, one for the final norm
     assert not counters["graph_break"]
     with torch.no_grad():
         for parameter in plain.blocks[1].attention.w_q.parameters():
@@ -146,7 +147,7 @@ def graphs_of(backend="math", **fields):
 
 def test_the_number_of_graphs_does_not_grow_with_layers():
     assert graphs_of("sdpa", n_layers=3) == graphs_of("sdpa", n_layers=6) == 2
-    windows = {"window": 4, "global_every": 2}  # sdpa has no mask where all earlier tokens are seen
+    windows = {"window": 4, "global_every": 2}  # sdpa has no mask in layers without a window
     assert graphs_of("sdpa", n_layers=3, **windows) == graphs_of("sdpa", n_layers=6, **windows) == 3
 
 
@@ -190,7 +191,7 @@ def test_a_forward_that_is_watched_shows_every_site_and_compiles_nothing():
     plain = build(n_layers=2, n_kv_heads=2, qk_norm=QKNormConfig("rms"))
     model = compiled(plain)
     of_block = copy.deepcopy(model)
-    of_block.final_norm = plain.final_norm  # compiled in both; its inside is no site
+    of_block.final_norm = plain.final_norm  # the compiled final norm would add a graph
     sites = []
     for one in (of_block, plain):
         seen = {}
@@ -256,7 +257,7 @@ def test_recomputed_blocks_give_the_same_step_to_the_bit(dropped, and_compiled, 
 
 
 def test_recomputing_with_other_masks_would_show(monkeypatch):
-    """The control of the test above: it holds only if dropout's random state is kept."""
+    """The control of the test above: without dropout's random state the gradients differ."""
 
     def forgetful(block, *inputs, preserve_rng_state, use_reentrant):
         return checkpoint(block, *inputs, preserve_rng_state=False, use_reentrant=use_reentrant)
@@ -313,7 +314,7 @@ def backends(model):
 def test_by_another_backend_lasts_as_long_as_it_is_said(monkeypatch):
     used = []
     real = transformer.mask_of
-    monkeypatch.setattr(transformer, "mask_of", lambda b, *said: used.append(b) or real(b, *said))
+    monkeypatch.setattr(transformer, "mask_of", lambda b, *args: used.append(b) or real(b, *args))
     model, dense = build(backend="sdpa"), build()
     fused = model(IDS_BT)
     with model.use_backend("math"):

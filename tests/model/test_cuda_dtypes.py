@@ -1,5 +1,5 @@
-"""The dtypes of every site under CUDA's autocast, without a GPU: tensors with a device, a shape and a dtype, but no
-content.
+"""Checks the dtype of every site under CUDA's autocast without a GPU, with fake tensors that have a device, a shape
+and a dtype, but no values.
 
 CPU autocast differs: it does not convert norms, powers and sums to fp32, as CUDA's does.
 """
@@ -38,7 +38,7 @@ VARIANTS = {
 
 @contextmanager
 def cuda_autocast():
-    """`torch.autocast("cuda", torch.bfloat16)` cannot be entered without a GPU."""
+    """Enable CUDA's autocast to bf16. `torch.autocast("cuda", torch.bfloat16)` needs a GPU."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", NARROW)
@@ -54,7 +54,7 @@ def cuda_autocast():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """No kernel runs. SDPA would ask the driver to choose one, so here it returns its input."""
+    """Run no kernel. SDPA would query the driver for a kernel, so it is replaced by a sum of its inputs."""
 
     def same_shape(q, k, v, **_):
         return v + 0 * (q + k)
@@ -66,7 +66,7 @@ def fake(monkeypatch):
 
 
 def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
-    """The dtype of every site, and of the losses in both forms."""
+    """Return the dtypes of every site, and of the losses in dense and chunked form."""
     config = ModelConfig(vocab_sizes={"text": 40, "image": 24}, d_model=32, n_layers=2, n_heads=4, **fields)
     dense = config.attn_softcap is not None or config.attention == "sigmoid"
     with torch.device("cuda"):
@@ -99,7 +99,7 @@ def test_every_arm_computes_in_the_same_types_on_a_gpu(fake, name):
 
 
 def test_a_norm_that_widens_would_be_seen(fake, monkeypatch):
-    """The control: torch's own norm gives fp32 under CUDA autocast (from 2.12 on), which attention then refuses."""
+    """The control: torch's norm returns fp32 under CUDA autocast (from torch 2.12 on), which attention refuses."""
 
     def widens(self, x):
         return F.rms_norm(x, self.shape, None, self.eps).float()

@@ -42,13 +42,13 @@ def shared(x_BGTK):
     return x_BGTK.repeat_interleave(H // x_BGTK.shape[1], dim=1)
 
 
-def dense(q, k, v, **said):
-    return attention(q, shared(k), shared(v), scale=SCALE, **said)
+def dense(q, k, v, **options):
+    return attention(q, shared(k), shared(v), scale=SCALE, **options)
 
 
 @torch.no_grad()
 def by_torch(q, k, v, window=0, document_BT=None, softcap=None):
-    """torch's own flex_attention, which is dense on a CPU."""
+    """Return the output of torch's flex_attention, which is dense on a CPU."""
     score_mod = None if softcap is None else flex.cap(softcap)
     mask = flex.flex_mask(T, CPU, window, document_BT)
     return torchs.flex_attention(q, k, v, score_mod, mask, SCALE, enable_gqa=True)
@@ -67,7 +67,7 @@ def test_flex_tells_masks_and_caps_apart():
     q, k, v = qkv()
     fused = by_torch(q, k, v, **CASES["all"])
     packed_BT = DOCUMENT_BT.clone()
-    packed_BT[1, 131] = 7  # the first token of a document is the last of the one before
+    packed_BT[1, 131] = 7  # the first token of a document moves to the document before it
     for wrong in ({"window": 41}, {"window": 39}, {"softcap": 1.6}, {"document_BT": packed_BT}):
         assert (dense(q, k, v, **(CASES["all"] | wrong)) - fused).abs().max() > 1e-3
     capped = by_torch(q, k, v, softcap=1.5)
@@ -79,7 +79,7 @@ def test_flex_tells_masks_and_caps_apart():
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """What the compiled kernel computes, in dense form: on a CPU torch has neither its statistics nor its
+    """Replace the compiled kernel by dense operations. On a CPU torch's kernel has neither row statistics nor
     gradients."""
 
     def attend(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux):
@@ -111,22 +111,22 @@ def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_flex_are_the_written_out_maxima_and_sums(name, flex_on_cpu):
-    said = dict(CASES[name])
-    if "softcap" in said:
-        said["softcap"] = 4.0  # so that the largest logit is less than 5 caps
+    options = dict(CASES[name])
+    if "softcap" in options:
+        options["softcap"] = 4.0  # so that the largest logit is below 5 times the cap
     q, k, v = (x.requires_grad_() for x in qkv())
-    mask = kernels.mask_of("flex", T, CPU, said.get("window", 0), said.get("document_BT"))
-    out, rows = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex", softcap=said.get("softcap"))
+    mask = kernels.mask_of("flex", T, CPU, options.get("window", 0), options.get("document_BT"))
+    out, rows = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex", softcap=options.get("softcap"))
     assert not rows.max_BHT.requires_grad and not rows.lse_BHT.requires_grad
-    largest, lse = rows_written_out(q, k, **said)
-    tolerance = 4e-3 if "softcap" in said else 1e-5
+    largest, lse = rows_written_out(q, k, **options)
+    tolerance = 4e-3 if "softcap" in options else 1e-5
     torch.testing.assert_close(rows.max_BHT.double(), largest, rtol=0, atol=tolerance)
     torch.testing.assert_close(rows.lse_BHT.double(), lse, rtol=0, atol=1e-5)
     assert (rows.max_BHT - rows.lse_BHT).abs().max() > 0.1
     for other in ({"window": 30}, {"softcap": 2.0}):
-        assert (rows_written_out(q, k, **(said | other))[1] - lse).abs().max() > 1e-2
+        assert (rows_written_out(q, k, **(options | other))[1] - lse).abs().max() > 1e-2
 
-    theirs = dense(q, k, v, **said)
+    theirs = dense(q, k, v, **options)
     weight = torch.linspace(-1, 1, K)
     gradients = [torch.autograd.grad((x * weight).square().sum(), (q, k, v)) for x in (out, theirs)]
     torch.testing.assert_close(out, theirs, rtol=0, atol=5e-6)
@@ -149,14 +149,14 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
     caps = torch.arange(1, 10001) / 100
     for there, back in ((1 / math.log(2), math.log(2)), (1.44269504, math.log(2))):
         most = caps * there * back
-        assert (most > caps).any()  # or this would show nothing
+        assert (most > caps).any()  # otherwise the test would check nothing
         raw = torch.stack([flex.uncapped(x, float(c)) for x, c in zip(most, caps, strict=True)])
         assert raw.isfinite().all() and (raw >= 7 * caps).all() and (raw <= 9.0001 * caps).all()
 
 
 @pytest.fixture
 def graphs_on_cpu(monkeypatch):
-    """Blocks compiled with flex on a CPU by torch's dense graphs; torch's checks of the device are disabled."""
+    """Compile blocks with flex on a CPU into torch's dense graphs, without torch's check of the device."""
     options, compile_ = torchs._apply_kernel_options, torch.compile
 
     def with_statistics(q, k, v, return_lse, given, return_aux=None):
@@ -203,7 +203,7 @@ def test_a_mask_made_while_validating_serves_training():
     flex._same_for_all.cache_clear()
     with torch.inference_mode():
         flex.flex_mask(T, CPU, window=50)
-        own = flex.flex_mask(T, CPU, 50, DOCUMENT_BT)  # of this batch alone
+        own = flex.flex_mask(T, CPU, 50, DOCUMENT_BT)  # a mask of this batch only
     kept, own = (
         [x for x in mask.as_tuple() if torch.is_tensor(x)] for mask in (flex.flex_mask(T, CPU, 50), own)
     )

@@ -1,4 +1,4 @@
-"""Random configurations of all fields that affect the computation, against the written-out forward."""
+"""Compares models with random configurations with the written-out forward pass."""
 
 import random
 
@@ -27,7 +27,7 @@ QK = {
 
 
 def drawn(seed: int) -> dict:
-    """A configuration that is not refused."""
+    """Return a random configuration that `ModelConfig` accepts."""
     pick = random.Random(seed)
     while True:
         fields = {name: pick.choice(values) for name, values in CHOICES.items()}

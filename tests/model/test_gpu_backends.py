@@ -1,4 +1,4 @@
-"""On a GPU: every fused kernel against `math` in float64, and no fp32 where autocast computes in 16 bits."""
+"""On a GPU, every fused kernel equals `math` in float64, and attention under autocast stays in 16 bits."""
 
 from dataclasses import replace
 
@@ -38,13 +38,13 @@ KERNELS = [
     *((backend, torch.float32, case) for backend in ("sdpa", "sdpa_efficient") for case in CASES),
     *(("flex", dtype, case) for dtype in (torch.bfloat16, torch.float32) for case in CASES | CAPPED),
 ]
-# Tolerance relative to the norm of the compared tensor: sums of 16-bit products, or of fp32 products, perhaps on
-# tensor cores.
+# Tolerance relative to the norm of the compared tensor. The kernels sum products in 16 bits, or in fp32 and perhaps
+# on tensor cores.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 0.005}
 
 
 def documents(T):
-    """Three documents and padding in the first row, two in the second."""
+    """Return document numbers: three documents and padding in the first row, two documents in the second."""
     place = torch.arange(T, device=DEVICE)
     first = (place > T // 3).long() + (place > T // 2).long()
     return torch.stack((first.where(place < T - 20, -1), (place > T // 5).long()))
@@ -58,7 +58,7 @@ def qkv(T, K, dtype, heads=H):
 
 
 def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=SCALE):
-    """Return value, gradients and row statistics; key heads are repeated for every query head, except with flex."""
+    """Return the output and gradients, and the row statistics. Key heads are repeated except with flex."""
     q, k, v = leaves
     if backend != "flex":
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
@@ -69,27 +69,27 @@ def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=S
 
 
 def furthest(ours, theirs):
-    """Return the largest error, each in units of the norm of its reference."""
+    """Return the largest error relative to the norm of its reference."""
     pairs = zip(ours, theirs, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
 def prepared(T, K, dtype, case):
-    said = dict((CASES | CAPPED)[case])
-    leaves = qkv(T, K, dtype, said.pop("heads", H))
-    said["documents"] = documents(T) if said.get("documents") else None
-    return leaves, [leaf.detach().double().requires_grad_() for leaf in leaves], said
+    options = dict((CASES | CAPPED)[case])
+    leaves = qkv(T, K, dtype, options.pop("heads", H))
+    options["documents"] = documents(T) if options.get("documents") else None
+    return leaves, [leaf.detach().double().requires_grad_() for leaf in leaves], options
 
 
 @pytest.mark.parametrize(("backend", "dtype", "case"), KERNELS)
 @pytest.mark.parametrize(("T", "K"), [(256, 128), (1024, 64)])
 def test_a_fused_kernel_equals_math_in_float64(backend, dtype, case, T, K):
-    leaves, wide, said = prepared(T, K, dtype, case)
-    ours, rows = attended(leaves, T, backend, **said)
-    exact, _ = attended(wide, T, "math", **said)
+    leaves, wide, options = prepared(T, K, dtype, case)
+    ours, rows = attended(leaves, T, backend, **options)
+    exact, _ = attended(wide, T, "math", **options)
     assert all(x.dtype == dtype for x in ours)
     assert furthest(ours, exact) < TOLERANCE[dtype]
-    other = said | {"scale": 1.15 * SCALE}
+    other = options | {"scale": 1.15 * SCALE}
     assert furthest(ours, attended(wide, T, "math", **other)[0]) > 2 * TOLERANCE[dtype]
     assert (rows is not None) == (backend == "flex")
 
@@ -97,11 +97,11 @@ def test_a_fused_kernel_equals_math_in_float64(backend, dtype, case, T, K):
 @pytest.mark.parametrize("case", CASES | CAPPED)
 @pytest.mark.parametrize(("T", "K"), [(256, 64), (1024, 128)])
 def test_rows_of_flex_are_those_of_dense_logits_in_float64(case, T, K):
-    leaves, (q, k, _), said = prepared(T, K, torch.bfloat16, case)
-    _, rows = attended(leaves, T, "flex", **said)
+    leaves, (q, k, _), options = prepared(T, K, torch.bfloat16, case)
+    _, rows = attended(leaves, T, "flex", **options)
     logits = SCALE * q @ k.repeat_interleave(H // k.shape[1], dim=1).transpose(-1, -2)
-    hidden = ~kernels.visible_keys(T, q.device, said.get("window", 0), said["documents"])
-    cap = said.get("softcap")
+    hidden = ~kernels.visible_keys(T, q.device, options.get("window", 0), options["documents"])
+    cap = options.get("softcap")
     capped = logits if cap is None else cap * torch.tanh(logits / cap)
     assert float(logits.abs().max()) < 5 * (cap or 10)
     for ours, exact in (
@@ -114,7 +114,7 @@ def test_rows_of_flex_are_those_of_dense_logits_in_float64(case, T, K):
 
 
 def test_compiled_blocks_with_flex_train_like_math():
-    """With RMS norms of unit gain logits deviate by about 1, so a cap of 1 affects all of them."""
+    """With RMS norms of unit gain the standard deviation of the logits is about 1, so a cap of 1 affects them."""
     config = ModelConfig(
         vocab_sizes=BLOCKS, d_model=128, n_layers=3, n_heads=2, n_kv_heads=1, qk_norm=QKNormConfig("rms"), window=64,
         global_every=2, attn_softcap=1.0,
@@ -130,13 +130,13 @@ def test_compiled_blocks_with_flex_train_like_math():
 
     model, rows = EarlyFusionTransformer(config, "flex").to(DEVICE), []
     compile_blocks(model)
-    with torch.inference_mode():  # a validation first; what it leaves behind must serve training
+    with torch.inference_mode():  # training must work after a validation in this mode
         model(ids_BT)
     with torch.autocast(DEVICE, torch.bfloat16):
         model(ids_BT)
         ours = step(model, document_BT, rows)
     assert len(rows) == config.n_layers and all(x.isfinite().all() for row in rows for x in row)
-    tolerance = 0.08  # bf16 against fp32; the dense form in bf16 is 0.02 away
+    tolerance = 0.08  # bf16 against fp32; the error of dense attention in bf16 is 0.02
     assert furthest(ours, dense()) < tolerance
     for other in (dense(attn_softcap=None), dense(window=0), dense(document_BT=None)):
         assert furthest(ours[:1], other[:1]) > 2 * tolerance
@@ -183,7 +183,7 @@ def test_norms_return_the_dtype_of_their_input_under_autocast(dtype):
     ]  # fmt: skip
     with torch.autocast(DEVICE, torch.bfloat16):
         assert all(norm.to(DEVICE)(x).dtype == dtype for norm in norms)
-        if dtype != torch.float32:  # torch's own do not, which is why there are ours
+        if dtype != torch.float32:  # torch's norms return fp32, so mmqk has its own norms
             assert F.layer_norm(x, (32,)).dtype == torch.float32
 
 
@@ -196,7 +196,7 @@ NAMED = [
 
 
 def sdpa_kernels(run):
-    """Return the kernels of torch that `run` calls in its forward and, as `..._backward`, in its backward pass."""
+    """Return the attention kernels that `run` calls; those of the backward pass end in `_backward`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     ran = {event.key.removeprefix("aten::") for event in profile.key_averages()}
@@ -212,7 +212,7 @@ def test_the_kernel_that_is_named_runs(backend, kernel):
 
 @pytest.mark.parametrize(("backend", "kernel"), NAMED)
 def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
-    """Without a name, a Hopper GPU may use cuDNN's kernel, so a graph that has lost the name would be detected."""
+    """Compiled graphs keep the name of the kernel. Without it a Hopper GPU may use cuDNN's kernel."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
     other = "sdpa_efficient" if "flash" in kernel else "sdpa_flash"
     ids_BT, found = ids_of(B, 256).to(DEVICE), []
@@ -225,14 +225,14 @@ def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
                 out = model(ids_BT)
             out.logsumexp(-1).sum().backward()
 
-        step()  # compiled here
+        step()  # compiles the model
         found.append(sdpa_kernels(step))
     assert found[0] == {kernel, f"{kernel}_backward"}
-    assert not found[0] & found[1] and len(found[1]) == 2  # the control: another name, another kernel
+    assert not found[0] & found[1] and len(found[1]) == 2  # the control: another name runs another kernel
 
 
 def test_flex_is_fused_outside_of_compiled_blocks():
-    """No T x T tensor exists: for 16,384 tokens, the logits alone would take 4 GiB in fp32."""
+    """No T x T tensor is allocated: for 16,384 tokens, the logits alone would take 4 GiB in fp32."""
     leaves = [x[:1, :1] for x in qkv(128, 64, torch.bfloat16)]
     q, k, v = (x.repeat(1, 4, 128, 1).detach().requires_grad_() for x in leaves)
     mask = flex.flex_mask(16384, torch.device(DEVICE))

@@ -38,12 +38,12 @@ EVERY_QK_NORM = [
 
 
 def say(qk):
-    """A name for a QK-Norm."""
+    """Return a name of a QK-Norm, for test ids."""
     return f"{qk.kind} {qk.scope} {qk.gain} {'bias ' * qk.bias}{qk.place} {qk.scale_max or ''}".strip()
 
 
 def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=True):
-    """Return the raw logits (B, H, T, S) of a model's first attention layer on adversarial inputs, and the model."""
+    """Return the raw logits (B, H, T, S) of a model's first attention layer on these inputs, and the model."""
     untie = PerModalityConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
     config = ModelConfig(
         vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk,
@@ -65,7 +65,7 @@ def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=T
 
 
 def adversaries():
-    """Inputs of all sizes and shapes: heavy tails, single channels, constant rows, alternating signs."""
+    """Return adversarial inputs: large values, heavy tails, single channels, constant rows, alternating signs."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(6, T, H * K, generator=generator, dtype=torch.float64)
     one_channel = torch.eye(H * K, dtype=torch.float64)[:T].expand(1, T, H * K)
@@ -81,7 +81,7 @@ def test_without_gain_no_logit_exceeds_the_root_of_the_head_width(name):
         assert logits.abs().max() <= math.sqrt(K) * (1 + 1e-6)
         free, _ = logits_of(QKNormConfig(), adversaries(), aligned)
         assert free.abs().max() > 100 * math.sqrt(K)
-    assert logits.abs().max() > 0.999 * math.sqrt(K)  # attained where query and key are one vector
+    assert logits.abs().max() > 0.999 * math.sqrt(K)  # reached where query and key are equal
 
 
 def test_over_all_heads_only_the_sum_over_heads_is_bounded():
@@ -89,7 +89,7 @@ def test_over_all_heads_only_the_sum_over_heads_is_bounded():
     for aligned in (False, True):
         logits_BHTS, _ = logits_of(qk, adversaries(), aligned)
         assert logits_BHTS.abs().sum(1).max() <= H * math.sqrt(K) * (1 + 1e-6)
-    # One head can take all of the norm, which is H times the share that a norm per head leaves it.
+    # One head can have the norm of all heads, so its logits can be H times those with a norm per head.
     assert logits_BHTS.abs().max() > 0.999 * H * math.sqrt(K)
     by_head, _ = logits_of(replace(qk, scope="head"), adversaries(), True)
     assert by_head.abs().max() < 1.001 * math.sqrt(K)
@@ -111,11 +111,11 @@ TIGHT = [qk for qk in EVERY_QK_NORM if not qk.bias and qk.scale_max is None]
 
 @pytest.mark.parametrize("qk", TIGHT, ids=say)
 def test_aligned_vectors_reach_the_bound(qk):
-    # Initial gains have their largest value everywhere. One channel alone, or for LayerNorm signs of mean 0, then
-    # makes a vector as long as possible, and it meets itself at distance 0.
+    # All initial gains are equal. An input in one channel, or for LayerNorm of signs with mean 0, then gives the
+    # longest possible vector. At distance 0 this vector is both query and key.
     logits, model = logits_of(qk, adversaries(), aligned=True, noise=False)
     bound = float(logit_bound(model, 0))
-    if qk.scope == "full" and qk.kind == "layer":  # one head has the whole length only where no other has any
+    if qk.scope == "full" and qk.kind == "layer":  # subtracting the mean moves norm to other heads
         assert 0.9 * bound / H < logits.abs().max() <= bound
     else:
         assert 0.999 * bound < logits.abs().max() <= bound * (1 + 1e-6)
@@ -180,7 +180,7 @@ def test_a_cap_is_never_reached(cap):
 
 
 def scaled(qk, factor):
-    """Return the logits of the first layer when W_q is multiplied by a factor."""
+    """Return the logits of the first layer with W_q multiplied by ``factor``."""
     model = build(n_layers=1, qk_norm=qk).double()
     model.blocks[0].attention.w_q.weight.data *= factor
     seen = {}
@@ -303,7 +303,7 @@ def test_sigma_stays_fp32_under_autocast():
         inside = layer.sigma()
     assert inside.dtype == torch.float32 and torch.equal(inside, outside)
     rounded = layer.u.bfloat16() @ (layer.weight.bfloat16() @ layer.v.bfloat16())
-    assert rounded.item() != outside.item()  # the control: bf16 would be seen
+    assert rounded.item() != outside.item()  # the control: bf16 would be detected
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-25])

@@ -1,4 +1,4 @@
-"""Norms against torch's own, in value, gradient, dtype and rounding order; `test_peers` has their variants."""
+"""Norms equal torch's in value and gradient, and keep the dtype and round once; `test_peers` tests their variants."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DIM, EPS = 24, 1e-5
 
 
 def pair(kind, dtype=torch.float32, eps=EPS):
-    """Ours and torch's, with one set of random gains and biases."""
+    """Return our norm and torch's, with the same random gains and biases."""
     ours, torchs = {
         "rms": (RMSNorm((DIM,), eps), torch.nn.RMSNorm(DIM, EPS)),
         "layer": (LayerNorm((DIM,), eps, bias=True), torch.nn.LayerNorm(DIM, EPS)),

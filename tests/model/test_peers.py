@@ -1,7 +1,7 @@
-"""Every remedy of the model against an outside implementation, or against its written-out formula.
+"""Compares every remedy of the model with an outside implementation or with its written-out formula.
 
-In fp64, with random gains, biases and scales: values and the gradients to the input and to every parameter agree to
-the stated tolerance, and each named wrong variant of ours does not.
+The comparison is in fp64, with random gains, biases and scales. The values and the gradients of the input and of
+every parameter agree within the stated tolerance, and those of each named wrong variant do not.
 """
 
 import math
@@ -32,14 +32,14 @@ from tests.model.comparison import (
 
 
 def attention_peer(remedy, name, tolerance, fields, theirs, wrong):
-    """An attention layer; a control names the fields of QKNormConfig that are wrong, if any."""
+    """Return the comparison of an attention layer. With QK-Norm, each control gives wrong fields of QKNormConfig."""
     if "qk_norm" in fields:
         wrong = {what: {"qk_norm": replace(fields["qk_norm"], **changes)} for what, changes in wrong.items()}
     return compare((remedy,) if remedy else (), name, tolerance, attention, fields, theirs, wrong)
 
 
 def one_layer_norm_a_head(leaves):
-    """torch's LayerNorm, with a gain and a bias for each head."""
+    """Apply torch's LayerNorm with a gain and a bias for each head."""
     heads = zip(split(leaves["x"]).unbind(-2), leaves["weight"], leaves["bias"], strict=True)
     return torch.cat([F.layer_norm(x, (K,), gain, bias, 1e-5) for x, gain, bias in heads], -1)
 

@@ -1,4 +1,4 @@
-"""The whole model against a forward written in other operations, and its symmetries and bounds."""
+"""The whole model equals a forward pass written with other operations, and has the expected symmetries and bounds."""
 
 import itertools
 from dataclasses import replace
@@ -10,7 +10,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeSc
 from tests.model.small import BLOCKS, VARIANTS, V, build, ids_of, refuses_sdpa
 from tests.model.written_out import WrittenOut
 
-# For each variant, fields for which the same parameters give another function.
+# For each variant, changed fields with which the same parameters give other logits.
 WRONG = {
     "llama": [{"rope_theta": 10.0}, {"norm_eps": 0.1}, {"attn_scale": "inverse"}, {"norm": "layer"}],
     "chameleon": [
@@ -95,7 +95,7 @@ def test_an_untied_model_gives_each_token_the_copy_of_its_modality():
     [((1, 0), {0}), ((1, 1), {0}), ((2, 0), {0, 1}), ((2, 1), {0, 1, 2}), ((0, 3), {0, 1, 2}), ((0, 2), set())],
 )
 def test_no_image_token_reaches_a_text_token_in_separated_layers(backend, ends, apart):
-    """After these layers, text is the same bit for bit; after the first shared layer it differs."""
+    """A changed image token changes no bit of the text tokens until the first shared layer."""
     model = build(backend=backend, separate_first=ends[0], separate_last=ends[1])
     ids_T = torch.tensor([1, 12, 2, 13, 3, 4, 14, 5])
     other_T, text_T = ids_T.clone(), ids_T < BLOCKS["text"]
@@ -214,11 +214,11 @@ def test_sink_sees_every_site_and_changes_nothing():
     assert all(seen[site, 1].shape == (2, 4, 8, 4) for site in heads)
     assert all(seen[site, 1].shape == (2, 8, 16) for site in streams)
     assert seen["final", -1] is seen["resid", 2]
-    # A block adds to the residual stream exactly the tensors of the two sites.
+    # A block adds exactly attn_out and mlp_out to the residual stream.
     torch.testing.assert_close(
         seen["resid", 1], seen["resid", 0] + seen["attn_out", 1] + seen["mlp_out", 1], rtol=0, atol=1e-5
     )
-    # The sink gets the logits before the cap, and the caller those after it.
+    # The sink gets the logits before the cap, and the caller gets the capped logits.
     torch.testing.assert_close(logits_BTV, 1.5 * torch.tanh(seen["logits", -1] / 1.5))
     assert logits_BTV.abs().max() < 1.5 < seen["logits", -1].abs().max()
 

@@ -1,7 +1,7 @@
-"""The model's forward in other operations: the reference for the tests of the model.
+"""The forward pass of the model, written with other operations, as the reference for the tests of the model.
 
 It processes one sequence, one token at a time outside attention and one head at a time in attention, with an `if` for
-each choice of the configuration. It reads the state dict of a model and shares no code with it.
+each choice of the configuration. It reads the state dict of a model and shares no code with the model.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 
 def capped(x, cap):
-    """`cap * tanh(x / cap)`."""
+    """Return `cap * tanh(x / cap)`, or x without a cap."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
@@ -37,7 +37,7 @@ def rope_angles(T, c, local):
 
 
 class WrittenOut:
-    """`WrittenOut(state, config)(ids_T)` is the logits (T, V) of one sequence.
+    """`WrittenOut(state, config)(ids_T)` returns the logits (T, V) of one sequence.
 
     Args:
         state: Parameters and buffers by name; in fp64 for more digits.
@@ -65,7 +65,7 @@ class WrittenOut:
         )
 
     def stacks(self, at, layer, x):
-        """A separated layer: for each modality a layer with the weights of its copies, over its tokens only."""
+        """Compute a separated layer: for each modality, a layer with that modality's weights over its tokens only."""
         out = list(x)
         for m in set(self.m):
             mine = [t for t in range(len(x)) if self.m[t] == m]
@@ -77,7 +77,7 @@ class WrittenOut:
         return out
 
     def get(self, module, leaf, t):
-        """Return the parameter for token t: its modality's copy if there are copies; None if there is none."""
+        """Return the parameter for token t (the copy of its modality if there are copies), or None."""
         own = f"{module}.copies.{self.m[t]}.{leaf}"
         return self.state.get(own, self.state.get(f"{module}.{leaf}"))
 
@@ -168,7 +168,7 @@ class WrittenOut:
         return self.matrix(at, gate * up, t, "w_down.")
 
     def block(self, at, layer, x):
-        """One layer, tokens in a list."""
+        """Compute one layer for a list of tokens."""
 
         def branch(name, y, t):
             y = self.norm(f"{at}.{name}_post_norm", y, t)

@@ -1,4 +1,4 @@
-"""Every statistic of a probe in numpy and float64, with loops over rows and heads, without mmqk."""
+"""Computes every statistic of a probe in numpy and float64, with loops over rows and heads and without mmqk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sites = Mapping[tuple[str, int], np.ndarray]
 
 
 class Means(dict):
-    """Lists of numbers by tag, and their means."""
+    """Collects lists of numbers by tag; `means` returns the mean of each list."""
 
     def see(self, name: str, value: float) -> None:
         self.setdefault(name, []).append(value)
@@ -28,7 +28,7 @@ class Means(dict):
 def streams(
     sites: Sites, modality: np.ndarray, valid: np.ndarray, names: tuple[str, ...]
 ) -> dict[str, float]:
-    """Norms of every site, and the gains of W_q and W_k."""
+    """Return the norms of every site, and the gains of W_q and W_k, by tag."""
     B, T = modality.shape
     tokens = [(b, t) for b in range(B) for t in range(T) if valid[b, t]]
     expected: dict[str, float] = {}
@@ -43,7 +43,7 @@ def streams(
                 lengths = np.linalg.norm(np.concatenate(vectors), axis=-1)
                 expected[f"{NORMS[site]}/{place}"] = lengths.mean()
                 expected[f"{NORMS[site]}_max/{place}"] = lengths.max()
-            if site == "gate":  # (B, T, H, K), K is 1 for a gate by head
+            if site == "gate":  # (B, T, H, K); K is 1 if each head has one gate
                 gates = np.stack([array[b, t] for b, t in mine])
                 expected[f"gate_open/{place}"] = gates.mean()
                 expected[f"gate_closed/{place}"] = np.mean([g < 0.1 for g in gates.ravel()])
@@ -71,9 +71,9 @@ def attention(
     valid: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """All statistics of one layer's attention call; `sees(b, t, s)` is True for visible pairs.
+    """Return all statistics of one layer's attention call by tag; `sees(b, t, s)` is True for visible pairs.
 
-    `sinks` has a logit of each head, which a softmax over keys and sink takes and whose weight is dropped.
+    `sinks` has one logit for each head. It is in the softmax like the logit of a key, and its weight is dropped.
     """
     B, H, T, _ = q.shape
     valid = np.ones((B, T), dtype=bool) if valid is None else valid
@@ -123,7 +123,7 @@ def attention(
 
 
 def weights(z, cap: float | None, sink: float | None):
-    """Softmax of the capped logits and the sink: the weights of the keys, and those of the sink (none or one)."""
+    """Return the softmax of the capped logits and the sink: the weights of the keys, and the list of sink weights."""
     y = z if cap is None else cap * np.tanh(z / cap)
     y = np.append(y, [] if sink is None else [sink])
     p = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
@@ -133,7 +133,7 @@ def weights(z, cap: float | None, sink: float | None):
 def row(
     rows: Means, z, of_key, a: str, names, at: str, cap: float | None, softmax: bool, sink: float | None
 ) -> None:
-    """Parts of the logits and weights of one query by key modality."""
+    """Add the parts of the logits and weights of one query by key modality."""
     blocks = sorted(set(of_key))
     block_mean = {m: z[of_key == m].mean() for m in blocks}
     own = np.array([block_mean[m] for m in of_key])
@@ -159,7 +159,7 @@ def row(
 
 
 def growth(q_BTK, k_BTK, modality, valid, a: int, c: int, seen_sq: list[float]) -> dict[str, float]:
-    """Growth parts of one head, over all pairs of a sequence, visible or not."""
+    """Return the growth parts of one head, over all pairs of a sequence, visible or not."""
     q_sq, k_sq, dot_sq = [], [], []
     for b in range(len(q_BTK)):
         queries = [q_BTK[b, t] for t in range(len(q_BTK[b])) if valid[b, t] and modality[b, t] == a]
@@ -178,7 +178,7 @@ def growth(q_BTK, k_BTK, modality, valid, a: int, c: int, seen_sq: list[float]) 
 
 
 def rank(q_TK, k_TK, scale, b, sees, valid, cap, sink) -> float:
-    """Participation ratio of the squared singular values of one attention matrix."""
+    """Return the participation ratio of the squared singular values of one attention matrix."""
     T = len(q_TK)
     matrix = np.zeros((T, T))
     for t in range(T):
@@ -190,7 +190,7 @@ def rank(q_TK, k_TK, scale, b, sees, valid, cap, sink) -> float:
 
 
 def output(logits: np.ndarray, target_modality, trained, sizes: Mapping[str, int]) -> dict[str, float]:
-    """The output softmax by modality of the target."""
+    """Return the statistics of the output softmax by modality of the target."""
     names, edges = tuple(sizes), np.cumsum([0, *sizes.values()])
     rows = Means()
     for y, m, kept in zip(

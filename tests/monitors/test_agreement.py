@@ -1,4 +1,4 @@
-"""Gradient agreement equals the formula on small vectors, and is an unbiased estimate under noise."""
+"""Tests that gradient agreement equals its formula on small vectors and is an unbiased estimate under noise."""
 
 import math
 import re
@@ -13,7 +13,7 @@ D = 400
 
 
 def halves_of(truths, noise, seed):
-    """Two noisy estimates of each true gradient."""
+    """Return two noisy estimates of each true gradient, as halves A and B."""
     random = torch.Generator().manual_seed(seed)
 
     def look(g):
@@ -39,7 +39,8 @@ def test_the_parts_equal_vectors_written_out():
 
 
 def documented(formula: str, vectors: dict[tuple[str, str], torch.Tensor]) -> float:
-    """The value of a formula in docs/statistics.md: products ⟨g_a^A, g_b^B⟩, a fraction, a root."""
+    """Return the value of a formula in docs/statistics.md, which has products ⟨g_a^A, g_b^B⟩, a fraction and a
+    root."""
     code = formula.replace("½ ", "0.5 * ").replace("√", "sqrt").replace("⟩ ⟨", "⟩ * ⟨")
     product = r"⟨g_(\w)\^(\w), g_(\w)\^(\w)⟩"
     code = re.sub(product, r"dot(('\1', '\2'), ('\3', '\4'))", code)
@@ -51,7 +52,7 @@ def test_the_code_is_the_formula_of_the_page():
     page = (Path(__file__).parents[2] / "docs/statistics.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| `grad_agreement/"))
     formula = row.split(" | ")[1].split(", A and B")[0]
-    # The noise is as large as between batches of a run, so the two products of the numerator differ.
+    # The noise is as large as the noise between batches of a run, so the two products of the numerator differ.
     pairs = halves_of([torch.ones(D), torch.linspace(0, 1, D)], 2.0, 1)
     vectors = {
         (name, half): torch.cat(own).double()
@@ -60,7 +61,7 @@ def test_the_code_is_the_formula_of_the_page():
     }
     measured = float(half_products(pairs).agreement().cosine[0, 1])
     assert measured == pytest.approx(documented(formula, vectors), rel=1e-9)
-    # Control: one product alone gives another number.
+    # Control: one product of the numerator alone gives another number.
     one = "⟨g_a^A, g_b^B⟩ / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩)"
     assert measured != pytest.approx(documented(one, vectors), rel=1e-2)
 
@@ -72,7 +73,7 @@ def test_noise_does_not_shrink_it_as_it_shrinks_the_plain_cosine(true):
     a[0], b[0], b[200] = 10.0, 10 * true, 10 * math.sqrt(1 - true**2)
     measured, plain = [], []
     for seed in range(60):
-        pairs = halves_of([a, b], 0.5, seed)  # noise as long as the signal
+        pairs = halves_of([a, b], 0.5, seed)  # the noise vector is as long as the signal
         measured.append(half_products(pairs).agreement().cosine[0, 1])
         whole = [torch.cat(x) + torch.cat(y) for x, y in pairs]
         plain.append(torch.nn.functional.cosine_similarity(*whole, dim=0))

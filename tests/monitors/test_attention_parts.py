@@ -1,4 +1,4 @@
-"""Parts of attention logits and entropy by modality, against loops in float64 and known answers."""
+"""Compares the parts of attention logits and entropy by modality with loops in float64 and known answers."""
 
 import math
 
@@ -23,7 +23,7 @@ PARTS = (
 
 
 def case(seed=0, size=1.5):
-    """Queries and keys, modalities, and visible pairs; the second sequence has two modalities and a padded end."""
+    """Return queries, keys, modalities and visible pairs; the second sequence has two modalities and a padded end."""
     random = torch.Generator().manual_seed(seed)
     q, k = (size * torch.randn(B, H, T, K, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, M, (B, T), generator=random)
@@ -34,7 +34,7 @@ def case(seed=0, size=1.5):
 
 
 def row_by_row(q, k, scale, modality_BT, visible_BTS, softcap):
-    """{(name, query modality[, key modality]): mean over rows}, one row at a time."""
+    """Return {(name, query modality[, key modality]): mean over rows}, computed one row at a time."""
     rows: dict[tuple, list[float]] = {}
     q, k = q.double().numpy(), k.double().numpy()
     modality, visible = modality_BT.numpy(), visible_BTS.numpy()
@@ -74,7 +74,7 @@ def row_by_row(q, k, scale, modality_BT, visible_BTS, softcap):
 
 
 def flat(statistics):
-    """Our statistics in the same form, without modalities that have no row."""
+    """Return the measured statistics in the form of `row_by_row`, without modalities that have no row."""
     means = by_name(statistics.rows.mean)
     values = {(name, a): means[name][0, a] for name in PARTS for a in range(M)}
     values |= {(n, a, b): means[n][b, a] for n in ("mass", "offset") for a in range(M) for b in range(M)}
@@ -82,7 +82,7 @@ def flat(statistics):
 
 
 def by_name(rows_FM):
-    """The rows of an `AttentionStatistics` by name; M rows for the offset and the mass."""
+    """Return the F statistics of an `AttentionStatistics` by name; offset and mass have M each, all others 1."""
     names = [*PARTS[:4], "offset", *PARTS[4:], "mass"]
     sizes = [M if name in ("offset", "mass") else 1 for name in names]
     return dict(zip(names, rows_FM.split(sizes), strict=True))
@@ -105,9 +105,10 @@ def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
 
 
 def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
-    """A constant added to all logits of a row changes the mean only; added to one modality it changes the softmax."""
+    """A constant added to all logits of a row changes only the mean; added to one key modality it changes the
+    softmax."""
     q, k, modality_BT, visible_BTS = case()
-    q[..., -1] = 2.0  # the last channel of a key adds 2 * it to all logits of that key
+    q[..., -1] = 2.0  # adds twice the last channel of a key to all logits of that key
     everywhere, one_block = k.clone(), k.clone()
     everywhere[..., -1] += 3.0
     one_block[..., -1] += 3.0 * (modality_BT == 1)[:, None]
@@ -137,7 +138,7 @@ def test_the_parts_add_up_and_masses_sum_to_one():
 
 
 def test_large_logits_on_a_large_mean_keep_their_spread():
-    """fp32 squares would lose a spread of 1 beside a mean of 10,000."""
+    """With a mean of 10,000, the squares in fp32 would lose a spread of 1."""
     q, k, modality_BT, visible_BTS = case(size=1.0)
     q[..., -1] = 1.0
     k[..., -1] += 1e4
@@ -149,7 +150,7 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
 
 
 def test_the_largest_of_many_logits_are_those_of_a_sort():
-    """With enough pairs that one in a thousand is several, and that most groups of 32 are not sorted."""
+    """There are enough pairs that the tail has several values and that most groups of 32 are not sorted."""
     random = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, 2, (1, 211), generator=random)

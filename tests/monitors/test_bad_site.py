@@ -1,4 +1,4 @@
-"""The first site that is not finite is described, with its layer and modality."""
+"""Tests that the first site that is not finite is described with its layer and modality."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(model):
 
 
 def spoil(value, positions):
-    """A forward hook that writes a number into some tokens of a module's output."""
+    """Return a forward hook that writes a number into some tokens of a module's output."""
 
     def hook(module, inputs, out):
         out = out.clone()
@@ -85,10 +85,10 @@ def test_a_gradient_that_breaks_on_its_way_back_is_named_where_it_does(model):
             out.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(1), torch.inf))
 
     handle = model.blocks[1].attention.w_o.register_forward_hook(plant)
-    # The backward pass reaches layer 2 and the MLP of layer 1 first, and they are finite.
+    # The backward pass reaches layer 2 and the MLP of layer 1 first; their gradients are finite.
     description = "the gradient at attn_out of layer 1, at text and image and padding tokens, is infinite"
     assert first_bad_site(model, BATCH, loss_of(model)) == description
-    assert first_bad_site(model, BATCH) is None  # a forward alone does not show it
+    assert first_bad_site(model, BATCH) is None  # without a loss, gradients are not checked
     handle.remove()
     assert first_bad_site(model, BATCH, loss_of(model)) is None
 

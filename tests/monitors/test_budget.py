@@ -1,4 +1,5 @@
-"""The radial budget of |W|^2 under torch's AdamW: the parts sum to the measured change; known answers."""
+"""Tests the radial budget under torch's AdamW: its parts sum to the measured change of |W|^2 and have known
+values."""
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 def trained(steps, weight_decay=0.1, lr=0.02, start=0, clip=None, noise=0.3, tamper=None):
-    """Train a matrix on two losses with AdamW; return the budget of the steps after `start`, and |W|^2 at both
-    ends."""
+    """Train a matrix on two losses with AdamW; return the budget of the steps from `start` on, and the change
+    of |W|^2 over them."""
     random = torch.Generator().manual_seed(0)
     w = torch.nn.Parameter(torch.randn(6, 5, generator=random))
     pulls = [torch.randn(6, 5, generator=random) for _ in range(2)]
@@ -49,7 +50,7 @@ def test_the_parts_sum_to_the_measured_change(clip, start):
     assert float(budget.total) == pytest.approx(change, rel=1e-9)
     parts = [*budget.by_modality, budget.decay, budget.step, budget.unattributed, budget.rest]
     assert float(sum(parts)) == pytest.approx(change, rel=1e-9)
-    # AdamW's formula explains everything except rounding; without the part of weight decay it would not.
+    # AdamW's formula explains the whole change except rounding; without the part of weight decay it would not.
     assert abs(float(budget.rest)) < 1e-4 * abs(change) < abs(float(budget.decay))
     assert (float(budget.unattributed) != 0) == (start > 0)
     assert budget.steps == 80 - start
@@ -70,7 +71,7 @@ def test_what_adam_did_not_do_is_the_rest():
 
 
 def test_without_decay_and_with_gradients_at_right_angles_only_the_step_makes_it_longer():
-    """As for W_q under QK-Norm, the first step is orthogonal to W, so all growth comes from the size of the step."""
+    """The first step is orthogonal to W, as for W_q under QK-Norm, so all growth comes from the size of the step."""
     w = torch.nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 3.0]]))
     optimizer = torch.optim.AdamW([w], lr=0.1, betas=BETAS, eps=EPS, weight_decay=0.0)
     gradient = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])

@@ -1,4 +1,4 @@
-"""Curvature along the gradient, against known Hessians, differences of gradients, and optimizers that diverge."""
+"""Compares the curvature with known Hessians, differences of gradients, and the limits at which Adam diverges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSS = LossConfig(z_loss=1e-2, weights={"image": 0.5})
 
 
 def quadratic(n: int, seed: int = 0):
-    """A symmetric matrix with eigenvalues of both signs, a slope and a point, in fp64."""
+    """Return a symmetric matrix with eigenvalues of both signs, a slope and a point, in fp64."""
     random = torch.Generator().manual_seed(seed)
     a, b, w = (torch.randn(size, generator=random, dtype=torch.float64) for size in ((n, n), (n,), (n,)))
     return a + a.T, b, w
@@ -48,7 +48,8 @@ def test_a_quadratic_has_its_known_curvature():
 @pytest.mark.parametrize(("share", "grows"), [(0.97, False), (1.03, True)])
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_adam_diverges_above_two_over_it(share, grows, beta1):
-    """With a large epsilon Adam's preconditioner is constant, and a quadratic of one direction is its own limit."""
+    """With a large epsilon Adam's preconditioner is constant, so a quadratic loss of one weight has an exact
+    limit."""
     h, eps, betas = 3.0, 1e6, (beta1, 0.95)
     w = torch.nn.Parameter(torch.full((1,), 1e-150, dtype=torch.float64))  # v stays far below epsilon
     scale = adam_scale(torch.zeros(1), 10**6, betas, eps).double()
@@ -59,7 +60,8 @@ def test_adam_diverges_above_two_over_it(share, grows, beta1):
         w.grad = h * w.detach()
         optimizer.step()
         sizes.append(abs(float(w.detach())))
-    late, early = max(sizes[250:]), max(sizes[100:150])  # without the first steps, whose momentum is short
+    # The first steps are left out, because the momentum builds up in them.
+    late, early = max(sizes[250:]), max(sizes[100:150])
     assert (late > 10 * early) == grows and (late < 0.1 * early) != grows
 
 
@@ -80,7 +82,7 @@ def variant(name: str):
         "sigma": {"weight_reparam": "sigma", "tie_embeddings": True, "attention": "sigmoid"},
     }[name]
     module = module_of(replace(MODEL, **changes), LOSS)
-    with torch.no_grad():  # unit gains hide errors
+    with torch.no_grad():  # gains of 1 would hide errors
         for p in module.model.parameters():
             if p.ndim < 2:
                 p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
@@ -88,7 +90,7 @@ def variant(name: str):
 
 
 def loss_of(module, batch) -> torch.Tensor:
-    """The loss of the training module, over the trained targets of the batch."""
+    """Return the loss of the training module over the trained targets of the batch."""
     own = replace(batch, step_targets=batch.target_mask_BT.sum())
     return total_loss(module.losses(own), *module.loss_weighting(own))
 
@@ -117,7 +119,7 @@ def test_it_equals_a_difference_of_gradients(name):
     found = gradient_curvature(model, batch, weights_M, z_loss)
     assert found.keys() == {"curvature"}
     assert found["curvature"] == pytest.approx(expected, rel=1e-5)
-    # The controls: another batch, and the loss without the z-loss.
+    # Controls: another batch, and the loss without z-loss, have another curvature.
     assert gradient_curvature(model, toy_batch(2), weights_M, z_loss) != pytest.approx(found, rel=1e-3)
     assert gradient_curvature(model, batch, weights_M, 0.0) != pytest.approx(found, rel=1e-5)
 
@@ -132,7 +134,7 @@ def test_it_changes_nothing_and_needs_a_target():
     assert apart(before, weights(module)) == 0 and torch.equal(state, torch.get_rng_state())
     assert all((p.grad == 2).all() for p in model.parameters())
     assert model.training and model.backend == "math"
-    with torch.no_grad():  # in a callback of Lightning's evaluation
+    with torch.no_grad():  # as in a callback during Lightning's evaluation
         assert gradient_curvature(model, batch, *module.loss_weighting(batch)[:2]) == found
     nothing = replace(batch, target_mask_BT=torch.zeros_like(batch.target_mask_BT))
     assert gradient_curvature(model, nothing, *module.loss_weighting(batch)[:2]) == {}
@@ -140,7 +142,7 @@ def test_it_changes_nothing_and_needs_a_target():
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """Return what RunMonitor logs of it, by step."""
+    """Return the curvature values that RunMonitor logs, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -153,7 +155,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
 
 
 class Kept(L.Callback):
-    """The optimizer of a run."""
+    """Stores the optimizer of a run."""
 
     def on_train_end(self, trainer, pl_module) -> None:
         self.optimizer = trainer.optimizers[0]

@@ -1,4 +1,4 @@
-"""The cost of monitors: no transfer to the host outside a flush, and no recompilation of the model."""
+"""Tests that monitors cause no transfer to the host outside a flush, and no recompilation of the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.training.toy import fit, module_of, toy_batch
 
 BLOCKS = {"text": 9, "image": 7}
 CONFIG = ModelConfig(vocab_sizes=BLOCKS, d_model=16, n_layers=3, n_heads=2)
-# Operations, and tensor methods, that need a number on the host or a shape that depends on the data; a CPU tensor is
-# read by a method without an operation.
+# Operations and tensor methods that need a number on the host or a shape that depends on the data. Methods are
+# counted too, because a method can read a CPU tensor without an operation.
 OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 METHODS = ("tolist", "cpu", "numpy")
 
@@ -56,7 +56,7 @@ class _Methods(TorchFunctionMode):
 
 
 class Transfers:
-    """A context that counts operations for which the host waits for the device."""
+    """A context that counts the operations in which the host waits for the device."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -77,9 +77,10 @@ def batch_of(T: int = 20, B: int = 2):
 
 
 def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> Counter[str]:
-    """Count the transfers of forward, backward, clipping and update as in the training module, with its monitors."""
+    """Return the number of transfers in forward, backward, clipping and update of the training module with
+    monitors."""
     module, batch = build(settings, CONFIG), batch_of()
-    step(module, batch)  # lazily made state
+    step(module, batch)  # creates the optimizer state
     optimizer = module.trainer.optimizers[0]
     if monitor is not None:
         module.step_watch = StepMonitor(module.model, monitor, 100, [0, 1])
@@ -93,7 +94,7 @@ def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> C
 
 
 class Counting(L.Callback):
-    """Transfers between the start and the end of a step's batch, by step; one callback comes first and one last."""
+    """Counts the transfers from the start of one step's batch to the start of the next, by step."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, int] = {}
@@ -113,7 +114,8 @@ class Counting(L.Callback):
 
 # No host synchronization -----------------------------------------------------------------------------------
 
-# torch's AdamW on a CPU reads its step counts with or without monitors; on a GPU it is fused or capturable.
+# The transfers of a step without monitors: on a CPU torch's AdamW reads its step counts. On a GPU it is fused or
+# capturable and reads none.
 STEP_ITSELF = transfers_of_step({})
 
 
@@ -129,7 +131,7 @@ STEP_ITSELF = transfers_of_step({})
 )
 def test_what_watches_a_step_fetches_nothing(settings, monitor):
     assert transfers_of_step(settings, monitor) == STEP_ITSELF
-    # Control: each way to fetch a number is counted.
+    # Control: each way to transfer a number is counted.
     with Transfers() as transfers:
         assert len(torch.ones(3).tolist()) == 3 * int(torch.ones(()))
         torch.ones(3).sum().item()
@@ -137,7 +139,7 @@ def test_what_watches_a_step_fetches_nothing(settings, monitor):
 
 
 def transfers_of_run(callbacks: list[L.Callback], steps: int = 9) -> dict[int, int]:
-    """Return the transfers by step, of the Trainer and all callbacks."""
+    """Return the number of transfers of the Trainer and all callbacks, by step."""
     counting = Counting()
     module = module_of(CONFIG)
     trainer = L.Trainer(
@@ -157,7 +159,7 @@ def test_between_two_probes_a_run_fetches_nothing_more():
     assert plain.keys() == watched.keys() == set(range(1, 9))
     more = {step: watched[step] - plain[step] for step in plain}
     assert {step: n for step, n in more.items() if step % 4} == dict.fromkeys((1, 2, 3, 5, 6, 7), 0)
-    # Controls: a flush and a probe transfer, and a log of every step transfers in every step.
+    # Controls: a flush and a probe transfer numbers, and logging in every step transfers numbers in every step.
     assert more[4] > 0 and more[8] > 0
     every = transfers_of_run([StepLog([1])])
     assert all(every[step] > plain[step] for step in plain)
@@ -165,13 +167,13 @@ def test_between_two_probes_a_run_fetches_nothing_more():
 
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_probe_fetches_before_its_end_only_what_it_needs_once(layers):
-    """The pairs of its batch are listed once for all layers, and numbers are transferred in `flat`."""
+    """The pairs of the batch are listed once for all layers, and all statistics are transferred in `flat`."""
     model = EarlyFusionTransformer(replace(CONFIG, n_layers=layers))
     with Transfers() as transfers:
         found = probe(model, batch_of(), heads=True)
     M = len(BLOCKS)
-    # For all heads and for one head at a time: the pairs of each two modalities, their number, and how far queries
-    # see.
+    # Twice, for all heads and for one head at a time: `nonzero` lists the pairs of each query and key modality, and
+    # `tolist` reads their counts and `Pairs.reach`.
     assert transfers.counts == {"nonzero": 2 * M**2, "tolist": 4}
     with Transfers() as transfers:
         assert found.flat()
@@ -183,7 +185,7 @@ def test_a_probe_fetches_before_its_end_only_what_it_needs_once(layers):
 
 @pytest.fixture
 def dynamo():
-    """Its counters, starting at 0."""
+    """Yield the counters of torch._dynamo, reset to 0."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield torch._dynamo.utils.counters
@@ -191,7 +193,7 @@ def dynamo():
 
 
 def compiled_frames(counters) -> tuple[int, int, int]:
-    """Compiled graphs, graph breaks, and the causes of recompilations."""
+    """Return the numbers of compiled graphs, of graph breaks, and of compiled frames."""
     return (
         counters["stats"]["unique_graphs"],
         sum(counters["graph_break"].values()),
@@ -213,8 +215,8 @@ def test_a_compiled_model_stays_one_graph(dynamo, kind):
 
     fit(module, [toy_batch(seed) for seed in range(6)], callbacks=[monitor, AfterProbes()])
     assert frames[0][:2] == (1, 0)
-    assert set(frames) == {frames[0]}  # three probes later: nothing was compiled again
-    # Control: another kind of forward of the compiled model is counted.
+    assert set(frames) == {frames[0]}  # no probe caused a recompilation
+    # Control: a forward of another shape is counted.
     module.model(toy_batch(0, T=7).ids_BT)
     assert compiled_frames(dynamo) != frames[0]
 
@@ -227,5 +229,5 @@ def test_a_compiled_model_is_probed_like_an_eager_one(dynamo):
     assert probe(model, batch).flat() == eager
     with pytest.raises(
         Exception, match=r"(?i)graph break|unsupported|sink|fullgraph"
-    ):  # what a probe avoids
+    ):  # a probe avoids this error
         model(batch.ids_BT, sink=lambda site, layer, x: print(float(x.sum())))

@@ -1,4 +1,4 @@
-"""Parts of logit growth against brute force in float64 and known answers."""
+"""Compares the parts of logit growth with brute force in float64 and known answers."""
 
 import math
 
@@ -29,7 +29,7 @@ def growth(q, k, of, visible):
 
 
 def pairs(q, k, modality, valid, h, a, c, masked):
-    """Every dot product of head h between queries of modality a and keys of modality c, one sequence at a time."""
+    """Yield (query, key) of head h for each query of modality a and key of modality c of the same sequence."""
     for b in range(B):
         for t in range(T):
             for s in range(T):
@@ -77,7 +77,7 @@ def test_what_grew_is_what_is_reported(grown, by):
     q, k, modality_BT, valid_BT = case()
     of, visible = selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
     before = growth(q, k, of, visible).parts()
-    if by == "line":  # same lengths, one direction
+    if by == "line":  # keep the lengths, use one direction
         q, k = (x.norm(dim=-1, keepdim=True) * torch.full((K,), K**-0.5) for x in (q, k))
     after = growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, of, visible).parts()
     for name in ("q_power", "k_power", "alignment"):
@@ -115,7 +115,7 @@ def test_common_mode_has_its_known_values():
     assert float(common_mode(alike, of).mean) == pytest.approx(1.0, rel=1e-5)
     at_random = torch.randn(2, 3, 1000, 8, generator=torch.Generator().manual_seed(0))
     assert float(common_mode(at_random, of).mean) == pytest.approx(1 / 1000, rel=0.3)
-    half = common_mode(at_random + torch.full((8,), 1.0), of)  # unit noise and a unit mean on each channel
+    half = common_mode(at_random + torch.full((8,), 1.0), of)  # each channel has variance 1 and mean 1
     assert float(half.mean) == pytest.approx(0.5, abs=0.02)
 
 
@@ -134,7 +134,7 @@ def test_common_mode_is_by_modality():
 
 
 def test_attention_rank_tells_benign_sharpness_from_collapse():
-    """Each query attends to one key, with an entropy near 0: to itself, or all to the first."""
+    """The entropy is near 0 in both cases: each query attends to itself, or all queries attend to the first key."""
     n = 16
     visible = visible_pairs(torch.ones(1, n, dtype=torch.bool))
     q = torch.eye(n)[None, None]
@@ -166,7 +166,7 @@ def test_attention_rank_equals_the_singular_values(softcap):
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window, causal):
-    """With more queries than a slice has, causal and not, for all heads and for one head at a time."""
+    """There are more queries than in one slice, with and without a causal mask."""
     n = 150
     q, k = (torch.randn(2, 3, n, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     valid_BT = torch.ones(2, n, dtype=torch.bool)
@@ -186,7 +186,7 @@ def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window
     assert float(attention_rank(q, k, 0.4, visible_BTS).mean()) == pytest.approx(expected, rel=1e-4)
     together = attention_statistics(q, k, 0.4, seen).rank
     assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
-    if not causal:  # control: a reach that is too short
+    if not causal:  # control: a reach that is too short gives another rank
         short = [(rows, keys // 2) for rows, keys in seen.reach]
         assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short).mean()) != pytest.approx(
             expected, rel=1e-2

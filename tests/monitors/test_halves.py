@@ -1,4 +1,4 @@
-"""Gradient agreement of a batch and bf16 absorption, against direct computations."""
+"""Compares the gradient agreement of a batch and bf16 absorption with direct computations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parts(model, batch) -> torch.Tensor:
 
 
 def written_out(model, batch) -> dict[str, float]:
-    """Backward passes into the `.grad` of a copy, one sequence range and modality at a time."""
+    """Return the expected values, from backward passes into the `.grad` of a copy for each half and modality."""
     vectors = {}
     for half in (0, 1):
         rows = list(range(half, len(batch.ids_BT), 2))
@@ -78,7 +78,7 @@ def test_agreement_equals_two_backward_passes_written_out(tied):
     assert "grad_signal/text" in found
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert all(p.grad is None for p in model.parameters())
-    # Control: other halves give other numbers.
+    # Control: other halves of the batch give other numbers.
     order = [0, 2, 1, 3, 4]
     other = gradient_agreement(
         model, batch._map(lambda t: t[order] if t.ndim else t), lambda half: parts(model, half)
@@ -125,7 +125,7 @@ def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype, deep):
                 both = [getattr(p, part) for p in (a, b)]
                 mean = sum(float(p.sum[m]) for p in both) / sum(float(p.count[m]) for p in both)
                 assert found[f"{statistic}{ending}/{name}/layer0{layer}"] == pytest.approx(mean, rel=1e-6)
-    if dtype == torch.float32 and not deep:  # control: a larger stream loses more
+    if dtype == torch.float32 and not deep:  # control: the rounding error grows with the stream
         with torch.no_grad():
             model.embed.weight.mul_(1000)
         more = residual_absorption(model, batch).flat()

@@ -1,4 +1,4 @@
-"""Windows of the radial budget without Lightning: known answers, save and resume, and parts that must be 0."""
+"""Tests windows of the radial budget without Lightning: known answers, save and resume, and parts that must be 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids_of(step: int) -> torch.Tensor:
 
 
 def parts_of(model, ids_BT) -> torch.Tensor:
-    """Cross-entropy by target modality over all targets."""
+    """Return the part of the cross-entropy from each target modality, divided by the number of all targets."""
     logits_NV, targets_N = model(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
     ce_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
     return torch.stack([ce_N[targets_N < 9].sum(), ce_N[targets_N >= 9].sum()]) / len(targets_N)
@@ -83,7 +83,7 @@ def test_the_parts_sum_to_the_measured_change(changes):
         assert sum(parts.values()) == pytest.approx(change, rel=1e-9)
         assert values[f"{name}_growth_total/{layer}"] == pytest.approx(change, rel=1e-9)
         assert values[f"{name}_sq/{layer}"] == pytest.approx(end[where], rel=1e-12)
-        # Adam's formula explains all of it; a missing modality would be detected.
+        # Adam's formula explains the whole change, so a missing modality would be detected.
         assert abs(parts["rest"]) < 1e-9 * abs(change) and parts["unattributed"] == 0
         assert min(abs(parts[m]) for m in BLOCKS) > 1e-6 * abs(change)
 
@@ -99,7 +99,7 @@ def test_untied_copies_are_counted_together():
 
 
 def test_what_comes_after_the_update_is_the_rest_and_no_other_part():
-    """Two windows over the same steps; in one, the weights are scaled after each step."""
+    """Two windows cover the same step; in one of them, the weights are scaled after the update."""
 
     def shrink(model):
         with torch.no_grad():
@@ -121,7 +121,7 @@ def test_a_window_taken_up_from_its_saved_state_is_the_straight_one(cut):
     straight, broken = make_model(), make_model()
     optimizers = [adam(m) for m in (straight, broken)]
     for model, optimizer in zip((straight, broken), optimizers, strict=True):
-        take(model, optimizer, BudgetWindow(model, [0, 1]), range(2))  # a first moment from before the window
+        take(model, optimizer, BudgetWindow(model, [0, 1]), range(2))  # a first moment before the window
     whole = BudgetWindow(straight, [0, 1])
     take(straight, optimizers[0], whole, range(2, 8))
     first = BudgetWindow(broken, [0, 1])
@@ -134,7 +134,7 @@ def test_a_window_taken_up_from_its_saved_state_is_the_straight_one(cut):
     take(broken, optimizers[1], second, range(2 + cut, 8))
     assert second.values() == whole.values()
     assert whole.values()["w_q_growth_unattributed/layer00"] != 0
-    # Control: without its state the second half gives another window.
+    # Control: the values differ from those of the window at the time of the save.
     assert second.values() != first.values()
 
 
@@ -154,7 +154,7 @@ def test_a_modality_without_a_target_is_an_absent_key():
 
 
 def radial(model) -> dict[str, torch.Tensor]:
-    """<W, gradient> of each head."""
+    """Return <W, gradient> of each head, by matrix."""
     attention = model.blocks[0].attention
     return {
         name: (w.weight * w.weight.grad).detach().view(4, -1).sum(1)
@@ -163,7 +163,7 @@ def radial(model) -> dict[str, torch.Tensor]:
 
 
 def test_without_qk_norm_the_radial_gradient_is_that_of_the_logits_and_alike_on_both_sides(monkeypatch):
-    """<W_q, dL> = <W_k, dL> = sum z dL/dz for each head, z the raw logits (methods of the radial budget)."""
+    """<W_q, dL> = <W_k, dL> = sum z dL/dz for each head, where z are the raw logits."""
     kept = []
 
     def attention(q_BHTK, k_BHSK, v_BHSK, mask, *, scale, **_):
@@ -193,7 +193,7 @@ def test_under_qk_norm_the_radial_gradient_is_zero_and_the_weights_still_grow(pl
     window = BudgetWindow(model, [0, 1])
     take(model, adam(model), window, range(5))
     assert window.values()["w_q_growth_step/layer00"] > 0
-    # Control: without the norm the part is not 0.
+    # Control: without QK-Norm the radial gradient is not 0.
     plain = make_model(n_layers=1)
     parts_of(plain, ids_of(0)).sum().backward()
     assert float(radial(plain)["w_q"].abs().max()) > 1e-6 * max(sizes)

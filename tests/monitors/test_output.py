@@ -1,4 +1,4 @@
-"""Statistics of the output softmax against probabilities computed in float64."""
+"""Compares statistics of the output softmax with probabilities computed in float64."""
 
 import math
 
@@ -16,7 +16,7 @@ B, T, V, M = 2, 12, 14, 3
 def case(shift=0.0):
     random = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(B, T, V, generator=random) + shift
-    target = torch.randint(0, 2, (B, T), generator=random)  # nothing predicts sound
+    target = torch.randint(0, 2, (B, T), generator=random)  # no target is sound
     keep = torch.rand(B, T, generator=random) < 0.8
     return logits, target, keep
 

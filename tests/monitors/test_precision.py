@@ -1,4 +1,4 @@
-"""Losses from bf16 and Adam's epsilon, against Python floats and known answers."""
+"""Compares effects of bf16 rounding and Adam's epsilon with Python floats and known answers."""
 
 import math
 
@@ -13,7 +13,7 @@ B, T, D, M = 2, 5, 8, 2
 
 
 def bf16(value: float) -> float:
-    """Round to 8 significant bits, ties to even."""
+    """Return the value rounded to 8 significant bits, ties to even."""
     if value == 0:
         return 0.0
     fraction, exponent = math.frexp(value)
@@ -40,13 +40,13 @@ def test_absorption_equals_rounding_element_by_element():
                     rows.append((math.sqrt(sum(e * e for e in lost) / energy), -dot / energy, gone / energy))
         for name, expected in zip(("error", "bias", "absorbed"), np.mean(rows, axis=0), strict=True):
             assert float(getattr(measured, name).mean[m]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-        assert 0.05 < float(measured.absorbed.mean[m]) < 1  # the case has losses
+        assert 0.05 < float(measured.absorbed.mean[m]) < 1  # some additions are absorbed
 
 
 def test_small_on_large_is_absorbed_and_large_on_small_is_not():
     one = torch.ones(1, 1, D)
     everything = torch.ones(1, 1, 1, dtype=torch.bool)
-    lost = absorption(256 * one, 0.4 * one, everything)  # neighbors of 256 in bf16 are 2 apart
+    lost = absorption(256 * one, 0.4 * one, everything)  # above 256, bf16 numbers are 2 apart
     assert (float(lost.absorbed.mean), float(lost.error.mean), float(lost.bias.mean)) == pytest.approx(
         (1, 1, 1)
     )
@@ -57,7 +57,7 @@ def test_small_on_large_is_absorbed_and_large_on_small_is_not():
 def test_share_below_epsilon():
     v = torch.tensor([1e-18, 1e-14, 1e-10, 4e-16])
     assert float(below_epsilon(v, 10**6, 0.95, 1e-8)) == pytest.approx(0.25)
-    # After one step v is (1 - beta2) g^2: the bias correction makes it g^2.
+    # After one step v is (1 - beta2) g^2, and the bias correction makes it g^2.
     assert float(below_epsilon(0.05 * torch.tensor([4e-16, 0.25e-16]), 1, 0.95, 1e-8)) == pytest.approx(0.5)
 
 

@@ -1,4 +1,4 @@
-"""Every statistic of a probe against a brute-force fp64 computation that shares no code with mmqk."""
+"""Compares every statistic of a probe with a brute-force fp64 computation that shares no code with mmqk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("text", "image")
 
 
 def make_batch(B=3, T=40, seed=0, vocab_sizes=(30, 12), pad=7, only=None) -> TokenBatch:
-    """Random ids of two blocks, the last sequence padded at its end."""
+    """Return random ids of two modalities; the last sequence is padded at its end."""
     random = torch.Generator().manual_seed(seed)
     modality_BT = (
         (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
@@ -41,7 +41,7 @@ def make_batch(B=3, T=40, seed=0, vocab_sizes=(30, 12), pad=7, only=None) -> Tok
 def make_model(seed=0, **changes) -> EarlyFusionTransformer:
     config = ModelConfig(vocab_sizes={"text": 30, "image": 12}, d_model=16, n_layers=2, n_heads=2, **changes)
     model = EarlyFusionTransformer(config, backend="math", seed=seed)
-    with torch.no_grad():  # unit gains hide errors
+    with torch.no_grad():  # gains of 1 would hide errors
         for name, p in model.named_parameters():
             if p.ndim < 2 or "norm" in name:
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
@@ -51,7 +51,7 @@ def make_model(seed=0, **changes) -> EarlyFusionTransformer:
 
 
 def expected_of(model, batch) -> dict[str, float]:
-    """Every statistic in float64, from the tensors that the forward passes to its sink."""
+    """Return every statistic in float64, from the tensors that the forward passes to its sink."""
     c, sites = model.config, {}
     model.double()(
         batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy())
@@ -133,7 +133,7 @@ def test_probe_equals_brute_force(changes, chunk, monkeypatch):
     expected = expected_of(model, batch)
     assert measured.keys() == expected.keys()
     assert measured == {k: pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
-    # Control: with the modalities exchanged the comparison fails.
+    # Control: if the modalities are exchanged, the comparison fails.
     swapped = probe(model, TokenBatch(batch.ids_BT, 1 - batch.modality_BT, batch.target_mask_BT, batch.valid_BT,
                                       batch.step_targets)).flat()  # fmt: skip
     assert any(swapped.get(k) != pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items())
@@ -153,7 +153,7 @@ def test_what_a_window_hides_and_sigmoid_has_no_entropy_of_is_seen():
 
 
 def with_sinks(logit: float, **changes) -> EarlyFusionTransformer:
-    """Sinks of this logit, and gates that are often almost closed."""
+    """Return a model whose sinks have this logit, and whose gates, if any, are often almost closed."""
     model = make_model(attn_sink=True, **changes)
     with torch.no_grad():
         for block in model.blocks:
@@ -174,8 +174,8 @@ def test_masses_and_sink_sum_to_one_and_a_sink_without_weight_changes_nothing():
         parts = sink[f"attn_entropy_block/{place}"] + sink[f"attn_entropy_within/{place}"]
         assert parts == pytest.approx(sink[f"attn_entropy/{place}"], rel=1e-5)
     assert {tag for tag in sink if tag not in plain} == {tag for tag in sink if tag.startswith("sink_mass")}
-    # A sink far below every logit has no effect. A sink far above takes all weight, and the rank of the matrix stays
-    # finite.
+    # A sink with a logit far below all others has no effect. A sink with a logit far above takes all weight, and the
+    # rank of the matrix stays finite.
     model = with_sinks(-1e4, attn_gate="element")
     weightless = probe(model, batch).flat()
     assert all(v == 0 for tag, v in weightless.items() if tag.startswith("sink_mass"))
@@ -242,10 +242,10 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
         expected |= brute_force.attention(q, k, 8**-0.5, modality, sees, names, layer, valid=valid)
     output = brute_force.output(sites["logits", -1], np.roll(modality, -1, 1), trained_BT.numpy(), vocab_sizes)
     absent = {name for m, name in enumerate(names) if m not in present}
-    expected |= {k: v for k, v in output.items() if k.split("-")[-1] not in absent}  # of an unused block
+    expected |= {k: v for k, v in output.items() if k.split("-")[-1] not in absent}  # of present blocks
     assert measured.keys() == expected.keys()
     assert measured == {k: pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
-    # Control: the result depends on whether documents see each other.
+    # Control: the result depends on whether tokens see other documents.
     whole = TokenBatch(
         ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), None if documents else document_BT
     )
@@ -282,7 +282,7 @@ def test_parts_add_up_to_the_whole():
 
 
 def test_entropy_has_its_known_values():
-    """Equal logits give log n; one dominant logit gives 0, however large the logits are."""
+    """Equal logits give an entropy of log n and one dominant logit gives 0, for logits of any size."""
     T = 32
     valid, modality = torch.ones(1, T, dtype=torch.bool), torch.zeros(1, T, dtype=torch.long)
     q = torch.ones(1, 1, T, 2)
@@ -321,7 +321,8 @@ def test_no_logit_passes_the_qk_norm_bound_and_aligned_vectors_reach_it(kind):
         ]
         assert 0 < max(seen) <= bound
     assert "attn_logit_bound/layer00" not in probe(make_model(), batch).flat()
-    if kind == "rms":  # one channel carries everything: the bound is attained at zero distance
+    # With one nonzero channel in each head, a query reaches the bound at the key of its own position.
+    if kind == "rms":
         with torch.no_grad():
             attention = model.blocks[0].attention
             for norm, weight in ((attention.q_norm, attention.w_q), (attention.k_norm, attention.w_k)):
@@ -367,7 +368,7 @@ def test_a_sequence_of_padding_alone_adds_nothing(chunk, monkeypatch):
 
 
 def test_keys_that_are_all_zero_have_no_growth_and_no_direction():
-    """An infinity here would raise the alarm for values that are not finite."""
+    """An infinite statistic would raise the alarm for values that are not finite."""
     model = make_model()
     with torch.no_grad():
         model.blocks[0].attention.w_k.weight.zero_()
@@ -391,7 +392,7 @@ def test_a_probe_leaves_parts_in_evaluation_mode_as_they_were():
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa_flash", "sdpa_cudnn"])
 def test_a_probe_attends_densely_where_its_backend_has_no_kernel_for_it(backend, monkeypatch):
-    """On a GPU flash and cuDNN refuse the fp32 of a probe, and flex is fused only if compiled."""
+    """On a GPU, flash and cuDNN refuse fp32, and flex attention is fused only if it is compiled."""
     dense, batch = make_model(), make_batch()
     model = EarlyFusionTransformer(dense.config, backend=backend)
     model.load_state_dict(dense.state_dict())
@@ -403,7 +404,7 @@ def test_a_probe_attends_densely_where_its_backend_has_no_kernel_for_it(backend,
 
     asked = []
     monkeypatch.setattr("mmqk.model.attention.attention", lambda *a, backend, **k: asked.append(backend) or 1 / 0)
-    for other in (model, EarlyFusionTransformer(dense.config, backend="sdpa")):  # the second is a control
+    for other in (model, EarlyFusionTransformer(dense.config, backend="sdpa")):  # the second model is a control
         with pytest.raises(ZeroDivisionError):
             probe(other, batch)
     assert asked == ["math", "sdpa"]

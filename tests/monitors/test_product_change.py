@@ -1,4 +1,4 @@
-"""Spectral entropy of the change of W_q W_k^T, against whole products in numpy, known answers and a run."""
+"""Compares the spectral entropy of the change of W_q W_k^T with whole products in numpy, known answers and a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MONITOR = MonitorConfig(every_n_steps=2, probe_sequences=2, matrices=True)
 
 
 def expected(q, k, earlier_q, earlier_k, second_order=False) -> float:
-    """Mean over heads, from (D, D) products in fp64."""
+    """Return the mean entropy over heads, from (D, D) products in fp64."""
     q, k, earlier_q, earlier_k = (x.double().numpy() for x in (q, k, earlier_q, earlier_k))
     entropies = []
     for h in range(len(q)):
@@ -35,7 +35,7 @@ def expected(q, k, earlier_q, earlier_k, second_order=False) -> float:
 
 
 def random_matrices(H: int, G: int, K: int, D: int, change: float, seed: int = 0) -> list[torch.Tensor]:
-    """W_q and W_k after a change and before it; the rows have sizes from 0.1 to 3."""
+    """Return W_q and W_k after a change and before it; the sizes of the columns before it go from 0.1 to 3."""
     random = torch.Generator().manual_seed(seed)
     before = [torch.randn(n, K, D, generator=random) * torch.linspace(0.1, 3, D) for n in (H, G)]
     sizes = change * torch.linspace(2, 0.2, K)[:, None]
@@ -51,10 +51,10 @@ def test_it_equals_whole_products(H, G, K, D, change):
     found = float(product_change_entropy(*matrices).mean)
     assert found == pytest.approx(expected(*matrices), rel=1e-3)
     assert 0 < found < math.log(min(2 * K, D))
-    if change == 1:  # the controls: the whole change, and the change from the other end
+    if change == 1:  # controls: the change with its second-order term, and the reverse change
         assert found != pytest.approx(expected(*matrices, second_order=True), rel=1e-3)
         assert found != pytest.approx(expected(*matrices[2:], *matrices[:2]), rel=1e-3)
-    if G == 2:  # query heads 1 and 2 have other key heads than in the layout 0, 1, 0, 1
+    if G == 2:  # control: another assignment of key heads
         q, k, earlier_q, earlier_k = matrices
         swapped = expected(q, k.flip(0), earlier_q, earlier_k.flip(0))
         assert found != pytest.approx(swapped, rel=1e-3)
@@ -64,7 +64,7 @@ def test_known_answers():
     K, D = 4, 32
     basis = torch.linalg.qr(torch.randn(D, 4 * K, generator=torch.Generator().manual_seed(1))).Q.T  # rows
     q, k, change_q, change_k = (1e-4 * x[None] if n > 1 else x[None] for n, x in enumerate(basis.split(K)))
-    # 2 K equal singular values, and K if only W_q changes.
+    # There are 2 K equal singular values, or K if only W_q changes.
     assert float(product_change_entropy(q + change_q, k + change_k, q, k).mean) == pytest.approx(
         math.log(2 * K), rel=1e-4
     )
@@ -72,7 +72,7 @@ def test_known_answers():
     one = torch.zeros_like(q)
     one[0, 2] = change_q[0, 0]
     assert float(product_change_entropy(q + one, k, q, k).mean) == pytest.approx(0, abs=1e-4)
-    # The size does not count: squares of these singular values are below the smallest fp32 number.
+    # The size of the matrices does not matter: squares of these singular values are below the smallest fp32 number.
     tiny = [1e-15 * x for x in (q + change_q, k, q, k)]
     assert float(product_change_entropy(*tiny).mean) == pytest.approx(math.log(K), rel=1e-3)
 
@@ -97,7 +97,7 @@ def test_heads_without_a_change_are_left_out_and_what_is_not_finite_is_nan():
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """Return what RunMonitor logs of it, by step."""
+    """Return the entropies that RunMonitor logs, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -110,7 +110,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
 
 
 class Kept(L.Callback):
-    """The weights after every step."""
+    """Stores the weights after every step."""
 
     def __init__(self) -> None:
         self.after: dict[int, dict[str, torch.Tensor]] = {}
@@ -124,7 +124,7 @@ def test_a_run_logs_the_change_since_the_last_probe(logged):
     monitor, kept = RunMonitor(MONITOR), Kept()
     module = module_of(config)
     fit(module, [toy_batch(step) for step in range(5)], callbacks=[monitor, kept])
-    assert list(logged) == [4, 5]  # the probe of step 2 has nothing to compare with
+    assert list(logged) == [4, 5]  # the probe of step 2 is the first, so it measures no change
     assert logged[5].keys() == {"qk_change_entropy/layer00", "qk_change_entropy/layer01"}
 
     def between(early: int, late: int, layer: int) -> float:
@@ -140,7 +140,7 @@ def test_a_run_logs_the_change_since_the_last_probe(logged):
             value = logged[step][f"qk_change_entropy/layer{layer:02d}"]
             assert value == pytest.approx(between(early, step, layer), rel=1e-3)
             assert value != pytest.approx(between(early - 1, step, layer), rel=1e-3)
-    # The weights equal those of a run without it.
+    # The weights equal those of a run that does not measure matrices.
     plain, without = module_of(config), RunMonitor(replace(MONITOR, matrices=False))
     fit(plain, [toy_batch(step) for step in range(5)], callbacks=[without])
     assert apart(weights(module), weights(plain)) == 0

@@ -1,4 +1,4 @@
-"""The gradient over Adam's second moment, against loops, StableAdamW's own update, and a run written out."""
+"""Compares the gradient over Adam's second moment with loops, StableAdamW's update, and a training loop in torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_equals_a_loop_over_elements():
     gradients[-1][2] = 0.0
     for gradient in gradients:
         moment = [0.95 * v + 0.05 * g * g for v, g in zip(moment, gradient.tolist(), strict=True)]
-    moment[0] = 1e-30  # epsilon decides
+    moment[0] = 1e-30  # epsilon determines this ratio
     found = gradient_over_second_moment(gradients[-1], torch.tensor(moment), 4, 0.95, 1e-3)
     ratios = [
         g * g / max(v / (1 - 0.95**4), 1e-6) for v, g in zip(moment, gradients[-1].tolist(), strict=True)
@@ -45,7 +45,7 @@ def test_it_is_one_in_the_first_step_and_large_for_a_spike():
     assert float(first) == pytest.approx(1, rel=1e-5)
     steady = 0.95 * torch.ones(50)
     spike = gradient_over_second_moment(100 * torch.ones(50), steady + 0.05 * 100**2, 10**6, 0.95, 1e-8)
-    assert float(spike) == pytest.approx(0.05**-0.5, rel=1e-2)  # the largest value under beta2
+    assert float(spike) == pytest.approx(0.05**-0.5, rel=1e-2)  # the largest possible value for this beta2
     calm = gradient_over_second_moment(torch.ones(50), steady + 0.05, 10**6, 0.95, 1e-8)
     assert float(calm) == pytest.approx(1, rel=1e-5)
 
@@ -69,7 +69,7 @@ def test_stable_adamw_divides_the_update_by_it():
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """Return what RunMonitor logs of it, by step."""
+    """Return the ratios that RunMonitor logs, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -82,7 +82,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
 
 
 def written_out(clip: float | None) -> dict[int, float]:
-    """For the first W_q in each step: torch's AdamW, and v from the gradients."""
+    """Return the expected ratio of the first W_q by step, from torch's AdamW and v computed from the gradients."""
     model, moment, by_step = module_of().model, 0.0, {}
     weight = model.blocks[0].attention.w_q.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
@@ -109,7 +109,7 @@ def test_a_run_logs_that_of_a_loop_written_out(logged, clip):
     expected, unclipped = written_out(clip), written_out(None)
     for step, line in logged.items():
         assert line["w_q_grad_over_v/layer00"] == pytest.approx(expected[step], rel=1e-5)
-        if clip:  # the control: clipping differs from step to step, so without it v has another share of g^2
+        if clip:  # control: the clipping factor differs between steps, so the ratio differs without clipping
             assert line["w_q_grad_over_v/layer00"] != pytest.approx(unclipped[step], rel=1e-4)
     names = {tag.partition("_grad_over_v")[0] for tag in logged[4]}
     assert names == {"w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down", "embed", "head"}

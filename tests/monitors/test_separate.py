@@ -1,4 +1,4 @@
-"""Attention statistics of layers that are separate for each modality, beside a shared layer."""
+"""Tests the attention statistics of layers in which the modalities do not see each other, and of a shared layer."""
 
 import pytest
 import torch
@@ -24,6 +24,6 @@ def test_no_attention_mass_lies_between_modalities_in_a_separated_layer():
             for other in BLOCKS:
                 found = mass.get(f"attn_mass/{m}-{other}/{layer}", 0.0)
                 assert found == pytest.approx(float(m == other), abs=1e-6), (m, other, layer)
-    # The control: the shared layer mixes modalities.
+    # Control: the shared layer mixes modalities.
     assert 0.1 < mass["attn_mass/text-image/layer01"] < 0.9
     assert mass["attn_mass/image-image/layer01"] < 0.95

@@ -1,4 +1,4 @@
-"""Norms and ranks of matrices, and the shape of activations, against numpy, scipy and known answers."""
+"""Compares norms and ranks of matrices, and channel statistics, with numpy, scipy and known answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_channels_are_those_of_numpy_and_scipy():
         assert found["kurtosis"][m] == pytest.approx(kurtosis(tokens, axis=1, fisher=False).mean(), rel=1e-4)
         assert found["channel_share"][m] == pytest.approx(square.max() / square.sum(), rel=1e-5)
         assert found["channel"][m] == square.argmax()
-        # The control: the other modality's tokens have other numbers.
+        # Control: the tokens of the other modality have another RMS.
         assert found["rms"][m] != pytest.approx(np.sqrt((x[of_token != m].numpy() ** 2).mean()), rel=1e-3)
 
 
@@ -60,7 +60,7 @@ def test_one_channel_has_everything():
     x[..., 7] = 5.0
     found = statistics(x, torch.ones(1, 1, 4, dtype=torch.bool))
     assert found["channel"] == [7.0] and found["channel_share"] == [1.0]
-    assert found["kurtosis"][0] == pytest.approx(31 - 1 + 1 / 31, abs=0.5)  # of one among D: about D
+    assert found["kurtosis"][0] == pytest.approx(31 - 1 + 1 / 31, abs=0.5)  # one channel: about D
     assert found["rms"][0] == pytest.approx(5 / 32**0.5)
 
 

@@ -1,6 +1,6 @@
 """Small run folders for tests of the page: sweeps over learning rate and size, forks, replays.
 
-Written without mmqk's own writers. ``python tests/report/report_runs.py FOLDER`` writes some examples.
+The files are written without mmqk's writers. ``python tests/report/report_runs.py FOLDER`` writes some examples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(
     every: int = EVERY,
     wiggle: float = 0.0,
 ) -> Path:
-    """Write one run: losses fall from `START` to ``loss`` (text) and ``loss + 1`` (image), logits rise to
+    """Write one run. Its losses fall from `START` to ``loss`` (text) and ``loss + 1`` (image); logits rise to
     ``logit``."""
     path.mkdir(parents=True)
     identity = copy.deepcopy(BASE) | {"seed": seed}
@@ -95,7 +95,8 @@ def _line(
 
 
 def planted_logit(width: int, lr: float, qk: bool) -> float:
-    """The largest logit at the end: a quadratic in log width times a power of the learning rate."""
+    """Return the largest logit at the end: the exponential of a quadratic in log width, times a power of the learning
+    rate."""
     if qk:
         return 6.0 + 100 * lr
     x = math.log(width / 32)
@@ -103,7 +104,8 @@ def planted_logit(width: int, lr: float, qk: bool) -> float:
 
 
 def write_sweep(folder: Path, *, seeds: tuple[int, ...] = (0, 1), widths: tuple[int, ...] = WIDTHS) -> Path:
-    """A grid of two families over learning rate and width; without QK-Norm the highest rate diverges."""
+    """Write a grid of two families over learning rate and width. Without QK-Norm, wide models diverge at the highest
+    learning rate."""
     arms: dict[str, Any] = {
         "plain": {"label": "no QK-Norm", "set": {"model.qk_norm.kind": "none"}},
         "qk": {"label": "QK-Norm", "set": {"model.qk_norm.kind": "rms"}},
@@ -161,7 +163,8 @@ def write_sweep(folder: Path, *, seeds: tuple[int, ...] = (0, 1), widths: tuple[
 
 
 def write_forks(folder: Path) -> Path:
-    """A plain folder: a parent, two forks of it, a fork of a fork, and one whose parent is elsewhere."""
+    """Write a folder without a grid: a parent, two forks of it, a fork of a fork, and a fork whose parent is
+    elsewhere."""
     write(folder / "plain", seed=0, id="aaaaaaaaaa", logit=400.0)
 
     def fork(parent: str, id: str, step: int, changed: list[Any], **more: Any) -> dict[str, Any]:
@@ -194,7 +197,7 @@ def write_forks(folder: Path) -> Path:
 
 
 def write_replays(folder: Path, *, fp32: str = "diverged") -> Path:
-    """A grid of one arm that diverged, its control and 9 replays from each of two depths."""
+    """Write a grid of one arm that diverged, with its control and 9 replays from each of two depths."""
     entries: list[dict[str, Any]] = []
 
     def add(name: str, role: str, replay: dict[str, Any] | None, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: opened from a file, wide, narrow and printed."""
+"""The page of a report in headless Chromium: opened from a file, wide, narrow and printed."""
 
 import base64
 import csv
@@ -19,7 +19,7 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, module_without_figure_files):
-    """A page with claims, forks and replays."""
+    """Write a page with claims, forks and replays."""
     root = tmp_path_factory.mktemp("browser")
     runs = [write_demo(root / "demo"), write_forks(root / "forks"), write_replays(root / "hot")]
     write_report(runs, root / "report")
@@ -28,7 +28,7 @@ def report(tmp_path_factory, module_without_figure_files):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The shipped page of the demonstration."""
+    """Return the shipped page of the demonstration."""
     return Path(__file__).parents[2] / "reports/examples/demo/index.html"
 
 
@@ -72,7 +72,7 @@ def test_the_demonstration_fits_in_five_screens(page, demo):
     assert page.wait("document.querySelectorAll('.uplot').length > 1")
     assert page.value("document.documentElement.scrollHeight") <= 5 * 800
     assert page.errors == []
-    # The negative control: unfolded, it is visible.
+    # The negative control: with all sections unfolded the page is longer.
     page.value("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.value("document.documentElement.scrollHeight") > 5 * 800
 
@@ -136,7 +136,7 @@ def test_a_figure_answers(page, demo):
         if (row["modality"], row["seed"], f"{float(row['step']):g}") == ("text", seed, step.split()[1])
     ]
     assert any(abs(float(value) - v) < 0.01 for v in at), tip
-    # One toggle hides an arm, and another one changes the scale.
+    # The first button hides an arm, and the last button changes the scale of the axis.
     lines = "document.querySelector('#fig-hero .uplot')"
     buttons = "[...document.querySelectorAll('#fig-hero .controls button')]"
     picture = f"{lines}.querySelector('canvas').toDataURL()"
@@ -149,7 +149,7 @@ def test_a_figure_answers(page, demo):
 
 
 def contrast(one, two):
-    """WCAG 2's contrast ratio of two colors."""
+    """Return the contrast ratio of two colors, as WCAG 2 defines it."""
 
     def light(color):
         channels = [int(c) / 255 for c in re.findall(r"\d+", color)[:3]]

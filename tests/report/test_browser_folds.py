@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: without its script, by keyboard, on a phone, unfolded, printed."""
+"""The page of a report in headless Chromium: without JavaScript, by keyboard, on a phone, unfolded, printed."""
 
 import pytest
 
@@ -33,7 +33,7 @@ TEXTS = """
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, module_without_figure_files):
-    """A page with claims, forks and replays."""
+    """Write a page with claims, forks and replays."""
     root = tmp_path_factory.mktemp("browser")
     runs = [write_demo(root / "demo"), write_forks(root / "forks"), write_replays(root / "hot")]
     write_report(runs, root / "report")
@@ -42,7 +42,7 @@ def report(tmp_path_factory, module_without_figure_files):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory, module_without_figure_files):
-    """The page of the demonstration's grid."""
+    """Write the page of the demonstration's grid."""
     root = tmp_path_factory.mktemp("demo")
     write_report(write_demo(root / "demo"), root / "report")
     return root / "report" / "index.html"
@@ -60,7 +60,7 @@ def show(page, report, width, media="", scheme="light", anchor=""):
     page.call(
         "Emulation.setDeviceMetricsOverride", width=width, height=SCREEN, deviceScaleFactor=1, mobile=False
     )
-    page.open("about:blank")  # another anchor of the same page loads nothing
+    page.open("about:blank")  # a new anchor alone would not load the page again
     page.open(report.as_uri() + anchor)
     assert page.wait("document.readyState == 'complete' && !!document.querySelector('figure')")
 
@@ -118,7 +118,7 @@ def test_without_its_script_the_page_has_its_drawings(page, demo):
 
 
 def contrast(one, other):
-    """Contrast ratio of WCAG 2.2 of two colors, each [red, green, blue] from 0 to 255."""
+    """Return the contrast ratio of WCAG 2.2 of two colors, each [red, green, blue] from 0 to 255."""
 
     def luminance(color):
         channels = [

@@ -1,4 +1,5 @@
-"""report.md shows every text of a user as plain text: no character of a label, a claim or a folder name is markup."""
+"""report.md shows all user text as plain text: no character of a label, a claim or a folder name is read as
+markup."""
 
 import re
 
@@ -16,7 +17,7 @@ HOSTILE = (
 
 
 def worded(words, mark, first, command):
-    """Change the grid: put these words into every text field."""
+    """Return a function that puts these words into every text field of a grid."""
 
     def change(grid):
         for arm in grid["arms"].values():
@@ -39,7 +40,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory, module_without_figures):
-    """Return report.md of the same runs, unchanged and with hostile words in every text."""
+    """Return report.md of two copies of the runs: with plain words and with hostile words in every text field."""
     root = tmp_path_factory.mktemp("pages")
     found = {}
     for name, change in CHANGES.items():
@@ -49,7 +50,7 @@ def pages(tmp_path_factory, module_without_figures):
 
 
 def unescaped(text, pattern):
-    """Return matches outside code that no backslash escapes."""
+    """Return the matches outside code that are not escaped by a backslash."""
     plain = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text)
     plain = re.sub(r"(?<!\\)(`+)(?!`).*?[^`]\1(?!`)", "", plain)
     return [m[1] for m in re.finditer(rf"(?<!\\)(?:\\\\)*({pattern})", plain)]
@@ -62,7 +63,7 @@ def test_no_text_of_a_user_is_a_link_an_image_or_html(pages):
         assert set(unescaped(page, "<[^>]*>")) <= {"<br>"}, name
         assert not unescaped(page, r"\$") and not unescaped(page, "&") and not unescaped(page, "~"), name
     assert EVIL in pages["hostile"]
-    # The search for brackets works: it finds the markup of the page itself.
+    # The control: `unescaped` finds links, and only those that are not escaped.
     assert unescaped("a [b](c) \\[d\\](e) \\\\[f](g)", r"\]\([^)]*\)") == ["](c)", "](g)"]
 
 
@@ -76,7 +77,7 @@ def test_no_text_of_a_user_begins_a_line_or_ends_one(pages):
 
 
 def rows(page):
-    """Return the cells of each line of a table."""
+    """Return the number of cells of each table row."""
     return [len(unescaped(line, r"\|")) for line in page.splitlines() if line.startswith("|")]
 
 

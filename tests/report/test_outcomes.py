@@ -1,4 +1,4 @@
-"""The figures of outcomes over time and by layer against the planted runs."""
+"""The figures of outcomes over time and by layer have the numbers of the runs."""
 
 import csv
 import io
@@ -53,7 +53,7 @@ def test_a_line_is_the_median_over_the_runs_of_an_arm(study):
     assert len(ends) == 2 * LAYERS
     for row in ends:
         layer = int(float(row["at_layer"]))
-        # The middle one of the last three probes of the middle seed.
+        # The median over seeds of the median over the last three probes.
         assert float(row["value"]) == pytest.approx(math.sqrt(value(row["arm"], 1, layer, PROBES - 2)), rel=1e-4)
 
 

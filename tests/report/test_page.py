@@ -1,4 +1,4 @@
-"""The page is true for its runs, is one file, and is rendered to the same bytes twice."""
+"""The page has the numbers of its runs, is one file, and is identical byte for byte if it is rendered again."""
 
 import csv
 import html
@@ -48,7 +48,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """(runs, report) of the demonstration with planted numbers."""
+    """Write runs of the demonstration with known numbers, and their report; return both folders."""
     root = tmp_path_factory.mktemp("page")
     runs = write_demo(root / "runs" / "demo")
     write_report(runs, root / "report")
@@ -57,7 +57,7 @@ def demo(tmp_path_factory):
 
 @pytest.fixture
 def hero_file_alone(monkeypatch):
-    """Reports draw all figures on the page and write the files of the first one."""
+    """Make reports draw all figures on the page, but write the files of the first figure only."""
     monkeypatch.setattr(
         "mmqk.report.page.figure_files",
         lambda brush, figure: figure_files(brush, figure) if figure.name == "hero" else {},
@@ -65,7 +65,7 @@ def hero_file_alone(monkeypatch):
 
 
 class Checker(HTMLParser):
-    """Collects what a page refers to, and whether its tags match."""
+    """Collect the references, ids and headings of a page, and check that its tags match."""
 
     VOID = ("meta", "br", "col", "img", "line", "link", "input", "hr")
 
@@ -202,7 +202,7 @@ def test_title_has_its_numbers_n_and_interval(demo):
 
 
 def test_a_card_draws_the_effect_and_its_interval_to_scale(demo):
-    """Dot, interval, no effect and smallest effect of interest are on one logarithmic axis."""
+    """The dot, the interval, zero effect and the smallest effect of interest are on one logarithmic axis."""
     page = (demo[1] / "index.html").read_text()
     card = page[page.index('id="verdict-C2"') :]
     bar = card[card.index("<svg") : card.index("</svg>")]
@@ -319,7 +319,7 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(demo, tmp_path):
     rows = {row["arms"]: row for row in data_rows(load_study(other)) if row["modality"] == "image"}
     assert rows["image loss off, no QK-Norm"]["unigram"] == "3.21" and len(rows) == 2
     assert rows["image loss off, no QK-Norm"]["floor"] == "2.50"
-    # No run trains this modality there, so there is no best loss; elsewhere the best loss is the lowest of the runs.
+    # No run of this arm trains the modality, so it has no best loss. In the other row the best loss is the lowest.
     assert rows["image loss off, no QK-Norm"]["best"] == "–"
     others = next(row for arms, row in rows.items() if arms != "image loss off, no QK-Norm")
     assert 4.4 < float(others["best"]) < 4.6
@@ -446,8 +446,8 @@ def test_runs_without_a_grid_get_a_plain_page(tmp_path, hero_file_alone, what):
 
 
 def test_two_other_modalities_and_arms_get_the_same_page(tmp_path, hero_file_alone):
-    """The page does not depend on the demonstration's names: with renamed arms and a renamed modality it still reads
-    correctly."""
+    """The page does not depend on the names of the demonstration: the verdicts hold for renamed arms and a renamed
+    modality."""
     folder = write_demo(tmp_path / "demo")
     for path in [*folder.rglob("metrics.jsonl"), *folder.rglob("run.json")]:
         path.write_text(path.read_text().replace("image", "audio"))
@@ -480,7 +480,7 @@ FRONT_DOOR = """
 import sys
 
 class Blocked:
-    # None in sys.modules would break scipy.stats, which looks there for torch.
+    # None in sys.modules would break scipy.stats, which looks for torch in it.
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "lightning"):
             raise ImportError(name)
@@ -493,7 +493,7 @@ sys.exit(cli_main(main)(sys.argv[1:]))
 
 
 def front_door(*args, cwd=None):
-    """Run the command in a process that cannot import torch."""
+    """Run `mmqk.report` in a process that cannot import torch."""
     source = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", FRONT_DOOR, *map(str, args)]
@@ -525,7 +525,7 @@ def test_help_says_what_is_written():
 
 
 def rewrite(runs: Path, arm: str, seed: int, change) -> None:
-    """Let ``change(line)`` change every line of a run's metrics."""
+    """Apply ``change(line)`` to every line of a run's metrics."""
     (path,) = runs.glob(f"{arm}-??????????/seed{seed}/metrics.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -534,7 +534,7 @@ def rewrite(runs: Path, arm: str, seed: int, change) -> None:
 
 
 def logits(runs: Path, seed: int, step: int, layer: int) -> list[float]:
-    """Return the largest logits of text queries of the arm mixed, read from the file."""
+    """Return the largest logits of text queries of the arm `mixed`, read from the metrics file."""
     (path,) = runs.glob(f"mixed-??????????/seed{seed}/metrics.jsonl")
     line = json.loads(path.read_text().splitlines()[step])
     names = [f"attn_logit_absmax/text-{key}/layer{layer:02d}" for key in ("text", "image")]
@@ -545,8 +545,8 @@ def test_layers_join_pairs_by_step_when_probes_lack_one(tmp_path):
     runs = write_demo(tmp_path / "demo")
 
     def change(line):
-        # text-text lacks steps 0 to 60, text-image lacks 80 and 100, and no series has step 80: lengths and steps
-        # differ.
+        # text-text lacks steps 0 to 60, text-image lacks 80 and 100, and no series has step 80. So the series differ
+        # in length and steps.
         for name in [name for name in line if name.startswith("attn_logit_absmax/text-")]:
             key, step = name.split("/")[1], line["step"]
             if (key == "text-text" and step <= 60) or (key == "text-image" and step in (80, 100)):
@@ -594,12 +594,13 @@ def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
         rewrite(runs, "mixed", seed, lambda line: line["step"] == 200 and change(line))
     values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[1]
     assert np.isnan(values[3, -1]) and np.isfinite(values).sum() == 43
-    # Seeds without a step in common have no map.
+    # Seeds that share no step have no map.
     for seed, half in ((0, 0), (1, 20)):
         rewrite(runs, "mixed", seed, lambda line, half=half: line["step"] % 40 == half and _forget(line))
     assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text") is None
     assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "audio") is None
-    assert "layers" in {figure.name for figure in figures(load_study(runs))}  # of the arms that have one
+    # The figure of layers shows the other arms.
+    assert "layers" in {figure.name for figure in figures(load_study(runs))}
 
 
 def _forget(line: dict) -> None:
@@ -624,7 +625,8 @@ def test_alarms_of_a_run_stand_beside_it(tmp_path, without_figures):
 
 
 def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
-    """The folder that `mmqk.monitors.attach(out=...)` writes: probes and a status, no losses and no configuration."""
+    """`mmqk.monitors.attach(out=...)` writes such a folder: probes and a status, but no losses and no
+    configuration."""
     run = tmp_path / "mine"
     run.mkdir()
     lines = [
@@ -639,6 +641,7 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert "largest attention logit ended at" in page and "figures/hero.png" in page
     assert "nats (1 run)" not in page and "not trained" not in page
     study = load_study(run)
-    # The page does not state that it learned nothing, and does not name a missing "Run.json".
+    # The page does not state that the run learned nothing, and it starts its note with "Its run.json", not
+    # "Run.json".
     assert {(row["learned"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
     assert "Its run.json is missing" in page

@@ -1,4 +1,4 @@
-"""Figures like those of the papers: the numbers on their axes, and when they are on a page."""
+"""Figures in the form of the papers' figures: their numbers, and the runs for which they are drawn."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ from tests.report.report_runs import BASE, RATES, START, WIDTHS, planted_logit, 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """A study of two families over learning rate and width, with one seed."""
+    """Load a study of two families over learning rate and width, with one seed."""
     return load_study(write_sweep(tmp_path_factory.mktemp("sweep") / "sweep", seeds=(0,)))
 
 
@@ -32,7 +32,8 @@ def rows_of(figure):
 
 
 def parameters(width):
-    """Computed by hand: 2 layers of attention with 4 d² and a gated MLP of 8/3 d rounded up to a multiple of 16."""
+    """Return the parameters of 2 layers: attention has 4 d², a gated MLP has width 8/3 d, rounded up to a multiple of
+    16."""
     return 2 * (4 * width**2 + 3 * width * 16 * math.ceil(8 * width / 3 / 16))
 
 
@@ -44,7 +45,7 @@ def test_quadratic_is_least_squares_in_logs():
     at = np.array([5e4, 1e6, 5e7])
     expected = np.exp(np.polyval(brute, np.log(at)))
     assert fit_quadratic(sizes, values)(at) == pytest.approx(expected, rel=1e-6)
-    # Three points determine a quadratic; a fourth off the curve is not on it.
+    # Three points determine a quadratic. The fourth point is not on it.
     through = fit_quadratic(sizes[:3], values[:3])(np.array(sizes))
     assert through[:3] == pytest.approx(values[:3]) and through[3] != pytest.approx(values[3], rel=0.1)
 
@@ -55,7 +56,7 @@ def test_sweeps_are_runs_that_differ_in_rate_and_size_alone(sweep, tmp_path):
     for one in found.values():
         assert one.rates == list(RATES) and one.sizes == [parameters(w) for w in WIDTHS]
         assert {run.setting("model.qk_norm.kind") for run in one.runs} in ({"none"}, {"rms"})
-    # The configurations of a plain folder give the same figure; two learning rates are no sweep.
+    # Runs without a grid are also a sweep; runs with two learning rates are not.
     for number, rate in enumerate(RATES):
         write(tmp_path / "plain" / f"r{number}", settings={"optim.lr": rate})
         if number < 2:
@@ -116,7 +117,7 @@ def test_largest_size_is_held_out_of_the_fit(sweep, tmp_path):
         found, why = extrapolate([run for run in one.runs])
         assert not why
         metric += [e.predicted for e in found]
-    # With one seed, the curve through the medians has the sensitivity of the claim's metric.
+    # With one seed, the fitted curve ends at the prediction of the claim's metric.
     assert ends == pytest.approx(sorted(metric), rel=1e-4)
     assert "predicted" in figure.reading and "held out" in figure.reading
     three = load_study(write_sweep(tmp_path / "three", seeds=(0,), widths=WIDTHS[:3]))
@@ -148,7 +149,7 @@ def test_figures_stand_where_the_runs_have_them(sweep, tmp_path):
     assert set(figures) == {"Chameleon Fig. 5c", "Chameleon Fig. 6c"}
     assert figures["Chameleon Fig. 6c"].arms == ("a", "b", "c", "d")
     assert set(figures["Chameleon Fig. 5c"].arms) in ({"a", "b"}, {"c", "d"})
-    # Arms that also differ in another field are not compared.
+    # Arms that also differ in a second field are not compared.
     qk = {"model.qk_norm": {**BASE["model"]["qk_norm"], "kind": "rms"}}
     write(tmp_path / "apart" / "plain")
     write(tmp_path / "apart" / "qk", settings={**qk, "optim.lr": 0.02})

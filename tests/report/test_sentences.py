@@ -1,4 +1,4 @@
-"""Sentences of a page: the right number of digits, the right direction, and nothing false."""
+"""Sentences of a page have the right number of digits and the right direction, and are true for the runs."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ WORDS = {
 
 
 def text_loss(**fields):
-    """Return C2 as a claim about the text loss, with other fields."""
+    """Return a function that makes C2 a claim about the text loss and sets further fields."""
 
     def change(grid):
         grid["claims"][0] |= {
@@ -42,7 +42,8 @@ def of_claim(tmp_path, planted=None, **kwargs):
 
 @pytest.mark.parametrize(
     ("error", "value", "shown"),
-    # Examples of the Review of Particle Physics: 0.827 with 0.119 is 0.83 with 0.12, with 0.367 it is 0.8 with 0.4.
+    # Examples of the Review of Particle Physics: 0.827 ± 0.119 is printed as 0.83 ± 0.12, and 0.827 ± 0.367 as 0.8 ±
+    # 0.4.
     [(0.119, 0.827, "0.83"), (0.367, 0.827, "0.8"), (0.0096, 0.0384, "0.038"), (12.0, 463.2, "463"),
      (52.0, 463.2, "460"), (0.1, -0.001, "0.00")],
 )  # fmt: skip
@@ -80,7 +81,7 @@ def test_size_and_interval_look_the_same_way(tmp_path):
     [("greater", -0.3, "-0.30"), ("greater", 0.3, "0.30"), ("less", -0.3, "0.30")],
 )
 def test_a_size_in_the_grids_words_has_the_sign_of_the_claim(tmp_path, direction, value, size):
-    """"{size} higher" must not be printed as it is for an effect in the other direction."""
+    """In a sentence such as "{size} higher", the size is negative if the effect has the opposite direction."""
     study, found = of_claim(tmp_path, change=text_loss(finding=WORDS, direction=direction))
     sentence = finding(study, with_effect(found["C2"], value, 0.2))
     assert f"Text: {size} nats more" in sentence
@@ -168,7 +169,7 @@ def test_without_claims_a_page_says_that_nothing_is_decided(tmp_path):
 
 
 def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
-    """Neither the table nor the figure of a claim may show values that the verdict does not use."""
+    """Neither the table nor the figure of a claim shows values that the verdict does not use."""
     folder = write_sweep(tmp_path / "sweep", widths=(64,))
 
     def shown():

@@ -1,4 +1,4 @@
-"""One page of any set of runs: several folders, hundreds of runs, forks, replays."""
+"""One page for any set of runs: several folders, hundreds of runs, forks and replays."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from tests.report.report_runs import write, write_forks, write_replays, write_sw
 
 @pytest.fixture(scope="module")
 def report(folders, tmp_path_factory, module_without_figures):
-    """(study, page) of the demonstration."""
+    """Write the page of the demonstration; return (study, page)."""
     out = tmp_path_factory.mktemp("report")
     study, _ = write_report(folders[0], out)
     return study, (out / "index.html").read_text()
@@ -32,7 +32,7 @@ def records(verdicts):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A demonstration, another one with the same names, and a sweep."""
+    """Write a demonstration, a second demonstration with the same arm names, and a sweep."""
     root = tmp_path_factory.mktemp("together")
     return write_demo(root / "a"), write_demo(root / "b"), write_sweep(root / "s", seeds=(0, 1))
 
@@ -103,7 +103,7 @@ def test_thinning_keeps_spikes_and_ends():
     assert {1234, 4321} <= set(at.tolist()) and (kept == values[at]).all()
     same = thinned((steps[:50], values[:50]), 60)
     assert (same[1] == values[:50]).all()
-    # The negative control: plain decimation.
+    # The negative control: taking every 100th value loses the spike.
     assert 50.0 not in values[::100]
     assert points_a_line(1) == points_a_line(100) == 120 and points_a_line(10_000) == FEWEST
     assert points_a_line(300) * 300 <= ALL_POINTS
@@ -126,7 +126,7 @@ def test_hundreds_of_runs_fit_in_five_megabytes(tmp_path):
     assert len(page.encode()) < 5_000_000
     assert sum(p.stat().st_size for p in (tmp_path / "report").rglob("*") if p.is_file()) < 8_000_000
     assert all(f"<code>arm{number:03d}</code>" in page for number in range(200))
-    # Every run with numbers is drawn, and is in the CSV of the figure.
+    # Every run with numbers is in the CSV of the figure.
     csv = (tmp_path / "report" / "figures" / "hero.csv").read_text().splitlines()
     assert {line.rsplit(",", 1)[1] for line in csv[1:]} == {f"arm{n:03d}" for n in range(200)} - {"arm001"}
     assert "status.json is missing" in page.lower()

@@ -1,4 +1,4 @@
-"""Every shipped page equals the page that its pack renders, byte for byte."""
+"""Every shipped page equals the page that is rendered from its pack, byte for byte."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_every_page_has_its_pack():
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
 def test_a_page_is_rendered_from_its_pack(pack, tmp_path):
-    """Pixels depend on the version of matplotlib's fonts, so PNGs are compared by name."""
+    """Pixels depend on the version of matplotlib's fonts, so PNG files are compared only by name."""
     write_report(pack, tmp_path / "page")
     made, shipped = (
         {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_file()}

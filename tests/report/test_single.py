@@ -1,4 +1,4 @@
-"""The page of a single run names what grew first, and its alarms; a page of several runs does not."""
+"""The page of a single run lists what grew first and its alarms; a page of several runs does not."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_the_page_lists_the_fields_that_differ_from_their_defaults(tmp_path):
     (run.path / "run.json").write_text(json.dumps(record))
     page, markdown = page_of(run.path, tmp_path)
     rows = re.findall(r"<tr><td><code>(.*?)</code></td><td>(.*?)</td><td>(.*?)</td>", page)
-    # The defaults are those that `mmqk.train --help` prints; beta2 has its default.
+    # The defaults are those that `mmqk.train --help` prints. beta2 has its default value, so it is not listed.
     assert rows == [("optim.lr", "0.03", "0.001"), ("model.qk_norm.kind", "rms", "none")]
     assert "2 fields that differ from their defaults" in page and "| `optim.lr` | 0.03 | 0.001 |" in markdown
 

@@ -1,4 +1,4 @@
-"""Each kind of sentence on a page is printed for runs for which it is true, and not for others."""
+"""Each kind of sentence on a page is printed for runs for which it is true, and not for other runs."""
 
 import json
 import re
@@ -25,7 +25,7 @@ CALM = {"high-pre": replace(DEMO["high-pre"], diverges=None, validated=True)}
 
 
 def edit(folder, name, change):
-    """Let ``change`` change this record of every run."""
+    """Apply ``change`` to the JSON record ``name`` of every run."""
     for path in folder.glob(f"*/seed*/{name}"):
         record = json.loads(path.read_text())
         change(record)
@@ -70,7 +70,7 @@ def lone(folder):
 
 
 def tuned(folder):
-    """Both arms selected the same one of three learning rates."""
+    """Write a grid in which both arms select the same one of three learning rates."""
     runs = []
     for arm, qk in (("a", "none"), ("b", "rms")):
         for rate, loss in ((0.01, 3.6), (0.02, 3.4), (0.04, 3.8)):
@@ -127,7 +127,7 @@ STUDIES = {
 
 
 def sentences(folder):
-    """Return all text of a page, without drawings."""
+    """Return all sentences of a page, without its drawings."""
     study = load_study(folder)
     found = judge(study)
     made = [*figures(study), *paper_figures(study), *(claim_figure(study, v) for v in found)]
@@ -157,7 +157,7 @@ def said(tmp_path_factory):
     return of
 
 
-# (A sentence, runs for which it is true, runs for which it is not.)
+# (Pattern of a sentence, runs for which it is printed, runs for which it must not be printed.)
 WHERE = [
     ("is measured but not trained", "demo", ["dial", "sweep", "alone"]),
     ("which differ between arms: compare", "demo", ["dial", "sweep"]),

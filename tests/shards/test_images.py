@@ -1,4 +1,4 @@
-"""Images of every size and mode against results computed without Pillow's conversions."""
+"""Check images of every size and mode against results computed without Pillow's conversions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoded(image: Image.Image, file_format: str, **options: Any) -> bytes:
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> Image.Image:
-    """A smooth random image whose neighboring pixels are similar, as in a photo."""
+    """Return a smooth random image whose neighboring pixels are similar, as in a photo."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, channels), dtype=np.uint8)
     return Image.fromarray(coarse.squeeze()).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -43,7 +43,7 @@ def reason(content: bytes, **options: Any) -> str:
 
 
 def png(header: tuple[int, ...], data: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG from its raw parts."""
+    """Return a PNG made from its raw parts."""
     parts = [
         (b"IHDR", struct.pack(">IIBBBBB", *header)),
         *chunks,
@@ -73,10 +73,10 @@ def test_images_of_the_right_size_come_through_bit_for_bit() -> None:
         assert (pixels(load_image(webp, 64, fit)) == pixels(rgb)).all()  # type: ignore[arg-type]
         three = np.repeat(pixels(grey)[:, :, None], 3, axis=2)
         assert (pixels(load_image(encoded(grey, "PNG"), 64, fit)) == three).all()  # type: ignore[arg-type]
-    # The code that read the shipped shards before.
+    # For images of this size, load_image only puts them on white.
     for image in (rgba, rgb.quantize(16), noise(64, 64, 2), rgb.convert("1")):
         assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(on_white(image))).all()
-    # A photo is not drafted either.
+    # A JPEG of this size is decoded in full, without draft mode.
     jpeg = encoded(rgb, "JPEG")
     assert (pixels(load_image(jpeg, 64)) == pixels(Image.open(io.BytesIO(jpeg)))).all()
     assert (pixels(load_image(jpeg, 63)) != pixels(Image.open(io.BytesIO(jpeg)).crop((0, 0, 63, 63)))).any()
@@ -103,13 +103,13 @@ def test_pad_adds_white_and_stretch_takes_all() -> None:
 
 
 def test_scaling_down_is_antialiased() -> None:
-    # Stripes of one pixel become a uniform mean when they are too fine to be resolved.
+    # Stripes of one pixel, which are too fine for the result, become a uniform gray.
     stripes = np.zeros((640, 640), dtype=np.uint8)
     stripes[:, ::2] = 255
     grey = pixels(load_image(encoded(Image.fromarray(stripes), "PNG"), 64))
     assert abs(grey - 127.5)[:, 2:-2].max() <= 2
     plain = Image.fromarray(stripes).resize((64, 64), Image.Resampling.NEAREST)
-    assert abs(pixels(plain) - 127.5).max() > 100  # what plain subsampling gives
+    assert abs(pixels(plain) - 127.5).max() > 100  # the control: plain subsampling
 
 
 @pytest.mark.parametrize("size", [(1024, 768), (700, 1500), (250, 200)])
@@ -192,13 +192,13 @@ def test_cmyk_as_another_decoder_sees_it() -> None:
 
     inks = Image.merge("CMYK", [noise(96, 96, 1, seed) for seed in range(4)])
     jpeg = encoded(inks, "JPEG", quality=100, subsampling=0)
-    assert b"Adobe" in jpeg[:200]  # which says: stored inverted
+    assert b"Adobe" in jpeg[:200]  # this marker means that the inks are stored inverted
     data = torch.frombuffer(bytearray(jpeg), dtype=torch.uint8)
     expected = decode_jpeg(data, "RGB").permute(1, 2, 0).numpy().astype(int)
     got = pixels(load_image(jpeg, 96))
     assert abs(got - expected).mean() < 2
-    assert abs(255 - got - expected).mean() > 20  # an inversion left out would be seen
-    # Ink by the formula, from a file that is not inverted.
+    assert abs(255 - got - expected).mean() > 20  # the control: without the inversion
+    # A TIFF is not inverted, and its colors follow from the inks by this formula.
     c, m, y, k = (pixels(channel) / 255 for channel in inks.split())
     formula = 255 * np.stack([(1 - ink) * (1 - k) for ink in (c, m, y)], axis=2)
     assert abs(pixels(load_image(encoded(inks, "TIFF"), 96)) - formula).max() <= 2
@@ -218,7 +218,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
         square = pixels(load_image(encoded(Image.fromarray(deep), file_format), 64))
         assert (square == expected[:, :, None]).all()
     clipped = pixels(Image.fromarray(deep).convert("L"))
-    assert (clipped == 255).mean() > 0.9  # what Pillow alone makes of it
+    assert (clipped == 255).mean() > 0.9  # the control: Pillow's own conversion
     # A dark image stays dark, whatever its own maximum.
     dark = Image.fromarray(np.full((90, 90), 300, dtype=np.uint16))
     assert (pixels(load_image(encoded(dark, "PNG"), 64)) == 1).all()
@@ -279,7 +279,7 @@ def test_exif_orientation(orientation: int, fit: Any) -> None:
         assert abs(pixels(got) - pixels(expected)).max() <= 1, file_format
     photo = encoded(image, "JPEG", quality=98, subsampling=0, exif=exif)
     assert abs(pixels(load_image(photo, 48, fit)) - pixels(expected)).mean() < 1.5
-    assert (pixels(ImageOps.exif_transpose(image)) == stored).all()  # pixels alone do not say how they lie
+    assert (pixels(ImageOps.exif_transpose(image)) == stored).all()  # without the tag nothing is rotated
     if orientation != 1:
         ignored = load_image(encoded(image, "JPEG", quality=98, subsampling=0), 48, fit)
         assert abs(pixels(ignored) - pixels(expected)).mean() > 5
@@ -316,7 +316,7 @@ def test_a_jpeg_of_many_scans_is_dropped() -> None:
     last = whole[whole.rindex(b"\xff\xda") : -2]
     many = whole[:-2] + last * (images.MOST_SCANS - 20) + whole[-2:]
     assert load_image(many, 64).size == (64, 64)
-    assert reason(whole[:-2] + last * 100_000) == images.TOO_MANY_SCANS  # decoding takes minutes
+    assert reason(whole[:-2] + last * 100_000) == images.TOO_MANY_SCANS  # decoding it would take minutes
     # Bytes in the metadata and after the end do not count as scans.
     exif = encoded(noise(70, 70), "JPEG", exif=b"Exif\0\0" + b"\xff\xda" * 5000)
     assert load_image(exif + b"\xff\xda" * 5000, 64).size == (64, 64)
@@ -331,19 +331,20 @@ def test_fifty_megapixels() -> None:
 
 
 def peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes, as Linux counts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes; Linux counts in KiB
 
 
 def test_pixel_cap_comes_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     bombs = [
         png((60000, 60000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # beyond Pillow's own cap
-        png((12000, 12000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # of which Pillow only warns
+        png((12000, 12000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # Pillow only warns of this size
         png((8193, 8192, 8, 2, 0, 0, 0), b"\0" * 10**6),
         encoded(Image.new("1", (65535, 2000)), "GIF"),
         _announcing(16383, 16383),
         _tiled(60000),
     ]
-    assert reason(_tiled(64)) == images.BROKEN  # the same file with a modest tile is decoded (and holds none)
+    # With a small tile the file is decoded, but its data are too short.
+    assert reason(_tiled(64)) == images.BROKEN
     before = peak_memory()
     small = encoded(noise(200, 100), "JPEG")
     assert load_image(small, 64, max_pixels=20000).size == (64, 64)
@@ -353,11 +354,11 @@ def test_pixel_cap_comes_before_decoding(monkeypatch: pytest.MonkeyPatch) -> Non
             assert reason(bomb) == images.TOO_LARGE
         assert reason(small, max_pixels=19999) == images.TOO_LARGE
     assert peak_memory() - before < 100 * 2**20
-    assert reason(png((8192, 8192, 8, 2, 0, 0, 0), b"\0" * 10**6)) == images.BROKEN  # at the cap: decoded
+    assert reason(png((8192, 8192, 8, 2, 0, 0, 0), b"\0" * 10**6)) == images.BROKEN  # decoded at the cap
 
 
 def _announcing(width: int, height: int) -> bytes:
-    """A small animated WebP whose header declares a large canvas."""
+    """Return a small animated WebP whose header declares a large canvas."""
     small = encoded(Image.new("RGB", (16, 16)), "WEBP", lossless=True)
     canvas = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
     body = b"VP8X" + struct.pack("<I", 10) + bytes([2, 0, 0, 0]) + canvas + small[12:]
@@ -365,7 +366,7 @@ def _announcing(width: int, height: int) -> bytes:
 
 
 def _tiled(side: int) -> bytes:
-    """A deflated TIFF of 64 x 64 pixels in a tile of another size."""
+    """Return a deflated TIFF of 64 x 64 pixels in one tile of this side."""
     tags = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 500, 325: 20}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
@@ -380,7 +381,7 @@ def test_cut_short_anywhere(file_format: str) -> None:
     cuts = sorted({0, 1, 2, 8, 20, 60, *np.linspace(0, len(whole) - 40, 25).astype(int).tolist()})
     for cut in cuts:
         if cut and file_format == "TIFF":
-            continue  # its directory may stand at the end or the start: below
+            continue  # its directory may be at the end or at the start; see below
         assert reason(whole[:cut]) in (images.EMPTY, images.UNKNOWN, images.BROKEN), cut
     assert reason(whole[: len(whole) // 2]) in (images.UNKNOWN, images.BROKEN)
     # Some formats end with bytes that no pixel needs. Without them the image is complete, or it is dropped.

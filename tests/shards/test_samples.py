@@ -1,5 +1,5 @@
-"""Samples to image files and texts: the layouts of img2dataset and OBELICS, and every kind of sample that is
-neither."""
+"""Check the conversion of samples to image files and texts: the layouts of img2dataset and OBELICS, and every kind of
+sample that has neither layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_pairs_of_the_img2dataset_layout() -> None:
     assert pair_of(without("txt")) == (b"image", "from json")
     for field in ("webp", "png", "jpg", "jpeg"):
         assert pair_of({field: b"x", "txt": b"t"})[0] == b"x"
-    # If a caption is null, or the json is no object or no JSON, the text file has the caption.
+    # If the caption is null, or the json file has no JSON object, the caption is that of the text file.
     for broken in (b'{"caption": null}', b"{}", b"[1]", b"", b"{", b"\xff", b"[" * 100000):
         assert pair_of(without(json=broken))[1] == "from txt"
         assert reason(pair_of, without("txt", json=broken)) == samples.NO_CAPTION
@@ -57,7 +57,7 @@ def test_pairs_that_are_none() -> None:
     assert reason(pair_of, without("json", txt=b"\xff\xfe")) == samples.NOT_UNICODE
     assert reason(pair_of, without("json", txt=b" \n\t")) == samples.EMPTY_CAPTION
     assert reason(pair_of, without(json=HALF_A_PAIR)) == samples.NOT_UNICODE
-    assert checked_text("\U0001f63a\0") == "\U0001f63a\0"  # whole pairs and odd characters stay
+    assert checked_text("\U0001f63a\0") == "\U0001f63a\0"  # whole surrogate pairs and NUL are kept
 
 
 def document(images: Any, texts: Any, **files: bytes) -> dict[str, bytes]:
@@ -82,7 +82,7 @@ def test_images_are_found_by_count_place_or_name(texts: list[str | None]) -> Non
     # If the names are incomplete, they are not used.
     half = document([None, "1.webp", None, "x.webp"], texts, **{"0_webp": b"A", "1_webp": b"B"})
     assert interleaved_of(half) == expected
-    # An address that ends like a member's name is no name either.
+    # A URL that ends like the name of a member is not used as a name either.
     address = document([None, "https://a/x.1.webp", None, "https://a/x.0.webp"], texts,
                        **{"0_webp": b"A", "1_webp": b"B"})  # fmt: skip
     assert interleaved_of(address) == expected
@@ -139,7 +139,7 @@ def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
     monkeypatch.setattr(samples, "MAX_JSON", 400)
 
     def made(size, how):
-        text = "ä" + "x" * (size - 2)  # of so many bytes
+        text = "ä" + "x" * (size - 2)  # of ``size`` bytes
         document = json.dumps({"images": [None, None], "texts": [text[: size // 2], text[size // 2 :]]}).encode()
         return {
             "line": lambda: text_of(json.dumps({"text": text}).encode()),
@@ -175,7 +175,7 @@ def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, e
 
 
 def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
-    """A line of 256 MB in a file of 250 kB takes at most a few times the limit."""
+    """Reading a line of 256 MB from a file of 250 kB takes memory of at most a few times the limit."""
     import gzip
     import tracemalloc
 

@@ -1,4 +1,4 @@
-"""Reading shards: their content, and one sentence for each kind of damage."""
+"""Check the reading of shards: their content, and a message of one sentence for each kind of damage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def raw_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 
 def remanifest(folder: Path) -> None:
-    """Update the manifest for the bytes, as a user with other shards does."""
+    """Update the hashes in the manifest to the current files, as a user with changed shards does."""
     shards = load_manifest(folder).splits
     new = {
         split: tuple(
@@ -115,7 +115,7 @@ def test_manifest_hash_follows_the_samples_only(folder: Path) -> None:
 def test_missing_shard(folder: Path) -> None:
     (folder / "train-00001.tar").unlink()
     assert "train-00001.tar is missing" in refusal(folder)
-    assert len(list(read_pairs(folder, "val"))) == 2  # the other split is untouched
+    assert len(list(read_pairs(folder, "val"))) == 2  # the other split can still be read
 
 
 def test_shard_that_differs_from_its_manifest(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_shard_cut_at_the_edge_of_a_member(folder: Path, kept_members: int) -> N
     shard.write_bytes(shard.read_bytes()[:edge])
     remanifest(folder)
     assert f"{shard} is truncated" in refusal(folder)
-    # Why the check exists: webdataset alone reads the rest as if it were the whole archive.
+    # The check is necessary: webdataset alone reads the remaining samples as if they were the whole archive.
     alone = list(wds.WebDataset([str(shard)], shardshuffle=False))
     assert 0 < len(alone) <= 3 and len(alone) == (kept_members + 1) // 2
 

@@ -1,11 +1,11 @@
-"""The soak: thousands of planted faults, each in its own process, and a count of how mmqk ended.
+"""The soak test: plant thousands of faults, each in its own process, and count the outcomes.
 
 ``python -m tests.soak --out runs/soak`` runs every part, ``--quick`` a few cases of each, ``--part NAME`` one part,
-``--case N`` one case again. A second call continues. A part is a module of this folder with
+``--case N`` one case again. A second call continues the first one. A part is a module of this folder with
 
-    CASES, QUICK   numbers of cases
-    SECONDS        a case that takes longer has hung
-    prepare(folder)                   makes once what its cases copy
+    CASES, QUICK   numbers of cases of a full and of a quick soak
+    SECONDS        time limit of a case; a case that takes longer counts as a hang
+    prepare(folder)                   creates, once, the files that the cases copy
     case(number, rng, shared, work)   plants fault `number` in the empty folder `work` and returns the name of the
                                       outcome; an exception is a fault of mmqk. `rng` depends on seed and number.
 """
@@ -39,10 +39,10 @@ def commit() -> str:
 
 def soak(part: str, seed: int, count: int, out: Path, jobs: int) -> list[dict[str, Any]]:
     """Return the results of cases 0 to count - 1 of one part; results of an earlier call with this commit are
-    kept."""
+    reused."""
     module = importlib.import_module(f"tests.soak.{part}")
     records = out / f"{part}.jsonl"
-    if "-dirty" in out.name:  # the code may be another than in the earlier call
+    if "-dirty" in out.name:  # the code may have changed since the earlier call
         records.unlink(missing_ok=True)
     lines = records.read_text().splitlines() if records.exists() else []
     done = {line["case"]: line for line in map(json.loads, lines) if line["case"] < count}

@@ -50,7 +50,7 @@ WRONG = (
     "''",
     "1_0",
 )
-LARGE = 64  # of whole numbers that a run can have: more does not train in seconds
+LARGE = 64  # the largest whole number that is tried; larger ones do not train in seconds
 
 
 def leaves(kind: type, path: str) -> Iterator[tuple[str, Any, Range | None]]:
@@ -123,7 +123,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         assert any(name in last[0] for name in named), f"{given}: no field is named: {last[0]}"
         return "refused"
     again, told = call([f"--config={work / 'run/config.yaml'}", "--quiet", f"--out={work / 'again'}"])
-    assert again == 0, f"{given}: its config.yaml ends with {again}: {told}"
+    assert again == 0, f"{given}: the run of its config.yaml ends with exit code {again}: {told}"
     one, other = (read_run(work / name) for name in ("run", "again"))
     assert one is not None and other is not None and one["id"] == other["id"], f"{given}: another identity"
     assert same(series(work / "run"), series(work / "again")), f"{given}: config.yaml trains another run"
@@ -149,7 +149,7 @@ def series(folder: Path) -> list[dict[str, float]]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality with NaN equal to NaN."""
+    """Return whether two values are equal; NaN equals NaN."""
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
         return math.isnan(b)
     if isinstance(a, dict):

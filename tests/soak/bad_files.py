@@ -1,9 +1,9 @@
 """Damaged files of runs, grids, packs, pages, models, tokenizers, archives and token folders.
 
 Each case copies a small project, damages one or two files of it, and runs one command that reads them. The command
-must refuse with one sentence that names the file or its folder, or have the result of the undamaged project, or name
-what it left out. It cannot recognize a record that was changed into another valid record; then it must only end
-without a traceback.
+must refuse with one sentence that names the file or its folder, or give the result of the undamaged project, or name
+what it left out. It cannot detect that a record was changed into another valid record; then it must only end without
+a traceback.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ READERS: dict[str, tuple[Reader, tuple[str, ...]]] = {
 
 
 def prepare(shared: Path) -> None:
-    """Make the project, and what each reader gets from it."""
+    """Create the project, and store the result of each reader."""
     (shared / "tree/data").mkdir(parents=True)
     os.chdir(shared / "tree")
     write_tiny_data(Path("data"))
@@ -178,7 +178,7 @@ def make() -> int:
 
 
 def damage(rng: random.Random, path: Path) -> tuple[str, bool]:
-    """Damage a file. Return what was done, and whether the file is a valid record all the same."""
+    """Damage a file. Return a description of the damage, and whether the file is still a valid record."""
     content = path.read_bytes()
     record = path.suffix in RECORDS
     kinds = ["cut", "flip", "flip", "other", "missing", "twice", "text", "swap", "large"]
@@ -270,7 +270,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         files = [path for path in inside if path.is_file() and not path.is_symlink()]
         if not files:
             continue
-        # First a kind of file, because there are many shards and arrays.
+        # Choose the file type first, because there are many shards and arrays.
         suffix = rng.choice(sorted({p.suffix for p in files}))
         path = rng.choice([p for p in files if p.suffix == suffix])
         if path in paths:
@@ -278,7 +278,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         what, still = damage(rng, path)
         paths.append(path)
         done.append(f"{path}: {what}")
-        # A tokenizer has no checksum: with another one the data are tokenized again. Nor have models of other tools.
+        # A tokenizer has no checksum: if it changes, the data are tokenized again. Models of other tools have none.
         unchecked = name != "resume" and path.parent.name in ("tokenizers", "model")
         plausible |= still or unchecked
     fault = f"{name} after {'; '.join(done)}"
@@ -287,7 +287,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
     except BaseException as error:
         raise AssertionError(fault) from error
     near = {part for path in paths for part in (path.name, path.parent.name, path.parent.parent.name) if part}
-    near |= {"grid.yaml"} if Path("base.json") in paths else set()  # it names the base
+    near |= {"grid.yaml"} if Path("base.json") in paths else set()  # it names base.json
     if code:
         assert any(part in told for part in near), f"{fault}: the file is not named: {told}"
         return f"{name}: refused"
@@ -295,5 +295,5 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         return f"{name}: as undamaged"
     if any(path.name in told or path.name in product for path in paths):
         return f"{name}: named"
-    assert plausible, f"{fault}: another result without a word: {told}"
+    assert plausible, f"{fault}: another result without a message: {told}"
     return f"{name}: another valid record"

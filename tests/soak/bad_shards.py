@@ -1,8 +1,10 @@
-"""Damaged shards, tokenized into a token folder and read while training, pairs also through the cache of a manifest.
+"""Damaged shards are tokenized into a token folder. Pairs are also read while training; pairs and text also through
+the token cache of a manifest.
 
-Each shard holds good samples and a few damaged ones (`shard_damage`). It is read, and then every good sample is kept
-with the ids of the undamaged shard and every other is counted; or it is refused by name in one sentence, which only
-damage of the archive itself allows. Nothing is written beside the output, and memory stays below `bound`.
+Each shard has good samples and a few damaged ones (`shard_damage`). If mmqk reads the shard, it must keep every good
+sample with the ids of the undamaged shard, and count every other sample. It may refuse the shard, in one sentence
+that names it, only if the archive itself is damaged. Nothing is written beside the output, and memory stays below
+`bound`.
 """
 
 from __future__ import annotations
@@ -49,19 +51,19 @@ from tests.tiny import documents, samples, write_tiny_data
 CASES, QUICK, SECONDS = 5000, 60, 30.0
 GOOD = 16
 MiB = 2**20
-# Growth of resident memory by a shard of small files: the tokenizers and torch's first call (about 60 MiB), the text
-# that Pillow unpacks from one PNG (at most 64 MiB), and a line or JSON at its limit of 16 MiB with its copies.
+# Most growth of resident memory for a shard of small files: the tokenizers and torch's first call (about 60 MiB), the
+# text that Pillow unpacks from one PNG (at most 64 MiB), and a line or JSON at its limit of 16 MiB with its copies.
 MEMORY = 256 * MiB
-# A decoded image has 4 bytes a pixel, and its conversions to 8 bits up to five copies.
+# A decoded image has 4 bytes per pixel, and the conversions to 8 bits make up to five copies.
 BYTES_A_PIXEL = 24
-# A reader that trusts a size in a header asks for more than this, and fails.
+# Limit of the address space; a reader that trusts a false size in a header exceeds it and fails.
 ADDRESSES = 3 * 2**30
 
 Blobs = list[tuple[str, bytes]]
 
 
 def files_of(kind: str, n: int) -> dict[str, bytes]:
-    """The files of good sample n."""
+    """Return the files of good sample n."""
     _, image, meta = next(iter(samples(1, n)))
     if kind == "pair":
         return {"webp": image, "json": json.dumps(meta).encode()}
@@ -77,7 +79,7 @@ def good(kind: str) -> Blobs:
 
 
 def prepare(shared: Path) -> None:
-    """The tokenizers, and the ids of the good samples of each kind."""
+    """Write the tokenizers, and the ids of the good samples of each kind."""
     write_tiny_data(shared)
     for kind in ("pair", "interleaved", "text"):
         blobs = good(kind)
@@ -99,7 +101,8 @@ def called(main: Callable[[Any], int], argv: Any = None) -> tuple[int, str]:
     said = told.getvalue()
     assert "Traceback" not in said and all(c.isprintable() for c in said.replace("\n", "")), repr(said)
     assert len(said) < 5000, f"{len(said)} characters of output: {said[:300]}"
-    # Code 1: an operating system's error in one sentence, or a failed run of a grid with its reason in the table.
+    # Exit code 1: an error of the operating system in one sentence, or a failed run of a grid, with the reason in the
+    # table.
     sentence = said.count("mmqk: ") == 1 or (code == 1 and "a run failed" in said)
     assert code == 0 or (code in (1, 2) and sentence), (code, said)
     return code, said
@@ -112,7 +115,7 @@ def tokenized(kind: str, shard: Path, shared: Path, out: Path) -> tuple[int, str
 
 
 def bad_sample(kind: str, n: int, rng: random.Random) -> dict[str, bytes]:
-    """The files of a sample with a damaged image or text."""
+    """Return the files of a sample with a damaged image or text."""
     files = files_of(kind, GOOD + n)
     image, *_ = files
     if rng.random() < 0.6:
@@ -127,7 +130,8 @@ def bad_sample(kind: str, n: int, rng: random.Random) -> dict[str, bytes]:
 
 
 def tar(kind: str, rng: random.Random) -> tuple[bytes, set[str], bool, int | None, list[bytes]]:
-    """(The archive, the samples to keep, whether it may be refused, its number of files if known, its images.)"""
+    """Return the archive, the samples to keep, whether it may be refused, its number of files if known, and its
+    images."""
     blobs, images, count, refusable = good(kind), [], 2 * GOOD, False
     for n in range(rng.choice((1, 1, 2, 3))):
         place = rng.randrange(len(blobs) + 1)
@@ -195,7 +199,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ADDRESSES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = peak()
 
     code, said = tokenized(kind, shard, shared, work / "out")
@@ -222,7 +226,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def token_folder(out: Path, kept: set[str], want: dict[str, Any], count: int | None) -> Counter[str]:
-    """Return the dropped samples by reason, after all checks of a token folder."""
+    """Check a token folder and return the number of dropped samples by reason."""
     header, found = read_header(out), of_store(open_tokens(out)["train"])
     (record,) = header["about"]["shards"]
     dropped = Counter(header["dropped"])
@@ -249,7 +253,7 @@ def token_folder(out: Path, kept: set[str], want: dict[str, Any], count: int | N
 
 def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str], want: dict[str, Any],
               dropped: Counter[str]) -> str:  # fmt: skip
-    """Return the outcome of reading all pairs during training, twice; the second read uses the stored index."""
+    """Read all pairs as during training, twice, and return the outcome; the second read uses the stored index."""
     outcomes = []
     for _ in range(2):
         ids: dict[str, list[int]] = {}
@@ -285,7 +289,7 @@ def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str
 
 
 def cached(kind: str, shard: Path, shared: Path, work: Path) -> str:
-    """Return the outcome of the token cache, which mmqk.train builds for a manifest; it uses all samples or none."""
+    """Build the token cache of a manifest, as mmqk.train does, and return the outcome; it has all samples or none."""
     folder, stores = shard.parent, dict[str, Any]()
     val = shared / ("pairs/val-00000.tar" if kind == "pair" else "text/val.jsonl.xz")
     shutil.copy(val, folder)

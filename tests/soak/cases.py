@@ -18,7 +18,7 @@ from typing import Any
 
 from mmqk.ablation.child import BLOCKED
 
-SLOW = 4.0  # the limit of time grows by this on a busy machine: a hang is not a matter of seconds
+SLOW = 4.0  # factor of the time limit, because a busy machine is slower
 
 
 def rng(seed: int, part: str, number: int) -> random.Random:
@@ -26,9 +26,9 @@ def rng(seed: int, part: str, number: int) -> random.Random:
 
 
 def run_case(part: str, number: int, seed: int, seconds: float, shared: Path, work: Path) -> None:
-    """Run a case in a separate process; the outcome is written to ``work``.json."""
-    os.setpgid(0, 0)  # what a case leaves behind ends with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks them
+    """Run a case in this process, which was forked for it, and write the outcome to ``{work}.json``."""
+    os.setpgid(0, 0)  # so that processes that the case leaves behind are killed with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks these signals
     output = os.open(f"{work}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -56,7 +56,7 @@ def attempt(part: str, number: int, seed: int, seconds: float, shared: Path) -> 
         process.join(limit)
         log = Path(f"{work}.log").read_text()[-2000:] if Path(f"{work}.log").exists() else "no output"
         if process.is_alive():
-            result = {"fault": f"no end after {limit:.0f} s: {log}"}
+            result = {"fault": f"still running after {limit:.0f} s: {log}"}
         elif Path(f"{work}.json").exists():
             result = json.loads(Path(f"{work}.json").read_text())
         else:

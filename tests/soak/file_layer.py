@@ -1,12 +1,12 @@
-"""A file system with faults: operations fail, writes are short, a crash loses what is not synced.
+"""Simulate a file system with faults: operations fail, writes are short, a crash loses what is not synced.
 
-Scenarios: a run, the record of a grid, a report. The first cases are every single fault of each, in order; the others
-are pairs, the second fault during the next call. Then the command is called once more without a fault, and the result
-must equal that of the undisturbed command.
+Scenarios: a run, the record of a grid, a report. The first cases plant each single fault of each scenario, in order.
+The others plant two faults, the second one in the next call of the command. Then the command is called once more
+without a fault, and the result must equal that of a command without faults.
 
-After a crash a file has its content of the last fsync, or any part of what was written later, or zeros in its place.
-Each name created, replaced or removed since the last fsync of its folder is as before or as after, independently of
-the others.
+After a crash, a file has the content of its last fsync, any part of what was written later, or zeros in its place.
+Each name that was created, replaced or removed since the last fsync of its folder is in the old or in the new state,
+independently of the other names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.soak import kills
 from tests.soak.kills import BASE, DIAL, age_events, compare
 
 CASES, QUICK, SECONDS = 3000, 24, 120.0
-MOST = 12  # faults at one site, evenly over its operations: a checkpoint is written in 1,800 pieces
+MOST = 12  # faults at one site, spread evenly over its calls: a checkpoint needs 1,800 writes
 KINDS = ("full disk", "input/output error", "stays full", "short write", "crash")
 
 
@@ -42,7 +42,7 @@ Inode = tuple[int, int]
 
 
 class Lying(Disk):
-    """A disk with one fault of ``kind``; a crash ends the process and leaves what ``root`` may contain afterwards."""
+    """A disk with one fault of ``kind``; a crash writes a possible state of ``root`` and kills the process."""
 
     def __init__(self, root: Path, kind: str, site: tuple[str, str], nth: int, rng: random.Random):
         code = errno.EIO if kind == "input/output error" else errno.ENOSPC
@@ -50,10 +50,10 @@ class Lying(Disk):
         self.kind, self.rng, self.short = kind, rng, False
         self.removed: Counter[int] = (
             Counter()
-        )  # how often each inode was removed, since the system uses it again
+        )  # how often each inode was removed, because the system reuses inodes
         self.synced: dict[Inode, bytes] = {}
         self.names: dict[str, dict[str, Inode]] = {}  # by folder
-        for folder, _, files in os.walk(root):  # what a call before this one left is on the disk
+        for folder, _, files in os.walk(root):  # the files of earlier calls are on the disk
             self._sync_names(folder)
             for name in files:
                 self._sync_content(os.path.join(folder, name))
@@ -115,7 +115,8 @@ class Lying(Disk):
         self.synced[inode, self.removed[inode]] = _read(path)
 
     def _crash(self) -> None:
-        """Write beside ``root`` what a crash may leave of it, and end; other threads still write to ``root``."""
+        """Write a possible state after the crash to a folder next to ``root``, because other threads still write to
+        ``root``, and kill the process."""
         with contextlib.suppress(BaseException):
             state = self._after_crash(self.root) if os.path.isdir(self.root) else {}
             for path, content in state.items():
@@ -159,7 +160,7 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-SCANDIR, OPEN = os.scandir, os.open  # those of the system: a disk replaces the names in os
+SCANDIR, OPEN = os.scandir, os.open  # the originals; a mounted disk replaces those in os
 AFTER = ".after-crash"
 
 
@@ -181,7 +182,7 @@ def prepare(shared: Path) -> None:
     (shared / "report.begin").mkdir()
     shutil.copytree(shared / "grid", shared / "grid.begin")
     record = json.loads((shared / "grid.begin/ablation.json").read_text())
-    (shared / "grid.begin/ablation.json").write_text(json.dumps(record, indent=2))  # older, with other spaces
+    (shared / "grid.begin/ablation.json").write_text(json.dumps(record, indent=2))  # older whitespace
     faults = []
     for scenario, command in commands(shared).items():
         out = begin(scenario, shared, shared / f"{scenario}.whole")
@@ -215,7 +216,7 @@ def recorded(out: Path, command: Callable[[Path], Any], seen: Path) -> int:
 
 
 def in_child(call: Callable[[], Any]) -> int:
-    """Call it in a forked process; return its exit code."""
+    """Call a function in a forked process, and return the exit code of the process."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -269,7 +270,7 @@ def faulty(out: Path, command: Callable[[Path], Any], kind: str, site: tuple[str
 
 
 def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
-    """Check that a fault is survived, or gives an error of one sentence and a correct status."""
+    """Check that a command survives a fault, or ends with one sentence and a correct status."""
     if code == -signal.SIGKILL and kind == "crash":
         return
     assert "Traceback" not in told, told
@@ -284,12 +285,12 @@ def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return all files that a command wrote, without those of finished runs."""
+    """Return the content of all files that a command wrote, without those of finished runs."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if "seed1" not in path.parts}
 
 
 def leave_figures_out() -> None:
-    """Leave drawings out of reports, because they take most of the time."""
+    """Leave figures out of reports, because they take most of the time."""
     page.figure_files = lambda brush, figure: {}  # type: ignore[assignment]
     page.svg_panels = lambda brush, figure: [[""] * len(row) for row in figure.rows]  # type: ignore[assignment]

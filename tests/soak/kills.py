@@ -1,7 +1,7 @@
 """Kill a run with SIGKILL at any moment, then resume it: the result must equal a run that was never killed.
 
-Half of the kills come at a random time and half in the middle of a chosen file operation, a write half done included.
-The runs: one batch a step, accumulated micro-batches, a fork, two loader workers, two ranks, a grid.
+Some kills come at a random time, the others in a chosen file operation, when a write is half done. The kinds of runs:
+one batch per step, accumulated micro-batches, a fork, two loader workers, two ranks, a grid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 
 
 class Killer(Disk):
-    """Ends its own process at the chosen operation; in a write, half of the bytes are in the file by then."""
+    """Kill this process at the chosen operation; a write puts half of its bytes into the file first."""
 
     torn = False
 
@@ -72,7 +72,7 @@ def arguments(kind: str, shared: Path) -> list[str]:
 
 
 def prepare(shared: Path) -> None:
-    """The undisturbed run and its file operations, by kind."""
+    """Train a run of each kind that is not killed, and record its file operations."""
     (shared / "data").mkdir()
     write_tiny_data(shared / "data")
     in_child(lambda: main([*arguments("plain", shared), "--checkpoint.keep=9", f"--out={shared / 'parent'}"]))
@@ -83,8 +83,8 @@ def prepare(shared: Path) -> None:
 
 
 def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: float = 0.0) -> bool:
-    """Call it in a forked process; return whether that process was killed. Fails if it ended with another code than
-    0."""
+    """Call a function in a forked process, and return whether the process was killed. Fail if it ended with an exit
+    code other than 0."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -99,8 +99,8 @@ def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: 
 
 
 def waited(pids: list[int], begun: Path | None = None, kill_after: float = 0.0) -> bool:
-    """Wait for all processes. The last one is killed this long after the file ``begun`` exists; the others end by
-    themselves."""
+    """Wait for all processes, and return whether one was killed. The last process is killed ``kill_after`` seconds
+    after the file ``begun`` exists; the others end by themselves."""
     if begun is not None:
         while (
             not begun.exists() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -123,8 +123,8 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
         kind: one of `KINDS`.
         shared: the folder of `prepare`.
         out: the run folder.
-        disk: ends the process at a file operation.
-        record: gets the file operations and their counts.
+        disk: kills the process at a file operation.
+        record: file for the file operations, each with the index of its last call.
         kill_after: seconds from the lock of the run folder to the kill.
     """
     args = [*arguments(kind, shared), f"--out={out}"]
@@ -165,7 +165,7 @@ def ranks(args: list[str], folder: Path) -> list[int]:
 
 
 def grid(shared: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Two arms, trained at once."""
+    """Start a grid of two arms, which are trained at the same time."""
     (path := shared / "grid.yaml").write_text(json.dumps({
         "name": "grid", "seeds": [1], "arms": {"a": {}, "b": {"set": {"optim.lr": 0.02}}}, "base": ["base.json"]
     }))  # fmt: skip
@@ -203,7 +203,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
-    """The pool is killed and its runs end by themselves. A second call trains the rest."""
+    """Kill the pool of a grid. Its runs end by themselves, and a second call trains the remaining steps."""
     out = work / "grid"
     pool = grid(shared, out)
     while not any(out.glob("*/*/metrics.jsonl")) and pool.poll() is None:
@@ -222,8 +222,8 @@ def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def age_events(out: Path) -> None:
-    """Make event files older, because TensorBoard orders them by the second in their names, and users resume later
-    than a second."""
+    """Rename event files to an earlier time: TensorBoard orders them by the second in the name, and a user resumes
+    more than a second later."""
     for i, path in enumerate(sorted(out.rglob("events.out.tfevents.*"), key=os.path.getmtime)):
         if not re.search(r"tfevents\.1000000\d{3}\.", path.name):
             path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{1000000000 + i}", path.name)))
@@ -268,7 +268,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
         events = EventAccumulator(str(run), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            if tag not in ("tokens_per_s", "alarms"):  # the second: a resume at the last step adds no point
+            if tag not in ("tokens_per_s", "alarms"):  # a resume at the last step adds no point to alarms
                 key = f"{run.relative_to(folder)}/{tag}"
                 found[key] = [(event.step, event.value) for event in events.Scalars(tag)]
     return found

@@ -1,7 +1,7 @@
-"""Long runs: memory, file handles and threads do not grow with the number of steps, nor does the log of a step.
+"""Long runs: memory, file handles, threads and the size of the log per step do not grow with the number of steps.
 
-Case 0 trains `STEPS` steps with every monitor on, case 1 the same with ten times as many probes. Memory may grow by
-less than `MOST_BYTES` bytes a step in the second half of the run.
+Case 0 trains `STEPS` steps with every monitor on, case 1 trains with ten times as many probes. In the second half of
+the run, memory may grow by less than `MOST_BYTES` bytes per step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MONITORS = ["--monitor.budget_every_n_steps=500", *(f"--monitor.{name}=true" for
 
 
 def prepare(shared: Path) -> None:
-    """Nothing is shared."""
+    """Do nothing, because the cases share no files."""
 
 
 def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
@@ -45,7 +45,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
     late = steps >= STEPS / 2
     growth = np.polyfit(steps[late], memory[late], 1)[0]
     told = f"memory by step: {dict(zip(steps.tolist(), (memory >> 20).tolist(), strict=True))} MiB"
-    assert growth < MOST_BYTES, f"memory grows by {growth:.0f} bytes a step; {told}"
+    assert growth < MOST_BYTES, f"memory grows by {growth:.0f} bytes per step; {told}"
     assert handles[late].max() <= handles[~late].max() and threads[late].max() <= threads[~late].max(), told
     metrics = (out / "metrics.jsonl").stat().st_size / STEPS
     events = sum(path.stat().st_size for path in out.rglob("events.out.tfevents.*")) / STEPS
@@ -57,8 +57,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def sample_usage(every: int) -> list[tuple[int, int, int, int]]:
-    """Return a list that collects (step, resident bytes, open files, threads) of this process each ``every`` steps of
-    training."""
+    """Return a list that collects (step, resident bytes, open files, threads) of this process every ``every`` steps
+    of training."""
     samples: list[tuple[int, int, int, int]] = []
     training_step, page = TrainingModule.training_step, os.sysconf("SC_PAGE_SIZE")
 

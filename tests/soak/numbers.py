@@ -1,7 +1,7 @@
 """NaN and infinity in activations, the loss, gradients, the optimizer's state and weights, at any step.
 
-The run must end as diverged and name where the first value that is not finite is. Its newest checkpoint must be the
-last one before the fault, with finite weights.
+The run must end as diverged and name the site of the first value that is not finite. Its newest checkpoint must be
+the last one before the fault, with finite weights.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def plant(site: str, step: int, bad: float, layer: int, rng: random.Random) -> str:
-    """Change `TrainingModule` so that the micro-batches of this step have the fault; return the place of the
-    fault."""
+    """Change `TrainingModule` so that the micro-batches of this step have the fault; return the module with the
+    fault, or an empty string."""
     training_step, place = TrainingModule.training_step, rng.choice(MODULES) if site == "activation" else ""
     index = rng.randrange(1000)
 
@@ -81,7 +81,7 @@ def plant(site: str, step: int, bad: float, layer: int, rng: random.Random) -> s
             spoil(chosen, bad)
         elif site == "moment":
             state = self.trainer.optimizers[0].state
-            if not state:  # there is none before the first update
+            if not state:  # there are no moments before the first update
                 spoil(chosen, bad)
             for moments in list(state.values())[:1]:
                 spoil(moments["exp_avg"], bad)

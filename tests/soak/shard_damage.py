@@ -37,13 +37,13 @@ def cut(content: bytes, rng: Rng) -> bytes:
 
 
 def picture(rng: Rng, side: int | None = None) -> bytes:
-    """Return a good image of any format, whose file name has the suffix of another format."""
+    """Return a good image of any format; its file name may have the suffix of another format."""
     image = draw("red", "bar", rng.randrange(99)).resize((side or rng.choice((1, 40, 64, 200)),) * 2)
     return encoded(image, rng.choice(("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")))
 
 
 def mode(rng: Rng) -> bytes:
-    """Modes other than RGB."""
+    """Return an image of a mode other than RGB, or with transparency."""
     base = noise(70, 70)
     deep = np.linspace(0, rng.choice((1.0, 255.0, np.nan, np.inf)), 4900, dtype=np.float32).reshape(70, 70)
     return rng.choice((
@@ -63,7 +63,7 @@ def animated(rng: Rng) -> bytes:
 
 
 def exif(rng: Rng) -> bytes:
-    """Return metadata with orientations above 8, 60 kB of tags, or folders of tags that point to themselves."""
+    """Return a JPEG whose EXIF has orientations above 8, 60 kB of tags, or folders of tags that are loops."""
     entry = rng.choice(((0x0112, 3, 1, rng.randrange(10)), (0x8769, 4, 1, 8), (0x8825, 4, 2**30, 8),
                         (0x0112, rng.randrange(14), rng.choice((0, 1, 2**31)), 2**31)))  # fmt: skip
     tags = b"Exif\0\0II*\0" + struct.pack("<IHHHII", 8, rng.choice((1, 60000)), *entry)
@@ -72,7 +72,7 @@ def exif(rng: Rng) -> bytes:
 
 
 def bomb(rng: Rng) -> bytes:
-    """Far more pixels, text or color profile than bytes."""
+    """Return an image whose pixels, text or color profile are far larger than the file."""
     side = rng.choice((0, 1, 2000, 8193, 60000, 2**31 - 1))
     shape = (side, rng.choice((0, 1, side)), rng.choice((8, 16)), rng.choice((0, 2, 6)), 0, 0, 0)
     zeros = zlib.compress(bytes(2**25), 1)
@@ -110,7 +110,7 @@ IMAGES: tuple[Damage, ...] = (
 
 
 def text(rng: Rng) -> bytes:
-    """A caption or a document as JSON, damaged in form or in content."""
+    """Return a caption or a document as JSON, damaged in form or in content."""
     good = "a flat red bar on a white ground"
     value: Any = rng.choice((
         good, "", "  \n", "\ud800", "\0", good * 3000, "é" * (2**22 if rng.random() < 0.05 else 9), None, 3,
@@ -132,7 +132,7 @@ def text(rng: Rng) -> bytes:
 
 
 def lists(rng: Rng) -> bytes:
-    """The JSON of an interleaved document, damaged."""
+    """Return the damaged JSON of an interleaved document."""
     items = [None, "x", "", 0, "0.webp", "../0.webp", "https://a/0.webp", ["x"], float("nan"), "\ud800"]
     record = {name: [rng.choice(items) for _ in range(rng.randrange(4))] for name in ("images", "texts")}
     if rng.random() < 0.3:
@@ -141,7 +141,7 @@ def lists(rng: Rng) -> bytes:
 
 
 def member(name: str, content: bytes = b"", form: int = tarfile.GNU_FORMAT, **fields: Any) -> bytes:
-    """One file of an archive with its headers."""
+    """Return one file of an archive with its headers."""
     info = tarfile.TarInfo(name)
     info.size = len(content)
     for key, value in fields.items():
@@ -152,7 +152,7 @@ def member(name: str, content: bytes = b"", form: int = tarfile.GNU_FORMAT, **fi
 
 
 def edited(blob: bytes, place: int, value: bytes, checksum: bool = True) -> bytes:
-    """Return the archive with other bytes in its first header, and the matching checksum."""
+    """Return the archive with other bytes in its first header, and the matching checksum if ``checksum``."""
     header = bytearray(blob[:BLOCK])
     header[place : place + len(value)] = value
     if checksum:
@@ -173,7 +173,7 @@ def odd_name(rng: Rng) -> str:
 
 
 def odd(rng: Rng, name: str = "") -> bytes:
-    """A member that belongs to no good sample and leaves the archive readable."""
+    """Return a member that belongs to no good sample and leaves the archive readable."""
     name = name or odd_name(rng)
     inner = member("inner.jpg", b"x") + bytes(2 * BLOCK)
     kinds = (
@@ -195,7 +195,7 @@ def odd(rng: Rng, name: str = "") -> bytes:
 
 
 def broken(rng: Rng) -> bytes:
-    """A member that a reader may refuse with its archive."""
+    """Return a member because of which a reader may refuse the archive."""
     blob, size = (
         member("odd.jpg", bytes(700)),
         rng.choice((2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**90, -1, -512, -(2**62))),
@@ -224,10 +224,11 @@ def broken(rng: Rng) -> bytes:
 
 
 def archive_damage(blobs: list[tuple[str, bytes]], rng: Rng) -> tuple[bytes, set[str]]:
-    """An archive damaged as a whole, and the samples whose bytes differ. The others are kept, or it is refused."""
+    """Return a damaged archive and the samples whose bytes differ. A reader must keep the other samples, or refuse
+    the archive."""
     end, whole = bytes(2 * BLOCK), b"".join(blob for _, blob in blobs)
     i = rng.randrange(len(blobs))
-    if (kind := rng.randrange(8)) == 0:  # bits anywhere
+    if (kind := rng.randrange(8)) == 0:  # flipped bits
         key, _ = blobs[i]
         return b"".join(flipped(b, rng, bits=3) if n == i else b for n, (_, b) in enumerate(blobs)) + end, {
             key

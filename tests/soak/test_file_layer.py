@@ -16,7 +16,7 @@ from tests.soak.file_layer import AFTER, Lying, in_child, judge
 from tests.soak.kills import equal
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/fd").exists(), reason="asks /proc for names of open files"
+    not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files"
 )
 
 
@@ -30,7 +30,7 @@ def without_sync(path: Path, content: str) -> None:
 
 
 def states(write: Callable[[Path, str], None], tmp_path: Path) -> set[str | None]:
-    """Return what 40 simulated crashes after ``write`` leave of a file."""
+    """Return the contents of a file after ``write`` and each of 40 simulated crashes."""
     found: set[str | None] = set()
     for seed in range(40):
         root = tmp_path / str(seed)

@@ -1,4 +1,4 @@
-"""docs/alarms.md against the rules: every alarm, every threshold, the options, and the example line."""
+"""docs/alarms.md agrees with the code: every alarm, every threshold, the options, and the example line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULES = {"divergence": divergence, "growth": probes, "collapse": probes}
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Return the cells of the rows of the first table, by the name of the alarm."""
+    """Return the cells of the first table, by the name of the alarm."""
     table = text.split("\n\n")[2].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     return {first.strip("`"): rest for first, *rest in cells}
@@ -29,7 +29,7 @@ def thresholds(cell: str) -> dict[str, float]:
 
 
 def of_the_code() -> dict[tuple[str, str], float]:
-    """Return every constant of the three modules of rules, with its module."""
+    """Return the value of every constant of the three modules of rules, by module and name."""
     return {
         (module.__name__, name): float(value)
         for module in (steps, probes, divergence)
@@ -49,7 +49,7 @@ def of_the_page(text: str) -> dict[tuple[str, str], float]:
 def test_every_alarm_has_a_row_and_every_threshold_its_number():
     assert tuple(rows(TEXT)) == NAMES
     assert of_the_page(TEXT) == of_the_code()
-    # The controls: a changed number, a missing number, a missing alarm.
+    # The controls: a changed number, a missing number and a missing alarm are detected.
     assert of_the_page(TEXT.replace("`SPIKE_STDS` 7", "`SPIKE_STDS` 8")) != of_the_code()
     assert of_the_page(TEXT.replace(", `STALL_NATS` 0.05", "")) != of_the_code()
     assert tuple(rows(re.sub(r"\| `stall`.*\n", "", TEXT))) != NAMES
@@ -68,7 +68,7 @@ def test_the_words_of_a_rule_have_its_numbers():
 
 
 def series_of(cell: str) -> set[str]:
-    """Return the names in the column of series, for one modality, pair or layer."""
+    """Return example tags for the series in a cell, each for one modality, pair and layer."""
     kinds = {"attn_logit_absmax": "text-text/layer00", "final_norm": "text", "attn_entropy": "text/layer00"}
     kinds |= dict.fromkeys(("q_norm", "k_norm", "resid_norm"), "text/layer00")
     names = [name.replace("TARGET", "text") for name in re.findall(r"`([^`]+)`", cell)]
@@ -77,7 +77,8 @@ def series_of(cell: str) -> set[str]:
 
 @pytest.mark.parametrize("alarm", ["spike", "spike_median", "growth", "collapse", "divergence"])
 def test_the_series_of_a_rule_are_those_that_ring_it(alarm):
-    """Each alarm gets a series with every event; series that no row names get the same."""
+    """A rule gives an alarm for the series that its row names, and for no other series, if a series has every
+    event."""
     named = series_of(rows(TEXT)[alarm][0])
     others = {
         "lr",

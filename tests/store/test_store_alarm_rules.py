@@ -1,4 +1,4 @@
-"""Each rule on planted series with known answers, on noise alone, and with a resume in the middle."""
+"""Every alarm rule on series with known events, on noise alone, and with a resume in the middle of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def noise(n, seed=0, mean=3.0, std=0.02):
 
 
 def fed(rule, values, *more, start=1, every=1):
-    """Return the alarms of a rule for values of the steps from `start` on."""
+    """Return the alarms of a rule for one value per step, from step `start` on."""
     given = (rule.update(start + every * i, "loss", value, *more) for i, value in enumerate(values))
     return [alarm for alarm in given if alarm is not None]
 
@@ -48,7 +48,7 @@ def planted_spike(n=400, at=300, height=1.0, seed=0):
 @pytest.mark.parametrize("rule", [Spike, SpikeOfMedian])
 def test_a_planted_spike_is_found_where_it_is_and_once(rule):
     values = planted_spike()
-    values[301] = values[300]  # the same spike, not another
+    values[301] = values[300]  # the spike continues for a second step
     found = fed(rule(), values)
     assert [alarm.step for alarm in found] == [301]
     assert found[0].value == values[300] >= found[0].threshold and "loss" in found[0].sentence
@@ -62,7 +62,7 @@ def test_the_thresholds_of_the_spike_rules_are_those_of_their_sources():
     for above, rings in (
         (0.099, False),
         (0.101, True),
-    ):  # of a window whose quartiles say 0.015 x 6 = 0.09 at most
+    ):  # the quartiles of this window give a threshold of at most 0.015 x 6 = 0.09, so 0.1 nat decides
         flat = [3.0 + 0.01 * (-1) ** i for i in range(300)]
         median = statistics.median([*flat[-200:], 9.0])
         assert bool(fed(SpikeOfMedian(), [*flat, median + above])) is rings
@@ -81,7 +81,7 @@ def test_spikes_need_their_fewest_values_and_a_scale():
 def test_noise_alone_spikes_at_most_once_in_forty_thousand_steps(std):
     for rule in (Spike, SpikeOfMedian):
         assert sum(len(fed(rule(), noise(4000, seed, std=std))) for seed in range(10)) <= 1
-    # With the source's threshold alone, batches as small as those of the last case would give alarms.
+    # With the fixed threshold of the source, noise as large as in the last case would give alarms.
     rates = [spike_rate(noise(1000, seed, std=std)) for seed in range(2)]
     assert all(rate > 1000 for rate in rates) if std == 0.3 else all(rate == 0 for rate in rates)
 
@@ -107,8 +107,8 @@ def test_a_loss_that_rests_above_its_ceiling_stalls_once():
     falling = [7.0 - 0.01 * i for i in range(200)]
     found = stalls(falling + noise(600, mean=5.0), ceiling=4.0)
     assert len(found) == 1 and found[0].name == "stall"
-    # The 50-step median drops by 0.05 for the last time 25 steps after the fall, and stalls a fifth of 1,500 steps
-    # later.
+    # The 50-step median falls by 0.05 for the last time 25 steps after the descent. The alarm comes a fifth of 1,500
+    # steps later.
     assert found[0].step == pytest.approx(200 + 25 + 300, abs=6)
 
 
@@ -116,7 +116,7 @@ def test_a_loss_below_its_ceiling_or_improving_or_without_a_ceiling_does_not_sta
     assert not stalls(noise(1000, mean=5.0), ceiling=5.2)
     assert not stalls(noise(1000, mean=5.0), ceiling=None)
     assert not stalls([9.0 - 0.0003 * i for i in range(5000)], ceiling=4.0)
-    assert not stalls(noise(310, mean=5.0), ceiling=4.0)  # not for long enough
+    assert not stalls(noise(310, mean=5.0), ceiling=4.0)  # too short for a stall
     assert stalls(noise(400, mean=5.0), ceiling=4.0)
 
 
@@ -129,7 +129,7 @@ def test_a_stall_that_ends_and_comes_again_is_two():
 
 
 def growing(rate, start=60.0, probes=50, std=0.02, seed=0):
-    """Return one value per probe, which doubles every 1 / rate probes."""
+    """Return one value per probe; the values double every 1 / rate probes."""
     return [start * 2 ** (rate * i) * math.exp(e) for i, e in enumerate(noise(probes, seed, 0.0, std))]
 
 
@@ -138,18 +138,18 @@ def grows(values, fewest=0.0, max_steps=1000, warmup=100):
 
 
 def test_growth_is_found_when_it_has_doubled_since_a_fifth_of_the_run():
-    found = grows(growing(0.1))  # doubles every 200 steps: since step 200 at step 400
+    found = grows(growing(0.1))  # doubles every 200 steps, so at step 400 it has doubled since step 200
     assert len(found) == 1 and found[0].step == pytest.approx(400, abs=20) and found[0].name == "growth"
     assert "doubles every" in found[0].sentence and found[0].value >= found[0].threshold
 
 
 def test_slow_early_small_and_past_growth_are_not_alarms():
-    assert not grows(growing(0.018))  # doubles once in 1100 steps
+    assert not grows(growing(0.018))  # doubles once in 1,100 steps
     early = growing(0.6, probes=11)
-    assert not grows(early + [early[-1]] * 40)  # before a fifth of the run
+    assert not grows(early + [early[-1]] * 40)  # growth that ends before a fifth of the run
     small = growing(0.1, start=4.0, probes=40)
     assert not grows(small, fewest=100.0) and grows(small, fewest=20.0)
-    late = [60.0] * 40 + growing(0.3, probes=11)  # has doubled, but the run is over before it does so again
+    late = [60.0] * 40 + growing(0.3, probes=11)  # has doubled, but the run ends before it would double again
     assert all(alarm.step < 1000 - 60 for alarm in grows(late))
     assert not grows([-v for v in growing(0.1)])
 
@@ -163,7 +163,8 @@ def test_noise_of_a_fifth_grows_once_in_a_hundred_runs_at_most_and_probes_of_eve
 
 
 def young(steps, every, doubles_every, until):
-    """Return lines of a run whose norms double every so many steps up to a step and then stay constant."""
+    """Return lines of a run whose norms double every `doubles_every` steps up to step `until` and then stay
+    constant."""
     names = ("q_norm/text/layer00", "resid_norm/image/layer01", "final_norm/text")
     names += ("attn_logit_absmax/text-text/layer00",)
     for step in range(0, steps + 1, every):
@@ -175,7 +176,7 @@ def young(steps, every, doubles_every, until):
 def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
     for until in (steps // 2, steps):
         assert not alarms_of(young(steps, every, steps / 12, until), 5, steps)
-    # The control: the same curve over twenty times as many steps gives an alarm on all four series.
+    # The control: this curve over twenty times as many steps gives an alarm for all four series.
     found = alarms_of(young(20 * steps, 20, 20 * steps / 12, 10 * steps), 5, 20 * steps)
     assert [alarm.name for alarm in found] == ["growth"] * 4
 
@@ -183,7 +184,8 @@ def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
 def test_growth_in_the_first_hundred_steps_is_that_of_every_model_and_a_line_needs_fifty():
     first = fed(Growth(5, 220), [2 ** (min(step, 60) / 10) for step in range(221)], start=0)
     assert not first
-    # Continued growth gives an alarm as soon as the line is long enough, also in a run without an end.
+    # Continued growth gives an alarm as soon as the fitted line covers enough steps, also without a maximum number of
+    # steps.
     for max_steps in (220, 0):
         found = fed(Growth(5, max_steps), [2 ** (step / 10) for step in range(400)], start=0)
         assert len(found) == 1 and 150 <= found[0].step <= 153
@@ -209,7 +211,7 @@ def test_collapse_comes_below_a_tenth_of_the_start_with_the_rank():
 
 
 def eventful_run(steps=1200, seed=0):
-    """Return lines of a run with one planted event of each kind, beside series without events."""
+    """Return lines of a run with one event of each kind, and with series without events."""
     rng = random.Random(seed)
     lines = []
     for step in range(steps):
@@ -246,7 +248,7 @@ EXPECTED = {
     ("growth", "attn_logit_absmax/image-text/layer01"): 400,
     ("collapse", "attn_entropy/image/layer01"): 800,
     ("non_finite", "grad_norm"): 1150,
-    ("non_finite", "k_norm/text/layer00"): 1160,  # the lowest layer, though another came first
+    ("non_finite", "k_norm/text/layer00"): 1160,  # the lowest of two layers
 }
 
 
@@ -257,7 +259,7 @@ def test_every_planted_event_is_named_with_its_step_series_and_nothing_else_ring
         assert by_event.pop(event) == pytest.approx(step, abs=20 if event[0] == "growth" else 0), event
     stalled, diverged = by_event.pop(("stall", "loss/image")), by_event.pop(("divergence", "loss/image"))
     assert 100 + 240 <= stalled <= 600 and 1000 < diverged <= 1051
-    # The rise of the image loss is a spike at its start, and no series without an event has an alarm.
+    # The rise of the image loss also counts as a spike at its start. Series without an event have no alarm.
     rest = {(name, tag) for name, tag in by_event}
     assert rest <= {(name, tag) for name in ("spike", "spike_median") for tag in ("loss", "loss/image")}
     assert {alarm.name for alarm in found} == set(NAMES)
@@ -302,7 +304,7 @@ def test_a_resume_midway_gives_the_same_alarms(cut):
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     after = feed(second, lines[cut:])
     assert repr(before + after) == repr(whole)
-    # The state is what carries it.
+    # The control: rules without the stored state give other alarms.
     if 300 < cut < 1100:
         assert repr(before + feed(AlarmRules(100, 1200), lines[cut:])) != repr(whole)
 

@@ -1,4 +1,4 @@
-"""Running medians and moments against the standard library, after any value."""
+"""Running medians and moments equal those of the standard library after every value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_enormous_value_is_forgotten_when_it_leaves_the_window(height):
     after = noise(3000)
     after[500], after[2500] = height, 3.5
     assert [alarm.step for alarm in fed(Spike(), after)] == [501, 2501]
-    # The control: if the sums are never recomputed, the same noise gives other values.
+    # The control: sums that are never recomputed give a wrong variance after the large value.
     total = squares = 0.0
     for i, value in enumerate(values):
         total, squares = total + value, squares + value * value

@@ -8,7 +8,7 @@ from mmqk.store import DivergenceRule
 
 
 def first_reason(rule, series, start=0):
-    """Return (step, reason) of the first alarm for {modality: [loss of each step, None if absent]}."""
+    """Return (step, reason) of the first divergence in {modality: [loss of each step, None if absent]}."""
     length = max(len(values) for values in series.values())
     for i in range(length):
         losses = {m: v[i] for m, v in series.items() if i < len(v) and v[i] is not None}
@@ -37,7 +37,7 @@ def test_a_loss_that_is_not_finite_diverges_at_once(value):
 
 
 def test_fifty_steps_above_the_initial_loss_after_warmup_diverge():
-    # The loss is above the limit from the first step on; only steps 21 to 70 count.
+    # The loss is above the limit from step 1 on, but only steps after the warm-up count: 21 to 70.
     losses = [7.0] + [7.2] * 200
     step, reason = first_reason(DivergenceRule(20), {"image": losses})
     assert step == 70
@@ -52,7 +52,7 @@ def test_forty_nine_steps_above_the_initial_loss_do_not_nor_does_a_smaller_rise(
 
 
 def test_a_median_half_a_nat_above_its_own_best_diverges():
-    # The loss falls to 3 and rises to 3.6, far below the initial 7; with 26 of 50 values above, the median rises.
+    # The loss falls to 3 and rises to 3.6, far below the initial 7. The median rises when 26 of 50 values are high.
     losses = [7.0] + [3.0] * 199 + [3.6] * 100
     step, reason = first_reason(DivergenceRule(20), {"text": losses})
     assert step == 225
@@ -87,5 +87,5 @@ def test_a_resume_midway_gives_the_same_answer(losses, cut):
     resumed = DivergenceRule(20)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert first_reason(resumed, rest, start=cut) == whole
-    # The state carries the history: a rule that starts without it gives another result.
+    # The control: a rule without the stored state gives another result.
     assert first_reason(DivergenceRule(20), rest, start=cut) != whole

@@ -1,5 +1,5 @@
-"""Checkpoint files: every changed bit is detected, a kill leaves the old or the new file, and names are read
-strictly."""
+"""Checkpoint files: every changed bit is detected, a kill leaves the old or the new file, and other names are
+ignored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_flipped_bit_is_seen(tmp_path):
         except DamagedError:
             pass
         flip(path, bit)
-    # For these bytes the mark in the content shows that a digest is missing; all others differ from the digest.
+    # A change in the marker makes the file look like one without a digest; every other change contradicts the digest.
     assert set(without) == set(range(50, 50 + len(b"\nmmqk sha256 ")))
     assert has_digest(path)
 
@@ -141,7 +141,8 @@ def test_setting_aside_loses_nothing(tmp_path):
 
 @pytest.mark.parametrize("site, error", [(("write", "step0.partial"), OSError), (None, RuntimeError)])
 def test_the_error_of_a_write_is_not_hidden_by_that_of_the_writer(tmp_path, site, error):
-    """torch.save raises a RuntimeError after a failed write; without a failed write the RuntimeError stays."""
+    """torch.save turns a failed write into a RuntimeError: the OSError is raised instead. Other RuntimeErrors are
+    kept."""
 
     def as_torch_does(file):
         try:
@@ -157,7 +158,8 @@ def test_the_error_of_a_write_is_not_hidden_by_that_of_the_writer(tmp_path, site
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files come from /proc")
 def test_the_folder_of_the_first_checkpoint_is_durable_before_it(tmp_path, monkeypatch):
-    """A crash can lose a new folder until its parent was synced, and with it every checkpoint inside."""
+    """The parent of a new folder is synced first, because a crash could otherwise lose the folder with every
+    checkpoint."""
     synced, fsync = [], os.fsync
 
     def recording(descriptor):
@@ -169,4 +171,4 @@ def test_the_folder_of_the_first_checkpoint_is_durable_before_it(tmp_path, monke
     run.mkdir()
     write_checkpoint(run / "checkpoints/step00000001.ckpt", lambda file: file.write(b"content"))
     assert synced.index(run) < synced.index(run / "checkpoints")
-    assert tmp_path not in synced  # the control: only folders that changed
+    assert tmp_path not in synced  # the control: only changed folders are synced

@@ -1,4 +1,4 @@
-"""The code hash: every file that a run imports is in one of two lists, and files of the first list change the
+"""The code hash: every file that a run imports is in one of two lists, and only files of the first list change the
 hash."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mmqk.store.code import DECIDES, LEAVES, PACKAGE, code_hash, lists, same_cod
 
 
 def imported(package: Path, start: str = "train.py") -> set[str]:
-    """Return the files of mmqk that a file imports, at any depth and in functions too."""
+    """Return the files of mmqk that a file imports, directly or indirectly, also in functions."""
     seen, left = set(), [start]
     while left:
         file = left.pop()
@@ -51,7 +51,7 @@ def copy(tmp_path) -> Path:
 def test_every_file_that_a_run_imports_is_in_a_list(copy):
     assert not unlisted(PACKAGE)
     assert {"training/step/losses.py", "model/norms.py", "config/__init__.py"} <= imported(PACKAGE)
-    # The control: a new file that the step imports and that is in neither list is detected.
+    # The control: a new imported file that is in neither list is detected.
     (copy / "extra.py").write_text("")
     step = copy / "training/step/losses.py"
     step.write_text(step.read_text() + "\n\ndef late():\n    from mmqk import extra\n")

@@ -1,4 +1,5 @@
-"""The one reader for all JSON records: what it refuses, and a grid whose files are damaged in hundreds of ways."""
+"""`read_json` refuses damaged records with one sentence, and commands read or refuse a grid that is damaged in
+hundreds of ways."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
             read_json(path)
         assert refusal.value.why == why
         path.rmdir() if path.is_dir() else path.unlink()
-    # The controls: a missing file gives None, and a link to a record gives that record.
+    # The controls: for a missing file the result is None, and for a link to a record it is the record.
     assert read_json(path) is None and read_json(tmp_path / "nowhere/x.json") is None
     (tmp_path / "real.json").write_text('{"a": [1], "other": {"deep": [null, 1e300, 9223372036854775807]}}')
     path.symlink_to("real.json")
@@ -67,7 +68,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 
 
 def test_a_file_of_more_than_2_gib_is_not_read(tmp_path):
-    """A sparse file: its content would fill the memory."""
+    """The file is sparse; to read it would fill the memory."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     assert read_regular(path) == b'{"step": 1}\n'
@@ -81,7 +82,7 @@ def test_what_is_written_can_be_read(tmp_path):
     assert read_json(tmp_path / "x.json") == {"a": ["nan", "inf", 1.5], "é": {"b": "-inf"}}
 
 
-# The grid that is damaged.
+# The grid that the tests below damage.
 
 CLAIM = {
     "id": "A", "statement": "more", "metric": "largest_attention_logit", "treatment": "hot", "control": "cold",
@@ -97,7 +98,7 @@ FILES = ("run.json", "status.json", "data.json", "fork.json", "ablation.json")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Train two arms with two seeds, a fork and a replay to the end."""
+    """Write a grid of finished runs: two arms with two seeds, a fork and a replay."""
     folder = tmp_path_factory.mktemp("whole") / "grid"
     grid = {
         "title": "Grid", "arms": {"hot": {"label": "hot", "set": {"optim.lr": 0.1}}, "cold": None, "late": None},
@@ -141,7 +142,7 @@ KINDS = ("cut", "flip", "value", "gone key", "text", "number", "deep", "other")
 
 
 def places(value, at=()):
-    """Every place inside a value."""
+    """Yield the path of every item inside a JSON value."""
     yield at
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, one in inner:
@@ -149,7 +150,7 @@ def places(value, at=()):
 
 
 def mutate(draw: random.Random, path: Path) -> str:
-    """Damage a file; what was done."""
+    """Damage a file at random, and return a description of the damage."""
     content = path.read_bytes()
     kind = draw.choice((*KINDS, "value", "value", "value"))
     if kind == "cut":
@@ -174,7 +175,7 @@ def mutate(draw: random.Random, path: Path) -> str:
     elif kind == "text":
         path.write_bytes(draw.choice(list(DAMAGE.values())))
     elif kind in ("number", "deep"):
-        # Replace a number, so that the rest of the file stays the same.
+        # Replace one digit; the rest of the file does not change.
         digits = [i for i in range(len(content)) if content[i : i + 1].isdigit()]
         at = draw.choice(digits)
         new = draw.choice((b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"9" * 6000))
@@ -192,7 +193,7 @@ def mutate(draw: random.Random, path: Path) -> str:
 
 
 def fine(command, capsys, *argv) -> None:
-    """Check that a command works or ends in one sentence; any other error is raised."""
+    """Check that a command succeeds or prints one sentence that names a JSON file; raise any other error."""
     capsys.readouterr()
     code = cli_main(command)([str(arg) for arg in argv])
     error = capsys.readouterr().err
@@ -200,7 +201,7 @@ def fine(command, capsys, *argv) -> None:
 
 
 def resume(folder: Path) -> None:
-    """Open every run as training does; an unreadable one is refused and not changed."""
+    """Open every run as training does. Check that an unreadable run is refused and not changed."""
     for path in sorted(folder.glob("*/seed*")):
         before = {p.name: p.lstat().st_mtime_ns for p in path.iterdir()}
         try:
@@ -215,13 +216,13 @@ def resume(folder: Path) -> None:
                 n: p.lstat().st_mtime_ns for n in before if (p := path / n).is_symlink() or p.exists()
             } == before
         except (ValueError, TypeError, RecursionError):
-            # The identity given here is the damaged one, which no command line produces.
+            # This identity comes from the damaged file; a command line cannot produce it.
             assert not isinstance(identity, dict) or "run.json" in before
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, capsys, monkeypatch, seed):
-    """Figures are left out, because they take seconds and other tests cover them."""
+    """The pages have no figures, because figures take seconds and other tests cover them."""
     monkeypatch.setattr("mmqk.report.page.figures", lambda study: [])
     monkeypatch.setattr("mmqk.report.page.paper_figures", lambda study: [])
     monkeypatch.setattr("mmqk.report.page.claim_figure", lambda study, verdict: None)
@@ -245,7 +246,7 @@ def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, caps
 
 
 def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
-    """The control of the mutations: without damage nothing is refused or noted."""
+    """The control of the damage tests: without damage nothing is refused or reported."""
     assert cli_main(report.main)([str(whole), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert "cannot be read" not in page and "is missing" not in page
@@ -282,7 +283,7 @@ def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
         )
         assert cli_main(command)(argv) == 2
         assert "runs[0].folder is " in capsys.readouterr().err
-    # The control: in a record without claims the original of replays may be elsewhere.
+    # The control: in a record without claims, the original run of replays may be outside the folder.
     if name == "../other/seed0":
         record["grid"]["claims"] = []
         record["runs"][-1]["replay"]["of"] = name

@@ -20,7 +20,7 @@ def open_run(path, identity=IDENTITY, **more):
 
 
 def start(code, *args):
-    """Another process that prints "go" at the wanted place and then waits."""
+    """Start another process, and wait until it prints "go"."""
     text = "import sys, time\nfrom mmqk.store import *\n" + code
     child = subprocess.Popen([sys.executable, "-c", text, *map(str, args)], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == b"go\n"
@@ -150,7 +150,7 @@ def test_the_same_process_is_refused_too_and_keeps_its_lock(tmp_path):
     with pytest.raises(UserError, match="this process is already training in"):
         open_run(tmp_path / "r")
     assert is_locked(tmp_path / "r")
-    # Closing any descriptor of a file drops its POSIX lock, so ask a process that does not share our table of locks.
+    # Closing any descriptor of a file releases its POSIX lock, so another process checks whether the lock is held.
     code = "import sys, pathlib, mmqk.store as s; sys.exit(s.is_locked(pathlib.Path(sys.argv[1])))"
     ask = [sys.executable, "-c", code, str(run.path)]
     assert subprocess.run(ask).returncode == 1
@@ -176,7 +176,7 @@ def test_an_orphaned_worker_does_not_keep_the_lock(tmp_path):
     child = start(ORPHAN, tmp_path / "r")
     worker = int(child.stdout.readline())
     try:
-        # The worker closed its copy of the file, and the lock was kept.
+        # The worker has closed its copy of the lock file, and the run still holds the lock.
         assert is_locked(tmp_path / "r")
         kill(child)
         os.kill(worker, 0)

@@ -1,4 +1,4 @@
-"""Missing records of a run are counted in a sentence, and damaged lines are kept."""
+"""A sentence counts the missing steps and alarms of a run, and damaged lines are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmqk.store.missing import Written, examine, lost_alarms, lost_steps
     ("found", "first", "last", "says"),
     [
         (range(61), 0, 60, ""),
-        (range(80), 0, 60, ""),  # later ones do not matter
+        (range(80), 0, 60, ""),  # later steps do not matter
         ([], 0, 0, ""),
         ([*range(9), *range(31, 61)], 0, 60, "metrics.jsonl lacks 22 steps (9 to 30)"),
         ([0, 1, 3, 4, 5], 0, 5, "metrics.jsonl lacks 1 step (2)"),
@@ -37,14 +37,14 @@ def test_alarms():
 
 
 def record(folder: Path, written: Written | None = None) -> dict:
-    """Ten steps with two alarms at step 4, and the record of a checkpoint of step 10 about them."""
+    """Write ten steps with two alarms at step 4; return what a checkpoint of step 10 stores about the two files."""
     writer = MetricsWriter(folder / "metrics.jsonl")
     for step in range(11):
         writer.write(step, {"loss": 5.0 - step / 10} | ({"alarm/spike": 2} if step == 4 else {}))
         if step == 5:
             writer.flush()
             written = Written(folder) if written is None else written
-            written.now()  # an earlier checkpoint
+            written.now()  # as an earlier checkpoint does
     writer.close()
     append_alarms(folder, [Alarm("spike", 4, f"loss/{m}", 6.0, 5.0, "it rose") for m in ("text", "image")])
     return written.now()
@@ -98,11 +98,11 @@ def test_examine(tmp_path, harm):
     written = record(tmp_path)
     do, says, aside = HARMS[harm]
     do(tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl")
-    for _ in range(2):  # what is kept is kept once
+    for _ in range(2):  # the second call does not store damaged lines again
         assert examine(tmp_path, 0, 10, written) == says
         kept = tmp_path / "metrics.jsonl.damaged"
         assert (kept.read_bytes().splitlines(keepends=True) if kept.exists() else []) == aside
-    # An older checkpoint does not record what was written, so changed values cannot be detected.
+    # A checkpoint of an older version stores no length and sha256, so changed values are not detected.
     assert examine(tmp_path, 0, 10, None) == [s for s in says if "changed" not in s]
 
 

@@ -74,7 +74,7 @@ def test_a_cut_last_line_costs_that_line_only(tmp_path, cut):
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     lines = read_metrics(path)
-    # A line without its newline is complete; with one byte less it is not.
+    # A cut of 1 byte removes only the newline, so the line is complete. A longer cut damages it.
     expected = [1, 2, 3] if cut == 1 else [1, 2]
     assert [line["step"] for line in lines] == expected
     assert last_metrics(path)["step"] == expected[-1]

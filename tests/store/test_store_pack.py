@@ -1,5 +1,5 @@
-"""A pack holds the runs in one file: it gives the same report, a grid continues from it, and it writes no file
-outside its folder."""
+"""A pack of runs gives the report of their folder, a grid continues from it, and unpacking writes no file outside its
+folder."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_the_report_of_a_pack_is_that_of_the_folder(folder, packed, tmp_path):
     for runs, out in ((folder, "a"), (packed, "b")):
         assert report([str(runs), "--out", str(tmp_path / out)]) == 0
     assert files(tmp_path / "a") == files(tmp_path / "b") != {}
-    # The control: another number in a metrics file gives another report.
+    # The control: a changed number in a metrics file gives another report.
     changed = tmp_path / "changed/demo"
     shutil.copytree(folder, changed)
     metrics = next(changed.glob("mixed-0*/seed0/metrics.jsonl"))
@@ -73,7 +73,7 @@ def test_a_run_alone_can_be_packed(folder, tmp_path):
 
 @pytest.fixture
 def long(folder, tmp_path):
-    """Runs with 2,500 steps, each with values of training steps that no report reads."""
+    """Copy the grid with 2,500 steps per run, and add a value per step that no report reads."""
     shutil.copytree(folder, tmp_path / "long/demo")
     for path in (tmp_path / "long").rglob("metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

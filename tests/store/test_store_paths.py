@@ -1,4 +1,4 @@
-"""Paths as pages print them."""
+"""Pages print paths relative to the repository or the working directory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Shipped files are used where the working directory has none, and never instead of a user's."""
+"""Shipped files are used only if the working directory has no file of this path."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def test_a_file_of_the_working_directory_comes_first(empty):
     assert find_file("data/emoji") == ROOT / "data/emoji"
     (empty / "data/emoji").mkdir(parents=True)
     assert find_file("data/emoji") == Path("data/emoji")
-    assert find_file("data/text") == ROOT / "data/text"  # the user's data folder hides only what it has
+    assert find_file("data/text") == ROOT / "data/text"  # only existing files of the user come first
 
 
 @pytest.mark.parametrize("path", ["data/none", "mmqk/train.py", "README.md", "/data/emoji", "", "../data/emoji"])
@@ -62,7 +62,7 @@ def test_the_demonstration_resolves_in_an_empty_folder_as_in_the_repository(empt
 
 
 def test_data_beside_a_config(empty, tmp_path_factory):
-    """A relative folder that a config names is looked for beside it; on the command line it is not."""
+    """A relative folder in a config is looked up beside the config; a folder on the command line is not."""
     project = tmp_path_factory.mktemp("project")
     for name in ("tokenizers", "text"):
         shutil.copytree(ROOT / "data" / name, project / name)

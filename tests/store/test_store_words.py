@@ -1,4 +1,4 @@
-"""Sentences print numbers without powers of ten: percentages, milliseconds and norms."""
+"""Messages print percentages, milliseconds and norms without powers of ten."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ POWER = re.compile(r"\de[+-]\d")
 )  # fmt: skip
 def test_a_number_has_its_digits_and_no_power_of_ten(value, digits, said):
     assert plain(value, digits) == said
-    if POWER.search(f"{value:.{digits}g}"):  # the control: what it says differs from a format only there
+    # The control: `plain` differs from the format only if the format prints a power of ten.
+    if POWER.search(f"{value:.{digits}g}"):
         assert plain(value, digits) != f"{value:.{digits}g}"
     else:
         assert plain(value, digits) == f"{value:.{digits}g}"
@@ -48,7 +49,7 @@ def line(seconds: float, step: float, every: int) -> str:
 def test_the_cost_of_a_probe_is_written_out():
     assert "probe 12,000 ms, 2,000 % of a step, 200 % of training" in line(12.0, 0.6, 10)
     assert "probe 160 ms, 16,000 % of a step, 160 % of training" in line(0.16, 0.001, 100)
-    assert "probe 12.3 ms, 12.3 % of a step, 0.12 % of training" in line(0.0123, 0.1, 100)  # as before
+    assert "probe 12.3 ms, 12.3 % of a step, 0.12 % of training" in line(0.0123, 0.1, 100)
     assert "less than 0.01 % of training" in line(1e-6, 1.0, 1000)
 
 
@@ -63,7 +64,7 @@ def test_an_alarm_and_a_count_write_large_numbers_out():
 
 
 def test_no_sentence_formats_per_cent_with_a_power_of_ten():
-    """In all of the code, a format by significant digits is never followed by a percent sign."""
+    """No file of mmqk formats a percentage by significant digits, because such a format can print a power of ten."""
     bad = re.compile(r":[.]\d+[ge]\} ?%")
     assert bad.search('f"{share:.2g} % of training"')  # the control
     found = [

@@ -45,7 +45,7 @@ def _sample(index: int) -> tuple[str, bytes, dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory) -> Path:
-    """`pairs/` with 24 training and 6 held-out pairs, `text/` with documents."""
+    """Return a folder with `pairs/` (24 training and 6 held-out pairs) and `text/` (documents)."""
     root = tmp_path_factory.mktemp("small")
     pairs, text = root / "pairs", root / "text"
     splits: dict[str, dict] = {"pairs": {}, "text": {}}

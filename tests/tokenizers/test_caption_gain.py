@@ -1,4 +1,4 @@
-"""The measurement finds a planted gain and no gain where there is none; images with one caption count once."""
+"""The measured caption gain is positive if it was planted and 0 otherwise; images with one caption count once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_partners_have_another_caption():
 
 
 class Oracle(torch.nn.Module):
-    """Predicts an image code better the more of the words before it are those that the image was made for."""
+    """Predict the codes of an image if its own caption precedes it, or for any caption if not ``use_caption``."""
 
     def __init__(self, rows, vocab_sizes, use_caption):
         super().__init__()

@@ -12,7 +12,7 @@ from mmqk.tokenizers.measure import psnr
 from mmqk.tokenizers.source import open_source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Between what the shipped codebook reaches on held-out images and what its permutation does.
+# A PSNR between that of the shipped codebook on held-out images and that of a permuted codebook.
 HELD_OUT_DB = 20.0
 
 
@@ -40,7 +40,8 @@ def test_encode_finds_the_nearest_code():
         return found
 
     assert torch.equal(codes, nearest(tokenizer.codebook_VD))
-    assert not torch.equal(codes, nearest(tokenizer.codebook_VD.roll(1, 0)))  # control
+    # The control: a shifted codebook gives other codes.
+    assert not torch.equal(codes, nearest(tokenizer.codebook_VD.roll(1, 0)))
     assert codes.unique().numel() > 1
 
 
@@ -77,7 +78,7 @@ def test_codes_do_not_depend_on_the_batch(shipped_image):
     images = torch.rand(5, 3, 64, 64)
     together = shipped_image.encode(images)
     alone = torch.cat([shipped_image.encode(image[None]) for image in images])
-    # rounding may differ by batch shape and flip a near-tie, no more
+    # rounding differs by batch shape and may change a code only if two codes are nearly as close
     assert (together == alone).float().mean() > 0.99
     assert torch.equal(together, shipped_image.encode(images))
 
@@ -88,7 +89,8 @@ def test_held_out_images_come_back(shipped_image):
     assert psnr(images, shipped_image.decode(codes)).mean() > HELD_OUT_DB
     assert codes.unique().numel() > 256
     shuffled = torch.randperm(512, generator=torch.Generator().manual_seed(0))
-    assert psnr(images, shipped_image.decode(shuffled[codes])).mean() < HELD_OUT_DB - 6  # control
+    # The control: permuted codes give worse images.
+    assert psnr(images, shipped_image.decode(shuffled[codes])).mean() < HELD_OUT_DB - 6
 
 
 def test_the_shipped_file_is_small_and_has_the_default_shape(shipped, shipped_image):

@@ -22,7 +22,7 @@ def test_any_text_comes_back(text):
 @pytest.mark.parametrize("text", ["", " two  spaces \n", "naïve – 日本語 – 👩‍🚀", "<bos><image>"])
 def test_unusual_text_comes_back(text):
     assert SHIPPED.decode(SHIPPED.encode(text)) == text
-    # control: with one id taken away it does not
+    # control: without the last id the text differs
     if text:
         assert SHIPPED.decode(SHIPPED.encode(text)[:-1]) != text
 
@@ -80,7 +80,7 @@ def test_the_hash_names_both_files(tmp_path):
     assert len(first) == 10 and first == tokenizers_hash(tmp_path)
     (tmp_path / "image.safetensors").write_bytes(b"c")
     assert tokenizers_hash(tmp_path) != first
-    # content that moves from one file to another is other content
+    # the hash also changes if bytes move from one file to the other
     (tmp_path / "text.json").write_bytes(b"ab")
     (tmp_path / "image.safetensors").write_bytes(b"")
     assert tokenizers_hash(tmp_path) != first

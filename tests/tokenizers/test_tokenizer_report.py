@@ -82,8 +82,8 @@ def test_the_page_has_the_numbers_and_keeps_what_others_added(small_data, tokeni
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A tar of 20 pairs of odd sizes and one without a caption, and tokenizers with 16x16 codes of 8,192 at 256
-    px."""
+    """Write a tar of 20 pairs of odd sizes and one image without a caption, and tokenizers for 256 px with 16x16
+    codes and a codebook of 8,192."""
     root = tmp_path_factory.mktemp("large")
     with tarfile.open(root / "a.tar", "w") as tar:
         for i in range(21):

@@ -38,7 +38,8 @@ SIZES = [(30, 57), (200, 61), (96, 96), (300, 33), (64, 64)]
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> str:
-    """Three shards as img2dataset writes them: 30 pairs of odd sizes, one of them broken."""
+    """Write three shards in img2dataset's layout with 30 pairs of odd sizes, of which one is broken; return their
+    pattern."""
     folder = tmp_path_factory.mktemp("img2dataset")
     for s in range(3):
         with tarfile.open(folder / f"{s:05d}.tar", "w") as tar:
@@ -77,7 +78,7 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
     images = torch.rand(2, 3, int(size), int(size))
     assert tokenizer.decode(tokenizer.encode(images)).shape == images.shape
     text = TextTokenizer.load(tmp_path)
-    assert len(text.encode(" ".join(WORDS))) < 0.8 * len(" ".join(WORDS))  # words of the captions are known
+    assert len(text.encode(" ".join(WORDS))) < 0.8 * len(" ".join(WORDS))  # it learned caption words
     printed = capsys.readouterr().out
     assert "30 samples read, 1 dropped (image cannot be decoded: 1)" in printed
     train, val = map(int, re.findall(r"2 steps on (\d+) images, (\d+) held out", printed)[0])
@@ -88,7 +89,8 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
 def test_the_images_taken_do_not_depend_on_the_run(shards):
     one, two = (open_source([shards], Selection(images=12, val_fraction=0.3)).images(48) for _ in range(2))
     assert torch.equal(one.train_BCHW, two.train_BCHW) and torch.equal(one.val_BCHW, two.val_BCHW)
-    other = open_source([shards], Selection(images=12, val_fraction=0.3, fit="pad")).images(48)  # control
+    # The control: padded images differ.
+    other = open_source([shards], Selection(images=12, val_fraction=0.3, fit="pad")).images(48)
     assert not torch.equal(one.train_BCHW, other.train_BCHW)
 
 
@@ -134,7 +136,7 @@ def test_the_decoder_is_as_wide_before_the_pixels_at_every_stride():
     for size, grid in ((64, 16), (64, 8), (256, 16), (256, 8)):
         args = parser().parse_args(["--image-size", str(size), "--grid", str(grid)])
         assert ImageTokenizer(_image_config(args)).decoder.head.in_channels == 40
-    assert _image_config(parser().parse_args([])) == ImageTokenizerConfig()  # what ships
+    assert _image_config(parser().parse_args([])) == ImageTokenizerConfig()  # the shipped tokenizer
     assert _image_config(parser().parse_args(["--decoder-width", "64"])).decoder_width == 64
     # control: the width of the shipped tokenizer at a stride of 32
     plain = ImageTokenizerConfig(image_size=256, grid=8)

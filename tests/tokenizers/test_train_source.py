@@ -33,7 +33,7 @@ def noise(number: int, width: int = 64, height: int = 64) -> np.ndarray:
 
 
 def plain(number: int) -> tuple[dict[str, bytes], bytes]:
-    """A sample whose image of 64 px is reproduced bit for bit, and the bytes of its image file."""
+    """Return a sample with a lossless image of 64 px, and the bytes of its image file."""
     file = encoded(noise(number), "png")
     return {"png": file, "txt": f"caption {number}".encode(), "json": b'{"width": 64}'}, file
 
@@ -48,8 +48,7 @@ def write_tar(path, samples: dict[str, dict[str, bytes]]) -> None:
 
 
 def write_shards(folder, shards: int, samples: int) -> str:
-    """Write shards of plain samples, sample k of shard s being image 1000 s + k; return the pattern that names
-    them."""
+    """Write shards of plain samples, in which sample k of shard s has image 1000 s + k; return their pattern."""
     folder.mkdir(exist_ok=True)
     for s in range(shards):
         content = {f"{s:05d}{k:04d}": plain(1000 * s + k)[0] for k in range(samples)}
@@ -58,7 +57,8 @@ def write_shards(folder, shards: int, samples: int) -> str:
 
 
 def held_out(file: bytes, share: float) -> bool:
-    """The rule computed in another way: the first 16 hex digits of the hash, divided by the largest such number."""
+    """Return whether a file is held out, by a separate computation: the first 16 hex digits of its hash as a share of
+    16^16."""
     return int(hashlib.sha256(file).hexdigest()[:16], 16) < share * 16**16
 
 
@@ -76,10 +76,11 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     assert rows(images.train_BCHW) == [noise(n).tobytes() for n in numbers if not sides[n]]
     assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
     assert images.summary == "24 samples read"
-    # the split is a property of the image: also with the shards in another order, or with only some of them
+    # the split depends on the image alone: it does not change with the order or the number of the shards
     backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_fraction=0.5)).images(64)
     assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
-    other = Tars([pattern], Selection(val_fraction=0.8)).images(64)  # control
+    # The control: a larger share holds out more images.
+    other = Tars([pattern], Selection(val_fraction=0.8)).images(64)
     assert len(other.val_BCHW) > len(images.val_BCHW)
 
 
@@ -274,7 +275,8 @@ def test_a_bound_on_characters_takes_the_beginning_of_every_file(tmp_path):
     texts, summary = Documents(pattern, Selection(val_fraction=1e-9, characters=400)).read()
     assert [sum(text.startswith(name) for text in texts) for name in "abcd"] == [10] * 4
     assert summary == "40 documents read, only the beginning of 4 of 4 files (--characters)"
-    assert len(Documents(pattern, Selection(val_fraction=1e-9)).read()[0]) == 200  # control
+    # The control: without the bound all documents are read.
+    assert len(Documents(pattern, Selection(val_fraction=1e-9)).read()[0]) == 200
 
 
 def test_documents_of_a_folder_are_its_train_split(small_data):

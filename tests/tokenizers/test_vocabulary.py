@@ -31,7 +31,7 @@ def test_places_are_undone(make):
         assert type(placed) is type(ids)
         assert list(placed) != list(ids)
         assert list(back(placed)) == list(ids)
-    # control: the other block's inverse is another number
+    # control: the inverse of the other block gives other ids
     assert list(VOCABULARY.image_codes(VOCABULARY.text(ids))) != list(ids)
 
 

@@ -19,7 +19,7 @@ LARGE = ImageTokenizerConfig(grid=16, codes=8192, code_dim=16, decoder_width=8, 
 
 
 def pictures(number: int, size: int = 64) -> torch.Tensor:
-    """Smooth noise, so that no two places of an image look the same."""
+    """Return images of smooth noise, so that no two places of an image look the same."""
     coarse = torch.rand(number, 3, size // 8, size // 8, generator=torch.Generator().manual_seed(number))
     smooth = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 1)
     return (smooth * 255).byte()
@@ -27,7 +27,7 @@ def pictures(number: int, size: int = 64) -> torch.Tensor:
 
 def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     images, held_out = pictures(8), pictures(3)
-    # 1,024 vectors a batch: 8,192, one a code, would take k-means ten times as long
+    # 1,024 vectors per batch; with 8,192, one per code, k-means would take ten times as long
     training = VQTrainingConfig(steps=2, batch_size=4, shift=2)
     trained = train_image_tokenizer(images, held_out, LARGE, training, val_check_interval=2, **FLAGS)
     x = held_out.float() / 255
@@ -37,16 +37,17 @@ def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     again = trained.decode(codes)
     assert again.shape == x.shape and again.dtype == torch.float32
     assert trained.codebook_VD.shape == (8192, 16)
-    assert trained.codebook_VD.unique(dim=0).shape[0] > 1024  # those of the first batch, and more
+    assert trained.codebook_VD.unique(dim=0).shape[0] > 1024  # more than the vectors of the first batch
 
     (tmp_path / "image.safetensors").write_bytes(trained.to_bytes())
     loaded = ImageTokenizer.load(tmp_path)
     assert loaded.config == LARGE and loaded.to_bytes() == trained.to_bytes()
     torch.testing.assert_close(loaded.decode(codes), again, rtol=1e-2, atol=1e-2)
-    # fp16 moves vectors that lie half-way between two codes; a code's own vector stays its own
+    # fp16 moves vectors that are halfway between two codes, but the vector of a code still gets that code
     own = loaded.codebook_VD[codes[0]].T[None, :, None]
     assert torch.equal(loaded.codebook_VD[loaded.quantize(own)[0]], loaded.codebook_VD[codes[0]])
-    wrong = (codes + 4096) % 8192  # control
+    # The control: other codes give other images.
+    wrong = (codes + 4096) % 8192
     assert (loaded.decode(wrong) - again).abs().max() > 1e-2
 
 
@@ -83,7 +84,7 @@ def test_codes_that_are_used_alike_are_not_replaced():
     kept = assignments(VQTrainingConfig(batch_size=1))
     assert kept[-1].unique().numel() > 0.9 * 64
     assert all((one == other).float().mean() > 0.9 for one, other in itertools.pairwise(kept[1:]))
-    # control: a bound that fits the shipped codebook replaces every code of this one at every step
+    # control: a bound that fits the shipped codebook replaces every code of this codebook at every step
     lost = assignments(VQTrainingConfig(batch_size=1, dead_share=100.0))
     assert all((one == other).float().mean() < 0.5 for one, other in itertools.pairwise(lost[1:]))
 
@@ -94,6 +95,6 @@ def test_memory_of_a_look_at_the_held_out_images_has_a_bound(size, grid):
         config = ImageTokenizerConfig(image_size=size, grid=grid, codes=codes)
         at_once = images_at_once(config)
         assert at_once >= 1
-        # 4 bytes a distance, 4 a channel and pixel
+        # 4 bytes per distance, and 4 bytes per channel and pixel
         assert at_once == 1 or (at_once * grid**2 * codes <= 2**25 and at_once * size**2 <= 2**20)
-    assert images_at_once(ImageTokenizerConfig()) == 256  # what the shipped page was made with
+    assert images_at_once(ImageTokenizerConfig()) == 256  # as for the shipped page

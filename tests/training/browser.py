@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled over its debugging pipe: the content of a page, its console messages and
+"""Control a headless Chromium over its debugging pipe: read the content and console errors of a page, and take
 screenshots.
 
 The pipe is two file descriptors. Each JSON message ends with a NUL byte; no port and no websocket is used.
@@ -19,18 +19,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Seconds after which a browser counts as dead; on a loaded machine a page can need minutes.
+# Seconds to wait for an answer from the browser; on a loaded machine a page can need minutes.
 GUARD_S = 1800.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def installed() -> str | None:
-    """The browser's path, None without one."""
+    """Return the path of the installed browser, or None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One tab.
+    """One tab of the browser.
 
     Attributes:
         errors: errors of the page: uncaught exceptions, console errors, failed requests.
@@ -62,7 +62,7 @@ class Page:
 
     def _read(self, timeout: float) -> None:
         ready, _, _ = select.select([self._from], [], [], max(0.0, timeout))
-        assert ready, "the browser does not answer"
+        assert ready, "no answer from the browser in time"
         self._rest += os.read(self._from, 1 << 20)
         *messages, self._rest = self._rest.split(b"\0")
         for message in map(json.loads, messages):
@@ -84,13 +84,13 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, javascript: str) -> Any:
-        """Return the value of an expression on the page; promises are awaited."""
+        """Evaluate a JavaScript expression on the page and return its value; promises are awaited."""
         answer = self.call("Runtime.evaluate", expression=javascript, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, javascript: str, timeout: float = GUARD_S) -> Any:
-        """Return the value of an expression as soon as it is true, or its last value after ``timeout`` seconds."""
+        """Evaluate an expression until it is true, at most ``timeout`` seconds, and return its last value."""
         end = time.monotonic() + timeout
         while not (value := self.value(javascript)) and time.monotonic() < end:
             time.sleep(0.2)
@@ -103,11 +103,11 @@ class Page:
 
 @contextlib.contextmanager
 def browser(executable: str, width: int = 1400, height: int = 1500) -> Iterator[Page]:
-    """Open a browser with one page; its files are removed at the end."""
+    """Open a browser with one page; remove its profile folder at the end."""
     into_read, into_write = os.pipe()
     out_read, out_write = os.pipe()
 
-    def wire() -> None:  # the browser reads from 3 and writes to 4
+    def wire() -> None:  # the browser reads from file descriptor 3 and writes to 4
         low, high = os.dup(into_read), os.dup(out_write)
         os.dup2(low, 3)
         os.dup2(high, 4)

@@ -1,4 +1,4 @@
-"""A run that stops at a chosen place until it is released, so that a signal arrives exactly there."""
+"""Start a run that pauses at a chosen place until the test releases it, so that a signal arrives at that place."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SECONDS = 1800.0
 
 
 def wait_for(there: Callable[[], object]) -> None:
-    """Return when ``there()`` is true; the test fails if it never is."""
+    """Wait until ``there()`` is true; fail the test after `SECONDS` seconds."""
     until = time.monotonic() + SECONDS
     while not there():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "timed out"
         time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
+    """Return whether a process has ended, even if its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -32,8 +32,7 @@ def gone(pid: int) -> bool:
 
 
 def stop_at_import(module: str, folder: Path) -> None:
-    """The first import of ``module`` writes the id of this process to ``folder`` / at and waits for ``folder`` /
-    go."""
+    """Pause this process at its first import of ``module``, as `pause` does."""
 
     class Gate:
         def find_spec(self, name: str, *_: object) -> None:
@@ -45,6 +44,7 @@ def stop_at_import(module: str, folder: Path) -> None:
 
 
 def pause(folder: Path) -> None:
+    """Write the id of this process to the file ``folder / "at"`` and wait for the file ``folder / "go"``."""
     (folder / "at.partial").write_text(str(os.getpid()))
     os.replace(folder / "at.partial", folder / "at")
     while not (folder / "go").exists():
@@ -52,14 +52,15 @@ def pause(folder: Path) -> None:
 
 
 def start(args: list[str], folder: Path, place: str = "", step: int = 0) -> ForkServerProcess:
-    """Fork ``python -m mmqk.train`` from a process with all imports; its output goes to ``folder`` / log.
+    """Start ``python -m mmqk.train`` as a fork of a process with all imports. Write its output to ``folder / "log"``.
 
     Args:
-        args: its command line.
-        folder: for the files that open and close the gate.
-        place: "data" (the run folder is open), "step" (in the forward pass of the step after ``step``, asleep in
-            Python), "deaf step" (the same, in a call that never runs Python) or "" for no stop.
-        step: optimizer steps done.
+        args: command line of the run.
+        folder: folder of the log and of the files that `pause` uses.
+        place: where the run pauses: "data" (after the run folder is opened), "step" (in the forward pass after
+            ``step`` optimizer steps), "deaf step" (in that forward pass, in a call that never returns to Python), or
+            "" for no pause.
+        step: number of optimizer steps before the pause.
     """
     start_server(PRELOAD)
     process = get_context("forkserver").Process(target=_run, args=(args, folder, place, step))

@@ -1,6 +1,6 @@
-"""Two processes that train one run, started as srun starts them on one machine or on two.
+"""Train one run in two processes, started as srun starts them on one machine or on two.
 
-They are forked from a process with all imports, so that each takes a second.
+The processes are forked from a process with all imports, so that each starts in a second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SECONDS = 180.0
 
 
 def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[ForkServerProcess]:
-    """Start both processes; their output goes to ``log`` with their numbers. The first process comes first.
+    """Start both processes and return them in the order of their ranks. Rank r writes its output to ``{log}{r}``.
 
-    With ddp, each process also writes its last weights.
+    With ddp, rank r also writes its final weights to ``{log}{r}.weights``.
     """
     start_server(PRELOAD)
     with socket.socket() as free:
@@ -41,7 +41,7 @@ def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1)
 
 
 def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
-    """Return their exit codes; the test fails if they do not end."""
+    """Wait for both processes and return their exit codes; fail the test if one does not end."""
     for process in both:
         process.join(SECONDS)
     alive = [rank for rank, process in enumerate(both) if process.is_alive()]
@@ -52,7 +52,7 @@ def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
 
 
 def train(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[int | None]:
-    """Run to the end."""
+    """Start both processes, wait until they end, and return their exit codes."""
     return end(start(args, log, strategy, nodes))
 
 

@@ -1,4 +1,4 @@
-"""Alarms of a run: the same during training and afterwards, the same after a resume, and actions only if
+"""Alarms raised during training equal those computed afterwards and those of a resumed run; they act only if
 configured."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mmqk.train import main
 from mmqk.training.loop.lifecycle import Lifecycle
 from mmqk.training.loop.signals import ENDING
 
-# A run of 60 steps at a high learning rate; rules that need many values are changed to need few.
+# A run of 60 steps at a high learning rate; `eager_rules` changes the rules so that they raise alarms in 60 steps.
 HOT = [
     "--optim.lr=0.3",
     "--optim.schedule=constant",
@@ -47,7 +47,7 @@ def eager_rules(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reporting(tiny_args, tmp_path_factory):
-    """Train a run whose alarms only report; return it and its output."""
+    """Train a run whose alarms only report; return its folder and its output."""
     import contextlib
     import io
 
@@ -77,7 +77,7 @@ def live(folder: Path) -> str:
 def test_alarms_are_those_that_the_numbers_give_afterwards(reporting):
     folder, _ = reporting
     found = read_alarms(folder)
-    assert {"spike", "collapse"} <= {alarm.name for alarm in found}, "the run is too calm for this test"
+    assert {"spike", "collapse"} <= {alarm.name for alarm in found}, "the run has too few alarms"
     assert live(folder) == afterwards(folder)
 
 
@@ -86,14 +86,14 @@ def test_a_healthy_run_of_60_steps_has_no_growth_alarm_live_or_afterwards(report
     assert read_status(folder).status == "completed"
     assert not any(alarm.name == "growth" for alarm in read_alarms(folder)) and "growth" not in said
     assert "growth" not in afterwards(folder)
-    # The control: its norms grow so fast that a rule with few steps would raise an alarm.
+    # The control: its norms grow fast enough for an alarm of a rule that needs fewer steps.
     monkeypatch.setattr(probes, "GROWTH_START_STEPS", 1)
     monkeypatch.setattr(probes, "GROWTH_STEPS", 0)
     assert "growth" in afterwards(folder)
 
 
 def marks(folder: Path) -> Counter[tuple[int, str]]:
-    """``alarm/<name>`` of metrics.jsonl by step."""
+    """Return the values of ``alarm/<name>`` in metrics.jsonl by step and name."""
     return Counter(
         {
             (line["step"], key.removeprefix("alarm/")): value
@@ -108,7 +108,7 @@ def test_they_are_marked_in_metrics_jsonl_at_their_step_and_readers_take_no_harm
     folder, _ = reporting
     found = Counter((alarm.step, alarm.name) for alarm in read_alarms(folder))
     assert marks(folder) == found and max(found.values()) > 1
-    # The analysis reads them as series, and neither modalities nor other series are affected.
+    # The analysis reads the alarm counts as series; they change neither the modalities nor the other series.
     run = load_runs(folder)[0]
     steps_N, values_N = run.series("alarm/spike")
     assert dict(zip(steps_N.tolist(), values_N.tolist(), strict=True)) == {
@@ -159,18 +159,18 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     for name in ("acting", "none"):
         other = weights(tmp_path / name)
         assert all(torch.equal(one[k], other[k]) for k in one), name
-    # The actions were taken: every step after the first spike is probed, and one checkpoint is kept.
+    # The actions were taken: the 3 steps after the first spike alarm are probed, and one checkpoint is kept.
     spike = next(alarm for alarm in read_alarms(tmp_path / "acting") if alarm.name == "spike")
     probed = [
         line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line
     ]
-    seen_at = next(step for step in probed if step >= spike.step)  # the flush that found it
+    seen_at = next(step for step in probed if step >= spike.step)  # the flush that raised the alarm
     assert {seen_at + 1, seen_at + 2, seen_at + 3} <= set(probed)
     kept = list((tmp_path / "acting/checkpoints").glob("alarm_*"))
     assert [path.name for path in kept] == [f"alarm_spike_step{seen_at:08d}.ckpt"]
     assert torch.load(kept[0], weights_only=True)["global_step"] == seen_at
     assert live(tmp_path / "acting") == afterwards(tmp_path / "acting")
-    # A probe that an alarm requests is taken even if no probe is ever due.
+    # The probes that an alarm requests are taken even if regular probes are off.
     acting[0] = "--monitor.every_n_steps=0"
     assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'rare'}"]) == 0
     lines = read_metrics(tmp_path / "rare/metrics.jsonl")
@@ -186,7 +186,7 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
     assert status is not None and status.status == "interrupted" and "collapse" in status.reason
     first = next(alarm for alarm in read_alarms(out) if alarm.name == "collapse")
     assert status.step == first.step < 60
-    for _ in range(10):  # a later layer or modality may stop it again
+    for _ in range(10):  # a collapse in another layer or modality may stop the run again
         if (code := main(args)) == 0:
             break
         assert code == 130
@@ -199,8 +199,8 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
 
 
 def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_path, capsys, monkeypatch):
-    """The flush at the interruption is the first that sees the spike of step 13; without it, the flush of step 20
-    would be."""
+    """The flush at the interruption is the first that detects the spike of step 13; the next regular flush would be
+    at step 20."""
     out, after = tmp_path / "run", 14
     spike = Alarm("spike", 13, "loss", 9.0, 8.0, "planted")
 
@@ -234,7 +234,8 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
 
 
 def test_a_resume_drops_alarms_that_come_again(reporting, tiny_args, tmp_path):
-    """As after a kill: alarms of steps after the last checkpoint are on disk, and the steps are not."""
+    """The folder is that of a killed run, with alarms of steps after its checkpoint. The resume trains these steps
+    again."""
     import shutil
 
     out = tmp_path / "killed"

@@ -1,4 +1,4 @@
-"""The arms of the demonstration as runs: a loss switched off, one modality alone, an end by a signal or a failure."""
+"""Runs of the demonstration's arms: image loss off, one modality alone, ends by a signal or an error, and loading."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def status(folder: Path) -> dict:
 
 
 def training_series(folder: Path) -> list[dict]:
-    """Return the lines of a run without the values measured on the validation sequences."""
+    """Return the lines of metrics.jsonl without the values measured on the validation sequences."""
     return [
         {tag: value for tag, value in line.items() if not tag.startswith("val_")}
         for line in read_metrics(folder / "metrics.jsonl")
@@ -56,13 +56,14 @@ def same_weights(a: Path, b: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[Path, training.TrainingModule]:
-    """Train `mixed` and return its modules by folder."""
+    """Return a dictionary in which `mixed` stores its training module, by run folder."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def args(tiny_args) -> list[str]:
-    """Probes read the training batch, so an arm that does not read a modality has no statistic of it."""
+    """Return a command line whose probes read the training batch: a run on one modality has no statistic of the other
+    modality."""
     return [*tiny_args, "--monitor.probe_split=current"]
 
 
@@ -93,8 +94,8 @@ def image_off(args, tmp_path_factory) -> Path:
 
 
 def first_step(args: list[str]) -> tuple[training.TrainingModule, LossSums, torch.Tensor]:
-    """Return the module of a run at its start, the sums of its first batch, and the number of targets of that
-    step."""
+    """Return the module of a run at its start, the loss sums of its first batch, and the number of targets of its
+    first step."""
     run = resolve(args)
     module = training.TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
     data = TokenDataModule(run.data, run.seed)
@@ -108,7 +109,7 @@ def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch
 
 
 def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
-    """With the same tokens and the same denominator, the gradient equals that of the mixed run through its text
+    """The tokens and the denominator are those of the mixed run, so the gradient equals that of the mixed run's text
     targets."""
     module, sums, targets = first_step(args)
     text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
@@ -123,7 +124,7 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
     assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(off, whole, strict=True))
     for a, b, c in zip(whole, text, image, strict=True):
         torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
-    # Dividing by the text targets alone would also give another gradient.
+    # Dividing by the number of text targets alone would give another gradient.
     assert any(
         float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True)
     )
@@ -134,24 +135,25 @@ def test_the_z_loss_of_a_modality_goes_with_its_loss(args):
     loss = total_loss(sums, module.loss_weights_M, 0.1, targets)
     text = (sums.ce[0] + 0.1 * sums.log_z_sq[0]) / targets
     torch.testing.assert_close(loss, text)
-    assert float((0.1 * sums.log_z_sq[1] / targets).detach()) > 0.1  # what would have been added
+    assert float((0.1 * sums.log_z_sq[1] / targets).detach()) > 0.1  # the image z-loss that is left out
 
 
 def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
     one, off = (next(line for line in training_series(f) if line["step"] == 1) for f in (mixed, image_off))
     for tag in ("loss/text", "loss/image", "log_z/text", "log_z/image"):
         assert off[tag] == pytest.approx(one[tag], rel=1e-6)
-    share = (one["loss"] - one["loss/image"]) / (one["loss/text"] - one["loss/image"])  # of text targets
+    # The share of text targets.
+    share = (one["loss"] - one["loss/image"]) / (one["loss/text"] - one["loss/image"])
     assert 0 < share < 1
     assert off["loss"] == pytest.approx(share * off["loss/text"], rel=1e-3)
     assert off["loss"] < 0.9 * one["loss"] and off["grad_norm"] != pytest.approx(one["grad_norm"], rel=1e-3)
 
 
 def test_image_loss_off_never_moves_toward_images(mixed, image_off):
-    """Text targets lower the logits of all image codes, so the image loss that is measured but not trained does not
-    fall.
+    """Text targets lower the logits of all image codes, so the image loss, which is measured but not trained, stays
+    high.
 
-    The images of two steps differ, so it is compared with the other run on the same images, over several steps.
+    Each step has other images, so the image loss is compared with that of the mixed run at the same steps.
     """
     off, on = by_step(image_off, "loss/image"), by_step(mixed, "loss/image")
     assert off.keys() == on.keys() and off[1] == pytest.approx(on[1], rel=1e-6)
@@ -161,7 +163,7 @@ def test_image_loss_off_never_moves_toward_images(mixed, image_off):
     assert sum(off[s] for s in late) / len(late) > off[1] - 0.1
     assert sum(on[s] for s in late) / len(late) < on[1] - 0.1
     text = by_step(image_off, "loss/text")
-    assert text[max(text)] < text[1] - 0.1  # it does train
+    assert text[max(text)] < text[1] - 0.1  # the text loss falls
 
 
 # One modality alone ----------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def test_image_only_trains_images(args, tmp_path, mixed):
     def share(line: dict) -> float:
         return (line["loss"] - line["loss/text"]) / (line["loss/image"] - line["loss/text"])
 
-    # After <bos> come <image>, 64 codes, </image> and <eos>; the mixed run also has captions and text.
+    # 64 of the 67 targets are codes, the others are <image>, </image> and <eos>; the mixed run has more text targets.
     assert share(first) == pytest.approx(64 / 67, abs=1e-3) and share(both) < 0.8
 
 
@@ -198,7 +200,7 @@ def test_a_mix_on_the_command_line_replaces_that_of_a_file(args, tmp_path):
     assert resolve([*base, TEXT]).id == resolve([*args, TEXT]).id
     assert main([*base, TEXT, "--trainer.max_steps=3", f"--out={tmp_path / 'text'}"]) == 0
     assert tags_of_image(tmp_path / "text") == set() and by_step(tmp_path / "text", "loss/text")
-    # The control: the weights of one modality are merged.
+    # The control: a weight set by `--data.mix.text` is merged into the mix of the file.
     assert resolve(base).data.mix == {"pair": 3.0, "text": 1.0}
     assert resolve([*base, "--data.mix.text=2"]).data.mix == {"pair": 3.0, "text": 2.0}
 
@@ -222,7 +224,7 @@ def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path, mixed):
     assert found["status"] == "interrupted" and "SIGINT" in found["reason"]
     assert 10 <= found["step"] < 150 and newest(out).name == f"step{found['step']:08d}.ckpt"
     assert main([*args, f"--out={out}"]) == 0 and status(out)["status"] == "completed"
-    # The control: the run without a signal ends with 0 and is the same run.
+    # The control: a run without a signal ends with exit code 0, the same status and the same weights.
     assert main([*args, f"--out={straight}"]) == 0
     assert status(straight) | {"seconds": 0} == status(out) | {"seconds": 0}
     assert same_weights(out, straight) and not same_weights(out, mixed)
@@ -245,7 +247,7 @@ def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
     found = status(out)
     assert (found["status"], found["step"]) == ("failed", 5)
     assert found["reason"] == "RuntimeError: a planted failure"
-    assert set(by_step(out, "loss")) == {1, 2, 3, 4, 5}  # what was measured is on disk
+    assert set(by_step(out, "loss")) == {1, 2, 3, 4, 5}  # all steps before the failure are on disk
     assert newest(out).name == "step00000004.ckpt"
     # The control: without the fault the same command continues and completes.
     assert main([*args, f"--out={out}"]) == 0
@@ -263,7 +265,7 @@ def test_loaded_model_is_the_trained_one(mixed, kept):
         expected = trained(ids_BT)
         assert torch.equal(loaded(ids_BT), expected)
         torch.testing.assert_close(load_model(mixed)(ids_BT), expected, rtol=1e-4, atol=1e-5)
-        # The control: the model before training gives other values.
+        # The control: an untrained model gives other logits.
         fresh = type(trained)(trained.config, "sdpa", seed=0)(ids_BT)
         assert float((fresh - expected).abs().max()) > 1e-2
 
@@ -287,13 +289,13 @@ def test_a_cut_checkpoint_is_refused_with_one_sentence(mixed, tmp_path, part):
     path = tmp_path / "checkpoints/step00000012.ckpt"
     path.parent.mkdir()
     path.write_bytes(whole)
-    load_model(tmp_path)  # the control: whole, it is read
+    load_model(tmp_path)  # the control: the uncut file is read
     path.write_bytes(whole[: int(len(whole) * part)])
     with pytest.raises(UserError) as refused:
         load_model(tmp_path)
     said = str(refused.value)
     assert str(path) in said and "\n" not in said and said.endswith(".")
-    assert "cannot be read" in said or "is damaged" in said  # whole but for its sha256
+    assert "cannot be read" in said or "is damaged" in said  # damaged: only the sha256 at its end is cut
 
 
 @pytest.mark.parametrize(

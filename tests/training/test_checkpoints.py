@@ -1,4 +1,4 @@
-"""A checkpoint is used only if its content is valid, and a run always has a valid one to continue from."""
+"""A checkpoint is used only if its content is valid, and a run always has a valid checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ def flip(path: Path, byte: int) -> None:
 
 
 def place_of_weights(path: Path) -> int:
-    """A byte inside the largest weight matrix; no zip reader checks it if the file is mapped."""
+    """Return the position of a byte inside the largest weight matrix; zip readers do not check this byte if the file
+    is memory-mapped."""
     saved = torch.load(path, weights_only=True)
     largest = max(saved["state_dict"].values(), key=torch.Tensor.numel)
     return path.read_bytes().index(largest.numpy().tobytes()) + 40
 
 
 def change(path: Path, **parts) -> None:
-    """Write a checkpoint again with its digest and other parts; None removes a part."""
+    """Replace parts of a checkpoint and write it with a new digest; None removes a part."""
     content = {**torch.load(path, weights_only=True), **parts}
     save_checkpoint({name: part for name, part in content.items() if part is not None}, path)
 
 
 def without_digest(path: Path) -> None:
-    """As an older mmqk wrote it."""
+    """Rewrite a checkpoint without a digest, as older versions of mmqk did."""
     content = torch.load(path, weights_only=True)
     content.pop(MARK, None)
     torch.save(content, path)
 
 
 def refused(capsys, *args: str) -> str:
-    """Return the one sentence of a command that is refused."""
+    """Run a command that is refused and return its error message."""
     assert cli_main(main)([*args, "--quiet"]) in (1, 2)
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.count("mmqk: ") == 1
@@ -66,7 +67,8 @@ def test_a_changed_byte_anywhere_is_refused(whole, tmp_path):
     path.parent.mkdir()
     content = step(whole, 12).read_bytes()
     path.write_bytes(content)
-    assert load_checkpoint(path)["global_step"] == 12  # the control
+    # The control: the unchanged file is read.
+    assert load_checkpoint(path)["global_step"] == 12
     places = random.Random(0).sample(range(len(content)), 60)
     for byte in [place_of_weights(path), *places, *range(len(content) - 100, len(content))]:
         flip(path, byte)
@@ -74,7 +76,7 @@ def test_a_changed_byte_anywhere_is_refused(whole, tmp_path):
             load_checkpoint(path)
         assert str(path) in str(error.value) and "\n" not in str(error.value)
         path.write_bytes(content)
-    for end in (b"", content[-78:]):  # the footer lost, or twice
+    for end in (b"", content[-78:]):  # the footer is missing, or occurs twice
         path.write_bytes(content[:-78] + end + end)
         with pytest.raises(UserError, match="is damaged"):
             load_checkpoint(path)
@@ -82,7 +84,7 @@ def test_a_changed_byte_anywhere_is_refused(whole, tmp_path):
 
 def foreign_model(path: Path) -> None:
     config = torch.load(path, weights_only=True)["mmqk_model"]
-    change(path, mmqk_model={**config, "attn_softcap": 30.0})  # has no parameter: only the configuration tells
+    change(path, mmqk_model={**config, "attn_softcap": 30.0})  # a softcap adds no weights
 
 
 def foreign_run(path: Path) -> None:
@@ -126,14 +128,14 @@ def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
     assert said.startswith(f"The checkpoint {step(out, 8)} cannot be read") and "train from step 0" in said
     assert {path: path.read_bytes() for path in before} == before
     for number in (4, 8):
-        step(out, number).unlink()  # what the sentence says to do
+        step(out, number).unlink()  # as the error message advises
     assert main([*args, f"--out={out}"]) == 0
     assert series(out) == series(whole)
 
 
 @pytest.mark.parametrize("name", [10, 99])
 def test_a_name_is_not_believed(whole, tmp_path, capsys, name):
-    """If a resume trusted the name, step 99 would complete a run of 12 steps without training."""
+    """If a resume trusted the file name, step 99 would complete a run of 12 steps without training."""
     out = tmp_path / "again"
     args = rewind(whole, out, 8)
     step(out, 8).rename(step(out, name))
@@ -155,10 +157,10 @@ def test_stray_names_are_left_alone(whole, tmp_path, capsys):
     assert main([*args, f"--out={out}"]) == 0
     said = capsys.readouterr().err
     assert all(f"{stray} is ignored" in said and stray.exists() for stray in strays)
-    assert "resuming from step 8" in said and "alarm_spike" not in said  # which mmqk names so
+    assert "resuming from step 8" in said and "alarm_spike" not in said  # a file name that mmqk writes itself
     assert series(out) == series(whole)
     load_model(out)
-    assert load_checkpoint(strays[0])["global_step"] == 8  # by a name of one's own, where it is given
+    assert load_checkpoint(strays[0])["global_step"] == 8  # any file name is read if its path is given
     for path in (out / "checkpoints").glob("step0*.ckpt"):
         path.unlink()
     with pytest.raises(UserError, match=r"only step_best\.ckpt"):
@@ -179,7 +181,7 @@ def moments_of_other_shapes(path: Path) -> None:
         (lambda path: change(path, callbacks=[1]), "has a malformed part callbacks"),
         (lambda path: change(path, lr_schedulers=[]), "has a malformed part lr_schedulers"),
         (lambda path: change(path, optimizer_states=[{"state": {}}]), "has a malformed part optimizer_states"),
-        (lambda path: change(path, global_step="8"), "has no number of steps"),
+        (lambda path: change(path, global_step="8"), "has no step number"),
         (lambda path: change(path, mmqk_ranks={}), "has a malformed part mmqk_ranks"),
         (lambda path: change(path, state_dict={**torch.load(path)["state_dict"], "model.head.weight": torch.ones(3)}),
          "has weights model.head.weight that are not of shape"),
@@ -209,7 +211,7 @@ def test_an_older_one_without_a_digest_is_used_and_says_so(whole, tmp_path, caps
     fork = [f"--fork={step(out, 4)}", "--loss.z_loss=1e-3", "--quiet"]
     assert main([*fork, f"--out={tmp_path / 'fork'}"]) == 0
     assert capsys.readouterr().err.count(f"{step(out, 4)} has no sha256") == 1
-    # The control: a checkpoint with a digest prints no line, and one that lost its digest is refused.
+    # The control: a checkpoint with a digest prints no line, and a checkpoint that lost its digest is refused.
     assert main([f"--fork={step(out, 12)}", "--trainer.max_steps=13", "--quiet", f"--out={tmp_path / 'b'}"]) == 0
     assert "sha256" not in capsys.readouterr().err
     torch.save(torch.load(step(out, 12), weights_only=True), step(out, 12))
@@ -228,14 +230,14 @@ def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
         with pytest.raises(UserError, match=r"step00000012\.ckpt is damaged") as error:
             read(out)
         assert "\n" not in str(error.value)
-    flip(step(out, 12), place_of_weights(step(whole, 12)))  # the control: mended, all is read
+    flip(step(out, 12), place_of_weights(step(whole, 12)))  # the control: with the bit flipped back, it is read
     load_model(out)
     assert cli_main(main)([*fork, "--quiet"]) == 0
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, keep):
-    """From step 8 on the disk loses what is written: the run ends, and its earlier checkpoint is unchanged."""
+    """From step 8 on, the disk flips a bit in each checkpoint: the run ends, and its earlier checkpoint is valid."""
     out, sync = tmp_path / "run", os.fsync
     args = [*tiny_args, f"--checkpoint.keep={keep}", f"--out={out}"]
 
@@ -251,6 +253,6 @@ def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, k
     good = [path for path in sorted((out / "checkpoints").glob("*.ckpt")) if load_checkpoint(path)]
     assert [path.name for path in good] == ["step00000004.ckpt"]
     monkeypatch.setattr(os, "fsync", sync)
-    assert main(args) == 0  # the control: a disk that keeps what is written
+    assert main(args) == 0  # the control: with a sound disk the run completes
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step00000008.ckpt", "step00000012.ckpt"][-keep:]

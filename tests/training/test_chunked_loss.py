@@ -1,4 +1,7 @@
-"""The chunked loss against the dense one, which is tested against torch's: values, gradients, training, memory."""
+"""Compare the chunked loss with the dense loss: values, gradients, training runs and memory.
+
+test_loss.py compares the dense loss with torch's.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ BOTH = {"z_loss": 0.01, "weights": {"image": 0.5}}
 
 
 def inputs(dtype=torch.float64):
-    """Hidden states, head, targets (-100 if ignored), their modalities (two of three occur) and mask."""
+    """Return hidden states, the head's weight, targets (-100 if ignored), the modality of each target (two of the
+    three occur) and the mask."""
     generator = torch.Generator().manual_seed(0)
     hidden_BTD = torch.randn(B, T, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     head_VD = 2 * torch.randn(V, D, generator=generator, dtype=torch.float64)
@@ -81,7 +85,7 @@ def test_equals_the_dense_form_for_any_chunk(chunk, dtype, tolerance, z_loss, so
     close(parts, expected_parts)
     for m in range(M):
         close(gradients(parts[m], hidden, head), gradients(expected_parts[m], hidden, head))
-    # The controls: without the cap, with another mask, or with another z-loss, the value differs.
+    # The controls: with another softcap, another mask or another z-loss, the loss differs.
     for other, z in (
         (dense(hidden, head, *of, softcap=1.0), z_loss),
         (dense(hidden, head, of[0].clamp_min(0), of[1], of[2].roll(1, 1), softcap), z_loss),
@@ -101,7 +105,7 @@ def test_gradcheck(by_modality):
 
     assert torch.autograd.gradcheck(loss, (hidden, head))
 
-    def wrong(hidden, head):  # the control: a gradient that is missing
+    def wrong(hidden, head):  # the control: without the gradient of the head
         return loss(hidden, head.detach())
 
     assert not torch.autograd.gradcheck(wrong, (hidden, head), raise_exception=False)
@@ -114,7 +118,7 @@ def test_the_total_is_the_same_bit_for_bit_with_and_without_parts():
     plain, asked = (gradients(total_loss(sums, *given, 7.0), hidden, head) for sums in both)
     assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
     by_parts = gradients(loss_parts(both[1], *given, 7.0).sum(), hidden, head)
-    assert not torch.equal(by_parts[1], asked[1])  # the control: added up in another order it would differ
+    assert not torch.equal(by_parts[1], asked[1])  # the control: added in another order, the sum differs
 
 
 def test_what_it_cannot_do_is_refused():
@@ -145,7 +149,7 @@ def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form(
         here = chunked_losses(hidden, head, *of, *given, 48)
         there = dense(hidden, head, *of)
     assert {here.ce.dtype, here.objective.total.dtype} == {torch.float32}
-    for name in ("ce", "log_z", "log_z_sq"):  # of the same bf16 logits
+    for name in ("ce", "log_z", "log_z_sq"):  # both forms compute these from the same bf16 logits
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=1e-5, atol=1e-5)
     exact = gradients(
         total_loss(dense(hidden.double(), head.double(), *of), given[0].double(), Z, n), hidden, head
@@ -154,7 +158,7 @@ def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form(
     for own, other, true in zip(narrow, known, exact, strict=True):
         assert own.dtype == torch.float32
         error, of_dense = (float((g - true).norm() / true.norm()) for g in (own, other))
-        assert 1e-4 < error < 1.1 * of_dense < 0.02  # and it did run in bf16
+        assert 1e-4 < error < 1.1 * of_dense < 0.02  # the lower bound shows that it ran in bf16
 
 
 def test_compiles_into_one_graph():
@@ -194,7 +198,7 @@ def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
         loss = total_loss(module.losses(batch), *module.loss_weighting(batch))
         found.append(torch.autograd.grad(loss, list(module.model.parameters())))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-    if "tie_embeddings" in model:  # the control: the head's part alone is not all of it
+    if "tie_embeddings" in model:  # the control: the gradient through the head alone differs
         hidden = module.model(batch.ids_BT, output="hidden").detach()
         of = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         sums = chunked_losses(hidden, module.model.head.weight, *of, module.loss_weights_M, 0.01, 5)
@@ -224,7 +228,7 @@ def test_a_run_in_chunks_is_the_dense_run(model, optim):
 
 
 def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
-    """The radial budget and gradient agreement need the loss by modality, each with its gradient."""
+    """The radial budget and gradient agreement need the gradient of the loss of each modality."""
     logged: list[dict[str, float]] = []
     monkeypatch.setattr("mmqk.monitors.training_run.callback._log", lambda trainer, values: logged.append(values))
     config = MonitorConfig(
@@ -256,7 +260,8 @@ def test_parts_reach_the_split_optimizer():
         optimizer.backward(list(loss_parts(sums, *module.loss_weighting(batch))))
         found.append([optimizer._gradients[p] for p in module.model.parameters()])
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-    assert float((found[0][-1][0] - found[0][-1][1]).abs().max()) > 1e-3  # the control: the two differ
+    # The control: the gradients of the two modalities differ.
+    assert float((found[0][-1][0] - found[0][-1][1]).abs().max()) > 1e-3
 
 
 def test_a_bad_logit_is_named_as_in_the_dense_form():
@@ -268,7 +273,7 @@ def test_a_bad_logit_is_named_as_in_the_dense_form():
             return total_loss(module.losses(batch, sink), *module.loss_weighting(batch))
 
         assert first_bad_site(module.model, batch, loss) is None
-        with torch.no_grad():  # finite weights, and infinite logits where the first channel is large
+        with torch.no_grad():  # finite weights that give infinite logits if the first channel is large
             module.model.head.weight[3] = 1e308 * torch.eye(16, dtype=torch.float64)[0]
         said.append(first_bad_site(module.model, batch, loss))
     assert said == ["logits, at text and image tokens, is infinite"] * 2
@@ -278,7 +283,7 @@ def test_a_bad_logit_is_named_as_in_the_dense_form():
 
 
 class Largest(TorchDispatchMode):
-    """Return the number of elements of the largest tensor that any operation made."""
+    """Record the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +298,8 @@ class Largest(TorchDispatchMode):
 
 
 def largest(chunk: int | None, **optim) -> int:
-    """In a forward and backward pass over 96 tokens with 500 ids and width 16."""
+    """Return the number of elements of the largest tensor in a forward and backward pass over 96 tokens, with 500 ids
+    and d_model 16."""
     module = module_of(
         replace(MODEL, vocab_sizes={"text": 300, "image": 200}, final_softcap=5.0),
         LossConfig(z_loss=0.1, chunk_size=chunk), **optim,
@@ -309,9 +315,9 @@ def largest(chunk: int | None, **optim) -> int:
 @pytest.mark.parametrize("chunk", [20, 48])
 def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
     assert largest(chunk) == chunk * 500
-    # The head's gradients, of all targets and of each of two modalities, are (3, V, D).
+    # The head's gradients of the total loss and of the losses of the two modalities have the shape (3, V, D).
     assert largest(chunk, split_second_moment=True) == max(chunk, 3 * 16) * 500
-    assert largest(None) == 96 * 500  # the control: the dense form makes all logits
+    assert largest(None) == 96 * 500  # the control: the dense form computes all logits
 
 
 # Compiled --------------------------------------------------------------------------------------------------
@@ -319,7 +325,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The compiled form, by torch's tracing and its autograd, without a C++ compiler."""
+    """Compile with torch's tracing and autograd, but without a C++ compiler; yield the list of compiled functions."""
     compiled, frames = torch.compile, []
 
     def compile_(function, **options):
@@ -337,7 +343,7 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("by_modality", [False, True])
 @pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (None, Z), (3.0, Z)])
 def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_modality):
-    """A shorter last chunk, a mask, weights by modality, and a forward without a gradient."""
+    """The inputs have a shorter last chunk, a mask and weights by modality; one forward pass is without gradients."""
     hidden, head, *of = inputs()
     weighing = torch.tensor(WEIGHTS, dtype=torch.float64), z_loss, of[-1].sum()
     arguments = (hidden, head, *of, *weighing[:2], 8, softcap, by_modality)
@@ -369,4 +375,4 @@ def test_the_compiled_form_is_the_plain_one_in_bf16(traced):
     torch.testing.assert_close(both[0].ce, both[1].ce, rtol=1e-6, atol=0)
     assert len(traced) == 1
     for a, b in zip(*(gradients(total_loss(sums, *given, 7.0), hidden, head) for sums in both), strict=True):
-        assert (a - b).norm() < 1e-3 * a.norm()  # a bf16 number that rounds to its other neighbor is 4e-3 away
+        assert (a - b).norm() < 1e-3 * a.norm()  # a bf16 number rounded the other way differs by 4e-3

@@ -1,7 +1,7 @@
-"""Runs whose blocks are compiled, or recomputed in the backward pass, from the command line to the run folder.
+"""Train runs with compiled blocks, or with blocks recomputed in the backward pass, and compare the run folders.
 
-torch's tracing and autograd run, but not the code generator (aot_eager), which takes minutes. Compiled code therefore
-runs torch's own kernels, and the eager run is the reference.
+The backend aot_eager traces the code and its backward pass but skips the code generator, which takes minutes.
+Compiled code therefore runs torch's own kernels, and an eager run is the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPILED, RECOMPUTED = "--compile=true", "--activation_checkpointing=true"
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch) -> list[str]:
-    """What was compiled, by name."""
+    """Yield a list to which `torch.compile` adds the name of each compiled function."""
     plain, names = torch.compile, []
 
     def compile_(function, **options):
@@ -53,7 +53,7 @@ def same(a: Path, b: Path) -> bool:
 
 def near(a: Path, b: Path) -> float:
     one, two = state(a), state(b)
-    assert one.keys() == two.keys()  # names in checkpoints too
+    assert one.keys() == two.keys()  # the names of the weights are equal too
     return max(float((one[k].float() - two[k].float()).abs().max()) for k in one)
 
 
@@ -67,7 +67,7 @@ def eager(tiny_args, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tiny_args, tmp_path_factory) -> Path:
-    """Trained by the first test that needs it, while that test's `traced` is active."""
+    """Return the folder of a compiled run, which the first test that needs it trains while its `traced` is active."""
     return tmp_path_factory.mktemp("compiled") / "run"
 
 
@@ -120,7 +120,8 @@ def test_probes_change_no_bit_and_see_a_compiled_model_as_an_eager_one(tiny_args
     for step in range(13):
         assert ours[step] == pytest.approx(theirs[step], rel=1e-4, abs=1e-5)
     trained(tmp_path / "seed", tiny_args, "--monitor.every_n_steps=0", "--seed=1")
-    assert not same(tmp_path / "seed", off)  # the control
+    # The control: another seed gives other weights.
+    assert not same(tmp_path / "seed", off)
 
 
 RUNS = {

@@ -1,4 +1,4 @@
-"""TensorBoard as a user sees it: the printed command, opened in a real browser."""
+"""Run the TensorBoard command that mmqk prints, and check its pages in a real browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.training.browser import browser, installed
 ROOT = Path(__file__).parents[2]
 SPIKE = 1777
 CARD = "tf-custom-scalar-multi-line-chart-card"
-# Return every element of the page, including shadow roots; a card with its title and its drawn lines.
+# JavaScript: `all` returns every element of the page, with those in shadow roots; `cards` returns the title and the
+# number of drawn lines of each chart.
 PAGE = f"""
 const all = root => [...root.querySelectorAll('*')].flatMap(e => e.shadowRoot ? [e, ...all(e.shadowRoot)] : [e]);
 const cards = () => all(document).filter(e => e.tagName.toLowerCase() === '{CARD}').map(e => {{
@@ -33,7 +34,7 @@ const cards = () => all(document).filter(e => e.tagName.toLowerCase() === '{CARD
 }});
 """
 
-# Return, from the page Time series, the color of each run and the numbers on the horizontal axes.
+# JavaScript for the page Time series: `swatches` returns the color of each run, `ticks` the numbers on the x axes.
 TIME_SERIES = PAGE + """
 globalThis.swatches = () => all(document).filter(e => e.matches('.run-color-swatch')).map(
   e => [e.closest('tb-data-table-content-row').textContent.trim(), e.style.background]);
@@ -45,7 +46,7 @@ globalThis.ticks = () => all(document).filter(e => e.matches('.x-axis line-chart
 
 @contextlib.contextmanager
 def tensorboard(logdir: Path) -> Iterator[str]:
-    """Return the address that the printed command serves, on a free port."""
+    """Run the printed command on a free port and yield the address of its page."""
     command = re.search(r"python (-m .*), then open \S+(#\w+)$", dashboards(logdir))
     assert command is not None
     words = [sys.executable, *shlex.split(command[1]), "--port", "0"]
@@ -62,7 +63,7 @@ def tensorboard(logdir: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def logdir(tiny_args, tmp_path_factory) -> Path:
-    """Two runs of an ablation, and a long one whose loss has a spike of one step."""
+    """Return a folder with two runs of an ablation and a long run whose loss has a spike of one step."""
     folder = tmp_path_factory.mktemp("dash") / "runs of mine"
     for seed in (1, 2):
         assert main([*tiny_args, f"--seed={seed}", f"--out={folder}/mixed-0123456789/seed{seed}"]) == 0
@@ -92,12 +93,12 @@ def test_the_page_opens_on_the_story_and_draws_every_chart_without_an_error(logd
         assert drawn, page.value("cards()")
         assert {card["title"] for card in drawn} == titles
         lines = {card["title"]: card["lines"] for card in drawn}
-        # Two modalities with two keys each in two runs; TensorBoard draws each line, and a faint copy before
-        # smoothing.
+        # Two runs, each with two query and two key modalities; TensorBoard draws each line, and a faint copy of the
+        # line before smoothing.
         assert lines["Largest attention logit (max over layers)"] >= 8
         assert lines["Query norm (max over layers)"] >= 4
         assert page.value("all(document).some(e => e.textContent.trim() === 'mixed-0123456789/seed2')")
-        # The spike of one step among 3,000 is drawn.
+        # The chart's data contains the spike of one step among 3,000.
         series = page.value(
             "fetch('data/plugin/custom_scalars/scalars?run=long%2Ftext&tag='"
             " + encodeURIComponent('^(loss|excess)$')).then(r => r.json())"

@@ -1,4 +1,4 @@
-"""What a run records about its data: the excess over a known source, and data.json."""
+"""A run records its excess loss over a known source, and the statistics of its data in data.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
     lines = {line["step"]: line for line in read_metrics(dialled / "metrics.jsonl")}
     data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
     data.setup()
-    # Return the first batch, with its probabilities from the dial, position by position.
+    # The negative log probability of each token of the first batch under the dial.
     ids = np.stack([data.order.row(i).ids for i in range(4)])
     nats = -data.dial.log_prob(ids)[:, 1:]
     text = ids[:, 1:] < 128
@@ -50,7 +50,8 @@ def test_a_model_that_knows_the_source_has_no_excess(tiny_args):
     p_BT = torch.exp(-batch.target_surprise_BT)
 
     def excess(p_BT):
-        """The loss of a model that gives the target p and every other id the same share of the rest."""
+        """Return the excess loss of a model that gives the target probability p and every other id an equal share of
+        the rest."""
         logits = torch.log((1 - p_BT[..., None]) / 255).expand(-1, -1, 256).clone()
         logits.scatter_(-1, batch.targets_BT[..., None], torch.log(p_BT)[..., None])
         sums = modality_losses(logits, batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT, 2)
@@ -73,7 +74,7 @@ def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
     assert not any("excess" in name for line in read_metrics(tmp_path / "run/metrics.jsonl") for name in line)
 
 
-@pytest.mark.parametrize("steps", [12, 150])  # fewer sequences than the sample, and more
+@pytest.mark.parametrize("steps", [12, 150])  # the run has fewer sequences than the sample, or more
 def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, steps):
     config = resolve(tiny_args).data
     data = TokenDataModule(config, 0)
@@ -87,7 +88,7 @@ def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, step
     assert found == pytest.approx(
         dict(zip(("text", "image"), (counts_M / steps / 4).tolist(), strict=True)), rel=1e-6
     )
-    # The control: other sequences have other targets.
+    # The control: another number of sequences gives another mean number of targets.
     assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)
 
 
@@ -109,7 +110,10 @@ def test_a_source_that_cannot_be_learned_in_time_is_said_to_be_so(tiny_args, dia
 
 def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
     main([*tiny_args, "--data.pack=documents", "--data.seq_len=150", f"--out={tmp_path / 'run'}"])
-    assert "of the packed sequences of kind pair is padding: raise data.seq_len" in capsys.readouterr().err
+    assert (
+        "of the tokens in packed sequences of kind pair is padding: raise data.seq_len"
+        in capsys.readouterr().err
+    )
 
 
 def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figure_files):
@@ -135,7 +139,7 @@ def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, 
 
 
 def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
-    """A small model on an easy source: the excess shrinks, and it is below 0 only by chance."""
+    """The excess loss of a small model on an easy source shrinks, and is below 0 only by sampling noise."""
     easy = {"vocabulary": 8, "skew": 0, "entropy": 0.8, "tokens": 24, "lag": 1}
     fields = [
         f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()
@@ -151,5 +155,5 @@ def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
     for name in ("text", "image"):
         excess = [found[step][f"val_excess/{name}"] for step in (100, 200, 300)]
         assert excess[2] < min(0.1, excess[0]) and min(excess) > -0.02
-        # The control: the loss is far above 0.
+        # The control: the loss itself stays far above 0.
         assert found[300][f"val_loss/{name}"] > 0.5

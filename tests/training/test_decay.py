@@ -1,4 +1,4 @@
-"""The effect of weight decay on each parameter, and whole runs against a written-out AdamW."""
+"""Check the effect of weight decay on each parameter, and compare whole runs with a written-out AdamW."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ MODEL = ModelConfig(
 
 
 def decays(config: OptimConfig, updates: int) -> list[float]:
-    """Return the share of a matrix that each update removes if the loss has no gradient, with the setup of a run."""
+    """Return the share of a matrix that each update removes if all gradients are 0, with the optimizer of a run."""
     module = TrainingModule(MODEL, LossConfig(), config, seed=0, backend="math").double()
-    module.trainer = trainer = L.Trainer(max_steps=STEPS, barebones=True)  # kept: the module holds it weakly
+    # Keep a reference to the Trainer, because the module has only a weak one.
+    module.trainer = trainer = L.Trainer(max_steps=STEPS, barebones=True)
     assert trainer.max_steps == STEPS
     made = module.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
@@ -67,7 +68,7 @@ def test_coupled_decay_follows_the_learning_rate_and_independent_only_the_schedu
     independent = [s * 0.1 for s in schedule]
     assert decays(config, 6) == pytest.approx(coupled, rel=1e-6)
     assert decays(replace(config, decay_mode="independent"), 6) == pytest.approx(independent, rel=1e-6)
-    # The control: the two conventions differ so much that neither passes for the other.
+    # The control: the two conventions differ by far more than the tolerance.
     assert all(abs(a - b) > 0.5 * b for a, b in zip(coupled, independent, strict=True))
 
 
@@ -106,7 +107,7 @@ def test_every_parameter_is_in_exactly_one_group():
     assert {"model.embed.weight", "model.head.weight", "model.blocks.0.attention.w_q.weight"} <= decayed
     assert {"model.final_norm.weight", "model.blocks.1.attn_post_norm.weight"} <= left_out
     assert all("norm" in name for name in left_out) and not any("norm" in name for name in decayed)
-    # The control: without a gain or with a frozen matrix, no parameter is missing or left over.
+    # The control: a frozen matrix is in no group.
     model = Small()
     model.matrix.requires_grad_(False)
     [group] = make_optimizer(OptimConfig(), model).param_groups
@@ -138,7 +139,7 @@ def kind_of(name: str, config: ModelConfig) -> str:
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
-    """AdamW for a gradient of 0: the parameter times `1 - lr * decay`, or the unchanged parameter."""
+    """With gradients of 0, AdamW multiplies decayed parameters by `1 - lr * decay` and does not change the others."""
     config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config).double()
     with torch.no_grad():
@@ -148,7 +149,7 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
     settings = OptimConfig(lr=0.5, weight_decay=0.2, decay_gains=gains, decay_embeddings=embeddings)
     optimizer = make_optimizer(settings, model)
     placed = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(placed) == len({id(p) for p in placed}) == len(before)  # each once, a tied one too
+    assert len(placed) == len({id(p) for p in placed}) == len(before)  # each once, even a tied parameter
     set_gradients(model)
     optimizer.step()
     kinds = {name: kind_of(name, config) for name in before}
@@ -157,14 +158,15 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
         decays_ = {"matrix": True, "embedding": embeddings, "rest": gains}[kinds[name]]
         expected = before[name] * (1 - 0.5 * 0.2 * decays_)
         torch.testing.assert_close(p.detach(), expected, rtol=0, atol=ADAMW.tolerance)
-        assert torch.equal(p.detach(), before[name]) is not decays_, name  # the control is the other half
+        # The control: only parameters that decay change.
+        assert torch.equal(p.detach(), before[name]) is not decays_, name
     assert ("head.weight" in before) is not config.tie_embeddings
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_default_groups_are_those_that_checkpoints_have(variant):
-    """Optimizer state is stored by position. Before gains could have two axes, the number of axes separated matrices
-    from gains."""
+    """Checkpoints store optimizer state by position, so the default groups must not change. Before gains could have
+    two axes, the number of axes separated matrices from gains."""
     config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config)
     by_axes = [
@@ -179,7 +181,7 @@ def test_the_default_groups_are_those_that_checkpoints_have(variant):
     assert all(same) is (variant not in ("gains of two axes", "cosine"))
 
 
-# Whole runs ---------------------------------------------------------------------------------------------------
+# Whole runs -------------------------------------------------------------------------------------------------
 
 RUNS = {
     "coupled": {},
@@ -194,7 +196,7 @@ RUNS = {
 
 def run_by_hand(batches, clip: float, *, decay_mode="coupled", eps=1e-8, beta2=0.95, warmup_steps=2,
                 decay_gains=False, decay_embeddings=True) -> dict[str, torch.Tensor]:  # fmt: skip
-    """A whole run without a Trainer or an optimizer: gradient, clipping by global norm, schedule, AdamW, decay."""
+    """Train without a Trainer or an optimizer: gradient, clipping by global norm, schedule, AdamW, weight decay."""
     lr, decay = 0.02, 0.3
     module = module_of(TOY, LossConfig(z_loss=0.01))
     moments = {
@@ -221,8 +223,8 @@ def run_by_hand(batches, clip: float, *, decay_mode="coupled", eps=1e-8, beta2=0
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_adamw_written_out(name):
-    """Trainer, clipping, schedule and optimizer together; each setting has an effect, so each is a control for the
-    others."""
+    """The run uses Trainer, clipping, schedule and optimizer together. Each setting changes the weights, so each is a
+    control for the others."""
     batches = [toy_batch(seed) for seed in range(6)]
     setting = {"lr": 0.02, "weight_decay": 0.3, "warmup_steps": 2, "schedule": "cosine", **RUNS[name]}
     module = module_of(TOY, LossConfig(z_loss=0.01), **setting)

@@ -1,4 +1,4 @@
-"""The device of a run: determined before the run folder is created, recorded, and refused in one sentence."""
+"""The device of a run is resolved before the run folder is created; it is recorded, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of(run: RunConfig, backend: str = "sdpa", **model) -> RunConfig:
     return replace(run, backend=backend, model=replace(run.model, **model))
 
 
-# What is settled -------------------------------------------------------------------------------------------
+# The resolved device ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_kernel_is_named(run, backend, model, kernel):
 
 
 def test_the_kernel_that_is_named_is_the_one_that_runs(run):
-    """By the operation that torch calls."""
+    """The profiler records the operation that torch calls."""
     names = {
         "flash": "_scaled_dot_product_flash_attention_for_cpu",
         "math": "_scaled_dot_product_attention_math",
@@ -75,7 +75,8 @@ def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
     settled = resolve_device(replace(run, compile=True, activation_checkpointing=True), CPU)
     line = "cpu; attention: flash (SDPA); blocks compiled (this can take minutes and gigabytes before step 1)"
     assert describe(settled) == f"{line}; blocks recomputed"
-    assert describe({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")  # the control
+    # The control: on a GPU the line has no hint about time and memory.
+    assert describe({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ ON_THIS_DEVICE = {
 def test_what_a_cpu_cannot_is_refused(run, backend, model, sentence):
     with pytest.raises(UserError, match=sentence):
         resolve_device(of(run, backend, **model), CPU)
-    resolve_device(of(run, "math", **model), CPU)  # the control
+    # The control: backend math accepts the model.
+    resolve_device(of(run, "math", **model), CPU)
 
 
 def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
@@ -148,7 +150,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize("name", ["gpu_25m", "gpu_124m"])
 def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_path, capsys, monkeypatch):
-    """It would compile on the CPU for minutes, unless the user asks for the CPU."""
+    """Such a configuration would compile on the CPU for minutes, so the user must select the CPU or switch off
+    compile."""
     from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
     for kind in (CUDAAccelerator, MPSAccelerator):
@@ -159,7 +162,7 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
     said = capsys.readouterr()
     assert said.err.startswith("mmqk: There is no GPU here") and len(said.err.strip().splitlines()) == 1
     assert "--compile false" in said.err and list(tmp_path.iterdir()) == []
-    # The controls: both options that the sentence names, and a GPU.
+    # The controls: each option that the message names is accepted.
     for flag in ("--compile=false", "--trainer.accelerator=cpu"):
         assert (
             resolve_device(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
@@ -167,7 +170,7 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
 
 
 def test_flex_needs_a_compiler_too(run, monkeypatch):
-    """With a simulated GPU: flex without its kernel would be dense, or fail in the first step."""
+    """On a simulated GPU: without its compiled kernel, flex would run dense or fail in the first step."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
     monkeypatch.setattr(device, "_has_compiler", lambda where: False)
@@ -175,7 +178,8 @@ def test_flex_needs_a_compiler_too(run, monkeypatch):
         UserError, match=r"^backend flex needs Triton, which is not installed: install it or use"
     ):
         resolve_device(of(run, "flex"), gpu)
-    assert resolve_device(of(run, "math"), gpu)["name"] == "a GPU"  # the control
+    # The control: backend math needs no compiler.
+    assert resolve_device(of(run, "math"), gpu)["name"] == "a GPU"
     monkeypatch.setattr(device, "_has_compiler", lambda where: True)
     assert resolve_device(of(run, "flex"), gpu)["attention"] == "flex (Triton)"
 
@@ -252,11 +256,12 @@ def test_compile_is_of_the_identity_where_it_is_on_and_recompute_never(tiny_args
 def test_the_demonstration_is_the_run_that_it_was():
     demo = resolve([f"--config={DEMO}"])
     assert demo.id == "249a79196a"
-    assert resolve([f"--config={DEMO}", "--seed=1"]).id != demo.id  # the control
+    # The control: another seed gives another id.
+    assert resolve([f"--config={DEMO}", "--seed=1"]).id != demo.id
 
 
 def test_what_a_fork_changes():
-    """A parent that is older than the two fields has neither."""
+    """The configuration of an older parent lacks the fields compile and activation_checkpointing."""
     old = {"seed": 0}
     new = {"seed": 0, "compile": False, "activation_checkpointing": False}
     assert (

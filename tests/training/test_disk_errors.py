@@ -1,4 +1,4 @@
-"""A disk error at each file operation of a run gives one sentence and a correct status, and nothing is lost."""
+"""If any file operation of a run fails, the run prints one sentence, sets a correct status, and loses no data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.faulty_disk import Disk, Site
 from tests.training.test_integrations import of_csv
 from tests.training.test_resume import series
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks /proc for names of open files")
-PARTS = 5  # which no period of the loop below divides
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files")
+PARTS = 5  # coprime to the periods 2 and 3 of the loop below
 BESIDE = ("alarm at", "100.0% of the captions")
 ALARM = Alarm("stall", 3, "loss/text", 1.0, 0.5, "made up")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_alarm():
-    """Each run has an alarm, so that alarms.jsonl is written."""
+    """Give each run an alarm, so that it writes alarms.jsonl."""
     update = AlarmRules.update
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -42,7 +42,7 @@ def args(tiny_args) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(args, one_alarm, tmp_path_factory) -> tuple[Path, list[tuple[Site, int]]]:
-    """Return a run, and its file operations with the number of the last one of each."""
+    """Return a run folder, and each kind of file operation of the run with the index of its last call."""
     whole = tmp_path_factory.mktemp("undisturbed") / "run"
     with Disk(whole).mounted() as disk:
         assert main([*args, f"--out={whole}"]) == 0
@@ -71,7 +71,7 @@ def test_the_disk_sees_what_a_run_writes(undisturbed):
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, capfd, part):
-    """The first or the last operation of each kind fails, once or for good."""
+    """The first or the last operation of each kind fails, alone or together with all later writes."""
     whole, sites = undisturbed
     wrong = []
     for i, (site, last) in list(enumerate(sites))[part::PARTS]:
@@ -118,18 +118,18 @@ def test_a_disk_error_of_the_csv_logger_ends_the_run_and_the_resume_writes_the_f
     assert judge(ended, said, read_status(out).status, disk, out, full) == "" and ended == 1
     assert full or f"{out}/csv/metrics.csv cannot be read or written" in said[0]
     assert cli_main(main)([*args, "--logging=[csv]", f"--out={out}"]) == 0 and same(out, undisturbed[0])
-    # The alarm of step 3 is raised at a later step and has its own line.
+    # The alarm of step 3 is raised at a later step, so it has its own line.
     assert [row["step"] for row in of_csv(out) if "alarm/stall" not in row] == [0, 1, 2, 3, 4]
 
 
 def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path, full: bool) -> str:
-    """Return what is wrong with an end; empty if nothing is."""
-    if ended == 0:  # the operation was one that a run can do without
-        return "" if status == "completed" and not said else f"goes on as {status}"
+    """Return what is wrong with the end of a run, or an empty string."""
+    if ended == 0:  # the run does not need the failed operation
+        return "" if status == "completed" and not said else f"continues as {status}"
     if ended not in (1, 2) or len(said) != 1 or str(out) not in said[0] or "cannot be" not in said[0]:
         return f"ends with {ended}"
-    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. A run whose
-    # status cannot be read for its last line is complete, which `same` compares.
+    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. A run that
+    # only fails to read its status for the last printed line is complete; `same` checks it.
     begun = (out / "metrics.jsonl").exists()
     if not disk.failed or (begun and status not in ("failed", "completed") and not full):
         return f"leaves {status}"
@@ -137,7 +137,7 @@ def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path
 
 
 def test_the_judge_knows_a_bad_end(args, undisturbed, tmp_path, capfd):
-    """The control: the state that earlier versions left, and a resume that gives another run."""
+    """The controls: `judge` rejects the bad ends of earlier versions, and `same` rejects another run."""
     out, disk = tmp_path / "run", Disk(tmp_path)
     disk.failed = True
     (tmp_path / "run").mkdir()

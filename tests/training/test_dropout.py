@@ -1,4 +1,4 @@
-"""Dropout of residual branches and of attention weights: a function of seed and micro-batch, only in training."""
+"""Dropout of residual branches and attention weights depends on seed and micro-batch alone; evaluation has none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def with_dropout(kind: str, backend: str = "math", seed: int = 0, p: float = 0.3
 
 def first_loss(module, index: int = 0, batch_seed: int = 0) -> float:
     module._trainer = None
-    module.trainer = trainer = L.Trainer(max_steps=1, barebones=True)  # kept: the module holds it weakly
+    # Keep a reference to the Trainer, because the module has only a weak one.
+    module.trainer = trainer = L.Trainer(max_steps=1, barebones=True)
     assert trainer.max_steps == 1
     return float(module.training_step(toy_batch(batch_seed), index).detach())
 
@@ -36,7 +37,7 @@ def first_loss(module, index: int = 0, batch_seed: int = 0) -> float:
 def test_it_is_a_function_of_seed_and_micro_batch(kind, backend):
     module = with_dropout(kind, backend)
     first = first_loss(module)
-    torch.manual_seed(1234)  # whatever was drawn before
+    torch.manual_seed(1234)  # the state of the global generator has no effect
     torch.rand(7)
     assert first_loss(module) == first
     # The controls: another micro-batch, another seed with the same weights, and no dropout give other values.
@@ -56,8 +57,8 @@ def test_runs_repeat_bit_for_bit_and_validation_has_none(kind, backend):
     assert apart(weights(runs[0]), weights(runs[1])) == 0
     plain = module_of(backend=backend)
     fit(plain, batches)
-    assert apart(weights(runs[0]), weights(plain)) > 1e-4  # the control: without it, another run
-    # In evaluation only the weights matter, as in a model without dropout.
+    assert apart(weights(runs[0]), weights(plain)) > 1e-4  # the control: a run without dropout differs
+    # In evaluation mode the outputs equal those of a model without dropout.
     plain.model.load_state_dict(runs[0].model.state_dict())
     state = torch.get_rng_state()
     values = [m.model.eval()(batches[0].ids_BT).detach() for m in (runs[0], runs[0], plain)]
@@ -68,7 +69,7 @@ def test_runs_repeat_bit_for_bit_and_validation_has_none(kind, backend):
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_attention_drops_weights_after_the_softmax(kind):
-    """The formula with the same mask; kept weights are divided by the share kept, so rows no longer sum to 1."""
+    """Compare with the formula under the same mask: kept weights are divided by 0.6, so rows no longer sum to 1."""
     q, k, v = torch.randn(3, 2, 3, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.manual_seed(5)
     out = attention(q, k, v, scale=0.5, kind=kind, dropout=0.4)
@@ -82,14 +83,14 @@ def test_attention_drops_weights_after_the_softmax(kind):
         weight = torch.sigmoid(logits - torch.tensor(7.0).double().log()).masked_fill(hidden, 0.0)
     expected = (weight * kept / 0.6) @ v
     torch.testing.assert_close(out, expected, rtol=0, atol=ATTENTION.tolerance)
-    # The controls: dropout before the normalization, without rescaling, or none.
+    # The controls: dropout before the normalization, dropout without rescaling, and no dropout.
     renormalized = weight * kept / (weight * kept).sum(-1, keepdim=True).clamp_min(1e-9)
     for wrong in (renormalized, weight * kept, weight):
         assert float((out - wrong @ v).abs().max()) > 1e-2
 
 
 def test_the_residual_branch_drops_elements_of_each_sublayer_before_it_is_added():
-    """The formula with the masks of the same generator: the stream itself is never dropped."""
+    """Compare with the formula under the same masks: the residual stream itself has no dropout."""
     module = with_dropout("residual_dropout", p=0.4)
     batch, sites = toy_batch(0), {}
     torch.manual_seed(5)
@@ -102,7 +103,8 @@ def test_the_residual_branch_drops_elements_of_each_sublayer_before_it_is_added(
         stream = stream + sites[site, layer] * kept / 0.6
         undropped = undropped + sites[site, layer]
     torch.testing.assert_close(sites["final", -1], stream, rtol=0, atol=RESIDUAL.tolerance)
-    assert float((sites["final", -1] - undropped).abs().max()) > 1e-2  # the control
+    # The control: without dropout the stream differs.
+    assert float((sites["final", -1] - undropped).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)

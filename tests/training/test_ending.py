@@ -1,4 +1,4 @@
-"""Signals from the first line of a run to its last, parents that die, and children that must end with them."""
+"""A run ends in order on a signal at any time, and child processes end when their parent dies."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ runpy.run_module("mmqk.train", run_name="__main__", alter_sys=True)
 """
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="asks /proc which processes live"
+    not Path("/proc/self/stat").exists(), reason="needs /proc to check which processes run"
 )
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_args, tmp_path_factory) -> Path:
-    """The run that nobody disturbs."""
+    """Train a run that gets no signal, and return its folder."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main([*tiny_args, "--checkpoint.keep=9", f"--out={out}"]) == 0
     return out
 
 
 def goes_on(args: list[str], out: Path, whole: Path) -> None:
-    """The same command ends like the run without a signal."""
+    """Resume with the same command, and check that the result equals the run without a signal."""
     assert main([*args, f"--out={out}"]) == 0
     assert series(out) == series(whole)
     ours, theirs = state(out), state(whole)
@@ -95,8 +95,7 @@ def test_steps_that_are_not_saved_are_saved_first_unless_the_signal_comes_again(
     wait_for((tmp_path / "at").exists)
     os.kill(process.pid, signal.SIGTERM)
     if again:
-        # Two pending signals count as one for the system. When the reader of the pipe sleeps again, it has received
-        # the first.
+        # The operating system merges two pending signals into one, so send signals until the process ends.
         until = time.monotonic() + SECONDS
         while process.is_alive() and time.monotonic() < until:
             os.kill(process.pid, signal.SIGTERM)
@@ -114,7 +113,7 @@ def test_steps_that_are_not_saved_are_saved_first_unless_the_signal_comes_again(
 
 @pytest.mark.parametrize("signum", [*SIGNALS[:2], signal.SIGKILL])
 def test_a_rank_that_is_just_starting_does_not_outlive_its_parent(tiny_args, tmp_path, monkeypatch, signum):
-    """The first process waits in a call that runs no Python; the second has not imported torch yet."""
+    """The first process waits in a call that executes no Python code; the second has not imported torch yet."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, pathlib\n"
         "from tests.training.gates import stop_at_import\n"
@@ -201,7 +200,7 @@ if not worker:
     os.write(writer, b"x")
     time.sleep(600)
 os.read(reader, 1)
-os.kill(worker, signal.SIGINT)  # which is for its parent
+os.kill(worker, signal.SIGINT)  # the worker ignores it, since its parent handles it
 os.kill(worker, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
 os.kill(os.getpid(), signal.SIGUSR1)

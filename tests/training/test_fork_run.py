@@ -1,4 +1,4 @@
-"""A fork as its user sees it: the parent continued, changed, interrupted, forked again."""
+"""Train forks from the command line: unchanged, changed, interrupted, and forks of forks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def series(folder: Path, after: int = STEP) -> list[dict]:
 
 
 def tensors(folder: Path, step: int = LAST) -> dict[str, torch.Tensor]:
-    """Return the weights, and the optimizer's moments by position."""
+    """Return the weights, and the optimizer's moments by the position of their parameter."""
     content = saved(folder, step)
     moments = content["optimizer_states"][0]["state"]
     named = {f"{i}.{name}": torch.as_tensor(v) for i, own in moments.items() for name, v in own.items()}
@@ -72,14 +72,14 @@ def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
         "parent": theirs["id"], "step": STEP, "skip_batches": 0, "noise": 0.0, "seed": 0,
     }  # fmt: skip
     assert ours["identity"] == theirs["identity"] and ours["id"] != theirs["id"]
-    # The controls: the comparison detects another data order, and another state of the optimizer.
+    # The control: the comparison detects another data order.
     fork(parent, tmp_path / "skipped", "--fork_skip_batches=1")
     assert not same(tensors(tmp_path / "skipped"), tensors(parent))
 
 
 def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
-    """Nothing changes in the fork. The parent has copies by modality, moments by modality, singular vectors and a
-    window of the radial budget that is open at the fork."""
+    """A fork that changes nothing continues every state of its parent: copies by modality, moments by modality,
+    singular vectors, and a window of the radial budget that is open at the fork."""
     fields = ["--model.weight_reparam=sigma", "--model.qk_norm.kind=l2", "--model.qk_norm.gain=per_head",
               "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.per_modality.qk=true",
               "--model.per_modality.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5",
@@ -144,7 +144,7 @@ def test_interrupted_and_resumed_fork_is_the_straight_one(parent, tmp_path):
 
 
 def test_the_same_command_goes_on_when_the_parent_has_moved_on(parent, tmp_path):
-    """A run folder that is named as parent has a newer checkpoint later, or none."""
+    """A fork resumes even if the run folder of its parent was deleted."""
     shutil.copytree(parent, tmp_path / "parent")
     (tmp_path / f"parent/checkpoints/step{LAST:08d}.ckpt").unlink()
     command = [f"--fork={tmp_path / 'parent'}", "--optim.lr=0.02", "--quiet", f"--out={tmp_path / 'fork'}"]
@@ -162,7 +162,7 @@ def test_fork_of_a_fork(parent, tmp_path):
     record = fork(tmp_path / "one", tmp_path / "two", step=10)
     assert record["parent"]["id"] == json.loads((tmp_path / "one/run.json").read_text())["id"]
     assert record["changed"] == []
-    # It continues where the first fork would have, including the batch that the first fork skipped.
+    # The second fork reads the data that the first fork would have read next, after its skipped batch.
     assert same(tensors(tmp_path / "two"), tensors(tmp_path / "one"))
     assert series(tmp_path / "two", 10) == series(tmp_path / "one", 10)
 
@@ -171,14 +171,14 @@ def test_fork_of_a_fork(parent, tmp_path):
 
 
 def by_hand(parent: Path, steps: range, rows_from: int, size: int, lr: list[float], carry: bool = True):
-    """A loop of plain torch continues the parent's weights and moments without dropout; return losses and weights."""
+    """Continue from the parent's weights and moments in plain torch, without dropout; return losses and weights."""
     content = saved(parent, STEP)
     run = resolve(json.loads((parent / "run.json").read_text())["details"]["command"][3:])
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     model = EarlyFusionTransformer(run.model, "math").eval()
     model.load_state_dict({k.removeprefix("model."): v for k, v in content["state_dict"].items()})
-    # Matrices and embeddings decay, in the model's order; gains do not.
+    # The order of the optimizer: first matrices and embeddings, which decay, then gains, which do not.
     named = dict(model.named_parameters())
     order = [n for n in named if named[n].ndim == 2] + [n for n in named if named[n].ndim == 1]
     first = {n: torch.zeros_like(p) for n, p in named.items()}
@@ -273,7 +273,7 @@ def test_every_switch_trains_and_is_written_down(parent, tmp_path, fields):
     assert named == {field.removeprefix("--").split("=")[0] for field in fields}
     assert [line["step"] for line in series(tmp_path / "fork")] == [9, 10]
     plain, ours = series(parent)[:2], series(tmp_path / "fork")
-    if not named & {"data.mix.text", "seed"}:  # the same tokens: nothing that the fork starts anew
+    if not named & {"data.mix.text", "seed"}:  # the tokens are the parent's: the losses are close
         assert all(abs(a["loss/text"] - b["loss/text"]) < 0.3 for a, b in zip(plain, ours, strict=True))
     assert ours[1]["loss"] != plain[1]["loss"] or fields[0].startswith("--monitor")
 
@@ -287,7 +287,7 @@ def test_splitting_moments_and_back(parent, tmp_path):
     assert tensors(tmp_path / "back")["0.exp_avg"].ndim == 2
 
 
-# What it is ---------------------------------------------------------------------------------------------
+# Perturbation and identity ----------------------------------------------------------------------------------
 
 
 def test_perturbation_has_its_size_and_is_a_function_of_its_number(parent, tmp_path):

@@ -37,14 +37,14 @@ def carried(model: EarlyFusionTransformer, **scale: torch.Tensor) -> Carried:
 
 
 def named_state(config: OptimConfig, model, state: dict) -> dict[str, dict]:
-    """Return them by parameter name, through torch's own loading."""
+    """Load an optimizer state with torch and return the state of each parameter by name."""
     optimizer = make_optimizer(config, model)
     optimizer.load_state_dict(state)
     return {name: optimizer.state[p] for name, p in model.named_parameters()}
 
 
 def test_moments_follow_their_parameter_into_another_group():
-    """Without decay of embeddings the parameters of the two groups are in another order."""
+    """Without weight decay of embeddings, the parameters of the two groups are in another order."""
     config, other = OptimConfig(), OptimConfig(decay_embeddings=False, beta2=0.99, eps=1e-5)
     model, optimizer = stepped(config)
     state, said = optimizer_state(
@@ -134,7 +134,7 @@ def test_from_shared_moments_the_next_step_is_the_same_without_a_new_gradient():
 
 
 def test_back_to_shared_moments_first_moments_are_exact():
-    """The first moment of a sum is the sum of the first moments, equal to that of AdamW on the same gradients."""
+    """First moments are linear in the gradients, so their sum over modalities is the first moment of the sum."""
     model, optimizer, found, said = split_states(["text", "image"], [], split_after=False)
     assert "summed, as for uncorrelated" in said
     for name, p in model.named_parameters():
@@ -180,7 +180,7 @@ def counters(n: int) -> dict:
     [((4, 1), 0, 8, 6), ((4, 1), 2, 8, 14), ((4, 2), 1, 16, 10), ((2, 2), 0, 16, 22), ((8, 1), 1, 8, -18)],
 )
 def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, ahead):
-    """A parent with 4 sequences per step at step 8, 6 sequences ahead, has read 38."""
+    """A parent at step 8 that reads 4 sequences per step and is 6 sequences ahead has read 38 sequences."""
     saved = {
         "fit_loop": {
             "state_dict": {"combined_loader": [{"position": 8, "ahead": 6}]},
@@ -196,14 +196,14 @@ def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, a
     assert 8 * new[0] + ahead == 38 + skip * new[0]
     progress = fit["epoch_loop.batch_progress"]
     assert progress["current"] == counters(position) and not progress["is_last_batch"]
-    assert saved["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]  # the parent's own is as it was
+    assert saved["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]  # the parent's state is unchanged
 
 
-# What watches the run -----------------------------------------------------------------------------------
+# State of the callbacks -----------------------------------------------------------------------------------
 
 
 def parents_callbacks(steps: int = 200) -> dict:
-    """A run whose losses fell from 7 to 3 nats."""
+    """Return the callback states of a run whose losses fell from 7 to 3 nats."""
     rule, rules = DivergenceRule(0), AlarmRules(0, 400)
     for step in range(1, steps + 1):
         losses = {m: 3 + 4 * 0.9**step for m in ("text", "image")}
@@ -230,14 +230,14 @@ def test_divergence_is_judged_by_the_parents_best_loss():
     kept = callback_state(saved, ["optim.lr", "model.qk_norm.kind"], NEAR)
     assert kept["StepLog"] == saved["StepLog"]
     assert diverges_at(kept["StepLog"], 3.7) is not None
-    assert diverges_at({}, 3.7) is None  # the control: a rule that started here would see no rise
+    assert diverges_at({}, 3.7) is None  # the control: a rule without the parent's losses detects no rise
 
 
 def test_a_rise_that_the_change_itself_makes_is_no_divergence():
     saved = parents_callbacks()
     kept = callback_state(saved, ["model.qk_norm.kind"], FAR)
     assert diverges_at(kept["StepLog"], 3.7) is None
-    assert diverges_at(kept["StepLog"], 7.2) is not None  # above the loss at initialization, which stays
+    assert diverges_at(kept["StepLog"], 7.2) is not None  # the loss at initialization is still a limit
     assert kept["StepLog"]["image"] == saved["StepLog"]["image"]
     assert callback_state(saved, [], NEAR)["StepLog"] == saved["StepLog"]
 

@@ -47,7 +47,7 @@ def grown(config: ModelConfig) -> EarlyFusionTransformer:
 
 
 def logits(model: EarlyFusionTransformer) -> Tensor:
-    """In fp64, where they count."""
+    """Return the fp64 logits at all positions that are not padding."""
     out_BTV = model.double()(BATCH.ids_BT, BATCH.modality_BT)
     model.float()
     return out_BTV[BATCH.valid_BT].detach()
@@ -86,14 +86,14 @@ EXACT = {
 @pytest.mark.parametrize(("before", "after"), EXACT.values(), ids=EXACT)
 def test_function_is_unchanged(before, after):
     old, new = grown(before), EarlyFusionTransformer(after, "math", seed=5).eval()
-    assert distance(old, new) > 0.1  # the control: what it starts from is another function
+    assert distance(old, new) > 0.1  # the control: before `carry` the functions differ
     carry(old, new, BATCH)
     assert distance(old, new) < 2e-6
 
 
 @pytest.mark.parametrize("gain", ["shared", "per_head"])
 def test_gains_of_values_go_into_the_matrix_behind_them(gain):
-    """The gains of queries and keys are 1 here, because they cannot be folded anywhere."""
+    """The gains of queries and keys are 1 here, because they cannot be folded into another matrix."""
     norm = rms(gain=gain, normalize_v=True)
     old = grown(replace(GROUPED, qk_norm=norm))
     with torch.no_grad():
@@ -105,7 +105,8 @@ def test_gains_of_values_go_into_the_matrix_behind_them(gain):
     assert distance(old, new) < 2e-6
     name = "blocks.0.attention.v_norm.weight"
     assert carried.dropped[name] == "into blocks.0.attention.w_o.weight"
-    with torch.no_grad():  # the control
+    # The control: another gain changes the function.
+    with torch.no_grad():
         old.get_parameter(name).mul_(1.2)
     assert distance(old, new) > 1e-3
 
@@ -139,7 +140,7 @@ def test_function_is_nearer_than_with_gains_at_their_first_values(before, after)
     plain.load_state_dict(old.state_dict(), strict=False)
     carried = carry(old, new, BATCH)
     assert distance(old, new) < 0.8 * distance(old, plain)
-    # What is claimed is what is.
+    # The reported change is the measured one.
     change = change_of_function(old, new, BATCH)
     assert change.logits == pytest.approx(distance(old, new), rel=1e-4)
     known = {name for name, _ in new.named_parameters()}
@@ -163,7 +164,7 @@ def test_claimed_losses_are_those_of_the_two_models():
 
 
 def measured(model: EarlyFusionTransformer, site: str) -> list[Tensor]:
-    """Return the tensors of a site by layer without padding: (tokens, heads, K)."""
+    """Return the tensor of a site in each layer without padding, of shape (tokens, heads, K)."""
     found: list[Tensor] = []
 
     def sink(at: str, layer: int, tensor: Tensor) -> None:
@@ -213,7 +214,8 @@ def test_post_gains_are_the_rms_of_the_branch():
                 lambda _m, _a, out, key=(layer, branch): found.update({key: out})
             )
     old(BATCH.ids_BT)
-    found |= {key: out[0] for key, out in found.items() if key[1] == "attention"}  # beside its rows
+    # Attention returns its output and its row statistics.
+    found |= {key: out[0] for key, out in found.items() if key[1] == "attention"}
     found = {key: out_BTD.detach()[BATCH.valid_BT].double() for key, out_BTD in found.items()}
     expected = {key: x_ND.square().mean().sqrt() for key, x_ND in found.items()}
     new = EarlyFusionTransformer(replace(PLAIN, post_norm=True, norm_eps=1e-12), "math")
@@ -243,8 +245,8 @@ def test_scale_of_cosine_attention_keeps_the_size_of_the_logits():
     ids=["LayerScale off", "gains away", "sigma off"],
 )  # fmt: skip
 def test_scales_say_what_becomes_of_gradients(before, after):
-    """A matrix scaled by c has gradients scaled by 1 / c, so its moments are divided by c. σ depends on its matrix,
-    so there the relation holds for the part of the gradient that keeps σ constant."""
+    """A matrix scaled by c has gradients scaled by 1 / c, so its moments are divided by c. With sigma reparam, σ
+    depends on the matrix, so this holds only for the part of the gradient that keeps σ constant."""
     old, new = grown(before), EarlyFusionTransformer(after, "math").eval()
     carried = carry(old, new, BATCH)
     for model in (old, new):

@@ -1,5 +1,5 @@
-"""On a GPU: the compiled loss against the dense one in float64, recomputed blocks, and no host synchronization in a
-step."""
+"""On a GPU: the compiled loss equals the dense loss in float64, recomputed blocks give the same step, and a step has
+no host synchronization."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEVICE = "cuda"
 
 
 def apart(ours, theirs):
-    """The difference divided by the norm of the reference."""
+    """Return the norm of the difference divided by the norm of the reference."""
     ours, theirs = ours.detach().double(), theirs.detach().double()
     return float((ours - theirs).norm() / theirs.norm())
 
@@ -43,7 +43,7 @@ def apart(ours, theirs):
 
 @pytest.fixture
 def inductor():
-    """No graph is left from another test, and none is left for the next."""
+    """Discard compiled graphs before and after the test."""
     chunked_loss._compiled.cache_clear()
     torch.compiler.reset()
     counters.clear()
@@ -86,7 +86,8 @@ def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
     assert all(x.dtype == torch.float32 for x in ours)
     assert all(apart(a, b) < 0.01 for a, b in zip(ours[1:], exact[1:], strict=True))
 
-    capless, more = dense(None, 0.05), dense(6.0, 0.05)  # the controls
+    # The controls: without the softcap, with another softcap, and without z-loss.
+    capless, more = dense(None, 0.05), dense(6.0, 0.05)
     for other_sums, other in (capless, more):
         assert all(
             apart(getattr(sums, n), getattr(other_sums, n)) > 2e-3 for n in ("ce", "log_z", "log_z_sq")
@@ -105,7 +106,7 @@ def deep(**fields):
 
 
 def step(model, recompute, narrow=False):
-    """Return loss and gradients; the masks of dropout are the same every time."""
+    """Return the loss and the gradients of a step; every call draws the same dropout masks."""
     model.activation_checkpointing = recompute
     torch.manual_seed(1)
     ids_BT = torch.randint(0, 16, (4, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -128,7 +129,8 @@ def test_recomputed_blocks_give_the_same_step(monkeypatch, narrow, tolerance):
     def forgetful(block, *inputs, preserve_rng_state, use_reentrant):
         return checkpoint(block, *inputs, preserve_rng_state=False, use_reentrant=use_reentrant)
 
-    monkeypatch.setattr(transformer, "checkpoint", forgetful)  # the control: other masks the second time
+    # The control: recomputed blocks draw other dropout masks.
+    monkeypatch.setattr(transformer, "checkpoint", forgetful)
     assert furthest(step(model, False, narrow)) < tolerance
     assert furthest(step(model, True, narrow)) > 10 * tolerance
 
@@ -137,7 +139,7 @@ def test_recomputed_blocks_keep_less_memory():
     model = deep()
 
     def peak(recompute):
-        step(model, recompute)  # what torch's libraries keep for themselves, they have by now
+        step(model, recompute)  # so that torch's libraries have allocated their workspaces
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -146,12 +148,12 @@ def test_recomputed_blocks_keep_less_memory():
 
     plain = peak(False)
     assert peak(True) < 0.5 * plain
-    assert peak(False) > 0.95 * plain  # the control: it is the switch, and not that it came second
+    assert peak(False) > 0.95 * plain  # the control: the order of the calls does not matter
 
 
-# Waiting ---------------------------------------------------------------------------------------------------
+# Host synchronization ---------------------------------------------------------------------------------------
 
-FIRST, FLUSH, ACCUMULATE = 3, 8, 2  # updates before whoever waits is looked for, and at the flush
+FIRST, FLUSH, ACCUMULATE = 3, 8, 2  # steps before the check begins, step of the flush, micro-batches
 GPU = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
 RUNS = {
     "plain": ({}, {}, {}, "sdpa", False),
@@ -167,9 +169,10 @@ RUNS = {
 
 
 class NobodyWaits(L.Callback):
-    """From the fourth step to the step before the flush; this is the last callback, so it sees all others.
+    """Make each host synchronization an error, from the fourth step to the step before the flush.
 
-    On one GPU, Lightning itself does not synchronize there.
+    This is the last callback, so the check covers all others. On one GPU, Lightning does not synchronize in these
+    steps.
     """
 
     def __init__(self) -> None:
@@ -189,14 +192,14 @@ class NobodyWaits(L.Callback):
 
 
 class Asks(L.Callback):
-    """The control."""
+    """The control: a callback that synchronizes in each step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         outputs["loss"].item()
 
 
 class Batches:
-    """The batches of a run as its loader gives them: on the device, one step ahead."""
+    """Yield batches as the loader of a run does: copied to the device one step ahead."""
 
     def __init__(self, documents: bool) -> None:
         batches = [toy_batch(seed, B=16, T=512, padding=2, documents=documents) for seed in range(FLUSH)]

@@ -1,4 +1,4 @@
-"""CSV, W&B and MLflow have every value of metrics.jsonl once, also after an error and a resume."""
+"""The loggers for CSV, W&B and MLflow record every value of metrics.jsonl once, even after an error and a resume."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from mmqk.training.loop.step_log import Checkpoints
 
 WALL_CLOCK = "tokens_per_s"
 ALL = ["csv", "wandb", "mlflow"]
-GUARD_S = 600.0  # for a service of W&B that has died
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # of SQLAlchemy, in mlflow
+GUARD_S = 600.0  # seconds to wait for W&B's service, which may have died
+# A warning of SQLAlchemy, which mlflow uses.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 
 
 def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,7 +81,7 @@ def records(path: Path) -> Iterator[Any]:
             at += 2**15 - at % 2**15
             continue
         size, kind = struct.unpack_from("<HB", content, at + 4)  # 1 whole, 2 first, 3 middle, 4 last part
-        if at + 7 + size > len(content):  # being written
+        if at + 7 + size > len(content):  # W&B is still writing the record
             return
         record = (record if kind in (3, 4) else b"") + content[at + 7 : at + 7 + size]
         at += 7 + size
@@ -111,7 +112,7 @@ READERS = {"csv": of_csv, "wandb": of_wandb, "mlflow": of_mlflow}
 
 @pytest.fixture(scope="module")
 def args(tiny_args) -> Iterator[list[str]]:
-    """Train a run with every installed logger, in the offline modes."""
+    """Yield the command line of a run with every installed logger, in offline mode."""
     from importlib.util import find_spec
 
     names = [name for name in ALL if name == "csv" or find_spec(name)]
@@ -246,7 +247,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(package, tiny_args, 
     assert resolve([*tiny_args, "--logging=[csv,tensorboard]"]).logging == [
         "csv",
         "tensorboard",
-    ]  # needs neither
+    ]  # these need no extra package
 
 
 @pytest.mark.parametrize("given", ["[wandbb]", "wandb", "null", "[1]", "{csv: 1}"])
@@ -266,11 +267,11 @@ def test_a_logger_that_cannot_start_is_one_sentence(args, tmp_path, monkeypatch)
     assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "failed"
 
 
-# The logger alone ---------------------------------------------------------------------------------------------
+# The logger alone -------------------------------------------------------------------------------------------
 
 
 class Kept(DummyLogger):
-    """Records its calls; raises in call number ``fails``."""
+    """Record the calls, and raise an error in call number ``fails``, counted from 0."""
 
     def __init__(self, fails: int | None = None):
         super().__init__()
@@ -313,7 +314,9 @@ def test_a_lost_connection_does_not_end_the_run_and_is_printed_once(tmp_path, ca
         logger.log_metrics({"loss": 1.0}, step)
     logger.finalize("success")
     assert [step for step, _ in kept.calls] == [0, 1]
-    assert capsys.readouterr().err == "mlflow gets no further values (no route); metrics.jsonl has all.\n"
+    assert (
+        capsys.readouterr().err == "mlflow gets no further values (no route); metrics.jsonl has all values.\n"
+    )
     failing = Integration(tmp_path, "csv", Kept(fails=0), step=-1)  # the control: a full disk ends a run
     failing.log_metrics({"loss": 1.0}, 0)
     with pytest.raises(ConnectionError):

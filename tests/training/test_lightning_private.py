@@ -94,7 +94,7 @@ def test_a_planted_class_is_found(tmp_path, monkeypatch):
 
 
 def test_the_private_parts_exist():
-    """The control for another version of Lightning: assigning to a renamed method would change nothing."""
+    """Another version of Lightning may rename a private part; assigning to the old name would then have no effect."""
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert callable(trainer._signal_connector.register_signal_handlers)
     assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)

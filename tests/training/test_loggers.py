@@ -1,4 +1,4 @@
-"""TensorBoard: few tags, each chart has lines, and each value is the run's own."""
+"""The TensorBoard files have few tags, each chart matches tags, and the values are those of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def accumulated(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def scalars(run) -> dict[str, set[str]]:
-    """Return the tags of each TensorBoard run: of mmqk's run itself and of its modalities."""
+    """Return the tags of each TensorBoard run: the run itself and one for each modality."""
     return {name: set(accumulated(run / name).Tags()["scalars"]) for name in ("", "text", "image")}
 
 
@@ -89,7 +89,7 @@ def test_every_tag_stands_in_a_chart(scalars):
 
 
 def test_all_that_could_be_shown_is_sixty_tags_at_most():
-    """With every option that adds tags: a known floor, QK-Clip, and all probe statistics."""
+    """The values include every option that adds tags: a known floor, QK-Clip, and all probe statistics."""
     layer = {
         f"{statistic}/{kind}/layer{i:02d}": 1.0
         for statistic in [*HEAT_MAPS, "attn_mass", "logit_alignment", "some_statistic"]
@@ -116,7 +116,7 @@ def test_all_that_could_be_shown_is_sixty_tags_at_most():
         if ("-" in k) == k.startswith(("attn_logit_absmax", "attn_mass", "logit_a"))
     }
     shown = over_layers({**pairs, **dict.fromkeys([*both, *single], 1.0)})
-    assert 50 < len(shown) + 1 <= 60  # and the count of alarms
+    assert 50 < len(shown) + 1 <= 60  # + 1 for the count of alarms
     assert len({run_of(name, ("text", "image"))[1] for name in shown}) < 40
 
 
@@ -141,14 +141,14 @@ def test_layers_are_written_on_request(tiny_args, tmp_path):
 
 @pytest.mark.parametrize("resumed_at, first_step, twice", [(4, 1, []), (None, 5, []), (8, 1, [5, 6, 7, 8])])
 def test_a_resume_writes_a_step_once_by_modality(resumed_at, first_step, twice, tmp_path):
-    """Without a step of the resume, nothing of the earlier process remains. The control is 8, a wrong step:
-    TensorBoard shows what both processes wrote unless the second one discards the later steps."""
+    """If ``resumed_at`` is None, no value of the earlier process remains. The control is a wrong step, 8: TensorBoard
+    then shows steps 5 to 8 twice, because both processes wrote them."""
     for first, last, at in ((1, 8, None), (5, 12, resumed_at)):
         logger = StoryLogger(tmp_path, ("text", "image", "sound"), resumed_at=at)
         for step in range(first, last + 1):
             logger.log_metrics({"loss": 1.0, "loss/text": 2.0, **({"loss/image": 3.0} if step < 8 else {})}, step)
         logger.finalize("success")
-        for path in tmp_path.rglob("events.out.tfevents.1[1-9]*"):  # the second process begins in a later second
+        for path in tmp_path.rglob("events.out.tfevents.1[1-9]*"):  # file names hold the second of the start
             path.rename(path.with_name("events.out.tfevents.1000000000" if first == 1 else "events.out.tfevents.2"))
     for run, end in (("", 12), ("text", 12), ("image", 7)):
         steps = [event.step for event in accumulated(tmp_path / run).Scalars("loss")]
@@ -160,7 +160,7 @@ def test_reduction_over_layers():
     values = {f"q_norm/text/layer{i:02d}": float(v) for i, v in enumerate((3, 1, 8))} | {"loss": 2.0}
     assert over_layers(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
     assert over_layers({"q_norm/text/layer00/head01": 1.0, "val_log_z/text": 1.0, "odd/a/b/c": 1.0}) == {}
-    for place in range(3):  # a NaN ranks worst, whichever layer has it
+    for place in range(3):  # a NaN in any layer gives NaN
         bad = {name: math.nan if i == place else v for i, (name, v) in enumerate(values.items())}
         shown = over_layers(bad)
         assert math.isnan(shown["q_norm/text/max"]) and math.isnan(shown["q_norm/text/median"])
@@ -177,13 +177,13 @@ def test_alarms_join_the_line_that_is_collected_or_have_their_own_and_are_counte
         for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
     ]
     logger.log_alarms(alarms)
-    text = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before anything is closed
+    text = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before the logger is closed
     assert [json.loads(line) for line in text[2:]] == [
         {"step": 3, "loss": 3.0, "alarm/stall": 2.0},
         {"step": 2, "alarm/spike": 1.0},
     ]
     logger.log_metrics({"val_loss/text": 5.0}, 3)
-    logger.log_alarms(alarms[2:])  # more of the same step
+    logger.log_alarms(alarms[2:])  # another alarm of step 3
     logger.finalize("success")
     assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": 1, "loss": 1.0},
@@ -192,7 +192,7 @@ def test_alarms_join_the_line_that_is_collected_or_have_their_own_and_are_counte
     ]
 
 
-# Pictures -----------------------------------------------------------------------------------------------------
+# Pictures ---------------------------------------------------------------------------------------------------
 
 
 def decoded(png: bytes):
@@ -268,19 +268,19 @@ def test_the_matrix_has_queries_down_and_keys_across():
     table = history.mass(("text", "image"))
     assert table.shape == (2, 2, 2) and table[1, 0].tolist() == [0.0, 1.0] and np.isnan(table[0]).all()
     pixels = decoded(draw_mass(table, ("text", "image"), "b"))
-    x0, y0 = 18 + 162 + 52, 26 + 12 + 34  # of the second layer's matrix
+    x0, y0 = 18 + 162 + 52, 26 + 12 + 34  # the corner of the second layer's matrix
     assert tuple(pixels[y0 + 4, x0 + 46 + 4]) == (253, 231, 37)
     assert tuple(pixels[y0 + 4, x0 + 4]) == (68, 1, 84)
     assert tuple(pixels[y0 + 46 + 4, x0 + 4]) == (200, 200, 200)
     draw_mass(np.full((13, 3, 3), 0.3), ("text", "image", "sound"), "three")
 
 
-# The outcome --------------------------------------------------------------------------------------------------
+# The outcome ------------------------------------------------------------------------------------------------
 
 
 def rows(folder: Path) -> tuple[dict, list[tuple[str, str]], str]:
-    """Return (hyperparameters, metrics as folder and tag, status) of the HParams page; empty for a run without a
-    row."""
+    """Return (hyperparameters, metrics as folder and tag, status) of a run's row in HParams; all are empty if it has
+    no row."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import api_pb2, metadata
 
@@ -327,7 +327,7 @@ def test_an_interrupted_run_has_no_row_until_it_ends_and_its_pictures_go_on(tiny
     whole = EventAccumulator(str(run), size_guidance={"images": 0})
     whole.Reload()
     last = [events.Images("heatmap/q_norm/text")[-1].encoded_image_string for events in (found, whole)]
-    assert last[0] == last[1], "probes of before the interruption are in the last picture"
+    assert last[0] == last[1], "the last picture has the probes from before the interruption"
 
 
 def test_a_diverged_run_is_a_failure_in_hparams(tiny_args, tmp_path):

@@ -1,4 +1,4 @@
-"""Loss by modality against torch's cross-entropy, and which positions affect it."""
+"""Compare the loss by modality with torch's cross-entropy, and check which positions affect it."""
 
 import lightning as L
 import pytest
@@ -17,7 +17,7 @@ B, T, V, M = 3, 6, 9, 3
 
 
 def batch(dtype=torch.float64):
-    """Logits, targets, modalities (two of the three occur) and a mask."""
+    """Return logits, targets, modalities (two of the three occur) and a mask."""
     generator = torch.Generator().manual_seed(0)
     logits_BTV = 3 * torch.randn(B, T, V, generator=generator, dtype=dtype)
     targets_BT = torch.randint(0, V, (B, T), generator=generator)
@@ -103,8 +103,8 @@ def test_adding_a_constant_to_all_logits_moves_log_z_alone():
 
 @pytest.mark.parametrize("c", [4.0, -2.5])
 def test_adding_a_constant_to_all_logits_changes_the_z_loss_by_its_formula(c):
-    """It changes by `z (2 c mean(log Z) + c^2)`, the mean over the trained targets; its gradient by `2 z c softmax /
-    n`."""
+    """The z-loss changes by `z (2 c mean(log Z) + c^2)`, with the mean over the trained targets, and its gradient by
+    `2 z c softmax / n`."""
     logits, targets, modality, mask = batch()
     n, z, ones = int(mask.sum()), 1e-2, torch.ones(M, dtype=logits.dtype)
     values, gradients = [], []
@@ -119,7 +119,7 @@ def test_adding_a_constant_to_all_logits_changes_the_z_loss_by_its_formula(c):
     torch.testing.assert_close(total_moved - total, z * (2 * c * log_z.mean() + c * c), **exactly)
     expected = 2 * z * c / n * logits.softmax(-1) * mask[..., None]
     torch.testing.assert_close(gradients[1] - gradients[0], expected, **exactly)
-    # The controls: the mean over all positions, and the formula without its square.
+    # The controls: the mean over all positions, and the formula without `c^2`.
     for wrong in (2 * c * logits.logsumexp(-1).mean() + c * c, 2 * c * log_z.mean()):
         assert float((total_moved - total - z * wrong).abs()) > 1e-3
 
@@ -136,7 +136,7 @@ def test_parts_of_the_loss_add_up_over_one_denominator():
         torch.testing.assert_close(parts[m], weights[m] * here / n, rtol=0, atol=1e-12)
     assert parts[2] == 0  # an absent modality adds nothing
     own = position[mask & (modality == 0)].mean()
-    assert abs(parts[0] - own) > 1e-2  # the control: over its own targets it would be another number
+    assert abs(parts[0] - own) > 1e-2  # the control: the mean over its own targets differs
 
 
 def test_micro_batches_add_up():
@@ -170,7 +170,7 @@ def test_bf16_logits_are_summed_in_fp32():
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_the_compiled_form_equals_the_eager_one(softcap, z_loss):
-    """The compiled form has another formula, without a gather."""
+    """The compiled form uses another formula, without a gather."""
     torch.compiler.reset()
     compiled = torch.compile(modality_losses, fullgraph=True, backend="aot_eager")
     logits, *rest = batch()
@@ -201,7 +201,7 @@ def test_impossible_weights_are_refused_by_name():
 
 
 def test_the_cap_is_applied_in_fp32_before_the_sums():
-    """Gemma 2, arXiv 2408.00118: written out in fp64 on the logits as the head rounded them."""
+    """Compare with the softcap of Gemma 2 (arXiv 2408.00118) in fp64, computed from the bf16 logits of the head."""
     logits, *rest = batch()
     narrow = logits.bfloat16()
     sums = modality_losses(narrow, *rest, M, 2.0)
@@ -212,18 +212,20 @@ def test_the_cap_is_applied_in_fp32_before_the_sums():
 
 
 def test_bf16_weights_round_no_sum_and_no_weight_of_the_loss():
-    """Lightning's bf16-true converts the batch's numbers and the module's buffers."""
-    n, known = 1001, 7.3125  # exact in bf16, where the sum of so many is not
+    """Lightning's bf16-true converts the tensors of the batch and the module's buffers to bf16."""
+    n, known = 1001, 7.3125  # the value is exact in bf16, but the sum is not
     surprise_BT = torch.full((1, n), known, dtype=torch.bfloat16)
     ids_BT, all_BT = torch.zeros(1, n, dtype=torch.long), torch.ones(1, n, dtype=torch.bool)
     seen = TokenBatch(ids_BT, ids_BT, all_BT, all_BT, torch.tensor(1.0), surprise_BT=surprise_BT)
     sums = modality_losses(torch.zeros(1, n, V), ids_BT, ids_BT, all_BT, 2)
     assert modality_sums(sums, seen)[-1].tolist() == [seen.target_surprise_BT.double().sum().item(), 0.0]
-    assert seen.target_surprise_BT.sum().item() != seen.target_surprise_BT.double().sum().item()  # the control
+    # The control: a sum in bf16 differs.
+    assert seen.target_surprise_BT.sum().item() != seen.target_surprise_BT.double().sum().item()
 
     module = module_of(loss=LossConfig(weights={"text": 0.3})).to(torch.bfloat16)
     wanted = torch.tensor([0.3, 1.0])
-    assert not torch.equal(module.loss_weights_M.float(), wanted)  # the control
+    # The control: in bf16 the weights are rounded.
+    assert not torch.equal(module.loss_weights_M.float(), wanted)
     module.trainer = L.Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
     module.on_fit_start()
     assert torch.equal(module.loss_weights_M, wanted)

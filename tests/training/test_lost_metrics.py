@@ -1,4 +1,4 @@
-"""A resume names missing numbers, keeps damaged lines, and marks the run for good."""
+"""A resume reports missing values, keeps damaged lines, and marks the run permanently."""
 
 from __future__ import annotations
 
@@ -63,13 +63,14 @@ def test_lost_metrics(whole, tmp_path, capsys, harm):
         assert read_status(out).lost == says
     kept = out / "metrics.jsonl.damaged"
     assert kept.exists() is (harm == "damaged") and (not kept.exists() or lines(kept) == ["\0" * 50 + "\n"])
-    assert series(out)[-2:] == series(whole)[-2:]  # what comes after is as it was
+    assert series(out)[-2:] == series(whole)[-2:]  # the steps after the resume are unchanged
 
 
 def test_the_mark_stays_over_resumes_and_a_whole_run_has_none(whole, tmp_path, capsys):
     out = tmp_path / "again"
     args = rewind(whole, out, 8)
-    assert main([*args, f"--out={out}"]) in (0, 3)  # the control
+    # The control: the resume of an undamaged run.
+    assert main([*args, f"--out={out}"]) in (0, 3)
     said = capsys.readouterr().err
     assert "lacks" not in said and "changed" not in said and series(out) == series(whole)
     assert "lost" not in json.loads((out / "status.json").read_text()) and load_runs(out)[0].lost == ()
@@ -85,7 +86,7 @@ def test_lost_alarms(whole, tmp_path, capsys):
     args = rewind(whole, out, 8)
     path = out / "alarms.jsonl"
     early = [alarm for alarm in read_alarms(out) if alarm.step <= 8]
-    assert early  # there is something to lose
+    assert early  # the run has alarms that can be lost
     write(path, ['{"name": \udcff\n', *lines(path)[1:]])
     assert main([*args, f"--out={out}"]) in (0, 3)
     assert "alarms.jsonl lacks 1 alarm. The run continues" in capsys.readouterr().err
@@ -94,7 +95,7 @@ def test_lost_alarms(whole, tmp_path, capsys):
 
 
 def test_before_the_first_checkpoint_nothing_is_lost(whole, tmp_path, capsys):
-    """All steps come again."""
+    """The resume repeats all steps."""
     out = tmp_path / "again"
     args = rewind(whole, out, 0)
     (out / "metrics.jsonl").write_text('{"step": 3')

@@ -1,4 +1,4 @@
-"""The radial budget and the sizes by parameter in real training runs, against the same run written out in a loop."""
+"""Compare the radial budget and the statistics by parameter of real training runs with a written-out loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = ("decay", "step", "unattributed", "rest")
 
 
 class Squares(L.Callback):
-    """Return |W|^2 of every W_q and W_k before the first step and after each step."""
+    """Record |W|^2 of every W_q and W_k before the first step and after each step."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
@@ -53,7 +53,7 @@ class Squares(L.Callback):
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """What RunMonitor logs, by step."""
+    """Return a dictionary of the values that RunMonitor logs, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -112,11 +112,11 @@ def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run
             rounding = {"abs": 1e-12 * square} if matrices == "adamh" else {}
             assert line[f"{name}_growth_total/{layer}"] == pytest.approx(change, **rounding)
             assert sum(parts.values()) == pytest.approx(change, **rounding)
-            if matrices == "adamh":  # the known answer, which no part has
+            if matrices == "adamh":  # AdamH keeps the norm: the change is 0, but no part is
                 assert abs(change) < 1e-12 * square
                 assert min(abs(parts[p]) for p in ("text", "image", "decay", "step")) > 1e-7 * square
             if "qk_clip" in optim:
-                assert parts["rest"] < -0.1 * square  # clipping is here and nowhere else
+                assert parts["rest"] < -0.1 * square  # only the rest contains QK-Clip
             else:
                 assert abs(parts["rest"]) < 1e-9 * size
             moments = start > 0 and "split_second_moment" not in optim
@@ -125,7 +125,7 @@ def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run
 
 
 def test_the_step_of_adamh_is_not_that_of_adamw(logged, monkeypatch):
-    """The control of the case `fixed norm`: by AdamW's formula the rest would exceed rounding."""
+    """The control of the case `fixed norm`: with AdamW's formula the rest exceeds rounding errors."""
     monkeypatch.setattr(window, "SETTINGS", ("lr", "betas", "eps", "weight_decay"))
     fit(module_of(matrices="adamh"), batches_of(3), callbacks=[RunMonitor(EVERYTHING)])
     for name in ("w_q", "w_k"):
@@ -134,7 +134,7 @@ def test_the_step_of_adamh_is_not_that_of_adamw(logged, monkeypatch):
 
 
 def test_the_step_of_a_clipped_update_is_not_that_of_adamw(logged, monkeypatch):
-    """The control of the case `update clipping`: without the factor the rest would exceed rounding."""
+    """The control of the case `update clipping`: without the clipping factor the rest exceeds rounding errors."""
     monkeypatch.setattr(window, "_clipped_lr", lambda update, gradient: update.lr)
     fit(module_of(update_clip=True), batches_of(3), callbacks=[RunMonitor(EVERYTHING)])
     parts = [abs(logged[3][f"w_q_growth_{part}/layer00"]) for part in ("rest", "step")]
@@ -143,8 +143,8 @@ def test_the_step_of_a_clipped_update_is_not_that_of_adamw(logged, monkeypatch):
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
-    """Separate loss, clipping and first moments, and torch's AdamW for the weights; micro-batches against one
-    batch."""
+    """The loop computes losses, clipping and first moments itself and takes torch's AdamW for the weights. The run
+    has two micro-batches per step, the loop one batch."""
     module = module_of(weight_decay=0.1)
     fit(module, batches_of(3, 2), accumulate=2, clip=clip, callbacks=[RunMonitor(EVERYTHING)])
 
@@ -185,13 +185,13 @@ def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
         matrix, layer = name.split("/")
         modality = ("text", "image")[m]
         assert logged[3][f"{matrix}_growth/{modality}/{layer}"] == pytest.approx(expected, rel=1e-8)
-    # The control: the modalities differ, so that an exchange would be detected.
+    # The control: the modalities differ, so the test detects exchanged modalities.
     assert sums["w_q/layer00", 0] != pytest.approx(sums["w_q/layer00", 1], rel=1e-2)
 
 
 def test_sizes_by_parameter(logged):
-    """For the step before the probe: update divided by the learning rate and by the parameter, gradient norm, Adam's
-    floor."""
+    """The values are those of the step before the probe: update divided by the learning rate and by the parameter,
+    gradient norm, and share of elements below Adam's eps."""
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     class Weights(L.Callback):
@@ -216,7 +216,7 @@ def test_sizes_by_parameter(logged):
             norms.append(logged[step][f"grad_norm/{name}"])
         assert sum(n * n for n in norms) ** 0.5 == pytest.approx(lines[step - 1]["grad_norm"], rel=1e-6)
         floors = [v for tag, v in logged[step].items() if tag.startswith("adam_below_eps")]
-        assert max(floors) > min(floors)  # eps is where some elements lie below it and some above
+        assert max(floors) > min(floors)  # some elements are below eps and some above
     assert not any(tag.startswith("update_rms") for tag in logged.get(3, {}))
 
 
@@ -232,7 +232,7 @@ def test_a_parameter_of_zeros_has_no_ratio_and_rings_no_alarm(logged):
     for step in (1, 2):
         assert not AlarmRules().update(step, logged[step])
         assert "update_ratio/blocks.0.attention.w_q.weight" in logged[step]
-    # The control: a weight that became NaN is not such a case.
+    # The control: a NaN in an update raises an alarm.
     assert AlarmRules().update(3, {**logged[2], "update_rms/embed.weight": math.nan})
 
 

@@ -1,4 +1,4 @@
-"""Two processes, each with half of the sequences, measure the same as one process with all of them."""
+"""Two processes, each with half of the sequences, measure the same values as one process with all sequences."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mmqk.monitors.training_run.halves import gradient_agreement
 from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.monitors.training_run.window import BudgetWindow
 
-SEQUENCES = 6  # an odd number for each
+SEQUENCES = 6  # three, an odd number, for each process
 
 
 def make_model() -> EarlyFusionTransformer:
     config = ModelConfig(vocab_sizes={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=2)
-    # In fp64, because a first Adam step turns gradients that are only rounding into steps of full size.
+    # In fp64, because the first Adam step turns gradients that are only rounding errors into full-size steps.
     return EarlyFusionTransformer(config, backend="math").double()
 
 
@@ -50,13 +50,13 @@ def parts(model, batch) -> torch.Tensor:
 def measure(which: list[int], collective: bool) -> dict[str, float]:
     model, batch = make_model(), rows(which)
     found = [probe(model, batch, heads=True, collective=collective), residual_absorption(model, batch)]
-    values = flat([one.merged() for one in found])  # alone, what it is
+    values = flat([one.merged() for one in found])  # a single process merges nothing
     values |= gradient_agreement(model, batch, lambda half: parts(model, half))
     window, optimizer = BudgetWindow(model, [0, 1]), torch.optim.AdamW(model.parameters(), lr=0.01)
     parts_M = parts(model, batch)
     window.add_gradients(parts_M)
     parts_M.sum().backward()
-    for p in model.parameters():  # as data parallelism would
+    for p in model.parameters():  # as data parallelism does
         assert p.grad is not None
         if collective:
             dist.all_reduce(p.grad)
@@ -85,7 +85,7 @@ def test_two_ranks_measure_what_one_does(tmp_path):
     expected = measure(list(range(SEQUENCES)), collective=False)
     assert both[0] == both[1] and both[0].keys() == expected.keys()
     for tag, value in expected.items():
-        tolerance = 1e-6 if "growth_rest" in tag else 1e-9  # nothing but rounding is left there
+        tolerance = 1e-6 if "growth_rest" in tag else 1e-9  # the rest is only rounding errors
         assert both[0][tag] == pytest.approx(value, rel=1e-3, abs=tolerance), tag
     assert both[0]["sequences"] == SEQUENCES
     # The control: one rank alone measures other values.

@@ -1,4 +1,4 @@
-"""Runs of the command line with every monitor on: weights, a resume inside a window, and the error of a bad step."""
+"""Train runs with every monitor on: they change no weight, resume inside a window, and report the site of a NaN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmqk.store import cli_main, parse_tag, read_metrics
 from mmqk.train import main
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
-# Checkpoints of steps 4 and 8 lie inside windows; the last window is cut short.
+# The checkpoints of steps 4 and 8 are inside windows of the radial budget; the last window is cut short.
 EVERYTHING = [
     "--monitor.heads=true", "--monitor.parameters=true", "--monitor.precision=true",
     "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=5", "--monitor.budget_steps=5",
@@ -58,7 +58,7 @@ def test_every_monitor_leaves_every_bit_of_the_weights(off, on):
     common = {s: {k: v for k, v in line.items() if k in series(off)[s]} for s, line in series(on).items()}
     assert common == series(off)
     saved = torch.load(on / "checkpoints/step00000004.ckpt", weights_only=True)["state_dict"]
-    assert not same(saved, state(on))  # the control: other weights are told apart
+    assert not same(saved, state(on))  # the control: other weights are detected
 
 
 def test_what_a_run_without_them_does_not_write(off, on):
@@ -103,7 +103,7 @@ def test_the_window_is_in_the_checkpoint_and_only_while_it_is_open(on, off):
 
 
 def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
-    """A step of 3e18 makes finite weights whose logits overflow."""
+    """A learning rate of 3e18 gives finite weights whose logits overflow."""
     too_far = ["--optim.lr=3e18", "--optim.warmup_steps=0", "--trainer.gradient_clip_val=0"]
     args = [*tiny_args, *EVERYTHING, *too_far]
     assert cli_main(main)([*args, f"--out={tmp_path / 'run'}"]) == 3
@@ -113,11 +113,11 @@ def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
     assert status["reason"].startswith(f"the gradient norm became nan: {site}")
     assert status["reason"] in capsys.readouterr().err
     steps = list(series(tmp_path / "run"))
-    assert steps[:3] == [0, 1, 2] and 3 not in steps  # from there on the weights stand still
+    assert steps[:3] == [0, 1, 2] and 3 not in steps  # the run ends at step 2
 
 
 def broken_at(step: int, **optim):
-    """A module whose gradient is NaN in one step, and only in its backward pass."""
+    """Return a module whose gradient is NaN in one step, although the forward pass of the step is finite."""
     module = module_of(**optim)
 
     def plant(gradient):
@@ -133,14 +133,14 @@ def test_after_a_step_that_is_not_finite_the_weights_stay(optim):
     broken, before = broken_at(2, **optim), module_of(**optim)
     lines = fit(broken, batches, clip=1.0)
     fit(before, batches[:2], clip=1.0)
-    # The comparison can fail: the same run without the NaN continues, and two steps differ from five.
+    # The control: without the NaN the run trains all five steps, and its weights differ from those after two.
     whole = module_of(**optim)
     fit(whole, batches, clip=1.0)
     assert [line["grad_norm"] == line["grad_norm"] for line in lines] == [True, True, False, True, True]
     assert apart(weights(broken), weights(before)) == 0 < apart(weights(broken), weights(whole))
     with torch.random.fork_rng():
         said = broken.bad_site([(2, batches[2])])
-    assert said is None  # the plant has gone with the step: the trainer stands at another
+    assert said is None  # the NaN is planted at step 2 only, and the trainer is at a later step
 
 
 def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():

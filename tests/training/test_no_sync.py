@@ -1,9 +1,9 @@
-"""Between two flushes a training step never waits for the device: no number is read, and no shape depends on a
-number.
+"""Between two flushes a training step never waits for the device: it reads no value of a tensor, and no shape depends
+on a value.
 
-On a GPU each such read waits until all earlier work is done. A CPU answers at once, so here they are counted: by a
-mode that sees every operation, including those of the backward pass, and by one that sees every call of a tensor's
-method, because reading a tensor into a list is no operation.
+On a GPU each such read waits until all earlier work is done. A CPU does not wait, so these tests count the reads. One
+mode intercepts every operation, including those of the backward pass. The other mode intercepts every method call of
+a tensor, because `tolist` is not an operation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.training import toy
 from tests.training.test_rows import written_out
 from tests.training.toy import MODEL, cut, fit, module_of, toy_batch
 
-# Operations that return a number to the host, or whose number of elements depends on the data.
+# Operations that return a value to the host, or whose output shape depends on the data.
 OPERATIONS = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "is_nonzero", "equal", "masked_select", "_unique2",
               "unique_dim", "unique_consecutive", "repeat_interleave"}  # fmt: skip
 METHODS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
-# Conversions of a host number to a tensor, whose copy a GPU waits for.
+# Functions that convert host values to a tensor; with a GPU, the host waits for the copy.
 MAKERS = {"tensor", "as_tensor", "asarray", "from_numpy"}
 STEPS, FLUSH = 6, 3
 
@@ -63,8 +63,10 @@ class Methods(TorchFunctionMode):
 
 
 class Questions(L.Callback):
-    """Counts them by step, from the first micro-batch on. Modes apply to one thread, and on a CPU the backward pass
-    runs in it too."""
+    """Count the reads of each step, from the first micro-batch on.
+
+    A mode applies to one thread; on a CPU the backward pass runs in the same thread.
+    """
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -93,14 +95,14 @@ class Nothing(L.Callback):
 
 
 class Asks(L.Callback):
-    """The control."""
+    """The control: a callback that reads the loss."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         outputs["loss"].item()
 
 
 def questions(monkeypatch, module, accumulate=1, callbacks=(), documents=False) -> list[Counter[str]]:
-    """Return the counts by step, for a run that flushes every third step."""
+    """Return the number of reads in each step of a run that flushes every third step."""
     monkeypatch.setattr(toy, "Records", Nothing)
     monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
     batches = [toy_batch(seed, padding=2, documents=documents) for seed in range(STEPS)]

@@ -1,4 +1,4 @@
-"""Settings that make steps cheaper on a CPU have that effect: counts of page faults and of checks for a GPU."""
+"""The settings that make steps cheaper on a CPU reduce the number of page faults and of checks for a GPU."""
 
 import ctypes
 import subprocess
@@ -9,8 +9,8 @@ import torch
 
 from mmqk.training.loop import cpu_tuning as on_cpu
 
-# Return the page faults (getrusage) of a loop that allocates and frees blocks of 24 MB, after the first ones were
-# touched.
+# Print the page faults (getrusage) of a loop that allocates and frees blocks of 24 MiB, without those of the first
+# pass.
 FAULTS = """
 import resource, sys
 from mmqk.training.loop.cpu_tuning import keep_freed_memory
@@ -34,16 +34,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(way: str) -> int:
-    """In a separate process, because the setting cannot be undone."""
+    """Run `FAULTS` in a separate process, because the setting cannot be undone, and return the number of faults."""
     done = subprocess.run([sys.executable, "-c", FAULTS, way], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="glibc's mallopt")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs mallopt of glibc")
 def test_freed_memory_is_used_again():
     left_alone, kept = faults("left alone"), faults("kept")
     assert kept < 20
-    assert left_alone > 100  # the negative control: page after page, or huge page after huge page
+    assert left_alone > 100  # the control: each pass has faults again, of pages or of huge pages
 
 
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
@@ -52,7 +52,7 @@ def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
 
 
 def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
-    """Before glibc 2.35 the largest block is half a heap, 32 MiB on 64 bits."""
+    """Before glibc 2.35 the largest threshold is half a heap: 32 MiB on a 64-bit system."""
     asked = []
 
     class Old:
@@ -66,14 +66,14 @@ def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
     assert (-3, 2**25) in asked
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that was found is not looked for again")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch does not repeat the check if there is a GPU")
 def test_an_optimizer_looks_for_no_library_of_a_gpu(monkeypatch):
     looks = []
     monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: looks.append(1) or 0)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # what Lightning sets when it is imported
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it when it is imported
     optimizer.step()
     found = len(looks)
     on_cpu.skip_nvml_check()

@@ -1,4 +1,4 @@
-"""The optimizer against written-out formulas: schedules, AdamW, error messages."""
+"""Compare the schedules and AdamW with written-out formulas, and check error messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ STEPS, WARMUP = 40, 8
 
 
 def shares(config: OptimConfig) -> list[float]:
-    """Return the multiplier of every update, and of the one after the last, at which the schedule has reached its
-    end."""
+    """Return the multiplier of the learning rate for every update, and the final value of the schedule."""
     return [lr_multiplier(config, step, STEPS) for step in range(STEPS + 1)]
 
 
@@ -34,7 +33,7 @@ def test_warm_up_is_linear_from_its_first_share_to_the_peak(schedule):
     found = shares(OptimConfig(schedule=schedule, warmup_steps=WARMUP))[:WARMUP]
     expected = [k / WARMUP for k in range(1, WARMUP + 1)]
     assert found == pytest.approx(expected, rel=0, abs=SCHEDULE.tolerance)
-    assert found[0] > 0  # an update at a rate of 0 would be a step that trains nothing
+    assert found[0] > 0  # a learning rate of 0 would train nothing
     # The control: a warm-up of another length gives another ramp.
     assert shares(OptimConfig(schedule=schedule, warmup_steps=WARMUP + 1))[:WARMUP] != pytest.approx(found)
 
@@ -64,7 +63,7 @@ def test_it_begins_at_the_peak_falls_and_stays_at_its_end(schedule, end, warmup)
     assert found[0] == 1.0 and found[-1] == pytest.approx(end)
     assert all(later <= earlier for earlier, later in pairwise(found))
     assert (found[1] < found[0]) == (schedule != "constant")
-    assert lr_multiplier(config, 10 * STEPS, STEPS) == pytest.approx(end)  # past the end nothing goes on
+    assert lr_multiplier(config, 10 * STEPS, STEPS) == pytest.approx(end)  # constant past the end
 
 
 def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
@@ -76,7 +75,7 @@ def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
 
 
 def written_out(p, gradients, config: OptimConfig, decay: float):
-    """AdamW (Loshchilov and Hutter, Algorithm 2) for a list of gradients."""
+    """Return the parameter after steps of AdamW (Loshchilov and Hutter, Algorithm 2) with a list of gradients."""
     m = v = torch.zeros_like(p)
     for t, g in enumerate(gradients, start=1):
         m = config.beta1 * m + (1 - config.beta1) * g

@@ -1,4 +1,4 @@
-"""mmqk's parts in a user's own lightning.Trainer: the code of the docs, unchanged."""
+"""Run the unchanged example code of the docs, which uses parts of mmqk in a user's own lightning.Trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def block(page: str, section: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Callable[[str], dict[str, Any]]:
-    """Run code in a folder with mmqk's data; return its names."""
+    """Return a function that runs code in a folder with mmqk's data and returns the variables of the code."""
     for name in ("data", ".cache"):
         (ROOT / name).mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(ROOT / name)
@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch) -> Callable[[str], dict[str, Any]]:
 
 
 def logged(trainer: L.Trainer) -> dict[str, list[int]]:
-    """Return the steps of each tag in the logger that Lightning made."""
+    """Return the steps of each tag in the logger that Lightning created."""
     events = EventAccumulator(trainer.logger.log_dir, size_guidance={"scalars": 0}).Reload()
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
@@ -64,7 +64,7 @@ def test_the_docs_train_mmqks_model_and_the_monitor_changes_no_weight(run):
     assert names["trainer"].global_step == 20
     assert all(tags[tag] == list(range(1, 21)) for tag in ("loss/text", "loss/image", "grad_norm", "lr"))
     assert tags["attn_logit_absmax/text-image/layer01"] == tags["q_norm/image/layer00"] == [10, 20]
-    # The control: without the callbacks the weights are the same, and the numbers are missing.
+    # The control: without the callbacks the weights are equal, and the statistics are missing.
     without = run(code.replace("callbacks=[StepLog(), monitor]", "callbacks=[]"))
     assert not any(tag.startswith(("loss", "attn", "q_norm")) for tag in logged(without["trainer"]))
     before, after = (n["module"].model.state_dict() for n in (without, names))
@@ -83,14 +83,14 @@ def test_the_docs_measure_somebodys_own_module(run):
     names = run(code)
     tags = logged(names["trainer"])
     assert tags["attn_logit_absmax/text-image/layer01"] == tags["q_norm/text/layer01"] == [10, 20]
-    # The control: an attribute that the training step does not call is refused with a sentence.
+    # The control: a module name that does not exist is refused in one sentence.
     with pytest.raises(UserError, match=r"NormMonitor\(model='nett'\): Mine has no such module"):
         run(code.replace('"net"', '"nett"'))
 
 
 @pytest.mark.parametrize("optim", [{}, {"qk_clip": 1e-3}, {"split_second_moment": True}], ids=str)
 def test_a_probe_changes_no_weight_of_a_remedy(optim):
-    """QK-Clip reads the attention logits of every training forward, and of no probe."""
+    """QK-Clip reads the attention logits of every forward pass in training, but not those of a probe."""
     batches, found = [toy_batch(seed) for seed in range(6)], []
     for callbacks in ([], [NormMonitor("model", {"image": range(9, 16)}, every_n_steps=1, sequences=2)]):
         module = module_of(backend="sdpa", **optim)

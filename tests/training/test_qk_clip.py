@@ -28,7 +28,7 @@ PEERS = [WRITTEN_OUT, X_TRANSFORMERS]
 
 
 def brute_force(q, k, scale, valid, document=None, window=0) -> list[float]:
-    """The definition, one pair at a time."""
+    """Return the largest logit of each head by its definition, one pair at a time."""
     B, H, T, _ = q.shape
     best = [-math.inf] * H
     for b, h, t in itertools.product(range(B), range(H), range(T)):
@@ -53,7 +53,7 @@ def queries_and_keys(B=2, H=3, T=9, K=4) -> tuple[Tensor, Tensor]:
 def test_the_largest_logit_is_exact_over_visible_pairs(monkeypatch, elements, documents, window):
     monkeypatch.setattr(qk_clip, "CHUNK_ELEMENTS", elements)
     (q, k), batch = queries_and_keys(), toy_batch(1, 2, 9, padding=2, documents=documents)
-    batch.valid_BT[:, 1:3] = False  # in the middle: as keys, these have queries behind them
+    batch.valid_BT[:, 1:3] = False  # padding in the middle, with queries after it
     seen = (batch.valid_BT, batch.document_BT, window)
     expected = torch.tensor(brute_force(q, k, 0.7, *seen), dtype=q.dtype)
     torch.testing.assert_close(largest_logits(q, k, 0.7, *seen), expected, rtol=0, atol=1e-12)
@@ -76,7 +76,7 @@ def test_a_head_whose_logits_are_all_negative_has_a_negative_maximum():
     ids=["plain", "grouped keys", "windows", "no scale", "a separated layer"],
 )
 def test_a_step_measures_the_attention_that_it_computed(monkeypatch, backend, variant):
-    """Against the inputs of torch's softmax, which are the logits of any layer and head."""
+    """Compare with the inputs of torch's softmax, which are the logits of each layer and head."""
     batch = toy_batch(2, padding=3, documents=True)
     module = module_of(replace(MODEL, **variant), backend=backend, qk_clip=1.0)
     reference, rows = module_of(replace(MODEL, **variant), backend="math"), []
@@ -96,7 +96,7 @@ def test_a_step_measures_the_attention_that_it_computed(monkeypatch, backend, va
     torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
     assert (
         float((found[0] - found[1]).abs().max()) > 1e-2
-    )  # the control: layers differ, so they cannot be mixed up
+    )  # the control: the layers differ
     assert module.qk_clip.measured().tolist()[:2] == found.amax(1).tolist()
 
 
@@ -128,11 +128,11 @@ def logits_by_head(model, batch) -> list[Tensor]:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("untied", [False, True])
 def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
-    """Only the first layer is compared, because clipping other layers does not change its input."""
+    """Only the first layer is compared, because clipping does not change the input of the first layer."""
     config = replace(MODEL, n_kv_heads=kv_heads, per_modality=PerModalityConfig(qk=untied))
     model, batch = module_of(config).model, toy_batch(3)
     attention = model.blocks[0].attention
-    if untied:  # copies start alike: set them apart, so that scaling only one of them would be seen
+    if untied:  # make the copies differ, so that scaling only one is detected
         with torch.no_grad():
             attention.w_q.copies[1].weight.mul_(-1.5)
             attention.w_k.copies[1].weight.mul_(0.5)
@@ -142,17 +142,18 @@ def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
     after = logits_by_head(model, batch)[0]
     expected = gamma[:, None, None, None] * before
     torch.testing.assert_close(after, expected, rtol=0, atol=WRITTEN_OUT.tolerance)
-    # The controls: gamma on one side only, or on neither, gives other logits.
+    # The controls: gamma squared, or no gamma, gives other logits.
     for wrong in (gamma.square(), torch.ones_like(gamma)):
         assert float((after - wrong[:, None, None, None] * before).abs().max()) > 1e-3
 
 
 def test_it_is_the_clip_of_x_transformers():
-    """One module per head, because with several heads x-transformers 2.31 scales columns of W_q and W_k, not rows."""
+    """Each head is a module: with several heads, x-transformers 2.31 scales the columns of W_q and W_k, not the rows.
+    """
     from x_transformers.x_transformers import Attention
 
     D, T, batch = MODEL.d_model, 12, toy_batch(3)
-    model = module_of(replace(MODEL, d_head=D)).model  # square matrices of a head: its factors have to broadcast
+    model = module_of(replace(MODEL, d_head=D)).model  # square, because x-transformers broadcasts its factors
     attention, found = model.blocks[0].attention, {}
     with torch.no_grad():
         model(batch.ids_BT, sink=lambda site, layer, x: layer or found.__setitem__(site, x.clone()))
@@ -190,15 +191,14 @@ def test_weights_take_the_root_each_and_shared_keys_stay_as_they_are():
             expected = torch.cat([f * old[4 * i : 4 * i + 4] for i, f in enumerate(factors)])
             torch.testing.assert_close(w.weight.detach(), expected, rtol=0, atol=WRITTEN_OUT.tolerance)
             assert torch.equal(w.weight[4:8], old[4:8]) == (factors[1] == 1.0)  # a factor of 1 changes no bit
-            assert (w.weight.abs() <= old.abs()).all()  # nothing grows, however often it is done
+            assert (w.weight.abs() <= old.abs()).all()  # no weight grows
             # The control: heads in another order.
             assert min(factors) == 1.0 or float((w.weight.detach() - expected.roll(4, 0)).abs().max()) > 1e-3
         assert torch.equal(attention.w_v.weight, before[2])
 
 
 def test_a_step_is_the_update_and_then_the_clip():
-    """Return the weights after one optimizer step, from the unclipped step and the logits of the weights before
-    it."""
+    """The expected weights are computed from an unclipped step and the logits of the weights before the step."""
     batch = toy_batch(4)
     start, plain = module_of(), module_of()
     largest = [x.masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf).amax((1, 2, 3))
@@ -240,7 +240,7 @@ def test_below_the_threshold_it_changes_no_bit():
 
 
 def test_it_holds_the_logits_near_the_threshold():
-    """With a scale of 1 and a high learning rate logits grow; with clipping every step starts just above the
+    """With an attention scale of 1 and a high learning rate the logits grow; with QK-Clip they stay just above the
     threshold."""
     model, batches = replace(MODEL, attn_scale="none"), [toy_batch(7)] * 25
     free, held = (fit(module_of(model, lr=0.05, **c), batches) for c in ({"qk_clip": 1e6}, {"qk_clip": 5.0}))
@@ -286,7 +286,7 @@ def test_logits_that_are_not_finite_leave_the_weights_alone(poison):
 
 
 def test_nothing_lives_from_one_step_to_the_next():
-    """The numbers of a later step equal those of a module that starts there."""
+    """The values of a later step equal those of a module that starts at that step."""
     hot, mild = toy_batch(5), toy_batch(6)
     module = module_of(qk_clip=1e3)
     second = fit(module, [hot, mild])[1]
@@ -304,12 +304,12 @@ def test_nothing_lives_from_one_step_to_the_next():
         fit(module, [mild, mild], callbacks=callbacks)
         return module.model.blocks[0].attention.w_q.weight.detach()
 
-    # Only the training data clips: held-out logits, which are as large, do not.
+    # Only the logits of training batches cause clipping; those of held-out batches, which are as large, do not.
     assert torch.equal(weights_after(Validation(lambda: iter([hot]), 1)), weights_after())
 
 
 class NoTransfer(TorchDispatchMode):
-    """Refuses each operation that needs a number on the host or a shape that depends on the data."""
+    """Fail on each operation that needs a value on the host or whose shape depends on the data."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__

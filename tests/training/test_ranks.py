@@ -1,4 +1,4 @@
-"""Two processes train the same run as one process: numbers, checkpoints across both, resumes, forks, ends."""
+"""A run on two processes equals the run on one process, and each can resume or fork a checkpoint of the other."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.training.ranks import end, start, train
 from tests.training.test_resume import rewind, series, state
 from tests.training.toy import MODEL, module_of
 
-# Each process has two micro-batches of two sequences; the second one has the third sequence of a probe.
+# Each process has two micro-batches of two sequences; the second process also has the third sequence of a probe.
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
         "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3",
         "--monitor.gradient_agreement=true",
         "--checkpoint.keep=9"]  # fmt: skip
 INSIDE = ["--monitor.parameters=true", "--monitor.budget_every_n_steps=4", "--monitor.budget_steps=3"]
-# Only rounding is left of the first value, and means of either sign of the second.
+# The terms of these values cancel, so the values are small and need a larger absolute tolerance.
 CANCELS = ("_growth_rest/", "_growth_unattributed/", "logit_mean/")
 
 WHERE = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
@@ -48,13 +48,13 @@ RUNS = {
 
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
 def pair(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
-    """(strategy, the run of one process, the run of two)."""
+    """Return the strategy, the run of one process and the run of two processes."""
     strategy, extra = request.param
     folder = tmp_path_factory.mktemp("pair")
     args = [*tiny_args, *STEP, *extra]
     assert main([*args, f"--out={folder / 'one'}"]) == 0
     out = [*args, f"--out={folder / 'two'}"]
-    if extra is INSIDE:  # as a user does it on one machine: Lightning starts the second process
+    if extra is INSIDE:  # as on a user's machine, Lightning starts the second process
         flags = [f"--trainer.strategy={strategy}", "--trainer.devices=2"]
         done = subprocess.run(
             [sys.executable, "-m", "mmqk.train", *out[:-1], *flags, out[-1]],
@@ -69,7 +69,7 @@ def pair(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
 
 
 def close(ours: list[dict], theirs: list[dict], rtol: float = 2e-3) -> None:
-    """Every number of every step, up to rounding."""
+    """Check that all values of every step are equal up to rounding."""
     assert [line.keys() for line in ours] == [line.keys() for line in theirs]
     for a, b in zip(ours, theirs, strict=True):
         for name in a:
@@ -100,7 +100,7 @@ def test_two_processes_train_what_one_does(pair):
 
 
 def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
-    """The control of the comparison: the run of a process that does not communicate with the other."""
+    """The control of the comparison: processes that do not communicate would each train on half of the batch."""
     args = [*tiny_args, *STEP, "--monitor.probe_sequences=2"]
     for size in (8, 4):
         assert main([*args, f"--data.batch_size={size}", f"--out={tmp_path / str(size)}"]) == 0
@@ -109,8 +109,8 @@ def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
         assert half[name] != pytest.approx(whole[name], rel=5e-3), name
 
 
-# Every remedy of the optimizer. A step can be skipped only after 64 others; at a low learning rate the losses do not
-# fall.
+# All remedies that change the optimizer. SkipStep can skip a step only after 64 others; the low learning rate keeps
+# the loss from falling, so that it skips some.
 FEW = ["--monitor.every_n_steps=0", "--data.val_every_n_steps=0", "--checkpoint.every_n_steps=0"]
 OPTIMIZERS = {
     "muon, adagc": ["--optim.matrices=muon", "--optim.adagc=1.05"],
@@ -192,7 +192,7 @@ def test_a_signal_to_any_process_ends_all_in_order(tiny_args, tmp_path, signum):
     until = time.monotonic() + 1800
     while not (out / "metrics.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.1)
-    os.kill(both[1].pid, signum)  # the one that owns nothing
+    os.kill(both[1].pid, signum)  # the process that does not own the run folder
     assert end(both) == [128 + signum, 0]
     status = read_status(out)
     assert status.status == "interrupted" and not is_locked(out) and status.step % 10 == 0
@@ -212,7 +212,7 @@ def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
 
 def test_a_mistake_is_said_once_and_nobody_waits(tiny_args, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/letter.txt").write_text("mine")  # only the first process looks at the folder
+    (tmp_path / "run/letter.txt").write_text("mine")  # only the first process reads the folder
     assert train([*tiny_args, f"--out={tmp_path / 'run'}"], tmp_path / "log") == [2, 0]
     assert "has other files" in (tmp_path / "log0").read_text()
     assert (tmp_path / "log1").read_text() == ""

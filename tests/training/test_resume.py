@@ -1,4 +1,4 @@
-"""Resuming from any checkpoint gives the same run as without the interruption."""
+"""A run that is resumed from any checkpoint equals the run without an interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def series(folder: Path) -> list[dict]:
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Return weights and buffers, and the optimizer's moments by position, at the end."""
+    """Return the final weights and buffers, and the optimizer's moments by the position of their parameter."""
     saved = torch.load(folder / "checkpoints/step00000012.ckpt", weights_only=True)
     moments = saved["optimizer_states"][0]["state"]
     named = {f"{i}.{name}": torch.as_tensor(v) for i, own in moments.items() for name, v in own.items()}
@@ -32,14 +32,14 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[str]:
-    """Leave what a process killed after the checkpoint of ``step`` leaves, including lines that it wrote after the
-    checkpoint."""
+    """Copy a run to ``out`` as if its process was killed some steps after the checkpoint of ``step``, and return its
+    arguments. The lines that it wrote after the checkpoint remain."""
     shutil.copytree(whole, out)
     for path in (out / "checkpoints").glob("*.ckpt"):
         if int(path.stem.removeprefix("step")) > step:
             path.unlink()
     (out / "status.json").write_text(json.dumps({"status": status, "step": 0, "reason": ""}))
-    for path in out.rglob("events.out.tfevents.*"):  # TensorBoard reads them by the second in the name
+    for path in out.rglob("events.out.tfevents.*"):  # TensorBoard orders them by the time in the name
         path.rename(path.with_name(re.sub(r"tfevents\.\d+", "tfevents.1000000000", path.name)))
     return json.loads((whole / "run.json").read_text())["details"]["command"][3:-1]
 
@@ -66,7 +66,7 @@ def whole(request, tiny_args, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("step", [0, 4, 8, 12])
 def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
-    """At steps 4, 8 and 12 a probe, a validation and a checkpoint coincide; at 12 only the final status is
+    """At steps 4, 8 and 12 a probe, a validation and a checkpoint coincide; at step 12 only the final status is
     missing."""
     args = rewind(whole, tmp_path / "again", step)
     assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
@@ -78,7 +78,7 @@ def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
 
 
 def test_what_a_run_switches_on_is_at_work_when_it_is_resumed(whole):
-    """The control of the comparison above: the runs have a state that it could have missed."""
+    """The control of the comparison above: the state that it compares changes during the run."""
     names, settings = state(whole), json.loads((whole / "run.json").read_text())["identity"]
     if settings["model"]["weight_reparam"] == "sigma":
         from mmqk.config import resolve
@@ -139,5 +139,5 @@ def test_a_run_partly_made_by_other_code_says_so(whole, tmp_path, capsys):
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, "code": "0123456789"}))
     assert main([*args, f"--out={out}"]) == 0
-    assert "other code computed part of it" in capsys.readouterr().err
+    assert "another version of the code computed part of it" in capsys.readouterr().err
     assert json.loads((out / "run.json").read_text())["code"] == f"0123456789+{record['code']}"

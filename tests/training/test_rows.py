@@ -1,7 +1,6 @@
-"""flex's statistics of every attention row: by layer and modality, over micro-batches, in files, and for QK-Clip.
+"""Statistics of every attention row from backend flex: by layer and modality, over micro-batches, and for QK-Clip.
 
-flex is compiled for GPUs only, so here a dense form with the same interface replaces it; tests/model compares it with
-torch's own.
+flex is compiled for GPUs only, so these tests replace it by a dense function with the same interface.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NAMES = ("text", "image")
 
 
 def written_out(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux):
-    """flex_attention, dense: logits, cap, mask, softmax."""
+    """Compute `flex_attention` densely: logits, softcap, mask, softmax."""
     assert return_aux.lse and return_aux.max_scores and enable_gqa == (q.shape[1] != k.shape[1])
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     B, H, T, _ = q.shape
@@ -42,7 +41,7 @@ def written_out(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux
 
 @pytest.fixture
 def flex(monkeypatch) -> None:
-    """Backend flex computes on this CPU."""
+    """Let backend flex use `written_out`, which runs on a CPU."""
     monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
 
 
@@ -52,7 +51,7 @@ def some_rows(B=3, L=2, H=2, T=12, seed=0) -> list[RowStats]:
 
 
 def by_hand(rows: list[RowStats], batch) -> dict[str, float]:
-    """One query at a time; B and T are those of the batch."""
+    """Return the row statistics, computed one query at a time."""
     found: dict[str, float] = {}
     for (layer, of), (m, name) in itertools.product(enumerate(rows), enumerate(NAMES)):
         seen = [
@@ -77,7 +76,7 @@ def together(parts: list[list[RowStats]]) -> list[RowStats]:
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
     batch, rows = toy_batch(4, B=3, padding=3, only=only), some_rows()
-    for of in rows:  # padding holds the largest
+    for of in rows:  # padding has the largest values
         of.max_BHT[..., -3:] += 100
         of.lse_BHT[..., -3:] -= 100
     log = RowLog(NAMES)
@@ -87,8 +86,8 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
     ]
     expected = by_hand(rows, batch)
     assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
-    assert {parse_tag(t).modality for t in expected} == ({only} if only else set(NAMES))  # absent: no key
-    # By head, for any modality: the values that QK-Clip uses.
+    assert {parse_tag(t).modality for t in expected} == ({only} if only else set(NAMES))  # absent: no tag
+    # `add` returns the largest logit of each head over all modalities, which QK-Clip uses.
     kept = torch.stack([r.max_BHT.masked_fill(~batch.valid_BT[:, None], -math.inf) for r in rows])
     torch.testing.assert_close(torch.stack(heads).amax(0), kept.amax((1, 3)), rtol=0, atol=0)
     # The controls: with padding counted, or with exchanged modalities, the numbers differ.
@@ -97,7 +96,7 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
         replace(batch, modality_BT=1 - batch.modality_BT),
     ):
         assert by_hand(rows, wrong) != pytest.approx(expected, rel=1e-3)
-    log.add(rows, batch)  # nothing lives from one step to the next
+    log.add(rows, batch)  # no value is carried over to the next step
     assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
 
 
@@ -130,7 +129,7 @@ def test_a_bad_number_stays_with_its_modality_and_layer(poison):
 
 
 def dense_rows(model: EarlyFusionTransformer, batch) -> list[RowStats]:
-    """Computed from the queries and keys of a forward."""
+    """Return the row statistics, computed from the queries and keys of a forward pass."""
     seen: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad(), model.use_backend("math"):
         model(*(batch.ids_BT, batch.modality_BT, batch.document_BT), lambda s, i, x: seen.update({(s, i): x}))
@@ -164,8 +163,8 @@ def test_a_step_logs_the_attention_that_it_computed(flex, variant):
     expected = by_hand(dense_rows(module.model, batch), batch)
     [line] = fit(module, cut(batch, 2), accumulate=2)
     found = {name: value for name, value in line.items() if name.startswith("attn_row")}
-    assert found == pytest.approx(expected, rel=1e-5)  # the numbers of a step are fp32
-    other = by_hand(dense_rows(module.model, batch), batch)  # the control: after the update they are others
+    assert found == pytest.approx(expected, rel=1e-5)  # the values of a step are fp32
+    other = by_hand(dense_rows(module.model, batch), batch)  # the control: the updated weights give other values
     assert found != pytest.approx(other, rel=1e-5)
 
 
@@ -178,7 +177,7 @@ def test_qk_clip_takes_them_and_clips_as_where_it_looks_itself(flex, variant):
     }
     lines = {name: fit(module, batches, accumulate=2) for name, module in modules.items()}
     assert apart(weights(modules["flex"]), weights(modules["sdpa"])) < 1e-9
-    assert apart(weights(modules["flex"]), weights(modules["free"])) > 1e-3  # the control: it did clip
+    assert apart(weights(modules["flex"]), weights(modules["free"])) > 1e-3  # the control: it clipped
     for ours, theirs in zip(lines["flex"], lines["sdpa"], strict=True):
         own = {name for name in ours if name.startswith("attn_row")}
         assert len(own) == 8 and ours.keys() - own == theirs.keys()
@@ -219,7 +218,8 @@ def test_they_arrive_in_the_metrics_file(flex, tmp_path, monkeypatch):
             "qk_clip_logit/layer01",
             "qk_clip_gamma/layer00",
         } <= (lines[step].keys())
-    assert not any("row" in name for line in fit_sdpa(batches) for name in line)  # the control
+    # The control: backend sdpa logs no row statistics.
+    assert not any("row" in name for line in fit_sdpa(batches) for name in line)
 
 
 def fit_sdpa(batches) -> list[dict[str, float]]:
@@ -233,14 +233,14 @@ def fit_sdpa(batches) -> list[dict[str, float]]:
 
 
 def test_the_probe_of_a_flex_model_is_the_dense_one_and_leaves_the_backend():
-    """Without the replacement: the probe never uses flex."""
+    """flex is not replaced in this test, because the probe never uses it."""
     batch = toy_batch(3, padding=2, documents=True)
     models = {name: EarlyFusionTransformer(replace(MODEL, n_kv_heads=2), name) for name in ("flex", "math")}
     found = {name: probe(model, batch).flat() for name, model in models.items()}
     assert found["flex"] == found["math"] and "attn_logit_absmax/text-image/layer01" in found["flex"]
     model = models["flex"]
     assert {model.backend, *(block.attention.backend for block in model.blocks)} == {"flex"}
-    with pytest.raises(IndexError):  # also where the forward breaks
+    with pytest.raises(IndexError):  # the backend is kept even if the forward pass fails
         probe(model, replace(batch, ids_BT=batch.ids_BT + 100))
     assert {model.backend, *(block.attention.backend for block in model.blocks)} == {"flex"}
     assert all(module.training for module in model.modules())

@@ -1,4 +1,4 @@
-"""A run as its user sees it: the same command again, killed, interrupted, diverged, refused."""
+"""Train runs from the command line: repeated, killed, interrupted, diverged and refused runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def status(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(tiny_args, tmp_path_factory) -> Path:
-    """An uninterrupted run with dropout."""
+    """Train a run with dropout without an interruption."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     assert main([*tiny_args, "--model.residual_dropout=0.1", f"--out={out}"]) == 0
     return out
@@ -82,7 +82,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE
     )
-    for _ in range(36_000):  # half an hour, against hanging for ever
+    for _ in range(36_000):  # half an hour at most
         if (out / f"checkpoints/step{after_step:08d}.ckpt").exists() or process.poll() is not None:
             break
         time.sleep(0.05)
@@ -95,7 +95,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     ("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")]
 )
 def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path, signum, code, word):
-    """With several loader workers and dropout, killed in the middle and started again by the same command."""
+    """The run has two loader workers and dropout; it is stopped by a signal and resumed by the same command."""
     args = [*tiny_args, "--model.residual_dropout=0.1", "--data.workers=2", "--trainer.max_steps=100",
             "--data.val_every_n_steps=14", "--checkpoint.every_n_steps=7"]  # fmt: skip
     assert run_and_signal(args, tmp_path / "stopped", signum, after_step=21) == code
@@ -122,7 +122,7 @@ def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
 
 
 def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
-    """Accumulation divides by the targets of the whole step, not by those of each micro-batch."""
+    """Accumulation divides by the number of targets of the whole step, not of each micro-batch."""
     for n in (1, 4):
         assert main([*tiny_args, f"--trainer.accumulate_grad_batches={n}", f"--out={tmp_path / str(n)}"]) == 0
     one, four = weights(tmp_path / "1"), weights(tmp_path / "4")
@@ -132,9 +132,10 @@ def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("step", [7, 11])  # a checkpoint follows; the second is the last of the run
+@pytest.mark.parametrize("step", [7, 11])  # each is followed by a checkpoint; step 11 is the last of the run
 def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(tiny_args, tmp_path, monkeypatch, step):
-    """The gradients of this step are finite and its weights are not, which only the next step would show."""
+    """The gradients of the step are finite, but the updated weights are not; without a check, only the gradients of
+    the next step would reveal it."""
     training_step = TrainingModule.training_step
 
     def faulty(self, *rest):
@@ -168,7 +169,7 @@ def test_divergence_ends_in_order(tiny_args, tmp_path):
     found = status(out)
     assert found["status"] == "diverged" and 0 < found["step"] < 200 and found["reason"]
     kept = sorted((out / "checkpoints").glob("*.ckpt"))
-    for path in kept:  # whatever was kept is from before
+    for path in kept:  # the kept checkpoints are from before the divergence
         assert all(
             torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values()
         )
@@ -235,15 +236,15 @@ def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp
     assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
     assert main([*args, "--quiet"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run'} is completed at step 12: nothing to train.\n"
-    # Only the last word is missing.
+    # A run that was killed before it wrote its final status is completed without training.
     (tmp_path / "run/status.json").write_text('{"status": "running", "step": 4}')
     assert main([*args, "--quiet"]) == 0
     assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
-    # The control: without it there are more lines.
+    # The control: without --quiet there are more lines.
     assert main([*args[:-1], f"--out={tmp_path / 'loud'}"]) == 0
     out = capsys.readouterr().out
     assert f"completed at step 12 in {tmp_path / 'loud'}\n" in out and out.count("\n") > 1
-    # One that diverges says so too.
+    # A diverged run prints such a line too.
     wild = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", "--quiet"]
     assert main([*args[:-1], *wild, f"--out={tmp_path / 'wild'}"]) == 3
     assert re.fullmatch(

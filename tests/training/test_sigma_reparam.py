@@ -1,4 +1,4 @@
-"""σReparam in training: sigma follows the weights, the forward writes nothing, and torch's spectral norm agrees."""
+"""σReparam in training: sigma follows the weights, forward passes change no buffer, torch's spectral norm agrees."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def errors(module) -> list[float]:
 
 
 def pair() -> tuple[SigmaLinear, nn.Module]:
-    """A matrix of a trained model, and torch's with the same W, u and v, and gamma 1."""
+    """Return a matrix of a trained model with gamma 1, and torch's spectral norm with the same W, u and v."""
     ours = copy.deepcopy(next(iter(matrices(trained()).values())))
     with torch.no_grad():
         ours.gamma.fill_(1.0)
     plain = nn.Linear(ours.in_features, ours.out_features, bias=False).double()
     plain.weight = nn.Parameter(ours.weight.detach().clone())
-    theirs = spectral_norm(plain).eval()  # in evaluation it takes u and v as they are
+    theirs = spectral_norm(plain).eval()  # in evaluation mode it does not change u and v
     theirs.parametrizations.weight[0]._u = ours.u.clone()
     theirs.parametrizations.weight[0]._v = ours.v.clone()
     return ours, theirs
@@ -82,7 +82,7 @@ def test_one_power_step_is_its_formula():
     ours, _ = pair()
     u, w = ours.u.clone(), ours.weight.detach()
     with torch.no_grad():
-        ours.u.copy_(u.flip(0))  # away from the answer, so that a step is felt
+        ours.u.copy_(u.flip(0))  # away from the singular vector, so that a power step changes it
     u = ours.u.clone()
     ours.power_step()
     v = w.T @ u
@@ -111,7 +111,7 @@ def test_sigma_starts_as_the_largest_singular_value_and_draws_no_number():
         u = layer.u.clone()
         layer.start()
         assert torch.equal(layer.u, u)
-        # The control: thirty power steps from a random direction stay below.
+        # The control: thirty power steps from a random direction do not reach the singular value.
         with torch.no_grad():
             layer.u.copy_(torch.randn(len(u), generator=torch.Generator().manual_seed(1)))
         for _ in range(30):
@@ -124,7 +124,7 @@ def test_sigma_starts_as_the_largest_singular_value_and_draws_no_number():
 
 
 def test_sigma_follows_a_direction_that_grows_from_one_update_to_the_next():
-    """As in the first steps at a high learning rate, another direction becomes the leading one."""
+    """Another direction becomes the leading singular vector, as in the first steps at a high learning rate."""
     layer = SigmaLinear(32, 32)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_probe_logs_how_near_sigma_is_to_the_true_one():
         found = [m for m in block.modules() if isinstance(m, SigmaLinear)]
         ratios = [float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]) for m in found]
         assert flat[f"sigma_ratio/layer{layer:02d}"] == pytest.approx(min(ratios), rel=1e-6)
-    # The controls: another direction is detected, only in its layer, and a plain model has no such number.
+    # The controls: a wrong v lowers the ratio of its layer alone, and a model without sigma has no ratio.
     with torch.no_grad():
         wrong = next(m for m in module.model.blocks[0].modules() if isinstance(m, SigmaLinear))
         wrong.v.copy_(torch.nn.functional.one_hot(torch.tensor(0), wrong.in_features))
@@ -169,15 +169,15 @@ def test_a_probe_logs_how_near_sigma_is_to_the_true_one():
 def test_sigma_follows_the_largest_singular_value(monkeypatch):
     module = trained(40)
     assert max(errors(module)) < 0.02
-    assert all(float(m.gamma.detach()) != 1.0 for m in matrices(module).values())  # it is learned
-    # The control: without the power steps sigma is that of the initial weights.
+    assert all(float(m.gamma.detach()) != 1.0 for m in matrices(module).values())  # gamma is learned
+    # The control: without the power steps, u and v remain those of the initial weights.
     monkeypatch.setattr(training, "power_step", lambda model: None)
     stale = trained(40)
     assert max(errors(stale)) > 2 * max(errors(module)) and apart(weights(stale), weights(module)) > 1e-3
 
 
 def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):
-    """It runs after the update of W and not before, once per step and not once per micro-batch."""
+    """The power steps run after the update of W, once per step, not once per micro-batch."""
     with monkeypatch.context() as patch:
         patch.setattr(training, "power_step", lambda model: None)
         expected = module_of(SIGMA)
@@ -189,7 +189,7 @@ def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):
     found = module_of(SIGMA)
     fit(found, cut(toy_batch(0), 2), accumulate=2)
     assert apart(weights(found), weights(expected)) == 0
-    # The controls: no step, and one step more.
+    # The controls: no power step, and one power step more.
     assert apart(weights(found), before) > 1e-6
     for m in matrices(expected).values():
         m.power_step()
@@ -213,9 +213,9 @@ def test_no_forward_writes_a_buffer_in_training_or_evaluation():
         module.model.train(mode)
         outputs[mode] = [module.losses(batch).ce.detach() for _ in range(2)]
         assert torch.equal(*outputs[mode])
-    assert torch.equal(outputs[True][0], outputs[False][0])  # evaluation is the same function
+    assert torch.equal(outputs[True][0], outputs[False][0])  # evaluation mode computes the same function
     assert apart(before, weights(module)) == 0
-    # The control: torch's own does write in training.
+    # The control: torch's spectral norm changes its buffers in training mode.
     _, theirs = pair()
     v = theirs.parametrizations.weight[0]._v.clone()
     theirs.train()(torch.ones(1, 16, dtype=torch.float64))

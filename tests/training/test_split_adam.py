@@ -1,4 +1,4 @@
-"""Second moments by modality: equal to torch's AdamW where they must be, and to the formula where they differ."""
+"""Second moments by modality equal torch's AdamW where they must, and a written-out formula where they differ."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STEPS = 6
 
 
 class Three(nn.Module):
-    """Three matrices: the loss of the first modality reaches `both` and `first`, that of the second `both` and
-    `second`."""
+    """Four matrices: the loss of the first modality uses `both` and `first`, that of the second `both` and `second`,
+    and no loss uses `neither`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Three(nn.Module):
             )
 
     def losses(self, step: int) -> list[Tensor]:
-        """The gradients of the two modalities have different sizes and directions."""
+        """Return the losses of the two modalities, whose gradients differ in size and direction."""
         x = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         return [((self.both * x[0]).sum() + (self.first * x[1]).sum() - 1).square(),
                 100 * ((self.both * x[1]).sum() + (self.second * x[0]).sum()).square()]  # fmt: skip
@@ -77,7 +77,7 @@ def test_with_one_modality_it_is_adamw(m):
     split_steps(ours, slice(m, m + 1))
     adamw_steps(theirs, lambda step: theirs.losses(step)[m])
     assert max(gaps(ours, theirs).values()) < TORCH.tolerance
-    # A parameter that no loss reaches is not even decayed, as in AdamW.
+    # A parameter without a gradient is not decayed, as in AdamW.
     assert torch.equal(ours.neither, Three().neither) and not torch.equal(ours.both, Three().both)
     # The control: the steps of the other modality differ.
     other = Three()
@@ -102,7 +102,7 @@ def test_a_parameter_of_one_modality_takes_adamw_steps_beside_one_of_both():
     adamw_steps(theirs, lambda step: sum(linear(theirs, step)))
     apart_ = gaps(ours, theirs)
     assert max(apart_["first"], apart_["second"], apart_["neither"]) < TORCH.tolerance
-    assert apart_["both"] > 1e-2  # the control: where both reach, the split is felt
+    assert apart_["both"] > 1e-2  # the control: a parameter of both modalities differs
 
 
 # Where it is not -------------------------------------------------------------------------------------------
@@ -129,12 +129,12 @@ def test_a_parameter_of_both_takes_the_sum_of_both_steps():
         torch.testing.assert_close(ours.both.detach(), p, rtol=0, atol=WRITTEN_OUT.tolerance)
     theirs = Three()
     adamw_steps(theirs, lambda step: sum(theirs.losses(step)))
-    assert gaps(ours, theirs)["both"] > 1e-2  # the control: AdamW on the sum is another path
+    assert gaps(ours, theirs)["both"] > 1e-2  # the control: AdamW on the summed loss differs
 
 
 def test_the_first_step_is_as_many_times_as_long_as_modalities_agree():
-    """Adam's first step is lr in every element; modalities whose gradients have the same sign each add it, whatever
-    their sizes."""
+    """Adam's first step has size lr in every element. The steps of modalities add up if their gradients have the same
+    sign, whatever the sizes of the gradients."""
     for sign, length in ((1.0, 2.0), (-1.0, 0.0)):
         p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
         optimizer = SplitAdamW([p], lr=0.1, eps=1e-12)
@@ -144,7 +144,7 @@ def test_the_first_step_is_as_many_times_as_long_as_modalities_agree():
 
 
 def test_an_absent_modality_is_a_gradient_of_zero():
-    """Its moments decay and its momentum still moves the weights, as under AdamW with a gradient of 0."""
+    """The moments of an absent modality decay and still move the weights, as in AdamW with a gradient of 0."""
     p, q = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     split, plain = SplitAdamW([p], **SETTING), torch.optim.AdamW([q], **SETTING)
@@ -168,7 +168,7 @@ def test_an_absent_modality_is_a_gradient_of_zero():
 
 @pytest.mark.parametrize("only", ["text", "image"])
 def test_training_on_one_modality_is_adamw(only):
-    """With z-loss, clipping and independent decay; the optimizer has the other modality, but no batch does."""
+    """The runs have z-loss, clipping and independent decay; the optimizer has two modalities, the data only one."""
     setting = {"weight_decay": 0.3, "decay_mode": "independent", "lr": 0.02}
     batches = [toy_batch(seed, only=only) for seed in range(4)]
     split, plain = (
@@ -178,7 +178,7 @@ def test_training_on_one_modality_is_adamw(only):
     lines = [fit(module, batches, clip=0.5) for module in (split, plain)]
     assert apart(weights(split), weights(plain)) < 1e-10
     assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]
-    assert min(line["grad_norm"] for line in lines[1]) > 0.5  # clipping took part
+    assert min(line["grad_norm"] for line in lines[1]) > 0.5  # the gradients are clipped
 
 
 def test_training_on_both_is_not_adamw_but_measures_the_same_first_step():
@@ -196,7 +196,7 @@ def test_a_loss_that_is_switched_off_leaves_one_modality_and_adamw():
     fit(plain, batches)
     assert apart(weights(split), weights(plain)) < 1e-10
     state = split.trainer.optimizers[0].state[split.model.head.weight]
-    assert state["exp_avg"].shape == (1, 16, 16)  # nothing is kept of what is not trained
+    assert state["exp_avg"].shape == (1, 16, 16)  # a modality that is not trained has no moments
 
 
 def test_parts_add_up_to_the_usual_gradient():
@@ -221,7 +221,7 @@ def test_parts_add_up_to_the_usual_gradient():
         torch.testing.assert_close(p.grad, expected[i], rtol=0, atol=1e-12)
         for a in (0, 1):
             torch.testing.assert_close(optimizer._gradients[p][a], by_hand[a][i], rtol=0, atol=1e-12)
-    # The controls: neither part is the whole, and text without its z-loss is another part.
+    # The controls: neither part equals the sum, and the text part without its z-loss differs.
     head = module.model.head.weight
     assert all(float((g - head.grad).abs().max()) > 1e-3 for g in optimizer._gradients[head])
     sums = module.losses(batch)
@@ -250,7 +250,7 @@ def test_clipping_scales_every_part_by_the_factor_of_the_sum():
 
 @pytest.mark.parametrize("untied", [False, True])
 def test_micro_batches_equal_one_batch(untied):
-    """Also if half of the batch has no image, and with gradients by modality of untied layers."""
+    """Half of each batch has no image; one case has untied layers, whose gradients differ by modality."""
     config = replace(MODEL, per_modality=PerModalityConfig(mlp=untied, norms=untied))
     batches = [toy_batch(seed) for seed in range(3)]
     for batch in batches:
@@ -281,7 +281,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit():
             optimizer.backward(model.losses(step))
             optimizer.step()
     assert max(gaps(straight, stopped).values()) == 0
-    assert gaps(straight, wrong)["both"] > 1e-3  # the control: without its state it is another run
+    assert gaps(straight, wrong)["both"] > 1e-3  # the control: without the saved state the weights differ
 
 
 def test_the_switch_makes_it_with_the_same_groups():
@@ -297,11 +297,11 @@ def test_the_switch_makes_it_with_the_same_groups():
     assert not OptimConfig().split_second_moment
 
 
-# Held ------------------------------------------------------------------------------------------------------
+# Skipped steps ----------------------------------------------------------------------------------------------
 
 
 def held(found_inf: float | None, steps: int = 4, moments: bool = False):
-    """Return the weights (and moments) after steps with these calls of the optimizer; None for no call."""
+    """Return the model (and the moments) after steps with ``found_inf`` of the optimizer set, or unset if None."""
     model = Three()
     optimizer = SplitAdamW(model.parameters(), **SETTING)
     for step in range(steps):
@@ -326,7 +326,8 @@ def test_told_that_all_is_well_it_takes_the_same_step_bit_for_bit():
 
 def test_told_of_a_bad_gradient_no_parameter_changes():
     assert max(gaps(held(1.0), Three()).values()) == 0
-    assert gaps(held(None), Three())["both"] > 1e-2  # the control
+    # The control: without `found_inf` the weights change.
+    assert gaps(held(None), Three())["both"] > 1e-2
     for poison in (float("nan"), float("inf")):
         model = Three()
         optimizer = SplitAdamW(model.parameters(), **SETTING)
@@ -339,12 +340,13 @@ def test_told_of_a_bad_gradient_no_parameter_changes():
 @pytest.mark.parametrize("split", [False, True])
 def test_a_run_stands_still_from_its_first_bad_gradient_on(split):
     good, bad = toy_batch(0), toy_batch(1)
-    bad.step_targets = bad.step_targets * 0.0  # the loss over no targets
+    bad.step_targets = bad.step_targets * 0.0  # a loss over 0 targets is not finite
     stopped, whole = (module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1) for _ in range(2))
     lines = fit(stopped, [good, bad, good, good], clip=0.5)
     fit(whole, [good], clip=0.5)
     assert [math.isfinite(line["grad_norm"]) for line in lines] == [True, False, True, True]
     assert apart(weights(stopped), weights(whole)) == 0
-    other = module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1)  # the control
+    # The control: a second good batch changes the weights.
+    other = module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1)
     fit(other, [good, good], clip=0.5)
     assert apart(weights(other), weights(whole)) > 1e-3

@@ -45,8 +45,8 @@ def set_gradients(model: nn.Module, value: float = 0.0) -> None:
 def toy_batch(
     seed: int, B: int = 4, T: int = 12, only: str | None = None, padding: int = 0, documents: bool = False
 ) -> TokenBatch:
-    """Random ids of both modalities or of one, about three in four trained on; the last `padding` positions are
-    padding."""
+    """Return a batch of random ids of both modalities or of one. About three in four positions are trained targets;
+    the last `padding` positions are padding."""
     generator = torch.Generator().manual_seed(seed)
     low, high = {None: (0, 16), "text": (0, 9), "image": (9, 16)}[only]
     ids_BT = torch.randint(low, high, (B, T), generator=generator)
@@ -73,13 +73,13 @@ def module_of(
     seed: int = 0,
     **optim: Any,
 ) -> TrainingModule:
-    """A module in fp64 at a constant learning rate, unless `optim` sets another schedule."""
+    """Return a training module in fp64 with a constant learning rate, unless `optim` sets another schedule."""
     config = OptimConfig(**{"lr": 0.01, "warmup_steps": 0, "schedule": "constant", **optim})
     return TrainingModule(model, loss or LossConfig(), config, seed, backend).double()
 
 
 class Records(L.Callback):
-    """What every step measured."""
+    """Record the measured values of every step."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
@@ -97,7 +97,7 @@ def fit(
     clip: float | None = None,
     callbacks: Sequence[L.Callback] = (),
 ) -> list[dict[str, float]]:
-    """Train on each batch once, in order; return the numbers of every step."""
+    """Train on each batch once, in order; return the measured values of every step."""
     records = Records()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -119,7 +119,7 @@ def fit(
 
 
 def weights(module: TrainingModule) -> dict[str, torch.Tensor]:
-    """A copy of every parameter and buffer of the model."""
+    """Return a copy of every parameter and buffer of the model."""
     return {name: tensor.detach().clone() for name, tensor in module.model.state_dict().items()}
 
 

@@ -1,4 +1,4 @@
-"""The metrics that a claim can name: functions of the files of a run.
+"""The metrics that a claim can name, computed from the files of a run.
 
 A name is a key of `METRICS` (of one run) or `FAMILY_METRICS` (of the runs of a family at one seed), with
 ``/modality`` for one modality: ``largest_attention_logit``, ``largest_attention_logit/text`` (text

@@ -22,7 +22,7 @@ class Growth:
     """One series that crossed its limit and stayed beyond it (see `growth_order`).
 
     Attributes:
-        statistic: its name, as in docs/statistics.md.
+        statistic: name of the statistic, as in docs/statistics.md.
         modality: modality of the tokens; "text-image" for text queries and image keys; empty without a modality.
         layer: None for the output of the last layer.
         step: the step from which the series stays beyond its limit.

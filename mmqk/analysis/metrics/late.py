@@ -1,4 +1,4 @@
-"""Late failure: a run that improves for at least half of its life and then fails for good."""
+"""Late failure: a run improves for at least half of the steps before it fails permanently."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmqk.analysis.runs.load import Run, Series
 
 WINDOW_STEPS = 500
 ABOVE_OWN_BEST_NATS = 0.1
-# A loss that is high only in the last window may come back.
+# A loss that is high only in the last window may recover.
 FEWEST_WINDOWS_ABOVE = 2
 LATE_SHARE = 0.5
 
 
 def window_means(run: Run, modality: str) -> Series:
-    """Return (last step, mean training loss) of each complete window of 500 steps, over the steps that have this
-    loss."""
+    """Return (last step, mean training loss) of each complete window of 500 steps; steps without this loss are left
+    out of the mean."""
     steps, values = run.series(f"loss/{modality}")
     windows = (steps - 1) // WINDOW_STEPS
     complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * WINDOW_STEPS <= run.last_step]
@@ -29,7 +29,7 @@ def window_means(run: Run, modality: str) -> Series:
 
 
 def failure_step(run: Run) -> int | None:
-    """Return the step at which the run failed for good; None if it did not.
+    """Return the step at which the run failed permanently; None if it did not fail.
 
     The earlier of two steps: the divergence (`divergence_step`), and the end of the first window of 500 steps from
     which on, up to the end of the run and in at least two windows, the mean loss of a trained modality exceeds its
@@ -42,18 +42,18 @@ def failure_step(run: Run) -> int | None:
             continue
         best = np.minimum.accumulate(means)
         above = means > best + ABOVE_OWN_BEST_NATS
-        trailing = int(np.argmin(above[::-1]))  # the first window is not above itself
+        trailing = int(np.argmin(above[::-1]))  # above[0] is always False
         if trailing >= FEWEST_WINDOWS_ABOVE:
             candidates.append(int(steps[-trailing]))
     return min((step for step in candidates if step is not None), default=None)
 
 
 def late_failure(run: Run, modality: str | None = None) -> float:
-    """Return 1 if the run failed for good (`failure_step`) after it had improved for at least half of its life, else
-    0.
+    """Return 1 if the run failed permanently (`failure_step`) and had improved for at least half of the steps before,
+    else 0.
 
-    It improved until its best window of 500 steps; of several trained modalities the earliest best window counts. NaN
-    for a run that was stopped early for another reason.
+    The run improved until its best window of 500 steps; with several trained modalities, the earliest best window
+    counts. NaN for a run that was stopped early for another reason.
     """
     step = failure_step(run)
     if step is None:
@@ -69,7 +69,7 @@ def late_failure(run: Run, modality: str | None = None) -> float:
 def time_of_failure(run: Run, modality: str | None = None) -> float:
     """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
 
-    Its mean over runs is the restricted mean time to failure. NaN for a run that was stopped for another reason.
+    The mean over runs is the restricted mean time to failure. NaN for a run that was stopped for another reason.
     """
     step = failure_step(run)
     if step is not None:

@@ -34,9 +34,10 @@ class FinalLoss:
 
 
 def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
-    """Return the final loss of a modality: on held-out data if the run completed and measured it at its last step.
+    """Return the final loss of a modality: on held-out data if the run completed and measured it at its last step,
+    otherwise the mean of the last 50 training steps.
 
-    With ``series`` "excess" it is the loss minus the floor.
+    With ``series`` "excess", return the excess loss.
     """
     steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and 0 < steps[-1] == run.status.step and run.status.status == "completed":
@@ -53,13 +54,13 @@ def log_z_series(run: Run, modality: str | None = None) -> Series:
 
 
 def final_log_z(run: Run, modality: str | None = None) -> float:
-    """Return the last value of `log_z_series`; infinite if it is not finite, NaN without one."""
+    """Return the last value of `log_z_series`; infinite if that value is not finite, NaN if there is none."""
     values = log_z_series(run, modality)[1]
     return math.nan if not len(values) else float(values[-1]) if math.isfinite(values[-1]) else math.inf
 
 
 def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
-    """Return the initial loss (or "excess") of a modality: on held-out data at step 0, else at the first training
+    """Return the initial loss (or excess loss) of a modality: on held-out data at step 0, else at the first training
     step."""
     steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and steps[0] == 0:
@@ -99,7 +100,7 @@ def is_trained(run: Run, modality: str) -> bool:
     """Return whether the run trains this modality: it has a loss, is part of the data mix, and has a weight above 0.
 
     The special tokens around an image are text, but a mix of images alone does not train text. A mix with the dial or
-    with token folders may contain any modality, because their modalities have any name.
+    with token folders may contain any modality, because their modalities can have any name.
     """
     if not len(run.series(f"loss/{modality}")[0]):
         return False

@@ -1,4 +1,4 @@
-"""Metrics: a number of one run, or of the runs of one family at one seed."""
+"""The classes of metrics. A metric is a number of one run, or of the runs of one family at one seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ End = Literal["high", "low"]
 
 
 class Measured(NamedTuple):
-    """A number, or NaN and the reason.
+    """A measured number, or NaN with the reason.
 
     Attributes:
         value: the number; if ``towards`` is not 0, a bound.
@@ -38,7 +38,7 @@ class _Quantity:
         label: the name of the metric in a sentence.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: the bad end of the scale, at which a value that is not finite ranks.
+        worst: the bad end of the scale; a value that is not finite ranks at this end.
     """
 
     label: str
@@ -59,9 +59,9 @@ class Metric(_Quantity):
     """A number of a run.
 
     Attributes:
-        measure: the function; infinite if the last value of the run is not finite, NaN without a value.
+        measure: computes the number; infinite if the last value of the run is not finite, NaN without a value.
         series: the series over steps whose end the metric measures; `alone` for a metric without a series.
-        by_modality: whether it needs a modality.
+        by_modality: whether the metric needs a modality.
         counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
     """
 
@@ -85,8 +85,8 @@ class FamilyMetric(_Quantity):
 
     Attributes:
         compute: function of the runs, in any order, and a modality.
-        of_rates: whether it measures the learning rates at which runs fail. A run that learned nothing then counts if
-            another run with its seed and point learned.
+        of_rates: whether it measures the learning rates at which runs fail. A run that learned nothing then still
+            counts if another run with the same seed and axis values learned.
     """
 
     compute: Callable[[Sequence[Run], str | None], Measured]
@@ -130,7 +130,7 @@ def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
 
 
 def warmup_steps(run: Run) -> int:
-    """Return the steps of learning-rate warm-up; 0 if not recorded."""
+    """Return the number of learning rate warm-up steps; 0 if not recorded."""
     return run.setting("optim.warmup_steps", 0)
 
 

@@ -22,8 +22,8 @@ class Outcome:
     Attributes:
         finished: whether it completed or diverged; otherwise the other fields have no meaning.
         diverged: step of the divergence; None without one.
-        above_best: final loss minus that of the best run on the same data, in nats, by modality; infinite if it
-            diverged.
+        above_best: final loss minus the final loss of the best run on the same data, in nats, by modality; infinite
+            if the run diverged.
         unlearned: trained modalities that it did not learn (`learned`).
     """
 
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the run diverged or stalled, also if it did not reach the regime."""
+        """Whether the run diverged or stalled, even if its `kind` is "regime not reached"."""
         return self.finished and (self.diverged is not None or bool(self.stalled))
 
 
@@ -59,7 +59,7 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """Return the outcome of each run, relative to the other runs.
 
     Runs on the same data are compared over all seeds by the final held-out loss of each modality. If the floor is
-    known, it is the excess loss, which differs from the loss by a constant.
+    known, the excess loss is compared; it differs from the loss by a constant.
     """
     ends: list[dict[str, float]] = []
     steps: list[int | None] = []

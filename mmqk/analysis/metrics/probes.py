@@ -11,9 +11,9 @@ from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps,
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
-# A slope starts after this share of the run, as the growth alarm does: before it, norms also grow in healthy runs.
+# A slope starts at this share of the run, as the growth alarm does. Before it, norms also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
-# End of the window of an early slope, by which Chameleon's norms already differ.
+# An early slope ends at this share of the run. In Chameleon, the norms already differ by then.
 EARLY_SHARE = 0.25
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
@@ -46,8 +46,8 @@ def entropy_series(run: Run, modality: str | None = None) -> Series:
 
 
 def norm_series(statistic: str) -> BySeries:
-    """Return the mean of a norm by probe: over the tokens of each layer and modality, then over layers and modalities
-    with equal weight."""
+    """Return a function that computes the mean of a norm by probe: over the tokens of each layer and modality, then
+    over layers and modalities with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.combined(statistic, np.mean, modality)
@@ -68,11 +68,11 @@ def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
-    """Return the power of queries times power of keys over their alignment, by probe: the geometric mean over layers
-    and pairs.
+    """Return query power times key power divided by their alignment, by probe: the geometric mean over layers and
+    pairs.
 
-    The mean squared logit is the product of the three. So if the logits of one run are larger than those of another
-    and the ratio of this number is above 1, norms explain more than half of the growth.
+    The mean squared logit is the product of these three factors. So if one run has larger logits and a larger value
+    of this metric than another run, the norms explain more than half of the difference on a log scale.
     """
     parts = [run.combined(f"logit_{part}", np.mean, modality) for part in ("q_power", "k_power", "alignment")]
     (steps, q_power), (_, k_power), (_, alignment) = parts
@@ -80,8 +80,8 @@ def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
 
 
 def deviation_series(variance: str) -> BySeries:
-    """Return the square root of a variance of logits by probe: its mean over heads, layers and modalities with equal
-    weight."""
+    """Return a function that computes the square root of a logit variance by probe. The variance is averaged over
+    heads, layers and modalities with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         steps, values = run.combined(variance, np.mean, modality)
@@ -91,12 +91,12 @@ def deviation_series(variance: str) -> BySeries:
 
 
 def logit_mean_series(run: Run, modality: str | None = None) -> Series:
-    """Return the root mean square over layers of the mean logit of a row, by probe."""
+    """Return the mean logit of a row of the attention matrix, as root mean square over layers, by probe."""
     return run.combined("attn_logit_mean", _root_mean_square, modality)
 
 
 def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
-    # No power is used here, because it would mask infinite values.
+    # Do not use ** here, because it would mask infinite values.
     return np.sqrt(np.asarray((table * table).mean(axis=axis)))
 
 
@@ -126,7 +126,7 @@ def attention_mass_other(run: Run, modality: str | None = None) -> float:
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
     """Return `logit_series` at the end of the run, the median of the last three probes.
 
-    For a run that diverged, the end is where it was stopped.
+    For a run that diverged, the end is the step at which it was stopped.
     """
     return _end(logit_series(run, modality), math.inf)
 
@@ -168,7 +168,7 @@ def norm_slope(
 
 
 def probed(label: str, series: BySeries) -> Metric:
-    """Return a metric: the end of a series of probes, on the log scale."""
+    """Return the metric that measures the end of a series of probes, on the log scale."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return _end(series(run, modality), math.inf)
@@ -177,7 +177,7 @@ def probed(label: str, series: BySeries) -> Metric:
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
-    """Return a metric: `norm_slope` in a window."""
+    """Return the metric that measures `norm_slope` in a window."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return norm_slope(run, statistic, modality, start, end)

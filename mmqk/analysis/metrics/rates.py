@@ -47,10 +47,10 @@ class Ended:
 
 
 def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended], str]:
-    """Return the runs of a family by rising learning rate, and the reason if they cannot be compared.
+    """Return the losses of a family's runs by ascending learning rate, and the reason if they cannot be compared.
 
-    The loss is the held-out loss, or its excess if every run has a floor. Without a modality it is the mean over the
-    trained modalities, weighted as in the training loss.
+    The loss is the held-out loss, or the excess loss if every run has a floor. Without a modality it is the mean over
+    the trained modalities, weighted as in the training loss.
     """
     trained = {(modality,) if modality else trained_modalities(run) for run in runs}
     if len(trained) > 1:
@@ -114,11 +114,11 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
 def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """Return the lowest learning rate at which the run diverged (`divergence_step`).
 
-    If no run diverged, the result is a bound (`Measured.towards` is 1): the next learning rate that the grid would
-    have.
+    If no run diverged, the result is a bound (`Measured.towards` is 1): the next learning rate if the grid were
+    continued.
     """
     ended_runs, why = ends(runs, modality)
-    return Measured(math.nan, why) if why else _first(ended_runs, lambda end: end.diverged)
+    return Measured(math.nan, why) if why else _first(ended_runs, "diverged", lambda end: end.diverged)
 
 
 def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
@@ -135,18 +135,19 @@ def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measu
     best = min(ended_runs, key=lambda end: end.final)
     return _first(
         ended_runs,
+        "was unstable",
         lambda end: end.diverged or (end.rate > best.rate and end.final > best.final + UNSTABLE_NATS),
     )
 
 
-def _first(ended_runs: Sequence[Ended], unstable: Callable[[Ended], bool]) -> Measured:
+def _first(ended_runs: Sequence[Ended], failed: str, fails: Callable[[Ended], bool]) -> Measured:
     for end in ended_runs:
-        if unstable(end):
+        if fails(end):
             return Measured(end.rate)
     highest, before = ended_runs[-1].rate, ended_runs[-2].rate
     return Measured(
         highest * highest / before,
-        f"no learning rate up to {highest:g} was unstable: the next one of the grid is the bound",
+        f"no learning rate up to {highest:g} {failed}: the next one of the grid is the bound",
         1,
     )
 
@@ -159,7 +160,7 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
 
     Args:
         runs: at least three, one per value of the axis.
-        measure: the number on the scale of the fit; infinite if it ranks worst, NaN if it was not measured.
+        measure: returns the number on the scale of the fit; infinite if it is the worst, NaN if it was not measured.
         axis: the dotted field; if empty, the only axis of the points.
         slope: True for the least-squares slope per unit of the axis, which needs finite responses. False for
             Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere).

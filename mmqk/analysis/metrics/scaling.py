@@ -23,8 +23,8 @@ FEWEST_FITTED = 3
 def model_size(run: Run) -> float:
     """Return the parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
 
-    Counted as by Wortsman et al., where 3 layers of width 256 have 2.4M. Of matrices with a copy per modality, one
-    copy counts, because a token passes through one. NaN if the configuration does not define the size.
+    The count is that of Wortsman et al., where 3 layers of width 256 have 2.4M. If a matrix has a copy per modality,
+    one copy counts, because a token passes through one copy. NaN if the configuration does not define the size.
     """
     model = run.setting("model", {})
     try:
@@ -45,7 +45,7 @@ class Extrapolation:
 
     Attributes:
         rate: the learning rate.
-        sizes: parameters of every model (`model_size`), rising; the last model is held out.
+        sizes: parameters of every model (`model_size`), ascending; the last model is held out.
         logits: largest attention logit of every model at the step.
         step: the step of the logits.
         predicted: logit of the largest model, predicted from the others.
@@ -59,7 +59,7 @@ class Extrapolation:
 
     @property
     def ratio(self) -> float:
-        """Predicted over actual logit; NaN if the actual one is 0 or not finite."""
+        """Predicted logit divided by actual logit; NaN if the actual logit is 0 or not finite."""
         actual = self.logits[-1]
         return self.predicted / actual if math.isfinite(actual) and actual > 0 else math.nan
 
@@ -74,7 +74,7 @@ def extrapolate(runs: Sequence[Run], modality: str | None = None) -> tuple[list[
         modality: modality of the queries.
 
     Returns:
-        The extrapolations by rising learning rate, and the reason if there are none.
+        The extrapolations by ascending learning rate, and the reason if there are none.
     """
     by_rate: dict[float, dict[float, tuple[int, float]]] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""Spikes, divergence and warnings before it, from the losses and alarms of a run.
+"""Spikes, divergence, and warnings before a divergence, from the losses and alarms of a run.
 
 The rules are those of `mmqk.store.alarms`, which also run during training.
 """
@@ -21,8 +21,8 @@ WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
-    """Return the percentage of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all
-    targets.
+    """Return the percentage of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); without a modality,
+    use the loss over all targets.
 
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
     fewer.
@@ -36,7 +36,8 @@ def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
 
 
 def spike_rate(run: Run, modality: str | None = None) -> float:
-    """Return the spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); by default of all targets.
+    """Return the number of loss spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); without a modality,
+    use the loss over all targets.
 
     A spike is a loss more than 0.1 nat above the median of the 201 steps around it. NaN with fewer than 201 steps.
     """
@@ -80,8 +81,8 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
     """Return `divergence_step` as a share of the configured run length; 1 for a run that completed without
     divergence.
 
-    Its mean over runs is thus the restricted mean time to divergence. NaN for a run that was stopped early for
-    another reason.
+    The mean over runs is the restricted mean time to divergence. NaN for a run that was stopped early for another
+    reason.
     """
     step = divergence_step(run)
     if step is not None:
@@ -90,7 +91,7 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
 
 
 def alarms(run: Run) -> list[Alarm]:
-    """Return the recorded alarms of the run; without an alarm file, the alarms that the rules give for its metrics.
+    """Return the recorded alarms of the run; without an alarm file, apply the alarm rules to its metrics.
 
     A fork without an alarm file has no alarms, because the rules would need the history of its parent.
     """

@@ -47,7 +47,7 @@ from mmqk.store import UserError
 
 
 def _loss(label: str, name: str) -> Metric:
-    """Return a metric: the final value of a loss of a modality."""
+    """Return the metric that measures the final value of a loss series of one modality."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return final_loss(run, modality or "", name).value

@@ -1,1 +1,1 @@
-"""Reads run folders."""
+"""Read run folders."""

@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl`` as one table with a row per number, and splits it into series by tag."""
+"""Read ``metrics.jsonl`` as one table with a row per number, and split the table into series by tag."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Columns:
         truncated: whether a line, usually the last line of a killed run, could not be read.
 
     Attributes:
-        series: (steps, values) by tag: steps rise, and of a step that was written twice the later value counts.
+        series: (steps, values) by tag. Steps ascend; if a step was written twice, the later value is used.
         steps: the steps of all lines.
         last_step: the last step with a number; 0 without numbers.
         truncated: whether a line could not be read.
@@ -57,7 +57,7 @@ class Columns:
 
 
 def read_columns(path: str | os.PathLike[str]) -> Columns:
-    """Return the columns of a metrics file, without lines that cannot be read; no columns without a file."""
+    """Return the columns of a metrics file, without lines that cannot be read; if there is no file, no columns."""
     try:
         lines = read_regular(path).splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Loads run folders.
+"""Load run folders.
 
-An interrupted or damaged run is not omitted, because that would go unnoticed. It is loaded as far as possible, with a
-note that names what is missing.
+An interrupted or damaged run is not left out, because the omission would go unnoticed. It is loaded as far as
+possible, with a note that names what is missing.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Run:
         code: hash of the code of the run.
         identity: the fields that define the run.
         details: versions, command, machine and resolved configuration.
-        status: the status; "failed" with a reason if status.json cannot be read.
-        remarks: what is missing or unusual in its records; `notes` also covers its metrics.
-        family: name of the arm in the grid, before the axes; the arm itself without axes.
+        status: content of status.json; "failed" with a reason if the file cannot be read.
+        remarks: sentences about what is missing or unusual in its records; `notes` also covers its metrics.
+        family: name of the arm in the grid, before it is crossed with axes.
         point: the values of the axes by dotted field; empty without axes.
-        role: "verdict", "selection" (of a learning rate: no verdict may use it) or "replay".
+        role: "verdict", "selection" (a run that selects a learning rate and counts in no verdict) or "replay".
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
-        replay: for a replay, the replayed run, its depth and its numerics, else None.
+        replay: for a replay, the name of the replayed run, the depth and the numerics, else None.
         forked: content of fork.json; empty without one.
         cache: results of the functions with the decorator `once_per_run`.
     """
@@ -117,13 +117,13 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing or unusual, one sentence each."""
+        """Sentences about what is missing or unusual in the run."""
         cut = (CUT,) if self._columns.truncated and not self.lost else ()
         return (*self.remarks, *self.lost, *self._data_notes, *cut)
 
     @cached_property
     def lost(self) -> tuple[str, ...]:
-        """Which metrics of a finished run are missing, one sentence each.
+        """Sentences about missing metrics of a finished run.
 
         A run that did not finish is not checked for gaps, because no verdict uses it.
         """
@@ -221,7 +221,7 @@ class Run:
 
 
 def once_per_run(measure: Callable[[Run, str], _T]) -> Callable[[Run, str], _T]:
-    """Compute the result once for each run and name, because several claims use the same number."""
+    """Cache the result for each run and name, because several claims use the same number."""
 
     @wraps(measure)
     def cached(run: Run, name: str) -> _T:
@@ -280,8 +280,8 @@ def _seed_of_record(path: Path) -> int:
 
 
 def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -> _T | None:
-    """Return the result of ``read``. Returns None and adds a note if the file is damaged or, with ``missing``,
-    missing."""
+    """Return the result of ``read``; None if the file is missing or damaged. Add a note if it is damaged, or if it is
+    missing and ``missing`` is given."""
     try:
         record = read()
     except DamagedFile as damaged:

@@ -10,8 +10,8 @@ undecided   every other case
 
 "Among" means: not all earlier than the earliest bf16 time and not all later than the latest, with a tolerance of
 `SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 times come from one distribution, 2
-of their 84 possible orders fail this condition at a depth. With 3 and 3 times (attention without a fused form: a cap,
-sigmoid), 2 of 20 orders fail it.
+of their 84 possible orders fail this condition at a depth. With 3 and 3 times (soft-capped or sigmoid attention has
+no fused kernel), 2 of 20 orders fail the condition.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Label = Literal["dynamics", "numerics", "undecided"]
 
 @dataclass(frozen=True)
 class Times:
-    """The divergence steps of the replays with one depth and one numerics.
+    """The divergence steps of the replays with one depth and one kind of numerics.
 
     Attributes:
-        depth: distance of their first step from the divergence, as a share of the run until the divergence.
+        depth: distance from their first step to the divergence, as a share of the steps up to the divergence.
         step: their first step.
         numerics: bf16-fused, bf16-math or fp32.
         diverged: sorted steps of their divergences.

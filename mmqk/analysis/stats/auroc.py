@@ -26,10 +26,10 @@ class Auroc(WithInterval):
     It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
 
     Attributes:
-        value: ties count half; NaN without a pair.
+        value: the share, where ties count half; NaN without a pair.
         error: jackknife standard error over runs; NaN without an interval.
-        failures: number of failed runs in a pair.
-        survivors: number of other runs in a pair.
+        failures: number of failed runs that are in a pair.
+        survivors: number of other runs that are in a pair.
         pairs: number of pairs.
         why: why there is no value or no interval; else empty.
     """
@@ -43,7 +43,7 @@ class Auroc(WithInterval):
 
     @property
     def n(self) -> int:
-        """Number of runs in a pair."""
+        """Number of runs that are in a pair."""
         return self.failures + self.survivors
 
     @property
@@ -66,8 +66,8 @@ class Auroc(WithInterval):
         return low, high
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of a true AUROC of ``threshold``, at which the interval at confidence 1 - p
-        ends."""
+        """Return the two-sided p-value of the hypothesis that the true AUROC is ``threshold``. The interval at
+        confidence 1 - p ends at ``threshold``."""
         if not self.has_interval or not 0 < threshold < 1:
             return math.nan
         if self._trials:
@@ -93,11 +93,11 @@ def auroc(
 
     The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale; in one
     stratum this is DeLong's variance. If the scores separate the runs perfectly, that variance is 0. Then the
-    interval is Wilson's for as many trials as the smaller group has runs; this binomial has the largest possible
-    variance (Birnbaum and Klose).
+    interval is Wilson's, with the number of runs of the smaller group as the number of trials; this binomial has the
+    largest possible variance (Birnbaum and Klose).
 
     Args:
-        scores: one per run; infinite if it ranks worst, never NaN.
+        scores: one per run; infinite for the worst score, never NaN.
         failed: whether each run failed.
         strata: the stratum of each run; by default one for all.
         fewest: the AUROC needs this many failures and this many survivors that are in a pair.

@@ -71,8 +71,8 @@ class Effect(WithInterval):
         return self.value - half, self.value + half
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of a true effect of ``threshold``, at which the interval at confidence 1 - p
-        ends."""
+        """Return the two-sided p-value of the hypothesis that the true effect is ``threshold``. The interval at
+        confidence 1 - p ends at ``threshold``."""
         distance = abs(self.value - threshold)
         if self.error == 0:
             return float(distance == 0)
@@ -132,7 +132,7 @@ def paired_effect(
         control: outcome of the control by seed.
         spread: pooled spread over seeds.
         share_history: whether the two runs of a seed are identical until a fork. The interval then uses the
-            differences by seed, with n - 1 degrees of freedom, because what varies between seeds affects both runs.
+            differences by seed, with n - 1 degrees of freedom, because the variation over seeds affects both runs.
     """
     seeds = sorted(treatment.keys() & control.keys())
     if not seeds:
@@ -148,7 +148,7 @@ def paired_effect(
         va, vb = float(a.var(ddof=1)) / n, float(b.var(ddof=1)) / n
         df = (va + vb) ** 2 * (n - 1) / (va**2 + vb**2) if va + vb > 0 else 2.0 * (n - 1)
         error = math.sqrt(va + vb)
-    # Rounding must not choose between two equal errors.
+    # Use the pooled spread if the two errors are equal up to rounding.
     if spread is not None and not error > (of_pool := spread.sd * math.sqrt(2 / n)) * (1 + 1e-9):
         error, df, of_two = of_pool, float(spread.df), False
     return Effect(value, error, n, df, "two arms" if of_two else "pooled", tuple((a - b).tolist()))

@@ -38,8 +38,8 @@ def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float
 def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
     """Return the two-sided p-value of the exact sign-flip test for paired differences that are symmetric about 0.
 
-    The share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN above
-    `MOST_FLIPPED` differences.
+    This is the share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN for more
+    than `MOST_FLIPPED` differences.
     """
     values = np.asarray(differences, dtype=float)
     if not 0 < len(values) <= MOST_FLIPPED:
@@ -108,7 +108,7 @@ class Counts(WithInterval):
 
     @property
     def fisher(self) -> float:
-        """Two-sided p-value of equal shares."""
+        """Two-sided p-value of Fisher's exact test of equal shares."""
         return fisher(self.a, self.n_treatment, self.b, self.m)
 
     @property
@@ -122,7 +122,7 @@ class Counts(WithInterval):
         return low, -_edge(self.b, self.m, self.a, self.n_treatment, alpha / 2)
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of a true difference of ``threshold``."""
+        """Return the two-sided p-value of the hypothesis that the true difference is ``threshold``."""
         above = _p_above(self.n_treatment, self.m, threshold)[self.a, self.b]
         below = _p_above(self.m, self.n_treatment, -threshold)[self.b, self.a]
         return float(min(1.0, 2 * min(above, below)))

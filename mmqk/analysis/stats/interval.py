@@ -8,7 +8,7 @@ CONFIDENCE = 0.95
 
 
 class WithInterval(ABC):
-    """A number with an interval, whose ends at 95 % have names."""
+    """A number with an interval; `low` and `high` are the ends of the 95 % interval."""
 
     @property
     @abstractmethod
@@ -17,7 +17,7 @@ class WithInterval(ABC):
 
     @abstractmethod
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Return the interval at confidence 1 - alpha; two NaN without one."""
+        """Return the interval at confidence 1 - alpha; (NaN, NaN) if there is none."""
 
     @property
     def low(self) -> float:

@@ -1,4 +1,4 @@
-"""Corrects the level for several claims, and for several looks at one claim.
+"""Correct the significance level for several claims, and for several looks at one claim.
 
 The confirmatory claims of a family share a level of 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979).
 The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995). The
@@ -7,7 +7,7 @@ intervals of exploratory claims have the corresponding confidence (Benjamini and
 
 If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have the
 same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated once
-with t-tests of two arms: the limits for normal means give 5.6 % if 3 seeds may become 6.
+with t-tests of two arms, because the limits for normal means give 5.6 % with looks at 3, 4, 5 and 6 seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from scipy import special, stats
 
 FAMILY_LEVEL = 0.05
 DISCOVERY_LEVEL = 0.10
-# Number of simulated pairs of arms. If fewer than FEWEST of them lie below a p-value, a bound replaces their share.
+# Number of simulated pairs of arms. If fewer than FEWEST of them have a p-value as small as the given one, the
+# Bonferroni bound is used instead of their share.
 PAIRS, FEWEST = 60_000, 60
 
 
@@ -34,7 +35,7 @@ class Adjusted:
         method: "Holm" or "Benjamini-Hochberg".
         claims: number of claims that share the level.
         alpha: two-sided level of the interval that decides this claim, corrected for looks.
-        p: adjusted p-value: the claim is decided when it is at most 0.05 (Holm) or 0.10.
+        p: adjusted p-value; the claim is decided if it is at most 0.05 (Holm) or 0.10 (Benjamini-Hochberg).
     """
 
     method: str

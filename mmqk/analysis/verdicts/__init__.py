@@ -1,1 +1,1 @@
-"""From runs to the verdict of a claim."""
+"""Compute the verdict of each claim from its runs."""

@@ -1,4 +1,7 @@
-"""Assesses one claim from its runs alone. Its family and the claims that it depends on come later (`verdicts`)."""
+"""Assess one claim from its runs alone.
+
+`verdicts` then adds the correction for the family of the claim and the checks that need other claims.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +52,22 @@ class Assessment:
     """One claim before the correction for its family and before the checks that need other claims.
 
     Attributes:
-        claim: as registered.
+        claim: the claim as registered.
         compared: the compared runs.
         effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
             shares; for a prediction the AUROC); None if it was not measured.
         spread: spread over seeds within arms.
-        medians: median of the metric over the finished runs by name; for counts the share.
+        medians: median of the metric over the finished runs, by arm or family; for counts the share.
         controls: the checks that need no other claim.
-        notes: one sentence each, for the page.
+        notes: sentences for the page.
         open: why the runs cannot decide the claim, whatever the effect is; empty if they can.
-        bounded: why failed runs forbid the verdict that the effect would give; empty otherwise.
+        bounded: why the unknown values of failed runs prevent a verdict; empty if they do not.
         holds: whether the effect lies on the claimed side of the smallest effect of interest.
-        p: two-sided p-value for a true effect of that smallest size, before correction; NaN without one.
+        p: two-sided p-value of the hypothesis that the true effect is the smallest effect of interest, before the
+            correction; NaN if it cannot be computed.
         sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
-        counts: (counted runs, all runs) by name, for a claim that counts runs.
-        bounds: number of runs that count with the worst observed value; above 0 the effect is a bound.
+        counts: (counted runs, all runs) by arm or family, for a claim that counts runs.
+        bounds: number of runs that count with the worst observed value; if above 0, the effect is a bound.
     """
 
     claim: Claim
@@ -83,14 +87,14 @@ class Assessment:
 
     @property
     def p_in_family(self) -> float:
-        """The p-value for the correction over the family: corrected for all registered looks; 1 if undecidable."""
+        """The p-value that the family correction uses: corrected for all looks, and 1 if the runs cannot decide."""
         if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
             return 1.0
         return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
 
 
 def assess(study: Study, claim: Claim) -> Assessment:
-    """Assess one claim on its runs."""
+    """Assess one claim from its runs."""
     compared = compare(study, claim)
     if claim.not_run or any(not members.runs for members in compared.groups.values()):
         return Assessment(claim, compared)
@@ -130,7 +134,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
 
 
 def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
-    """Return (whether the effect is on the claimed side, the nearest threshold, p-value of a true effect there)."""
+    """Return (whether the effect is on the claimed side, the nearest threshold, the p-value at that threshold)."""
     nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
     if claim.test == "equivalence":
         # There is one one-sided test per threshold, and the nearer threshold gives the larger p-value.
@@ -175,7 +179,7 @@ def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
 
 
 def _without(unmeasured: Sequence[str]) -> str:
-    """Return the runs without a value, the first two by name; empty if all have one."""
+    """Return a sentence that names the first two runs without a value; empty if all runs have a value."""
     if not unmeasured:
         return ""
     more = len(unmeasured) - MOST_NAMED
@@ -242,7 +246,7 @@ def _counted(compared: Compared) -> Assessment:
 
 
 def _predicted(compared: Compared) -> Assessment:
-    """Assess a claim that a metric foretells which runs of an arm fail."""
+    """Assess a claim that a metric predicts which runs of an arm fail."""
     claim, prediction = compared.claim, predict(compared)
     controls = tuple(filter(None, [within_bound(compared.runs), numerics_agree(compared)]))
     assessment = Assessment(
@@ -257,7 +261,7 @@ def _predicted(compared: Compared) -> Assessment:
 def _counts(claim: Claim, run: Run) -> bool | None:
     """Return whether the run diverged or reached the value of the claim; None if its value was not measured.
 
-    If the metric's value of a diverged run is exact, it decides alone, and the divergence does not count."""
+    If the metric has an exact value for diverged runs, only this value decides, and the divergence does not count."""
     if run.lost:
         return None
     metric, _ = find_metric(claim.metric)

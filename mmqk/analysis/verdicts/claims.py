@@ -1,4 +1,4 @@
-"""Checks of registered claims against the metrics and the arms that they name."""
+"""Check registered claims against the metrics and the arms that they name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def claim_metric(claim: Claim) -> Metric | FamilyMetric:
 
 
 def measured_label(claim: Claim) -> str:
-    """Return what is measured of each run, with its modality."""
+    """Return the label of the metric that is measured in each run, with its modality."""
     metric, modality = find_metric(claim.metric)
     return f"{metric.label} ({modality})" if modality else metric.label
 
@@ -48,12 +48,12 @@ def counted_label(claim: Claim) -> str:
 def check_claims(
     claims: Sequence[Claim], arms: Mapping[str, Sequence[Mapping[str, Any]]], where: str
 ) -> None:
-    """Check what the fields of each claim mean together.
+    """Check that the fields of each claim are consistent with each other, with its metric and with its arms.
 
     Args:
         claims: the claims of a grid.
         arms: the points of every arm and family by name; an arm has one point.
-        where: the file for error messages.
+        where: name of the file for error messages.
 
     Raises:
         UserError: a claim is invalid, or a family has too many confirmatory claims.

@@ -1,6 +1,6 @@
-"""Several folders as one study, with unique names.
+"""Join several folders into one study, with unique names.
 
-A verdict depends only on the runs of one folder, so the claims of each folder are judged before the folders are
+A verdict depends only on the runs of one folder, so the verdicts of each folder are computed before the folders are
 joined.
 """
 

@@ -121,7 +121,7 @@ def _forked(a: Run, b: Run) -> bool:
 
 
 def lost_of(runs: Iterable[Run]) -> str:
-    """Return which numbers of these runs are missing; empty if none are."""
+    """Return a text about the missing metrics of these runs; empty if none are missing."""
     return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
 
 
@@ -183,8 +183,8 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
 
 
 def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
-    """Return the outcomes for the spread over seeds: of the compared groups and of every other arm of their block and
-    point.
+    """Return the outcomes from which the spread over seeds is computed: those of the compared groups and of every
+    other arm of the same block and point.
 
     An arm that does not train the modality of the metric is left out. Of several arms whose runs are identical until
     a fork, only the first is used.
@@ -211,7 +211,7 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
 
 
 def _origin(run: Run, runs: Mapping[str, Run]) -> str:
-    """Return the name of the run at the start of a chain of forks; for a run that is no fork, its own name."""
+    """Return the name of the run at the start of a chain of forks; for a run that is not a fork, its own name."""
     name = run.name
     for _ in runs:
         parent = (runs[name].fork or {}).get("parent") if name in runs else None

@@ -22,7 +22,7 @@ from mmqk.grid.claims import CHECKS
 from mmqk.store import differing_fields, same_code
 
 BOUND_SLACK = 1.01
-# The smallest number of seeds per arm whose coverage docs/evidence.md reports.
+# The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
 FEWEST_SEEDS = 3
 
 
@@ -79,8 +79,8 @@ def regime_reached(compared: Compared) -> Control:
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Return groups of runs; in each of them one run must have learned: each run, or the runs of a seed over the
-    learning rates."""
+    """Return groups of runs, each of which must have a run that learned. A group is one run or, with ``of_rates``,
+    the runs of one seed at all learning rates."""
     units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
         other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
@@ -186,7 +186,8 @@ def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> 
 
 
 def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
-    """Check that the median of every arm of a control reaches ``at_least``; of a negative control, that none does.
+    """Check that the median of every arm of a control reaches ``at_least``; for a negative control, that no median
+    does.
 
     Args:
         study: the study with its runs.
@@ -229,7 +230,7 @@ def numerics_agree(compared: Compared) -> Control | None:
 
 
 def rates(compared: Compared) -> tuple[list[Control], str]:
-    """Check the learning rates of the arms against the rule of the claim; also returns a note that lists them.
+    """Return the checks of the learning rates against the rule of the claim, and a note with the learning rates.
 
     Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
     """

@@ -1,4 +1,4 @@
-"""Checks at registration, before training: can the planned runs support a claim at all?"""
+"""Check before training whether the planned runs could support each claim."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
         where: name of the grid for error messages.
 
     Raises:
-        UserError: a claim compares an arm with itself, its arms share no seed or have only one, no count of its runs
-            could exceed min_effect, or a required control can never pass.
+        UserError: a claim compares an arm with itself, its arms share no seed or have only one seed, no count of its
+            runs could exceed min_effect, or a required control can never pass.
     """
     by_id = {claim.id: claim for claim in claims}
     planned = [job for job in jobs if job.role == "verdict"]

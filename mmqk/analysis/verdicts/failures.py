@@ -12,7 +12,7 @@ from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats.survival import log_rank
 from mmqk.analysis.verdicts.compared import Compared
 
-# Metrics that are times of an event, and the step of the event.
+# Metrics that measure the time of an event, and the functions that return the step of the event.
 EVENTS: dict[str, Callable[[Run], int | None]] = {
     "time_of_failure": failure_step,
     "time_of_divergence": divergence_step,
@@ -26,7 +26,7 @@ def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], lis
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return a sentence with the failed runs of both arms and the log-rank test; empty for other metrics."""
+    """Return a sentence with the number of failed runs per arm and the log-rank test; empty for other metrics."""
     claim = compared.claim
     if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
         return []

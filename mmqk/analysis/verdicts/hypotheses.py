@@ -2,10 +2,10 @@
 
 A hypothesis of a grid predicts for some claims where the effect of treatment over control lies: above the smallest
 effect of interest, none (within it on both sides), or below it in the other direction. The 95 % interval of an effect
-leaves one or more of these three states possible. A prediction allows one or two of them. It is
+leaves one or more of these three states possible. A prediction allows one or two of the states. Its verdict is
 
-contradicted    if it allows no possible state
-supported       if it allows every possible state
+contradicted    if it allows none of the possible states
+supported       if it allows all of the possible states
 not told apart  otherwise, and if the claim has no interval or failed a check
 
 A hypothesis is contradicted if one of its predictions is contradicted, supported if all are supported, and otherwise
@@ -31,7 +31,7 @@ class Pattern:
     """The verdict of a hypothesis and of each of its predictions.
 
     Attributes:
-        hypothesis: as registered.
+        hypothesis: the hypothesis as registered.
         verdict: supported, contradicted or not told apart.
         predictions: the verdict of each prediction, by claim.
         possible: the states (`STATES`) that the interval of each claim leaves possible; empty if they are unknown.
@@ -61,7 +61,7 @@ def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
 
 
 def possible_states(verdict: Verdict) -> tuple[str, ...]:
-    """Return the states in which the 95 % interval of an effect has a part.
+    """Return the states (`STATES`) that the 95 % interval of the effect overlaps.
 
     Empty if a check failed, if the effect has no interval, or if it is a bound because a run diverged.
     """

@@ -2,7 +2,7 @@
 
 Runs with the role "selection" choose the learning rate and count in no verdict. Two equal arms can choose different
 learning rates by chance, and most metrics depend on the learning rate: a verdict would then depend on chance. So arms
-at different learning rates are compared only if the selection runs show that these rates differ.
+at different learning rates are compared only if the selection runs show that their best learning rates differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmqk.analysis.verdicts.compared import metric_value
 from mmqk.analysis.verdicts.study import RATE_METRIC, Study, StudyArm
 from mmqk.store import UserError
 
-# Probability to call two equal learning rates different, over all pairs that two arms may choose.
+# Probability of calling two equally good learning rates different, over all pairs that two arms may choose.
 ERROR = 0.01
 _BY_MODALITY = ("final_loss", "final_excess")
 
@@ -32,8 +32,8 @@ class BestRate:
 
     Attributes:
         rate: the best learning rate.
-        means: mean of the metric over seeds by rate; infinite at the bad end of the metric if a run diverged.
-        values: the metric of each seed by rate.
+        means: mean of the metric over seeds, by learning rate; infinite at the bad end if a run diverged.
+        values: the metric of each seed, by learning rate.
         high_is_bad: whether a higher value of the metric is worse.
     """
 
@@ -44,21 +44,21 @@ class BestRate:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best rate is the lowest or highest that was tried."""
+        """Whether the best learning rate is the lowest or highest one that was tried."""
         return self.rate in (min(self.means), max(self.means))
 
     def loss(self, rate: float) -> float:
-        """Return by how much a rate is worse than the best; infinite if a run diverged or the rate was not tried."""
+        """Return how much worse a learning rate is than the best; infinite if a run diverged or it was not tried."""
         bad = self.means.get(rate, math.inf if self.high_is_bad else -math.inf)
         return (bad - self.means[self.rate]) * (1 if self.high_is_bad else -1)
 
 
 @once_per_run
 def value_of(run: Run, metric: str) -> float:
-    """Return the value in one run of the metric that chooses the rate.
+    """Return the value of ``metric`` in one run, to select a learning rate.
 
-    Infinite at the bad end of the metric if the run diverged or has no finite value. A metric by modality that is
-    named without a modality is the mean over the trained modalities.
+    The value is infinite at the bad end of the metric if the run diverged or has no finite value. A metric by
+    modality that is named without a modality is averaged over the trained modalities.
     """
     worst = math.inf if _high_is_bad(metric) else -math.inf
     names = [f"{metric}/{m}" for m in trained_modalities(run)] if metric in _BY_MODALITY else [metric]
@@ -74,9 +74,9 @@ def _high_is_bad(metric: str) -> bool:
 
 
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
-    """Return the best learning rate of the finished selection runs of one arm; None if no rate has a finite mean.
+    """Return the learning rate with the best mean over seeds, from the finished selection runs of one arm.
 
-    The rate with the best mean over seeds wins; among rates with equal means, the lowest wins.
+    Among learning rates with equal means, return the lowest; None if no mean is finite.
     """
     by_rate: dict[float, list[float]] = {}
     for run in runs:
@@ -93,15 +93,15 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
 
 
 def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:
-    """Return whether the selection runs show that the best rates of two arms differ.
+    """Return whether the selection runs show that the best learning rates of two arms differ.
 
-    Tests the sum of the losses of both arms if they exchange their rates (`BestRate.loss`) against its standard
-    error. The spread over seeds is pooled over the selection runs and ``verdict_values``.
+    If the arms exchange their learning rates, each gets worse by `BestRate.loss`. The test compares the sum of both
+    losses with its standard error. The spread over seeds is pooled over the selection runs and ``verdict_values``.
 
     Args:
         first: the choice of one arm.
         second: the choice of the other arm.
-        verdict_values: for each arm, the same metric of its verdict runs, by seed.
+        verdict_values: for each arm, the values of the same metric in its verdict runs.
     """
     if first.rate == second.rate:
         return True

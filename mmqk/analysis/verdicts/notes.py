@@ -24,7 +24,7 @@ ALIKE = 0.01
 
 
 def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: float) -> list[str]:
-    """Return the p-value; with several claims or looks also the adjusted p-value and the interval that decides."""
+    """Return a note with the p-value; with several claims or looks, also the adjusted p-value and interval."""
     # The note of the claim may already start with the word "exploratory".
     hypothesis = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
     notes = ["Exploratory: a hypothesis to test with new runs, not a result."] if hypothesis else []
@@ -44,8 +44,8 @@ def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: 
 
 
 def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
-    """Return the spread over seeds and the method of the interval; for counts, the share of each arm with its exact
-    interval."""
+    """Return a note with the spread over seeds and the method of the interval; for counts, with the share of each arm
+    and its exact interval."""
     if isinstance(effect, Counts):
         arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
         shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
@@ -79,7 +79,7 @@ def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
 
 
 def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> list[str]:
-    """Return the p-value of the exact sign-flip test, or the number of seeds that is too small for it."""
+    """Return a note with the p-value of the exact sign-flip test, or a note that there are too few seeds for it."""
     if not isinstance(effect, Effect) or not effect.has_interval:
         return []
     if math.isfinite(sign_flip):
@@ -90,8 +90,8 @@ def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> lis
 
 
 def about_power(claim: Claim, size: str) -> str:
-    """Return the true effect that these seeds show with 80 % power; for an equivalence, the min_effect they
-    support."""
+    """Return a note with the true effect that these seeds detect with 80 % power; for an equivalence, with the
+    smallest min_effect."""
     if not size:
         return ""
     if claim.test == "equivalence":
@@ -110,9 +110,10 @@ def trained_targets(run: Run) -> float:
 
 
 def about_targets(groups: Iterable[Group]) -> list[str]:
-    """Return the trained targets per step of each arm, if the arms differ in them or in the trained modalities.
+    """Return a note with the trained targets per step of each arm, if the arms differ in these or in the trained
+    modalities.
 
-    Empty if a run did not count them.
+    Empty if a run did not count its targets.
     """
     counts: dict[str, float] = {}
     trained = set()

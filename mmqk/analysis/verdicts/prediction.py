@@ -1,4 +1,4 @@
-"""Does a metric foretell which runs of an arm fail?"""
+"""Measure how well a metric predicts which runs of an arm fail."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def predict(compared: Compared) -> Prediction:
     """Return the AUROC of the claim's metric for failed runs, over pairs of runs of the same arm.
 
     A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.analysis.metrics.outcome`, relative
-    to the compared runs). What differs between arms and not within one, such as the learning rate, has an AUROC of
-    0.5.
+    to the compared runs). A metric that differs between arms but not within an arm, such as the learning rate, has an
+    AUROC of 0.5.
     """
     runs, name = compared.runs, compared.claim.metric
     medians = {

@@ -1,7 +1,7 @@
-"""Ranks arms that each add one remedy to a control, an arm without a remedy.
+"""Rank arms that each add one remedy to a control, an arm without a remedy.
 
-``report.ranking`` of the grid names the controls. With several controls, an arm is compared with the one that has its
-attention backend. A ranking is exploratory: with many arms and few seeds, some rank high by chance.
+``report.ranking`` of the grid names the controls. With several controls, an arm is compared with the control that has
+the same attention backend. A ranking is exploratory: with many arms and few seeds, some arms rank high by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_sp
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, metric_of, value_of
 from mmqk.analysis.verdicts.study import Study, StudyArm
 
-# A learning rate trains if its runs end at most this many nats above the best mean loss of the control.
+# An arm trains with a learning rate if its runs end at most this many nats above the best mean loss of the control.
 TRAINS_NATS = 0.25
 
 
@@ -28,14 +28,14 @@ class Ranked:
     """One arm beside its control. Losses are means over the trained modalities, in nats per token.
 
     Attributes:
-        arm: its name.
-        control: name of its control; its own name for a control.
+        arm: name of the arm.
+        control: name of its control; for a control, its own name.
         seeds: number of finished runs at the chosen learning rate.
         rate: the chosen learning rate.
-        at_edge: whether the chosen rate is the lowest or highest that was tried.
+        at_edge: whether the chosen learning rate is the lowest or highest one that was tried.
         loss: mean final loss over seeds; infinite if a run diverged.
-        difference: loss minus the control's loss over shared seeds; None for a control and without shared seeds.
-        trains: the learning rates that were tried, and whether each trains (`TRAINS_NATS`).
+        difference: loss minus the control's loss over shared seeds; None for a control or without shared seeds.
+        trains: for each learning rate that was tried, whether the arm trains with it (`TRAINS_NATS`).
         sensitivity: learning-rate sensitivity of the selection runs (Wortsman et al., arXiv 2309.14322).
         logit: largest attention logit at the end, geometric mean over seeds.
         logit_ratio: logarithm of the ratio of ``logit`` to the control's.
@@ -71,7 +71,7 @@ class Ranking:
     """The ranked arms, best first, and the controls.
 
     Attributes:
-        rows: the arms with a remedy by rising loss difference to their control.
+        rows: the arms with a remedy, by ascending loss difference to their control.
         controls: the arms without a remedy.
         unfinished: names of arms without enough runs.
         front: the arms of the Pareto front (`pareto_front`).
@@ -113,8 +113,8 @@ def ranking(study: Study) -> Ranking | None:
 
 
 def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
-    """Return the arms that no other arm dominates, that is: no other arm has one of loss difference and sensitivity
-    lower and the other one no higher."""
+    """Return the arms that no other arm dominates. An arm dominates another if neither its loss difference nor its
+    sensitivity is higher and at least one of the two is lower."""
     points = {row.arm: (row.difference.value, row.sensitivity) for row in rows if row.difference}
     return frozenset(
         arm
@@ -196,14 +196,14 @@ def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread
 
 
 def _sensitivity(runs: Sequence[Run]) -> float:
-    """Return the mean over the seeds of the selection runs."""
+    """Return the mean learning-rate sensitivity over the seeds of the selection runs."""
     seeds = sorted({run.seed for run in runs})
     return float(np.mean([lr_sensitivity([r for r in runs if r.seed == seed]).value for seed in seeds]))
 
 
 def _growth(runs: Sequence[Run], modality: str) -> float:
-    """Return the ratio of the last-layer output norm at the end to that at the start, geometric mean; infinite if not
-    finite."""
+    """Return the geometric mean over runs of the ratio of the last-layer output norm at the end to the norm at the
+    start; infinite if a last value is not finite."""
     logs = []
     for run in runs:
         _, values = METRICS["final_norm"].series(run, modality)
@@ -214,11 +214,11 @@ def _growth(runs: Sequence[Run], modality: str) -> float:
 
 
 def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
-    """Return the logarithm of the ratio of the time per step to that of the runs ``against``.
+    """Return the logarithm of the ratio of the time per step to the time per step of the runs ``against``.
 
-    Each run counts with its median over the steps. None with fewer than two runs on a side, and if the machines
-    differ. Machines count as equal if their system, processor type, number of cores and device agree, because a
-    record does not name the machine.
+    The time per step of a run is its median over the steps. None if a side has fewer than two runs, or if the
+    machines differ. Machines count as equal if their system, processor type, number of cores and device agree,
+    because a record does not name the machine.
     """
     places = {_place(run) for run in [*runs, *against]}
     if len(places) > 1:

@@ -21,20 +21,20 @@ from mmqk.analysis.verdicts.study import Claim, Study
 
 # Metrics whose effects are ratios, so that they share an axis.
 SPECIFIED = ("largest_attention_logit", "qk_norm_product", "q_norm", "k_norm", "resid_norm", "final_norm")
-# Some specifications exclude runs with a larger final excess of a trained modality.
+# Some specifications exclude runs with a larger final excess loss of a trained modality.
 FLOOR_NATS = 0.1
 
 
 @dataclass(frozen=True)
 class Specification:
-    """One choice, and the effect under it (log ratio).
+    """One choice of metric, window and runs, and the effect with this choice (log ratio).
 
     Attributes:
         claim: id of the claim that names the arms.
         metric: key of `SPECIFIED`.
         window: key of `WINDOWS`.
         runs: key of `RUNS`.
-        effect: treatment over control, with a spread of these two arms alone.
+        effect: treatment over control, with the spread over the seeds of these two arms.
     """
 
     claim: str
@@ -45,7 +45,8 @@ class Specification:
 
 
 def _window(share: float) -> Callable[[Run, Metric, str | None], float]:
-    """Return the geometric mean of a series over the probes after warm-up in the last ``share`` of the run."""
+    """Return a function that computes the geometric mean of a series over the last ``share`` of the run, without
+    warm-up."""
 
     def measure(run: Run, metric: Metric, modality: str | None) -> float:
         steps, values = metric.series(run, modality)
@@ -74,7 +75,7 @@ RUNS: Mapping[str, Callable[[Run, Sequence[str]], bool]] = {
 
 
 def specifications(study: Study) -> list[Specification]:
-    """Return every specification with an interval; a choice of runs that equals an earlier one is left out."""
+    """Return every specification with an interval; if several choices select the same runs, use only the first."""
     named = study.report.get("specification") or []
     named = [named] if isinstance(named, str) else named
     return [made for claim in study.claims if claim.id in named for made in _of_claim(study, claim)]

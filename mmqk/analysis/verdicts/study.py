@@ -1,4 +1,4 @@
-"""A folder of runs with its grid: arms, claims and the report block."""
+"""A folder of runs with its grid: arms, claims and report settings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RATE_METRIC = "final_excess"
 class StudyArm:
     """One arm: its name, label, block of the page, planned seeds and the fields that it sets.
 
-    An arm of a grid with axes has a ``family``, its name in the grid, and a ``point``, its values on the axes.
-    Without axes its family has its name.
+    In a grid with axes, ``family`` is the name of the arm before it is crossed with axes, and ``point`` has its
+    values on the axes. Without axes, ``family`` equals ``name``.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Study:
         title: title of the page.
         arms: arms by name in the order of the grid, one for each point of the axes.
         claims: claims in the order of the grid.
-        report: the report block of the grid (hero, shown, headline, cannot_tell, command).
+        report: the report settings of the grid (hero, shown, headline, cannot_tell, command).
         runs: all runs with a folder, of every role.
         missing: (arm, seed) of planned runs without a folder.
-        registered: whether the runs have a grid.
-        claims_changed: whether the claims differ from those first registered.
+        registered: whether the folder has an ablation.json, which stores the grid.
+        claims_changed: whether the claims differ from the claims that were first registered.
         registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
-        families: arms as the grid names them, before the axes, in the order of the grid.
-        rate_metrics: the metric that chose the learning rate, by arm; the default under "".
+        families: arms of the grid before they are crossed with axes, in the order of the grid.
+        rate_metrics: the metric that selected the learning rate, by arm; the key "" has the default.
         hypotheses: hypotheses in the order of the grid.
     """
 
@@ -75,7 +75,7 @@ class Study:
 
     @cached_property
     def modalities(self) -> tuple[str, ...]:
-        """Modalities with a loss, text first; for a watched model without losses, modalities with a query norm."""
+        """Modalities with a loss, text first; for a monitored model without losses, modalities with a query norm."""
         tags = [tag for run in self.runs for tag in run.tags.values()]
         names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
         names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
@@ -92,7 +92,7 @@ class Study:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Arms that the page shows and no claim decides."""
+        """Arms that the page shows without a verdict."""
         named = self._crossed(self.report.get("shown") or ())
         return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
 
@@ -150,7 +150,7 @@ def load_study(folder: str | Path) -> Study:
 
 
 def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
-    """Return the study of these runs by the record of an ablation; ``where`` names the record in error messages.
+    """Return the study of these runs with the record of their ablation; ``where`` names it in error messages.
 
     Raises:
         UserError: a claim is invalid.
@@ -195,7 +195,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
 
 
 def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
-    """Return the arms as the grid names them; a fork inherits the settings of its parent."""
+    """Return the arms of the grid before they are crossed with axes; a fork inherits the settings of its parent."""
     families: dict[str, StudyArm] = {}
     for name, value in named.items():
         value = value or {}
@@ -212,7 +212,7 @@ def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
 
 
 def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]) -> dict[str, StudyArm]:
-    """Return the arms that run, one for each point of a family, in the order of the families."""
+    """Return the crossed arms, one for each point of a family, in the order of the families."""
     arms: dict[str, StudyArm] = {}
     for family in families.values():
         entries = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]

@@ -4,7 +4,7 @@ reproduced      the interval lies beyond min_effect (equivalence: within it on b
                 passed), and all checks and the negative control passed
 contradicted    the interval lies short of min_effect (equivalence: beyond it on one side), all checks passed, and
                 the positive control passed
-not run         an arm has no finished run, or the claim is registered with the reason why none tests it (not_run)
+not run         an arm has no finished run, or the claim has not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown
 
 The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
@@ -94,14 +94,14 @@ class Verdict(Assessment):
 
 
 def judge(study: Study) -> list[Verdict]:
-    """Return the verdict of every claim of the study in the order of the grid; entries with the status control get
-    none."""
+    """Return the verdict of every claim of the study in the order of the grid; claims with the status control have no
+    verdict."""
     claims = [claim for claim in study.claims if claim.status != "control"]
     assessed = {claim.id: assess(study, claim) for claim in claims}
     adjusted = _adjust(claims, assessed)
     verdicts: dict[str, Verdict] = {}
     pending = list(claims)
-    # A claim may use other claims as its controls, in any order of the grid.
+    # A claim may name other claims as its controls, and these may come later in the grid.
     while pending:
         waiting = {claim.id for claim in pending}
         ready = [c for c in pending if not (set(c.leans_on) - {c.id}) & waiting]
@@ -112,8 +112,8 @@ def judge(study: Study) -> list[Verdict]:
 
 
 def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str, Adjusted]:
-    """Return the level of every decided claim; claims of a family that cannot be decided count in its correction
-    too."""
+    """Return the corrected level of every decided claim. Claims that the runs cannot decide count in the correction
+    of their family too."""
     adjusted: dict[str, Adjusted] = {}
     for status, method, rule in (
         ("confirmatory", "Holm", holm),

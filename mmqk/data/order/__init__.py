@@ -1,1 +1,1 @@
-"""The order of the sequences of a run: documents, packing, order."""
+"""Build the sequences of a run: rows from documents, packing, and the order of the rows."""

@@ -30,7 +30,7 @@ class Content:
 
 
 class Windows(IndexedCache):
-    """Text rows: windows over the concatenated documents, which start at another offset in each epoch."""
+    """Text rows: windows over the concatenated documents. Each epoch starts them at another offset."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
         self.builder, self.kind, self.seed = builder, kind, seed
@@ -112,7 +112,7 @@ class TrainingOrder:
     ):
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
-        self._sources: dict[str, Windows | DialRows] = {}  # kinds with whole rows
+        self._sources: dict[str, Windows | DialRows] = {}  # kinds whose source returns whole rows
         self._orders: dict[str, Epochs | Packing] = {}  # kinds with rows of items: pairs, images or pieces
         self._pieces: dict[str, np.ndarray] = {}
         room, stores = builder.seq_len, builder.stores
@@ -135,7 +135,7 @@ class TrainingOrder:
                 self._orders[kind] = Epochs(len(self._pieces.get(kind, store)), seed, STREAMS[kind])
 
     def _lengths(self, kind: str) -> np.ndarray:
-        """Return the tokens of each item of a kind in a row."""
+        """Return the number of tokens that each item of a kind takes in a row."""
         if kind == "pair":
             return self.builder.pair_lengths()
         if kind == "image":
@@ -151,7 +151,7 @@ class TrainingOrder:
 
     @property
     def rows_of_an_epoch(self) -> dict[str, int]:
-        """Sequences in one epoch of each kind, without the dial, which is endless."""
+        """Number of sequences in one epoch of each kind, without the dial, which is endless."""
         orders = {**self._orders, **self._sources}
         return {kind: len(order) for kind, order in orders.items() if not isinstance(order, DialRows)}
 
@@ -172,7 +172,7 @@ class TrainingOrder:
         return [Content(kind, item, 0, len(self.builder.stores["pair"][item])) for item in items]
 
     def row(self, index: int) -> Row:
-        """Sequence ``index`` of the order, of at most ``seq_len`` tokens."""
+        """Return sequence ``index`` of the order, of at most ``seq_len`` tokens."""
         slot, nth = self.mixture.draw(index)
         kind = kind_of(slot)
         if kind in self._sources:
@@ -242,7 +242,7 @@ class HeldOut:
         return self._n
 
     def row(self, k: int, wanted: int) -> Row:
-        """Row k of ``wanted`` rows, evenly spaced, because the rows may come from many sources."""
+        """Return row k of ``wanted`` rows. They are evenly spaced, because the rows may come from many sources."""
         item = k * self._n // wanted
         if self.kind == "pair":
             return self.builder.pair(item, image_first=k % 2 == 0)

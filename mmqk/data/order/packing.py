@@ -11,13 +11,13 @@ import numpy as np
 
 from mmqk.data.mixture import IndexedCache, random_stream
 
-# A combination of lengths is used for at most 1 / this number of the rows that it could fill. A larger number gives
-# more varied rows.
+# A combination of lengths is used for at most 1 / VARIETY of the rows that it could fill. A larger number gives more
+# varied rows.
 VARIETY = 16
 
 
 def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
-    """Return the lengths of each row: random lengths while the row has much room, then best fit.
+    """Choose the document lengths of each row: random lengths while the row has much room, then best fit.
 
     Best fit alone (Ding et al., 2404.10830) would join documents of equal length, which are similar: two in three
     rows of the shipped pairs would have captions of one length.
@@ -27,8 +27,8 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
         room: tokens of a row.
 
     Returns:
-        The lengths of each row, with a sum of at most ``room``; together they are ``lengths_N``. A pure function of
-        the arguments.
+        The document lengths in each row, with a sum of at most ``room``. Each length of ``lengths_N`` is in one row.
+        The result is a pure function of the arguments.
 
     Raises:
         ValueError: a length is larger than ``room``.
@@ -50,8 +50,8 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
 def _combination(
     left: np.ndarray, places: np.ndarray, counts: np.ndarray, room: int, random: np.random.Generator
 ) -> dict[int, int]:
-    """Return the numbers of documents by length in one row. ``places`` are the summed counts of the remaining
-    lengths."""
+    """Return the number of documents of each length in one row. ``left`` are the remaining lengths, and ``places``
+    their cumulative counts."""
     row: dict[int, int] = {}
     space = room
     while space >= 2 * left[-1]:
@@ -90,7 +90,7 @@ class Packing(IndexedCache):
         self.seed, self.stream = seed, stream
         self._ends_R = np.cumsum([len(row) for row in rows])
         slots_N = np.concatenate(rows)
-        # Slot s takes the next unused document of its length: documents by length, and slots by length.
+        # A slot takes the next unused document of its length, so slots and documents are sorted by length.
         self._slots_by_length = np.argsort(slots_N, kind="stable")
         self._lengths_N = lengths_N
         self.padding = float(1 - lengths_N.sum() / (len(rows) * room))

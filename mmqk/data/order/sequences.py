@@ -1,9 +1,9 @@
-"""Documents to rows, and rows to a TokenBatch.
+"""Build rows from documents, and a TokenBatch from rows.
 
-A pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``, an
-image row ``<bos> <image> codes </image> <eos>``, a text row ``<bos>`` and a window of the text of all documents
-concatenated; any other document is ``<bos>`` and the document, in pieces if it is longer than a row. Short rows are
-padded at the end; under causal attention no token attends to the padding after it.
+The row of a pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``.
+An image row is ``<bos> <image> codes </image> <eos>``. A text row is ``<bos>`` and a window of the concatenated text
+documents. The row of any other document is ``<bos>`` and the document, or a piece of it if it is longer than a row.
+Short rows are padded at the end; under causal attention no token attends to the padding after it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SequenceBuilder:
     ``captions_cut`` the fraction of captions that are cut.
 
     Args:
-        stores: documents by kind of source, pair, text, interleaved or tokens: a `TokenStore` each, or `OnlinePairs`.
+        stores: documents by kind of source (pair, text, interleaved or tokens), each a `TokenStore` or `OnlinePairs`.
         layout: id ranges of the modalities.
         seq_len: tokens of a row.
 
@@ -90,7 +90,7 @@ class SequenceBuilder:
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
-        """Return an image and its caption, or the caption of another item."""
+        """Return the row of pair ``item``; with ``caption``, the row has the caption of that other pair."""
         image, words = self._pair(item)
         if caption is not None:
             words = self._pair(caption)[1]
@@ -98,11 +98,11 @@ class SequenceBuilder:
         return Row(np.concatenate([self._bos, *body, [self.layout.eos]]))
 
     def pair_lengths(self) -> np.ndarray:
-        """Return the tokens of every pair's row, cut as in `pair`."""
+        """Return the number of tokens in the row of every pair, with captions cut as in `pair`."""
         return np.minimum(self.stores["pair"].lengths_N + 1, self.seq_len)
 
     def image(self, item: int) -> Row:
-        """Return the image of a pair alone."""
+        """Return a row with the image of a pair, without the caption."""
         return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))
 
     @property
@@ -111,11 +111,11 @@ class SequenceBuilder:
         return self.seq_len - len(self._bos)
 
     def window(self, kind: str, start: int) -> Row:
-        """Return a window over all documents, concatenated, from position ``start``."""
+        """Return a row with a window of the concatenated documents that starts at position ``start``."""
         return Row(np.concatenate([self._bos, self.stores[kind].stream(start, self.room)]))
 
     def piece(self, kind: str, piece: np.ndarray) -> Row:
-        """Return the tokens ``start`` to ``end`` of a document; piece is (document, start, end)."""
+        """Return a row with tokens ``start`` to ``end`` of a document; ``piece`` is (document, start, end)."""
         document, start, end = piece
         return Row(np.concatenate([self._bos, self.stores[kind][document][start:end]]))
 

@@ -16,30 +16,31 @@ from mmqk.ranges import MOST_SEED, check_fields, number
 from mmqk.store import tag
 
 _SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits
-_INNER, _TIE = 0, 1  # random token orders: those of transitions and those of ties differ
+_INNER, _TIE = 0, 1  # transitions and ties have different random token orders
 
 
 @dataclass(frozen=True)
 class DialConfig:
     """Statistics of a synthetic source. All fields by modality have the same modalities.
 
-    ``entropy`` changes only the entropy gap: unigrams, shares and lags do not change, and neither does the mean
-    if one modality gains as much as the other loses. Modalities with equal values have equal statistics over disjoint
-    tokens: a gap of exactly 0.
+    ``entropy`` changes only the entropy gap between modalities: unigrams, shares and lags do not change, and the mean
+    entropy does not change if one modality gains as much as the other loses. Modalities with equal values have equal
+    statistics over disjoint tokens, so their gap is exactly 0.
 
     Args:
-        vocabulary: tokens of each modality; the order of names is the order of modalities in a document.
+        vocabulary: number of ids of each modality; the order of names is the order of modalities in a document.
         skew: Zipf exponent of each unigram: p(rank r) ∝ r^-skew; 0 is uniform.
         entropy: entropy of a token given its parent, nats.
-        tokens: tokens of each modality in a document.
-        lag: distance from a token to its parent. 1: the parent is the token before; from 2 the model needs attention.
-            The first ``lag`` tokens of a modality are roots. From ``tokens`` all tokens are roots and independent.
-        grid: 0 is a chain. A width is a grid of that many columns, read row by row: the parent is ``lag`` rows above,
-            or ``lag`` columns to the left in the first rows. Modalities without a width are chains.
+        tokens: number of tokens of each modality in a document.
+        lag: distance from a token to its parent. With 1 the parent is the previous token; with 2 or more the model
+            needs attention. The first ``lag`` tokens of a modality are roots. If the lag is at least ``tokens``, all
+            tokens are roots and independent.
+        grid: number of columns of a grid that is read row by row: the parent is ``lag`` rows above, or in the first
+            rows ``lag`` columns to the left. With 0, or without a number, a modality is a chain.
         mutual_information: mutual information of each modality and the previous one, nats per document, all of it
             between their tied roots.
-        order: order of the modalities: forward, backward, or both, each in a random half of the documents.
-        language: seed of the random token orders of the transitions, which all seeds of a run share.
+        order: order of the modalities: forward, backward, or both (each in a random half of the documents).
+        language: seed of the random token orders of the transitions, independent of the seed of the run.
 
     Raises:
         ValueError: infeasible values; the message has the feasible interval.

@@ -23,7 +23,7 @@ _ORDERS = 102  # random stream of the token orders; the order of samples uses ot
 
 @lru_cache(maxsize=32)
 def zipf(vocabulary: int, skew: float) -> np.ndarray:
-    """Unigram with p(id) ∝ (id + 1)^−skew, in whole units of 2⁻⁵², at least one each: units_V, int64."""
+    """Return the unigram p(id) ∝ (id + 1)^−skew in whole units of 2⁻⁵², at least one per id: units_V, int64."""
     weight_V = (np.arange(vocabulary) + 1.0) ** -skew
     units_V = np.maximum(1, np.floor(weight_V / weight_V.sum() * UNITS).astype(np.int64))
     left = int(UNITS - units_V.sum())
@@ -81,7 +81,7 @@ class Coupling:
         return self._quantile_b(place_N)
 
     def solve(self, information: float) -> float:
-        """Return the ρ of a mutual information between 0 and ``greatest``, nats, exact to the last bit."""
+        """Return the ρ that gives a mutual information between 0 and ``greatest``, nats, exact to the last bit."""
         if information <= 0:
             return 0.0
         if information >= self.greatest:
@@ -102,9 +102,9 @@ def _intervals(units_V: np.ndarray, order_V: np.ndarray) -> tuple[np.ndarray, np
 
 @lru_cache(maxsize=8)
 def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: int) -> Coupling:
-    """Return the coupling of two (vocabulary, skew) in the random orders of (language, role).
+    """Return the coupling of two unigrams, each (vocabulary, skew), in the random token orders of (language, role).
 
-    Equal arguments give equal orders, so two modalities with equal vocabulary, skew and entropy do not differ.
+    Equal arguments give equal orders, so modalities with equal vocabulary, skew and entropy have equal statistics.
     """
     orders = (
         random_stream(language, _ORDERS, role, side).permutation(v) for side, (v, _) in enumerate((a, b))
@@ -113,10 +113,10 @@ def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: in
 
 
 class Quantile:
-    """The token whose interval of [0, 1) contains a number.
+    """Finds the token whose interval of [0, 1) contains a number.
 
-    A guide table has the first interval in each cell of [0, 1), which is usually the right one or the one before it
-    (Chen & Asau 1974): 8 ns per token for any vocabulary; bisection takes 40 to 130 ns.
+    A guide table has the interval at the start of each cell of [0, 1). It is usually the right interval or the one
+    before it (Chen & Asau 1974). This takes 8 ns per token for any vocabulary; bisection takes 40 to 130 ns.
     """
 
     def __init__(self, ends_V: np.ndarray, order_V: np.ndarray):
@@ -147,11 +147,11 @@ class Edge:
     def __init__(self, coupling: Coupling, information: float):
         self.coupling, self.rho = coupling, coupling.solve(information)
         self.information = coupling.information(self.rho)
-        # Shorter by one unit of the last bit, so that no rounding leaves the interval of the parent.
+        # The width is half a unit shorter, so that rounding cannot move a number out of the interval of the parent.
         self._width_V = coupling.high_a_V - coupling.low_a_V - 0.5 / UNITS
 
     def draw(self, parent_N: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
-        """Return the children of parents, from one uniform number of [0, 1) each."""
+        """Return a child of each parent, drawn with one uniform number of [0, 1) per parent."""
         if self.rho == 0:
             return self.coupling.draw_b(uniform_N)
         place_N = uniform_N * (1 / self.rho)
@@ -163,7 +163,10 @@ class Edge:
         return self.coupling.draw_b(place_N)
 
     def gain(self, a_N: np.ndarray, b_N: np.ndarray) -> np.ndarray:
-        """log J(a, b) / (π_a π_b), nats: the information of a token about the other; −inf if impossible."""
+        """Return log(J(a, b) / (π_a π_b)), nats: the information that one token of a pair gives about the other.
+
+        It is −inf for an impossible pair.
+        """
         c = self.coupling
         low_a_N, high_a_N = c.low_a_V[a_N], c.high_a_V[a_N]
         low_b_N, high_b_N = c.low_b_V[b_N], c.high_b_V[b_N]

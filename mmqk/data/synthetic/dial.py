@@ -26,19 +26,19 @@ from mmqk.data.synthetic.coupling import UNITS, Edge, unigram_entropy, zipf
 
 __all__ = ["Dial", "DialConfig"]
 
-_CHUNK = 512  # documents drawn together, fewer if they are long; other numbers give other documents
+_CHUNK = 512  # documents drawn together, fewer if they are long; another value gives other documents
 _CHUNK_TOKENS = 2**19
 _DOCUMENTS = 101  # random stream of the documents; the order of samples uses other streams
 # Smallest number of times that the average transition must occur in training. In a trial (2 layers, d_model 64,
-# vocabularies of 512, AdamW at 3e-3) a model learned two thirds of the predictability at 115 with lag 1, and almost
-# nothing below 30; lag 4 needed 370. So 100 is necessary but may not suffice.
+# vocabularies of 512, AdamW at 3e-3) a model learned two thirds of the predictability at 115 times with lag 1, and
+# almost nothing below 30 times; with lag 4 it needed 370 times. So 100 is necessary but may not suffice.
 SEEN = 100
 _ROWS = 512  # documents evaluated together, which fit into the cache of a core
 
 
 class _Modality(NamedTuple):
     name: str
-    places: slice  # canonical, as all positions here
+    places: slice  # canonical positions, as in all fields here
     roots_T: np.ndarray
     levels: list[Level]  # below the roots
     child_T: np.ndarray  # of all levels
@@ -63,7 +63,7 @@ class Dial:
     Attributes:
         vocab_sizes: number of ids by modality, contiguous from id 0 in this order; within a modality the most
             frequent id is the first.
-        length: tokens in a document, the same for all.
+        length: number of tokens in a document, equal for all documents.
     """
 
     def __init__(self, config: DialConfig):
@@ -81,14 +81,14 @@ class Dial:
         self._backward_T = np.concatenate(places[::-1])  # canonical position of each position in a backward document
         self._canonical_T = np.argsort(self._backward_T)
         self._last = int(starts[-2])  # first position of the last modality, with which a backward document begins
-        # With one modality the order is fixed, so it has no entropy of ln 2.
+        # With one modality the order is fixed, so it adds no entropy of ln 2.
         share = {"forward": 0.0, "backward": 1.0, "both": 0.5}[config.order]
         self._backward_share = share if len(tokens) > 1 else 0.0
         self._chunk_size = min(_CHUNK, max(1, _CHUNK_TOKENS // self.length))
         self._chunk = lru_cache(maxsize=8)(self._draw_chunk)
 
     def __reduce__(self) -> tuple[type[Dial], tuple[DialConfig]]:
-        return Dial, (self.config,)  # a cache does not pickle
+        return Dial, (self.config,)  # the cache cannot be pickled
 
     def _make_modality(self, m: str, start: int) -> _Modality:
         roots, *levels = [Level(child + start, parent + start) for child, parent in self.config.levels(m)]
@@ -118,11 +118,11 @@ class Dial:
     def documents(self, seed: int, first: int, count: int) -> np.ndarray:
         """Return the documents ``first`` to ``first + count - 1`` of a seed: ids_NT, int64.
 
-        Each is a function of (config, seed, number). The same number with another ``order`` has the same tokens.
-        Documents are drawn and cached 512 at a time, so consecutive numbers are fast.
+        Each document is a function of (config, seed, number), and ``order`` only reorders its modalities. Documents
+        are drawn and cached 512 at a time, so consecutive numbers are fast.
 
         Raises:
-            ValueError: a negative number.
+            ValueError: an argument is negative.
         """
         if min(seed, first, count) < 0:
             raise ValueError(f"seed {seed}, first {first} or count {count} is negative.")
@@ -157,11 +157,11 @@ class Dial:
         """Return the log-probability of each token given all earlier tokens of its document, nats: float64, at most
         0.
 
-        Exact; −inf for an impossible token. If documents come in both orders, the first token reveals the order, and
-        its log-probability includes −ln 2.
+        The value is exact; −inf for an impossible token. If documents come in both orders, the first token reveals
+        the order, and its log-probability includes −ln 2.
 
         Raises:
-            ValueError: rows without the length or the modalities of a document.
+            ValueError: rows do not have the length or the modalities of a document.
         """
         if ids_NT.ndim != 2 or ids_NT.shape[1] != self.length:
             raise ValueError(f"ids have shape {ids_NT.shape}, but documents have {self.length} tokens.")
@@ -213,7 +213,7 @@ class Dial:
 
         Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
         (the difference); lag; tokens; token share; redundancy inside (mutual information of the tokens of the
-        modality, nats per document); mutual information (with the modality before, nats per document); floor;
+        modality, nats per document); mutual information (with the previous modality, nats per document); floor;
         transitions (distinct pairs of the coupling); transitions a token (per training token); seen (times that
         the average transition occurs in training).
         """
@@ -244,10 +244,10 @@ class Dial:
         return rows
 
     def unlearnable(self, training_tokens: int) -> list[str]:
-        """Return a sentence on each distribution that a run of this many tokens is too short to learn.
+        """Return a sentence for each distribution that a run of this many tokens is too short to learn.
 
-        Too short: the average transition occurs fewer than 100 times (see `SEEN`). Distributions with less than
-        0.1 nat of mutual information are left out.
+        A run is too short if the average transition occurs fewer than 100 times (see `SEEN`). Distributions with less
+        than 0.1 nat of mutual information are left out.
         """
         edges = [(f"Tokens of {m.name}", m.inner, len(m.child_T)) for m in self._modalities]
         for (a, b), tie in zip(pairwise(self.vocab_sizes), self._ties, strict=True):

@@ -1,1 +1,1 @@
-"""Token folders: arrays of ids, and the cache of them."""
+"""Token folders, which have documents as arrays of ids, and the cache of token folders."""

@@ -33,7 +33,7 @@ def source_hash(folder: Path, kind: str) -> str:
     """Return the hash of the samples of a source, a folder of shards or of tokens (10 hex digits).
 
     Raises:
-        UserError: the folder is neither.
+        UserError: the folder has neither shards with a manifest nor tokens.
     """
     if is_token_folder(folder):
         return tokens_hash(folder)
@@ -54,7 +54,9 @@ def open_source(
     root: Path,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, TokenStore]:
-    """Open the documents of a source by split: a token folder, or the token cache of shards, made if missing.
+    """Open the documents of a source by split, from a token folder or from the token cache of shards.
+
+    A missing token cache is made.
 
     Args:
         kind: pair, text or interleaved.
@@ -109,7 +111,7 @@ def _make(
             raise UserError(
                 f"The token cache {made.parent} cannot be written ({error.strerror}): set --data.cache."
             ) from error
-        if is_token_folder(made):  # by another process that had the lock before this one
+        if is_token_folder(made):  # another process made it before this one got the lock
             return
         with new_folder(made) as folder_of_tokens:
             writer = TokenWriter(folder_of_tokens, kind, layout_of(tokenizers), made_by)
@@ -120,7 +122,7 @@ def _make(
                     encoder.add(places)
                 writer.add_part(split, "00000", encoder.take())
             writer.finish(about={"from": str(folder)})
-            if made.exists():  # an incomplete cache of a process that was killed
+            if made.exists():  # an incomplete cache from a process that was killed
                 shutil.rmtree(made)
 
 

@@ -1,4 +1,4 @@
-"""Encode documents of texts and images to ids: for `mmqk.data.tokenize`, the token cache and shards read in training.
+"""Encode documents of texts and images as ids, for `mmqk.data.tokenize`, the token cache and ``data.read shards``.
 
 ```
 text ── BPE ───────────────────────┐

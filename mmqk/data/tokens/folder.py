@@ -1,8 +1,8 @@
 """Token folders: documents as arrays of ids in one joint vocabulary, memory-mapped when training.
 
 ```
-FOLDER/tokens.json                    kind, vocab_sizes, specials, parts with counts and sha256, what was dropped
-FOLDER/train/00000.ids.npy            ids of all documents of a part end to end, uint16 or uint32
+FOLDER/tokens.json                    kind, layout, parts with counts and sha256, counts of dropped samples
+FOLDER/train/00000.ids.npy            ids of all documents of a part, concatenated, uint16 or uint32
 FOLDER/train/00000.lengths.npy        tokens of each document, uint32
 FOLDER/val/...
 ```
@@ -51,7 +51,7 @@ class Layout:
         vocab_sizes: name and number of ids of each modality, in order; the first modality starts at id 0.
         bos: id of the token that begins a row; None for documents without one.
         eos: id that ends a document, or None.
-        pad: id that fills rows; None fills with 0, as padding is never attended to nor trained on.
+        pad: id that pads rows; None pads with 0, because padding is neither attended to nor trained on.
         begin_image: id before the codes of an image, or None.
         end_image: id after the codes of an image, or None.
     """
@@ -70,12 +70,12 @@ class Layout:
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        """The smallest type of the ids in token folders."""
+        """The smallest integer type that can hold every id; token folders use it."""
         return np.uint16 if self.size <= 2**16 else np.uint32
 
     @property
     def edges(self) -> np.ndarray:
-        """First id of each modality, and the end of the last: (modalities + 1)."""
+        """First id of each modality, and the end of the last modality: shape (modalities + 1)."""
         return np.cumsum([0, *self.vocab_sizes.values()])
 
     @property
@@ -84,7 +84,7 @@ class Layout:
         return [i for name in SPECIAL_NAMES if (i := getattr(self, name)) is not None]
 
     def modality(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number of the block of each id, int64."""
+        """Return the modality of each id, as its position in ``vocab_sizes``, int64."""
         return np.searchsorted(self.edges[1:-1], ids, side="right").astype(np.int64)
 
 
@@ -106,7 +106,7 @@ class TokenWriter:
         folder: made if it does not exist.
         kind: kind of the documents.
         layout: layout of the ids.
-        tokenizers: hash of the tokenizers that made the ids; empty for ids of other tokenizers.
+        tokenizers: hash of mmqk's tokenizers that made the ids; empty for ids of other tokenizers.
     """
 
     def __init__(self, folder: Path, kind: str, layout: Layout, tokenizers: str = "") -> None:
@@ -210,7 +210,7 @@ class TokenStore:
         return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
 
     def stream(self, start: int, n: int) -> np.ndarray:
-        """Return the ids ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
+        """Return ids ``start`` to ``start + n`` of the concatenated documents, int64; fewer if the documents end."""
         ids = []
         part = int(np.searchsorted(self._places, start, side="right")) - 1
         while n > 0 and part < len(self.parts):
@@ -281,7 +281,7 @@ class MatchedFiles:
             self._kept = read_json(self._path) or {}
 
     def holds(self, path: Path, sha256: str) -> bool:
-        """Return whether the file matched this hash and has not changed since; records its state."""
+        """Return whether the file matched this hash and has not changed since, and record its state."""
         about = path.stat()
         state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
         self._new[str(path)] = state

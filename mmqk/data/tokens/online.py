@@ -28,8 +28,9 @@ from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import Unread, printable
 from mmqk.store import UserError, identity_hash, replacing
 
-# A run ends with an error when more than this share of all samples is unusable, or of the samples read so far once
-# LEAST_UNUSABLE are unusable. A single unusable sample is always skipped.
+# A run ends with an error if more than this share of all samples is unusable. With LEAST_UNUSABLE or more unusable
+# samples it also ends if they are more than this share of the samples read so far. A single unusable sample is always
+# skipped.
 MOST_UNUSABLE = 0.1
 LEAST_UNUSABLE = 10
 NAMED = 5
@@ -51,7 +52,7 @@ class Account:
         self._state_N = torch.zeros(total, dtype=torch.uint8).share_memory_()
 
     def used(self, number: int) -> None:
-        """Count a sample that was used."""
+        """Record that a sample was used."""
         self._state_N[number] = 1
 
     def is_unusable(self, number: int) -> bool:
@@ -59,7 +60,7 @@ class Account:
         return bool(self._state_N[number] > 1)
 
     def skip(self, number: int, reason: str, name: str) -> None:
-        """Count a sample that cannot be used, and name the first few on stderr.
+        """Record that a sample cannot be used; the first few such samples are named on stderr.
 
         Raises:
             UserError: too many samples cannot be used.
@@ -80,11 +81,11 @@ class Account:
 
     @property
     def read(self) -> int:
-        """Samples that were read."""
+        """Number of samples that were read."""
         return int((self._state_N > 0).sum())
 
     def reasons(self, start: int, end: int) -> dict[int, str]:
-        """Return why each skipped sample in ``start`` to ``end`` is unusable, by its offset from ``start``."""
+        """Return the reason for each skipped sample from ``start`` to ``end``, by its offset from ``start``."""
         state_N = self._state_N[start:end].numpy()
         return {
             i: REASONS[c] if (c := int(state_N[i]) - 2) < len(REASONS) else "another reason"
@@ -149,15 +150,15 @@ class OnlinePairs:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Why each skipped sample is unusable, by name of the sample."""
+        """The reason for each skipped sample, by the name of the sample."""
         reasons_N = self.account.reasons(self._number, self._number + len(self))
         return {self._name(i): reason for i, reason in reasons_N.items()}
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Return the ids of document n, or of the next one that can be used.
+        """Return the ids of document n, or of the next document that can be used.
 
         Raises:
-            UserError: too many samples, or all of the split, have no readable image or caption.
+            UserError: too many samples, or all samples of the split, have no readable image or caption.
         """
         for i in [*range(n, len(self)), *range(n)]:
             number = self._number + i
@@ -189,14 +190,14 @@ class OnlinePairs:
 def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float) -> dict[str, OnlinePairs]:
     """Open the pairs of shards by split.
 
-    A manifest decides its splits. With a pattern, a pair is held out if `mmqk.store.hash_fraction` of the bytes of
-    its image file is below ``val_fraction``, as in ``mmqk.data.tokenize``. So equal image files are in one split, and
-    a larger ``val_fraction`` holds out the same pairs and more.
+    A manifest lists the shards of each split. With a pattern, a pair is held out if `mmqk.store.hash_fraction` of the
+    bytes of its image file is below ``val_fraction``, as in ``mmqk.data.tokenize``. So equal image files are in one
+    split, and a larger ``val_fraction`` holds out the same pairs and further ones.
 
     Args:
         shards: a folder with a manifest, or a pattern of tars.
         tokenizers: folder of the tokenizers.
-        cache: folder in which the shards' indices are kept.
+        cache: folder in which the shards' indices are stored.
         val_fraction: share of the pairs to hold out, between 0 and 1; for a pattern only.
 
     Raises:
@@ -219,12 +220,12 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float)
 
 
 def online_hash(shards: str, cache: Path) -> str:
-    """Return the identity of the samples (10 hex digits): the manifest's, or a hash of the tars' names, sizes and
-    content.
+    """Return the identity of the samples (10 hex digits): the hash of the manifest, or of the names, sizes and
+    content of the tars.
 
     Args:
         shards: as for `open_online`.
-        cache: folder in which the shards' indices are stored; the first call reads the tars of a pattern whole.
+        cache: folder in which the shards' indices are stored; the first call reads all bytes of a pattern's tars.
 
     Raises:
         UserError: shards are missing or damaged.
@@ -241,7 +242,7 @@ class _StoredIndex:
 
     Attributes:
         index: the index, with the files that belong to no pair.
-        digests_N: uint64, the first 8 bytes of the sha256 of each image file, or of the key without an image file.
+        digests_N: uint64, the first 8 bytes of the sha256 of each sample's image file, or of its key without one.
         content: sha256 of all keys, fields and files.
         sha256: sha256 of the shard after a comparison with a manifest, or empty.
     """
@@ -337,7 +338,7 @@ def _save(stored: _StoredIndex, cache: Path) -> None:
         with replacing(place) as file:
             np.savez(
                 file,
-                # An array of strings gives each the size of the longest, and loses NUL at the end of one.
+                # Strings are JSON: an array would pad each string to the longest one and lose a NUL at its end.
                 keys_json=np.frombuffer(json.dumps(index.keys).encode(), dtype=np.uint8),
                 fields_json=np.frombuffer(json.dumps(index.fields).encode(), dtype=np.uint8),
                 extent=index.extent_M2,

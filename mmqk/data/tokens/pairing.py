@@ -1,6 +1,6 @@
 """Pairs with the captions of other pairs, or captions without their images: ``data.pairing``.
 
-Both read the arrays of the pairs, so the token cache does not depend on ``data.pairing``.
+Both classes read the arrays of the pairs, so the token cache does not depend on ``data.pairing``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SHUFFLE_SEED = 26
 
 
 class ShuffledPairs:
-    """Every image with the caption of another pair of its split.
+    """Pairs in which every image has the caption of another pair of its split.
 
     The captions are permuted in one cycle, so each image and each caption occurs once and no pair keeps its caption.
     The permutation depends on the number of pairs only.

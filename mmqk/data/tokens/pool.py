@@ -102,13 +102,13 @@ def _in_this_process(encoder: Encoder, shards: Sequence[ShardPart], handle: Hand
 
 
 def _final(counts_3: np.ndarray, result: tuple[str, Any]) -> tuple[float, float, float]:
-    """Return the counts of a processed shard; an unreadable shard counts as read and has no samples."""
+    """Return the counts of a processed shard; an unreadable shard counts as fully read, with no samples."""
     return (counts_3[0], counts_3[1], 1.0) if result[0] == "done" else (0.0, 0.0, 1.0)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: the workers share the cores, and sums do not depend on the number of cores."""
+    """Run torch on one thread: the workers share the cores, and results do not depend on the number of cores."""
     import torch
 
     threads = torch.get_num_threads()

@@ -46,7 +46,7 @@ class TokenizeJob:
         out: the token folder.
         val_fraction: share of the documents that go to val, by a hash of their content.
         fit: how images fit into the square, see `load_image`.
-        max_pixels: cap on a decoded image.
+        max_pixels: most pixels of an image; larger images are dropped.
         caption_field: see `pair_of`.
     """
 
@@ -95,8 +95,9 @@ class Encoder:
                 share of the file read.
 
         Returns:
-            The shard's record: file, size, sha256, samples, documents by split, dropped samples by reason, examples;
-            for an archive also the number of its files, and the files that no document uses.
+            The shard's record: file, size, sha256, number of samples, of documents by split and of dropped samples by
+            reason, names of some dropped samples, and counts of the files that no document uses; for an archive also
+            the number of its files.
 
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
@@ -182,9 +183,9 @@ Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]], float]
 
 
 def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
-    """For each sample: its key, its fields, a function that makes its document, and the share of the file read.
+    """Yield for each sample its key, its fields, a function that makes its document, and the share of the file read.
 
-    The function returns the identity and the texts and images in order, or raises Dropped.
+    The function returns the bytes that identify the document, and its texts and images in order; or raises Dropped.
     """
     if isinstance(source, Path):
         for number, line, share in read_lines(source):

@@ -1,8 +1,8 @@
 """An adapter: a table of module names that tells a probe which tensors to read beyond the attention calls.
 
 Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
-where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. Sites that an
-adapter lists replace the detected ones.
+where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A site that an
+adapter lists replaces the detected site of the same name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Site:
             (B, T, heads * head_dim); attn_out and mlp_out, sublayer outputs as added to the residual stream; resid,
             the residual stream after the layer; final, the input of the final norm.
         module: regular expression for the full path of the module; the first integer in the path is the layer number.
-        of: the module's first input, or its (first) output.
+        of: whether to read the module's first input or its first output.
         take: selects a part of that tensor, such as one third of a fused projection.
     """
 
@@ -37,7 +37,7 @@ class Site:
     take: Callable[[Tensor], Tensor] | None = None
 
     def tensor(self, module_input: Tensor | None, output: Tensor | None) -> Tensor | None:
-        """This site's tensor, from a module's first input and its output."""
+        """Return this site's tensor, given the first input and the output of its module."""
         tensor = module_input if self.of == "input" else output
         return self.take(tensor) if tensor is not None and self.take is not None else tensor
 

@@ -22,8 +22,9 @@ class Agreement:
     Attributes:
         cosine: ``(<g_a^A, g_b^B> + <g_b^A, g_a^B>) / 2 / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, (M, M): an estimate
             of the true gradients' cosine that noise does not shrink. Both products of the numerator have the same
-            mean; their average has less noise and does not depend on which half is A. It can leave [-1, 1], and it
-            is NaN if a signal is not above 0: the batch is then too small for an estimate.
+            mean; their average has less noise and does not depend on which half is A. The cosine can be outside
+            [-1, 1]. It is NaN if the signal of a modality is not above 0: the batch is then too small for an
+            estimate.
         signal: ``<g^A, g^B>``, an unbiased estimate of the squared length of the true gradient, (M,).
         noise: ``|g^A - g^B|^2 / 2``, an estimate of the variance of a half's gradient, (M,).
     """
@@ -35,7 +36,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class HalfProducts:
-    """Products of gradients, summed over parameters; add them to combine groups of parameters.
+    """Dot products of gradients over a group of parameters; add two `HalfProducts` to combine their groups.
 
     Attributes:
         cross_MM: ``<g_a^A, g_b^B>``.
@@ -58,10 +59,11 @@ class HalfProducts:
 
 
 def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts:
-    """Return the products across halves of one group of parameters, in fp64.
+    """Return the dot products of the two halves' gradients over one group of parameters, in fp64.
 
     Args:
-        halves: for each modality its gradients on half A and on half B, each normalized by its own half's targets.
+        halves: for each modality its gradients on half A and on half B, each divided by the number of targets in its
+            half.
     """
     M = len(halves)
     flat = [tuple(_flat(half, halves) for half in pair) for pair in halves]
@@ -70,7 +72,10 @@ def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts
 
 
 def _flat(half: Gradients, halves: Sequence[tuple[Gradients, Gradients]]) -> Tensor:
-    """Return all gradients in one vector; 0 for parameters that the loss does not depend on."""
+    """Return the gradients as one vector, with 0 for a parameter that this loss does not depend on.
+
+    A parameter that no loss depends on is left out.
+    """
     parts = []
     for i, gradient in enumerate(half):
         if gradient is None:

@@ -22,34 +22,34 @@ GROUP = 32
 class AttentionStatistics:
     """Statistics of one layer over all heads. Logits are raw: after scale and QK-Norm, before cap and mask.
 
-    A row is a query; rows that see fewer than 8 keys are left out. A block is the keys of one modality. A row's
-    logits are ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the offsets
-    move attention between key modalities, and the rest sharpens it within one.
+    A row is a query; rows that see fewer than 8 keys are left out. A block is the set of keys of one modality. A
+    row's logits are ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the
+    offsets move attention between key modalities, and the rest sharpens attention within a modality.
 
     ``rows`` has F = 7 + 2 M statistics by query modality, (F, M):
 
     - mean and variance of the row's logits
-    - variance of the row's offsets, weighted by keys, and variance of the logits about the mean of their block; the
-      two add up to the variance
+    - variance of the row's offsets, weighted by the keys of each block, and variance of the logits about the mean of
+      their block; the two add up to the variance of the logits
     - M offsets: mean of a block minus mean of the row
-    - entropy of the weights in nats, entropy of the masses of the blocks, and entropy within a block weighted by its
-      mass; the last two add up to the first
+    - entropy of the weights in nats, entropy of the masses of the blocks, and mean entropy within a block,
+      weighted by the mass of the block; the last two add up to the first
     - M masses: sum of the weights in a block
 
-    A sink is a learned logit of a head that has no value. With sinks, the weights are those of the keys and sum to 1
-    minus the weight of the sink. The entropies then include the sink, as one more key and one more block.
+    A sink is a learned logit of a head, without a value vector. With sinks, the weights are those of the keys; they
+    sum to 1 minus the weight of the sink. The entropies then include the sink as one more key and one more block.
 
     Attributes:
         count: visible pairs by query and key modality, (M, M).
         max: largest signed logit, (M, M); -inf without a pair.
         absmax: largest absolute logit, (M, M).
-        tail: for each query modality and key modality, its largest absolute logits: at least one pair in a thousand,
-            counted over all ranks if the pairs are `collective`.
+        tail: for each query modality and key modality, the largest absolute logits: as many as one pair in a
+            thousand, and at least one. If the pairs are `collective`, the pairs of all ranks are counted.
         rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
             large for one chunk. The column of a sink is not part of the matrix.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
-        rows: the statistics of the rows.
-        sink: weight of the sink by query modality, (M,), over the same rows; None without a sink.
+        rows: the F statistics of the rows, as listed above.
+        sink: weight of the sink by query modality, (M,), over rows with at least 8 visible keys; None without a sink.
     """
 
     count: Tensor
@@ -63,8 +63,8 @@ class AttentionStatistics:
 
 
 def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
-    """Return (P,): for each of P kinds of pairs, the logit that one in a thousand of its ``count_P`` pairs
-    reaches."""
+    """Return (P,): for each of P kinds of pairs, the logit that one in a thousand of the ``count_P`` pairs of this
+    kind reaches."""
     place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
     return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
 
@@ -83,8 +83,8 @@ def attention_statistics(
         q_BHTK: queries of the dot product, after QK-Norm and RoPE.
         k_BHSK: keys of the dot product.
         scale: factor on the dot product.
-        pairs: visible pairs, and the modalities.
-        softcap: cap before the softmax, or None; statistics of logits are from before the cap.
+        pairs: visible pairs of query and key, and their modalities.
+        softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
         sink_H: logit of each head's sink, which is not capped; None without sinks.
     """
     # Heads first, so that an index into (B, C, S) selects from a contiguous slice of each head.
@@ -108,7 +108,7 @@ def attention_statistics(
         if weight_HBCS.shape[2] == q_HBTK.shape[2]:
             rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
         if sink_HBC is not None:
-            chunk_sink = sums(sink_HBC.transpose(0, 1), chunk.selected_FMBC[-1])  # the rows that count
+            chunk_sink = sums(sink_HBC.transpose(0, 1), chunk.selected_FMBC[-1])  # rows with at least 8 keys
             sink = chunk_sink if sink is None else sink + chunk_sink
         square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
         selected_FMHBC = chunk.selected_FMBC[:, :, None]
@@ -132,9 +132,9 @@ def attention_statistics(
 
 
 def _largest(values_N: Tensor, n: int) -> Tensor:
-    """Return the n largest values (or all) in descending order, exactly.
+    """Return the n largest values in descending order, exactly; all values if there are fewer than n.
 
-    They are in the n groups with the largest maxima, so that few values have to be sorted.
+    The n largest values are in the n groups with the largest maxima, so only these groups have to be sorted.
     """
     grouped = len(values_N) - len(values_N) % GROUP
     groups_GX = values_N[:grouped].view(-1, GROUP)
@@ -144,7 +144,7 @@ def _largest(values_N: Tensor, n: int) -> Tensor:
 
 
 def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
-    """Return the n largest values of the parts in descending order, padded with -inf if other ranks have more."""
+    """Return the n largest values of the parts in descending order, padded with -inf if there are fewer than n."""
     if len(parts) == 1 and len(parts[0]) == n:
         return parts[0]
     return torch.cat([*parts, none.expand(n)]).topk(n).values
@@ -154,9 +154,9 @@ def _rows(
     logits_HBCS: Tensor, chunk: Chunk, softcap: float | None, sink_H: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return four tensors: the F statistics of every row (`AttentionStatistics`), the sums of squared logits by
-    block, the weights up to a factor of the whole matrix, and the weight of the sink.
+    block, the weights up to one factor for each matrix, and the weight of the sink.
 
-    It overwrites the logits and makes few passes over the T x T values, which take most of a probe's time.
+    The logits are overwritten. Passes over the T x T values take most of a probe's time, so there are few of them.
     """
     key_BMS, divisor_BMC, share_BMC = chunk.key_BMS, chunk.divisor_BMC, chunk.share_BMC
     H, B, C, S = logits_HBCS.shape
@@ -179,7 +179,7 @@ def _rows(
         raw.div_(softcap).tanh_().mul_(softcap)
     shifted = raw.add_(chunk.mask.fill)
     largest_HBC1 = shifted.amax(-1, keepdim=True)
-    shifted -= largest_HBC1  # else large logits cancel in the entropy
+    shifted -= largest_HBC1  # otherwise large logits cancel in the entropy
     weight = torch.softmax(shifted, -1, out=rest)
     mass_HBMC = key_BMS @ weight.mT
     log_z_HBC = -weight.amax(-1).log()
@@ -187,8 +187,8 @@ def _rows(
     block_entropy_HBC = torch.special.entr(mass_HBMC).sum(2)
     sink_HBC: Tensor | None = None
     if sink_H is not None:
-        # The softmax over keys and sink is that over keys times the share of the keys; entropies follow by the chain
-        # rule.
+        # The softmax over keys and sink is the softmax over keys times the total weight of the keys; the entropies
+        # follow by the chain rule.
         over_HBC = largest_HBC1[..., 0] + log_z_HBC - sink_H.float()[:, None, None]
         share_HBC, sink_HBC = torch.sigmoid(over_HBC), torch.sigmoid(-over_HBC)
         choice_HBC = torch.special.entr(share_HBC) + torch.special.entr(sink_HBC)
@@ -203,8 +203,8 @@ def _rows(
 
 
 def key_shares(over_HBT: Tensor) -> Tensor:
-    """Return (H, B, T, 1): each row's weight on all its keys, divided by the largest of its matrix, so that none
-    underflows.
+    """Return (H, B, T, 1): each row's total weight on its keys, divided by the largest one of the matrix, so that
+    not all rows underflow.
 
     ``over_HBT`` is log Z of the keys minus the logit of the sink.
     """
@@ -213,9 +213,10 @@ def key_shares(over_HBT: Tensor) -> Tensor:
 
 
 def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
-    """Return (H, B): ``(tr W W^T)^2 / |W W^T|^2``; off-diagonal blocks of the symmetric product count twice.
+    """Return the participation ratio of each matrix of weights W, (H, B): ``(tr W W^T)^2 / |W W^T|^2``.
 
-    A row without visible keys must be 0. `reach` is `Pairs.reach`.
+    ``W W^T`` is symmetric, so each off-diagonal block is computed once and counted twice. A row without visible keys
+    must be 0. ``reach`` is `Pairs.reach`.
     """
     square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
     for rows, keys in reach:
@@ -226,5 +227,5 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
 
 
 def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
-    """Return (M, M, H): sums of each key modality, by query modality."""
+    """Return the sums by query modality, key modality and head, (M, M, H)."""
     return torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0).sum((2, 4)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The radial budget: how much each modality's gradients increase the norm of a weight matrix."""
+"""Computes the radial budget: how much each modality's gradients increase the norm of a weight matrix."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """One step of AdamW, or of AdamH, of one tensor.
+    """One step of AdamW or AdamH for one tensor.
 
     Attributes:
         before: the tensor before the step.
-        after: the tensor after it.
+        after: the tensor after the step.
         second_moment: Adam's v after the step, before bias correction.
         step: number of updates including this one; may be a tensor, which stays on its device.
         lr: learning rate of this step, after update clipping.
         betas: decays of the moments.
         eps: epsilon.
-        weight_decay: as in torch's AdamW: the tensor first shrinks by ``lr * weight_decay`` of itself.
+        weight_decay: as in torch's AdamW, which first multiplies the tensor by ``1 - lr * weight_decay``.
         fixed_norm: whether the step is AdamH's, which keeps ``|W|`` and has no weight decay.
     """
 
@@ -39,28 +39,28 @@ class AdamUpdate:
 class RadialBudget:
     """Splits the change of ``|W|^2`` of one tensor over a window of optimizer steps.
 
-    Exact for every step of AdamW: ``d|W|^2 = sum_a 2<W, U_a> + 2<W, U_decay> + |dW|^2`` with
+    The split is exact for every step of AdamW: ``d|W|^2 = sum_a 2<W, U_a> + 2<W, U_decay> + |dW|^2`` with
     ``U_a = -lr m_a / (sqrt(v) + eps)`` after bias corrections, where m_a is the running mean of modality a's
-    gradients. v is Adam's: the step is linear in m but not in v, so the modalities share v. The sum of
-    ``-<W, gradient_a>`` does not measure growth: under QK-Norm it is always 0.
+    gradients and v is Adam's second moment. The step is linear in m but not in v, so the modalities share v. The sum
+    of ``-<W, gradient_a>`` does not measure growth: under QK-Norm it is always 0.
 
-    AdamH's step is ``c (W + s U) - W`` with U from AdamW, ``s = |W| lr / |U|`` and ``c = |W| / |W + s U|``. It is
-    linear in m for given s and c, which the modalities share, as they share v. The part of a modality is that of
-    ``c s U_a``, the part of decay is that of ``(c - 1) W``, and the total is 0.
+    AdamH's step is ``c (W + s U) - W`` with U from AdamW, ``s = |W| lr / |U|`` and ``c = |W| / |W + s U|``. For
+    given s and c this step is linear in m, so the modalities share s, c and v. A modality's part comes from
+    ``c s U_a``, the part of decay comes from ``(c - 1) W``, and the total is 0.
 
     The update of Muon is not linear in m, so `add_whole` splits it into decay and a part without a modality.
 
     Args:
-        first_moment: Adam's m before the window; its part decays with beta1 and is not attributed to a modality. None
-            before the tensor's first step.
+        first_moment: Adam's m before the window, whose share in later steps decays with beta1 and is not attributed
+            to a modality; None before the tensor's first step.
         modalities: number of modalities.
 
     Attributes:
         by_modality: sum of ``2<W, U_a>`` for each modality.
-        decay: part of weight decay, or of AdamH's return to the norm.
-        step: sum of ``|dW|^2``; a step at right angles to W increases its norm.
-        unattributed: part of the first moment from before the window; with Muon, part of all updates.
-        rest: changes that the optimizer did not make: rounding, QK-Clip.
+        decay: the part from weight decay, or from AdamH's return to the fixed norm.
+        step: sum of ``|dW|^2``; even a step at a right angle to W increases ``|W|``.
+        unattributed: the part from the first moment before the window; with Muon, from all updates.
+        rest: the part from changes that the optimizer did not make: rounding, QK-Clip.
         total: the measured change of ``|W|^2``, which is the sum of the other parts.
         steps: number of steps in the window.
     """
@@ -77,8 +77,8 @@ class RadialBudget:
         """Add one step.
 
         Args:
-            gradients: gradient of each modality's loss over the global denominator, clipped like the step's gradient,
-                which is their sum; None if the loss does not depend on the tensor.
+            gradients: gradient of each modality's part of the loss, clipped by the factor of the step; their sum is
+                the step's gradient. None if the part does not depend on the tensor.
             update: the step.
         """
         beta1, beta2 = update.betas
@@ -109,7 +109,7 @@ class RadialBudget:
 
         Args:
             before: the tensor before the step.
-            after: the tensor after it.
+            after: the tensor after the step.
             shrink: the share of ``before`` that weight decay removes.
         """
         w, dw = before.double(), after.double() - before.double()
@@ -124,7 +124,7 @@ class RadialBudget:
 
 
 def _at_fixed_norm(w: Tensor, factor: Tensor, moment: Tensor | float, lr: float | Tensor) -> tuple[Tensor, Tensor]:
-    """AdamH's factor on the first moment, and the share of ``w`` that its return to the norm removes."""
+    """Return AdamH's factor on the first moment, and the share of ``w`` that its return to the norm removes."""
     update = factor * moment  # -lr u
     length, norm = w.norm(), update.norm()
     scale = torch.where(norm > 0, lr * length / norm, 0.0)

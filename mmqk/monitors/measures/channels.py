@@ -1,4 +1,7 @@
-"""How unequal the channels of an activation are, by modality. B batch, T tokens, D channels, M modalities."""
+"""Measures how unequal the channels of an activation are, by modality.
+
+Shapes: B batch, T tokens, D channels, M modalities.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
     """Return the sums over the selected tokens for `channel_statistics`; the sums of several batches can be added.
 
     Returns:
-        ``square_MD``, the sum of x^2 by channel; ``kurtosis_M``, the sum over tokens of their kurtosis; ``count_M``.
+        ``square_MD``, the sum of x^2 by channel; ``kurtosis_M``, the sum over tokens of the kurtosis of x;
+        ``count_M``.
     """
     wide_BTD = x_BTD.detach().float()
     centered_BTD = wide_BTD - wide_BTD.mean(-1, keepdim=True)
@@ -28,12 +32,12 @@ def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
 
 
 def channel_statistics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Four numbers by modality, (M,) each.
+    """Return four numbers for each modality, (M,) each, from the sums of `channel_sums`.
 
-    ``rms``: root mean square over tokens and channels. ``kurtosis``: mean over tokens of the fourth moment over the
-    squared variance of their channels; 3 for a normal distribution, about D if one channel dominates (Bondarenko
+    ``rms``: root mean square over tokens and channels. ``kurtosis``: mean over tokens of the channels' fourth central
+    moment over their squared variance; 3 for a normal distribution, about D if one channel dominates (Bondarenko
     et al. 2023, arXiv 2306.12929). ``channel_share``: the largest channel's share of the sum of squares, 1 / D if all
-    are equal (massive activations: Sun et al. 2024, arXiv 2402.17762). ``channel``: the number of that channel.
+    are equal (massive activations: Sun et al. 2024, arXiv 2402.17762). ``channel``: the index of the largest channel.
     """
     square_MD, count_M = sums["square_MD"], sums["count_M"]
     total_M = square_MD.sum(1)

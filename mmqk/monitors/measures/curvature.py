@@ -1,4 +1,4 @@
-"""Curvature of a loss along its gradient, by one Hessian-vector product."""
+"""Computes the curvature of a loss along its gradient with one Hessian-vector product."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 def gradient_and_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the gradient g of a loss and the product ``H g`` with its Hessian, one tensor for each parameter.
 
-    ``H g`` is the gradient of ``g.g / 2``, by a second backward pass. Parameters that the loss does not depend on get
-    zeros. ``.grad`` is not written.
+    ``H g`` is the gradient of ``g.g / 2``, from a second backward pass. Parameters that the loss does not depend on
+    get zeros. ``.grad`` is not written.
 
     Args:
         loss: a scalar whose operations can be differentiated twice.
-        parameters: leaves of its graph.
+        parameters: leaves of the loss's graph.
     """
     gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
     half_square = torch.stack([g.square().sum() for g in gradients]).sum() / 2
@@ -28,10 +28,10 @@ def gradient_and_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[li
 def curvature(
     gradients: Sequence[Tensor], products: Sequence[Tensor], scales: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Return ``g.S H g / g.g``, S the diagonal matrix of the scales; without them ``g.H g / g.g``. NaN if g is 0.
+    """Return ``g.S H g / g.g`` with S the diagonal matrix of the scales, or ``g.H g / g.g`` without scales.
 
-    Gradient descent with a learning rate above 2 / curvature overshoots along its gradient; Adam does with S its
-    preconditioner (`adam_scale`).
+    It is NaN if g is 0. Gradient descent with a learning rate above 2 / curvature overshoots along its gradient. The
+    same holds for Adam if S is its preconditioner (`adam_scale`).
     """
     scaled = products if scales is None else [s * p for s, p in zip(scales, products, strict=True)]
     return _dot(gradients, scaled) / _dot(gradients, gradients)
@@ -44,13 +44,13 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 def adam_scale(second_moment: Tensor, step: int | Tensor, betas: tuple[float, float], eps: float) -> Tensor:
     """Return the diagonal of Adam's preconditioner, ``(1 - b1) / (1 + b1) / (1 - b1^t) / (sqrt(v_hat) + eps)``.
 
-    See arXiv 2506.04805. A quadratic loss is stable under Adam while the largest eigenvalue of its preconditioned
+    See arXiv 2506.04805. Adam is stable on a quadratic loss while the largest eigenvalue of its preconditioned
     Hessian is below 2 / lr.
 
     Args:
         second_moment: Adam's v, before bias correction.
         step: number of updates so far, t.
-        betas: decay of the moments.
+        betas: decays of the moments.
         eps: Adam's epsilon.
     """
     beta1, beta2 = betas

@@ -19,7 +19,9 @@ from mmqk.monitors.measures.reduce import Sums, sum_of_squares
 
 @dataclass(frozen=True)
 class LogitGrowth:
-    """Sums of one layer, by query and key modality and head, (M, M, H); sums of several batches add up.
+    """Sums of one layer by query modality, key modality and head, (M, M, H).
+
+    The sums of several batches can be added.
 
     Attributes:
         q_sq: squared length of the query, over all pairs of a query and a key of one sequence, visible or not.
@@ -38,15 +40,15 @@ class LogitGrowth:
     visible: Tensor
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the natural logarithms, means over heads, (M, M); NaN without a pair.
+        """Return four natural logarithms, each averaged over heads, (M, M); NaN without a pair.
 
-        ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked``, exactly, z the raw visible logit.
+        ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked`` is exact for the raw visible logits z.
 
         q_power: log of the mean squared length of the queries.
         k_power: log of the mean squared length of the keys.
         alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
             directions, 0 if all lie on one line.
-        masked: log of E[z^2] over the visible pairs minus the same over all pairs; the other parts use all pairs.
+        masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs, which the other parts use.
         """
         pairs, visible = self.pairs[..., None], self.visible[..., None]
         q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
@@ -62,8 +64,8 @@ class LogitGrowth:
 def logit_growth(
     q_BHTK: Tensor, k_BHSK: Tensor, token_MBT: Tensor, pairs: Pairs, visible_sq_MMH: Tensor
 ) -> LogitGrowth:
-    """Return the second moments of the queries and keys of the dot product (after QK-Norm and RoPE), without its
-    scale.
+    """Return the sums of `LogitGrowth` for the queries and keys of the dot product (after QK-Norm and RoPE),
+    without its scale.
 
     Args:
         q_BHTK: queries.
@@ -90,13 +92,13 @@ def logit_growth(
 
 
 def _by_modality(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
-    """Return (M, B, H, T, K), 0 at the tokens of other modalities; no product, which would keep their NaN."""
+    """Return (M, B, H, T, K), 0 at the tokens of other modalities; a product with 0 would keep their NaN."""
     return torch.where(token_MBT[:, :, None, :, None], x_BHTK.float(), 0.0)
 
 
 def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
-    """Return (M, B, H, K, K), uncentered sums."""
-    # `_by_modality` with bit operations, as in `Mask`, which takes a third of the time.
+    """Return the uncentered second moments of each modality, summed over tokens, (M, B, H, K, K)."""
+    # This is `_by_modality` with bit operations, as in `Mask`; it takes a third of the time.
     keep_MB1T1 = -token_MBT.int()[:, :, None, :, None]
     masked_MBHTK = (x_BHTK.float().contiguous().view(torch.int32) & keep_MB1T1).view(torch.float32)
     return masked_MBHTK.mT @ masked_MBHTK
@@ -106,7 +108,7 @@ def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
     """Return the share of the mean key in the keys' squared length, by modality.
 
     ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head: 1 if all keys are equal,
-    1/n for n random keys. The mean key shifts the logits of a whole block of a row by one number.
+    1/n for n random keys. The mean key adds the same number to all logits of a row and key modality.
     """
     k_MBHSK = _by_modality(k_BHSK, token_MBT)
     n_MB1 = token_MBT.sum(-1, keepdim=True)
@@ -131,9 +133,9 @@ def attention_rank(
     """Return the participation ratio of the singular values of each attention matrix, (H, B).
 
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
-    with a high rank is benign (each token attends to a different one); with a low rank it is collapse (Qi et al.
-    2025, arXiv 2505.21910). For softmax attention only. It computes at most 2^24 logits, or one matrix, at a time.
-    NaN for a sequence of padding alone.
+    with a high rank is benign (each query attends to a different key); low entropy with a low rank is collapse (Qi et
+    al. 2025, arXiv 2505.21910). The function is for softmax attention only. It computes at most 2^24 logits, or one
+    matrix, at a time. The ratio is NaN for a sequence of padding alone.
 
     Args:
         q_BHTK: queries of the dot product.
@@ -141,7 +143,8 @@ def attention_rank(
         scale: factor on the dot product.
         visible_BTS: which keys each query may see.
         softcap: cap on the logits before the softmax, or None.
-        reach: `Pairs.reach`, which saves most of the work of causal attention; None computes all keys of every query.
+        reach: `Pairs.reach`, which saves most of the work of causal attention; with None, all keys of every query are
+            computed.
         sink_H: logit of each head's sink, whose column is not part of the matrix; None without sinks.
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()

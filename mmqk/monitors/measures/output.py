@@ -1,4 +1,4 @@
-"""The output softmax by modality of the target: its log Z, and its probability on wrong modalities.
+"""Measures the output softmax by modality of the target: log Z, and the probability of wrong modalities.
 
 Shapes: B batch, T tokens, V vocabulary, M modalities.
 """
@@ -23,7 +23,7 @@ class OutputStatistics:
 
     Attributes:
         log_z: log Z of the softmax, nats.
-        logit_mean: mean logit over the vocabulary; a constant added to all logits changes only this and log_z.
+        logit_mean: mean logit over the vocabulary; a constant added to all logits changes only logit_mean and log_z.
         logit_spread: log Z - log V - mean logit; 0 for equal logits.
         block_log_z: log Z over the ids of one modality, for each modality.
         wrong_mass: probability of ids outside the target's modality.
@@ -39,7 +39,7 @@ class OutputStatistics:
 def output_statistics(
     logits_BTV: Tensor, target_modality_BT: Tensor, selected_MBT: Tensor, vocab_sizes: Mapping[str, int]
 ) -> OutputStatistics:
-    """Return the statistics of the logits as the loss sees them (after the final softcap).
+    """Return the statistics of the logits that the loss uses (after the final softcap).
 
     Args:
         logits_BTV: in fp32.
@@ -62,5 +62,5 @@ def output_statistics(
 
 
 def _log_z(logits_BTV: Tensor) -> Tensor:
-    """Return `logsumexp` in half the time, since log_softmax is one fused pass."""
+    """Return the logsumexp. The fused log_softmax takes half the time of `torch.logsumexp`."""
     return logits_BTV.amax(-1) - torch.log_softmax(logits_BTV, -1).amax(-1)

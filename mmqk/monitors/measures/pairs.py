@@ -1,4 +1,4 @@
-"""Visible pairs of query and key by modality, computed once for a probed batch and used by every layer.
+"""The visible pairs of query and key by modality, computed once for a probed batch and used by every layer.
 
 Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, M modalities.
 """
@@ -16,30 +16,30 @@ from mmqk.distributed import summed
 from mmqk.model.backends import visible_keys
 from mmqk.monitors.measures.reduce import selection
 
-# Rows with fewer visible keys have no entropy statistic, since log of their number bounds the entropy.
+# Rows with fewer visible keys are left out of row statistics: the log of the number of keys bounds the entropy.
 FEWEST_KEYS = 8
 CHUNK_ELEMENTS = 2**24  # logits of all heads at a time
-CACHED_ELEMENTS = 2**26  # most pairs whose chunks are stored for the next layer
-# In place of -inf at hidden keys: its exp is 0, and its product with 0 is 0.
+CACHED_ELEMENTS = 2**26  # largest number of pairs whose chunks are stored for the next layer
+# Used instead of -inf at hidden keys: its exp is 0, and its product with 0 is 0, not NaN.
 HIDDEN = -1e30
 ROW_BLOCKS, FEWEST_ROWS = 8, 32  # largest number of slices in `Pairs.reach`, and their smallest size
 
 
 def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0) -> Tensor:
-    """Return (B, T, S) bool: visible pairs of causal attention, without those of padding; ``window`` 0 is no
-    window."""
+    """Return (B, T, S) bool: visible pairs of causal attention, without pairs with padding; ``window`` 0 means
+    no window."""
     causal = visible_keys(valid_BT.shape[1], valid_BT.device, window, document_BT)
     return (causal & valid_BT[:, None, :, None] & valid_BT[:, None, None, :])[:, 0]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Overwrites the values of hidden pairs, including NaN; fp32, in place.
+    """Overwrites the values of hidden pairs, including NaN, in fp32 tensors and in place.
 
     It uses bit operations: `masked_fill_` takes five times as long, and a product would not remove NaN.
     """
 
-    keep: Tensor  # int32, all bits where visible, none elsewhere
+    keep: Tensor  # int32, all bits set where visible, no bit elsewhere
     fill: Tensor  # 0 where visible, HIDDEN elsewhere
 
     @classmethod
@@ -68,10 +68,11 @@ class Chunk:
         key_BMS: 1 at the keys of each modality, else 0; fp32, for matrix products.
         mask: hides the pairs that are not visible, (B, C, S).
         visible_BMC: number of keys of each modality that a query sees, fp32.
-        divisor_BMC: the same with 1 in place of 0, as a divisor.
-        share_BMC: the same as a share of all keys that the query sees.
+        divisor_BMC: ``visible_BMC`` with 1 in place of 0, to divide by.
+        share_BMC: ``visible_BMC`` as a share of all keys that the query sees.
         queries_MBC: queries of each modality.
-        selected_FMBC: queries whose rows count: they see at least 8 keys, and for an offset at least 1 of its block.
+        selected_FMBC: queries whose row is in the mean of a statistic: they see at least 8 keys and, for an offset,
+            at least 1 key of its block.
         count_FM: number of these queries.
         places: indices of the visible pairs in flattened (B, C, S), by query modality, then by key modality.
     """
@@ -90,10 +91,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of one batch.
+    """The pairs of query and key of one batch.
 
     Args:
-        modality_BT: modality of each token; a number outside 0 to M - 1 is no modality.
+        modality_BT: modality of each token; a token with a number outside 0 to M - 1 has no modality.
         visible_BTS: which keys each query may see.
         n_modalities: M.
         n_heads: H; more heads make chunks of fewer queries.
@@ -149,7 +150,7 @@ class Pairs:
 
     @cached_property
     def one_head(self) -> Pairs:
-        """The same pairs for one head at a time."""
+        """These pairs with ``n_heads`` 1, for statistics of one head at a time."""
         return replace(self, n_heads=1)
 
     @property

@@ -1,5 +1,5 @@
-"""Effects of low precision: rounding in a bf16 residual stream, sizes of updates, Adam's epsilon and
-its second moment."""
+"""Measures effects of low precision: rounding in a bf16 residual stream, sizes of updates, and Adam's epsilon and
+second moment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Absorption:
     With ``e = bf16(x + y) - x - y`` over one token's channels:
 
     Attributes:
-        error: ``|e| / |y|``; at 1 the addition is noise.
-        bias: ``-<e, y> / |y|^2``: the share of y that is lost along y; negative if rounding increases it.
+        error: ``|e| / |y|``; at 1 the rounding error is as large as y.
+        bias: ``-<e, y> / |y|^2``: the share of y that rounding removes; negative if rounding adds to y.
         absorbed: share of ``|y|^2`` in channels where ``bf16(x + y) == x``, which the addition does not change.
     """
 
@@ -50,8 +50,8 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
 
 
 def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: float) -> Tensor:
-    """Return the share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, which then sets their
-    step size.
+    """Return the share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, so that epsilon
+    determines the size of their updates.
 
     Args:
         second_moment: Adam's v, before bias correction.
@@ -83,7 +83,7 @@ def gradient_over_second_moment(
 
 
 def update_size(before: Tensor, after: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS of one update, divided by the learning rate (1 for a pure sign step of Adam) and by the
-    parameter's RMS."""
+    """Return the RMS of one update divided by the learning rate (1 for a pure sign step of Adam), and the RMS of the
+    update divided by that of the parameter."""
     step_rms = (after.float() - before.float()).square().mean().sqrt()
     return step_rms / lr, step_rms / before.float().square().mean().sqrt()

@@ -1,4 +1,4 @@
-"""Reductions by modality. Shapes: B batch, H heads, T query tokens, S key tokens, M modalities.
+"""Reduces tensors by modality. Shapes: B batch, H heads, T query tokens, S key tokens, M modalities.
 
 A mean is stored as its count and sum, so that the parts of several chunks, heads or ranks add up exactly. An absent
 modality has count 0.
@@ -24,7 +24,7 @@ class Sums:
 
     @property
     def mean(self) -> Tensor:
-        """(M,); NaN for an absent modality, whose count is 0."""
+        """Mean of each modality, (M,); NaN for an absent modality, whose count is 0."""
         return self.sum / self.count
 
 
@@ -35,7 +35,7 @@ def selection(modality_BT: Tensor, valid_BT: Tensor, n_modalities: int) -> Tenso
 
 
 def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
-    """Return the count and sum by modality of one number for each head and token (a missing H is one head)."""
+    """Return the count and sum by modality of one number for each head and token; (B, T) values have one head."""
     values = values_BHT.float() if values_BHT.ndim == 3 else values_BHT.float()[:, None]
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
     # torch.where, since a product would spread a NaN from another modality's token.
@@ -46,6 +46,6 @@ def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
 
 
 def sum_of_squares(matrices: Tensor) -> Tensor:
-    """Return the sum of squares of each matrix (last two axes), without a copy; row by row, which is more accurate in
-    fp32."""
+    """Return the sum of squares of each matrix (last two axes). It makes no copy, and sums row by row, which is more
+    accurate in fp32."""
     return torch.linalg.vector_norm(matrices, dim=-1).square().sum(-1)

@@ -1,4 +1,4 @@
-"""Size and rank of a weight matrix, and of the change of the product of W_q and W_k.
+"""Measures the size and rank of a weight matrix, and the spectral entropy of the change of W_q W_k^T.
 
 Shapes: H query heads, G key heads, K head_dim, D model width.
 """
@@ -17,7 +17,7 @@ def matrix_sizes(weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The stable rank is ``|W|_F^2 / |W|_2^2``: at most the rank, and near 1 if one direction dominates (Rudelson and
     Vershynin 2007; it falls before failures in arXiv 2602.01734). It is NaN for a matrix of zeros. The spectral norm
-    is the largest singular value by torch.linalg; infinite or NaN for a matrix that is not finite.
+    is the largest singular value by torch.linalg. For a matrix that is not finite, both norms are infinite or NaN.
     """
     wide_OI = weight_OI.detach().float()
     frobenius = torch.linalg.vector_norm(wide_OI)
@@ -34,16 +34,18 @@ def product_change_entropy(
     """Return the spectral entropy of the first-order change of ``W_q W_k^T`` of each head, in nats; count and sum
     over heads.
 
-    The change is ``D2 = dW_q W_k^T + W_q dW_k^T`` at the earlier matrices, (D, D) and of rank at most 2 K, and the
-    entropy is ``-sum p log p`` with ``p = s^2 / sum s^2`` of its singular values s (arXiv 2606.28116, section 3.4;
-    the effective rank there is its exponential): 0 for one direction, at most log(2 K). ``D2 = [dW_q, W_q] [W_k,
-    dW_k]^T``, so s are those of the product of the R factors of two thin QR decompositions; no (D, D) matrix is made.
+    The change is ``D2 = dW_q W_k^T + W_q dW_k^T`` with the earlier W_q and W_k; it is (D, D) and has rank 2 K at
+    most. The entropy is ``-sum p log p`` with ``p = s^2 / sum s^2``, s the singular values of D2 (arXiv 2606.28116,
+    section 3.4, where the effective rank is the exponential of the entropy). It is 0 for one direction and at most
+    log(2 K). ``D2 = [dW_q, W_q] [W_k, dW_k]^T``, so its singular values are those of the product of the R factors of
+    two thin QR decompositions; no (D, D) matrix is computed.
 
-    Heads whose product did not change are left out; a head is NaN if a matrix is not finite. Computed in fp32.
+    Heads whose product did not change are left out. The entropy of a head is NaN if one of its matrices is not
+    finite. The computation is in fp32.
 
     Args:
         q_HKD: W_q of each head, as rows of the weight of a linear layer.
-        k_GKD: W_k of each key head; H is a multiple of G, and H / G consecutive query heads share one.
+        k_GKD: W_k of each key head; H is a multiple of G, and H / G consecutive query heads share one key head.
         earlier_q_HKD: W_q at the start of the change.
         earlier_k_GKD: W_k at the start of the change.
     """
@@ -57,7 +59,7 @@ def product_change_entropy(
     finite_H = core_HRR.isfinite().all(-1).all(-1)
     s_HR = torch.linalg.svdvals(core_HRR.where(finite_H[:, None, None], 0.0))
     largest_H = s_HR.amax(-1)
-    square_HR = (s_HR / largest_H[:, None]).square()  # without an underflow of small changes
+    square_HR = (s_HR / largest_H[:, None]).square()  # divide first: small squares underflow
     entropy_H = torch.special.entr(square_HR / square_HR.sum(-1, keepdim=True)).sum(-1)
     changed_H = largest_H != 0
     return Sums(

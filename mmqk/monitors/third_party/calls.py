@@ -1,4 +1,4 @@
-"""One attention call of a third-party model, read from the arguments of the attention function.
+"""Reads an attention call of a third-party model from the arguments of the attention function.
 
 This file reads torch's scaled_dot_product_attention and flex_attention, and the eager attention of transformers.
 
@@ -24,7 +24,8 @@ class NotMeasured(Exception):
 
 
 class OtherTokens(NotMeasured):
-    """Raised for an attention call over tokens of no declared side, as in cross-attention or an image encoder."""
+    """Raised for an attention call over tokens that belong to no declared side, as in cross-attention or an image
+    encoder."""
 
 
 @dataclass
@@ -34,13 +35,13 @@ class Call:
     Attributes:
         q_BHTK: queries of the dot product, after QK-Norm and RoPE.
         k_BGSK: keys of the dot product.
-        v_BGSK: values; their last axis may differ.
+        v_BGSK: values; the size of their last axis may differ from K.
         scale: factor on the dot product.
         mask: bool, broadcasts to (B, H, T, S), True where a query sees a key; None if every query sees every key.
         softcap: cap c on the logits z: c tanh(z / c); None for no cap.
         score_mod: function of (logits of one head (B, T, S), head number) that adds a bias or applies the score_mod
             of flex_attention, after the cap and before the softmax; None if there is none.
-        sink_H: logit of each head's sink, which takes weight in the softmax and has no value; None without sinks.
+        sink_H: logit of each head's sink, which takes weight in the softmax but has no value vector; None if none.
         no_weights: why the attention weights cannot be computed; None if they can.
         weights_BHTS: the weights that the call returned, to compare with the computed ones; None if it returned none.
     """
@@ -82,10 +83,13 @@ class Call:
         if isinstance(sinks, Tensor) and sinks.numel() == self.q_BHTK.shape[1]:
             self.sink_H = sinks.detach().flatten()
         elif sinks is not None:
-            self.no_weights = "its attention sinks are not one for each head"
+            self.no_weights = "it has attention sinks, but not one for each head"
 
     def output(self) -> Tensor:
-        """Dense attention, (B, H, T, K), for kernels that do not take fp32; 0 in a row without visible keys."""
+        """Return the output of dense attention, (B, H, T, K), in place of kernels that refuse fp32.
+
+        It is 0 in a row without visible keys.
+        """
         v_BHSK, out = self.expanded(self.v_BGSK).float(), []
         for head in range(self.q_BHTK.shape[1]):
             z_BTS = self.softmax_input(head)
@@ -101,7 +105,7 @@ def of_head(tensor: Tensor, head: int) -> Tensor:
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """Return (1, 1, T, S), aligned to the upper left corner as torch's ``is_causal``."""
+    """Return (1, 1, T, S), aligned to the upper left corner as with torch's ``is_causal``."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]
 
 
@@ -163,7 +167,7 @@ def of_flex(
 ) -> Call:
     """Read a call of the operator that `flex_attention` calls; the last entry of its block mask is the mask_mod.
 
-    The logits are those before the score_mod. A key is masked where the score_mod returns -inf.
+    The measured logits are the logits before the score_mod. A key is masked where the score_mod returns -inf.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -174,7 +178,7 @@ def of_flex(
         return call
     call.mask = call.mask & flex.create_mask(score_mod, B, H, T, S, device=device)
     try:
-        # Without it, a score_mod that indexes a tensor fails under vmap. It is private and may move between versions.
+        # Without this mode, a score_mod that indexes a tensor fails under vmap. The class is private and may move.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as indexing
     except ImportError:
         indexing = contextlib.nullcontext  # type: ignore[assignment,misc]

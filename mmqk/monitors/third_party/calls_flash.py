@@ -28,7 +28,7 @@ def of_flash(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Read ``flash_attn::_flash_attn_forward``, the operator that flash_attn_func and its variants call."""
+    """Read a call of ``flash_attn::_flash_attn_forward``, the operator of flash_attn_func and its variants."""
     if q_BTHK.shape[1] != k_BTGK.shape[1]:
         raise NotMeasured(f"it has {q_BTHK.shape[1]} queries but {k_BTGK.shape[1]} keys")
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
@@ -60,7 +60,7 @@ def of_flash_varlen(
     *rest: Any,
     **named: Any,
 ) -> Call:
-    """Read ``flash_attn::_flash_attn_varlen_forward``: packed documents, with the whole batch on one axis."""
+    """Read a call of ``flash_attn::_flash_attn_varlen_forward``, with the packed documents of a batch on one axis."""
     if not rows or len(q) % rows or len(k) != len(q):
         raise NotMeasured(f"its {len(q)} packed tokens cannot be split into {rows} sequences of equal length")
     call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
@@ -87,7 +87,7 @@ def of_torch_varlen(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Read ``torch_attn::_varlen_attn``, the operator that torch 2.10's `varlen_attn` calls."""
+    """Read a call of ``torch_attn::_varlen_attn``, the operator of `varlen_attn` in torch 2.10."""
     left, right = (-1, -1) if window_size is None else window_size
     return of_flash_varlen(
         rows, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
@@ -110,9 +110,9 @@ def of_transformers_flash(
     position_ids: Tensor | None = None,
     **ignored: Any,
 ) -> Call:
-    """Read transformers' flash-attention call; a mask (B, T) is padding, a falling position id starts a document."""
+    """Read transformers' flash-attention call. A mask (B, T) marks padding; a lower position id starts a document."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # The window of transformers counts the token itself, that of the kernel does not.
+    # The window of transformers counts the token itself; the window of the kernel does not.
     left = sliding_window - 1 if sliding_window else -1
     right = left if left >= 0 and not causal else -1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -3,7 +3,8 @@
 `Capture` is a TorchFunctionMode: it gets every torch function of the forward. It recognizes attention calls by their
 function (scaled_dot_product_attention, flex_attention, `nn.MultiheadAttention`) or operator (flash_attn, torch's
 varlen_attn). The attention functions of transformers are patched during the forward, and global module hooks track
-the running module. Attention written with matmul and softmax cannot be measured; its modules are reported.
+the running module. Attention written with matmul and softmax cannot be measured; the modules that use it are
+reported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mmqk.monitors.third_party.measurement import CallOrigins, Measurement
 from mmqk.monitors.third_party.origins import Origin, Origins, flat
 from mmqk.monitors.third_party.stream import Stream
 
-# Path parts of wrappers.
+# Parts of module paths that wrappers add.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,
@@ -38,7 +39,7 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
     "flash_attn::_flash_attn_varlen_forward": calls_flash.of_flash_varlen,
     "torch_attn::_varlen_attn": calls_flash.of_torch_varlen,
 }
-# Names of torch functions.
+# Names of torch functions that compute a softmax or a matrix product.
 _SOFTMAX = {"softmax", "special_softmax", "_softmax", "log_softmax", "special_log_softmax"}
 _PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 
@@ -65,7 +66,7 @@ class Capture(TorchFunctionMode):
     Args:
         root: the model.
         rows: number of sequences in the batch, to read packed calls, which have no batch axis.
-        measurement: gets attention calls before they run, the ids that embeddings get, and modules after they ran.
+        measurement: gets each attention call before it runs, the ids of each embedding, and each module after it ran.
         origins: origins of this forward's tensors.
 
     Attributes:
@@ -73,7 +74,7 @@ class Capture(TorchFunctionMode):
         modules: modules that ran on the main side's tokens, by path.
         softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
         products: paths of modules that multiplied two activations to a token-by-token matrix.
-        cross_products: paths of modules that multiplied two activations of different origins: cross-attention.
+        cross_products: paths of modules that multiplied two activations of different origins, as in cross-attention.
         attention_types: types of the modules that made attention calls.
     """
 
@@ -93,7 +94,7 @@ class Capture(TorchFunctionMode):
         self.attention_types: set[type[nn.Module]] = set()
         # Running modules, outermost first: path, module and its first input.
         self._running: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]
-        self._in_attention = False  # in an attention function of transformers, whose call is read as a whole
+        self._in_attention = False  # inside an attention function of transformers, which is read as one call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,7 +127,7 @@ class Capture(TorchFunctionMode):
             self.softmaxes.add(path)
 
     def _product(self, args: Any, out: Any) -> None:
-        """Record a product that may be attention logits: of two activations, giving a token-by-token matrix."""
+        """Record a product of two activations that may be attention logits, because it is a token-by-token matrix."""
         factors = [x for x in flat(args) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
         if self.tokens < 2 or not isinstance(out, Tensor) or len(factors) < 2:
             return
@@ -156,7 +157,7 @@ class Capture(TorchFunctionMode):
     def _read(
         self, reader: Callable[..., Call], origins: CallOrigins, *args: Any, **kwargs: Any
     ) -> tuple[Call | None, Origin | None]:
-        """Read a call and measure it; returns it (None if it cannot be read) and the origin of its output."""
+        """Read and measure a call; return the call (None if it cannot be read) and the origin of its output."""
         path, module, _ = self._running[-1]
         try:
             call = reader(self.rows, *args, **kwargs)
@@ -167,13 +168,13 @@ class Capture(TorchFunctionMode):
     def _measure(
         self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins
     ) -> Origin | None:
-        """Measure a call of this module; returns the origin of its output."""
+        """Measure a call of this module and return the origin of its output."""
         self.attention_types.add(type(module))
         number = self.measurement.attention(path, call, origins)
         return None if origins[0] is None else Origin(origins[0].inputs, number)
 
     def _call_origins(self, args: Any, kwargs: Any) -> CallOrigins:
-        """Origins of queries and keys; if neither is known, the origin of the surrounding module's input."""
+        """Return the origins of queries and keys; if neither is known, that of the enclosing module's input."""
         operands = [*args[:2], *(kwargs[name] for name in ("query", "key", "q", "k") if name in kwargs)]
         q, k = (self.origins.of(x) for x in operands[:2])
         if q is None and k is None:
@@ -182,8 +183,11 @@ class Capture(TorchFunctionMode):
         return q, k
 
     def _torch_attention(self, args: Any, kwargs: Any) -> Any:
-        """Return `nn.MultiheadAttention`, whose function calls the fused kernel only if the weights are not
-        requested."""
+        """Run and measure the function of `nn.MultiheadAttention`.
+
+        The function calls scaled_dot_product_attention only if the weights are not requested. If they are requested,
+        it runs once to be measured and once more for the output.
+        """
         sdpa = F.scaled_dot_product_attention
         origins = self._call_origins(args, kwargs)
         out_origins: list[Origin | None] = []
@@ -201,7 +205,7 @@ class Capture(TorchFunctionMode):
         return out
 
     def wrapped(self, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function of transformers that is also measured; ``run`` is `_run_eager` or
+        """Return a function that runs and measures an attention function of transformers; ``run`` is `_run_eager` or
         `_run_flash`."""
 
         def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +237,8 @@ class Capture(TorchFunctionMode):
         if self.measurement.may_be_main(origin):
             self.modules[path] = module
         for x in flat(output):
-            # An autograd.Function or scripted code made it, which torch does not pass to a TorchFunctionMode.
+            # An output without an origin: torch does not pass autograd.Functions and scripted code to a
+            # TorchFunctionMode.
             if self.origins.of(x) is None and origin is not None and origin.inputs:
                 self.origins.set(x, origin)
         self.stream.leave(path, module, module_input, first_output)
@@ -259,7 +264,7 @@ class Capture(TorchFunctionMode):
 def _run_eager(
     rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Call | NotMeasured]:
-    """Return the output and call of an ``eager_attention_forward``, with the weights that it returns."""
+    """Run an ``eager_attention_forward``; return its output, and its call with the weights that it returned."""
     out = forward(module, *args, **kwargs)
     try:
         named = by_name(forward, (module, *args), kwargs)
@@ -278,7 +283,10 @@ def _run_eager(
 def _run_flash(
     rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Call | NotMeasured]:
-    """Dense output and call of transformers' flash-attention function, which refuses fp32 and unpads the batch."""
+    """Return the output and call of transformers' flash-attention function.
+
+    The output is computed densely, because the function refuses fp32 and unpads the batch.
+    """
     try:
         call = calls_flash.of_transformers_flash(rows, module, *args, **kwargs)
     except NotMeasured as reason:
@@ -300,7 +308,8 @@ def watching(capture: Capture) -> Iterator[None]:
 
 
 def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
-    """Wrap the eager attention function of each modeling file, and the flash entries of transformers' table."""
+    """Wrap the eager attention function of each modeling file, and the flash entries of transformers' table of
+    functions."""
     kinds = {kind for module in capture.paths for kind in type(module).__mro__}
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
@@ -317,7 +326,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
 
 
 def _patch_flex(stack: ExitStack) -> None:
-    """Run flex_attention uncompiled, without its warning; some versions would compile an eager wrapper."""
+    """Run flex_attention uncompiled and without a warning; some torch versions would compile a wrapper."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     if hasattr(flex, switch):
@@ -327,6 +336,6 @@ def _patch_flex(stack: ExitStack) -> None:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set the attribute until the stack closes."""
+    """Set an attribute, and restore it when the stack closes."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)

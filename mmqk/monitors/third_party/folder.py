@@ -1,4 +1,4 @@
-"""The run folder that `attach` writes."""
+"""Writes the run folder of `attach`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WatchFolder:
         self._status("running", started)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line of metrics, and the step to the status."""
+        """Write one line of metrics, and write the step to ``status.json``."""
         self._writer.write(step, values)
         self._writer.flush()
         self._status("running", step)

@@ -30,10 +30,11 @@ _WRAPPER = "_fsdp_wrapped_module"
 
 
 class LastCall:
-    """A forward pre-hook that stores the arguments of the last call with gradients, which excludes evaluation.
+    """A forward pre-hook that stores the arguments of the last call with gradients enabled, which excludes
+    evaluation.
 
-    It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets a copy
-    of the hook, which nothing reads.
+    It does nothing else, so that torch.compile can trace it. A copy of the model, such as a moving average of the
+    weights, gets a copy of the hook; the copy is not used.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class LastCall:
         return {"args": None, "kwargs": None, "autocast": False}
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap a forward that `Module.compile` compiled in place, which ignores hooks that are added later."""
+        """Wrap a forward that `Module.compile` compiled in place, since it ignores hooks that are added later."""
         compiled = getattr(model, "_compiled_call_impl", None)
         if compiled is None or any(wrapper.last_call is self for wrapper in _wrappers(compiled)):
             return
@@ -76,7 +77,7 @@ class LastCall:
                 outer.inner = wrapper.inner
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return and forget the arguments; None if there was no call."""
+        """Return and clear the arguments; None if there was no call."""
         arguments = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
         self.args = self.kwargs = None
         return arguments
@@ -144,7 +145,7 @@ def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """B: from the ids, else from the first tensor with at least two axes."""
+    """Return B: the number of rows of the token ids, else of the first tensor with at least two axes."""
     ids = find_ids(inputs)
     if ids is not None:
         return len(ids[1])
@@ -170,8 +171,8 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
 def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
     """Return the first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
 
-    A tensor is sliced on its first axis if that has B entries; integers with three axes (positions in height, width
-    and time) on their second. ``dtype`` replaces half precision.
+    A tensor is sliced on its first axis if that axis has B entries. Integers with three axes (positions in height,
+    width and time) are sliced on their second axis. ``dtype`` replaces the dtype of half-precision tensors.
     """
     if isinstance(value, Tensor):
         if value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and value.shape[0] <= 4:

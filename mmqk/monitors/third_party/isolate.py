@@ -15,8 +15,8 @@ from mmqk.monitors.probe import evaluation_mode
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile, DistributedDataParallel and DataParallel; FSDP1's wrapper gathers the
-    weights and stays."""
+    """Return the module inside torch.compile, DistributedDataParallel and DataParallel. The wrapper of FSDP1 stays,
+    because it gathers the weights."""
     while True:
         inner = vars(module)["_modules"].get("_orig_mod")
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -32,12 +32,12 @@ def isolated(
 ) -> Iterator[None]:
     """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
-    It restores each submodule's mode, the values of buffers, and the random state of torch (CPU and ``device``),
-    Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
+    The context restores each submodule's mode, the values of buffers, and the random state of torch (CPU and
+    ``device``), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
 
     Args:
-        full_precision: disable autocast, also if the model enters it.
-        autocast: if not full_precision, enable autocast, as in the training call.
+        full_precision: disable autocast, even if the model enters autocast itself.
+        autocast: whether the training call used autocast; it is enabled again unless ``full_precision``.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -102,8 +102,8 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
 def _buffers(root: nn.Module) -> Iterator[None]:
     """Restore the buffers that a forward writes (a cache of keys, running means).
 
-    A buffer that the forward replaced by one of the same shape is restored too. A replacement of another shape stays,
-    since it is a table that the model extended.
+    A buffer that the forward replaced by one of the same shape is restored too. A replacement of another shape is
+    kept, because it is a table that the model extended.
     """
     saved = [
         (module, name, buffer, buffer.clone())

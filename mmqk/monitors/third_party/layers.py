@@ -1,4 +1,4 @@
-"""Numbers and names of the layers with attention in a third-party model."""
+"""Finds the numbers and names of the layers with attention in a third-party model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
-    """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn; or
-    None."""
+    """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn;
+    None without an integer."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -22,8 +22,8 @@ def layer_of(path: str) -> tuple[str, int] | None:
 
 
 def block_of(path: str) -> str:
-    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the path if it has no
-    integer."""
+    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path without
+    an integer."""
     parts = path.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
@@ -35,8 +35,8 @@ class Layers:
 
     Attributes:
         numbers: layer numbers of the measured calls, in call order.
-        hidden: names of layers whose attention was not measured, such as "layers.3"; if another call of the layer was
-            measured, the path of the module.
+        hidden: names of layers whose attention was not measured, such as "layers.3". If another call of the layer was
+            measured, the name is the path of the module that was not measured.
         total: number of layers with attention, measured or not.
     """
 
@@ -46,8 +46,8 @@ class Layers:
 
 
 def layer_numbers(paths: Sequence[str]) -> list[int]:
-    """Return the layer number of each call: the first integer of its path; if two are equal, the position in call
-    order."""
+    """Return the layer number of each call: the first integer of its path, or its position in call order
+    if two of these integers are equal."""
     layers = [layer_of(path) for path in paths]
     numbers = [layer[1] for layer in layers if layer is not None]
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
@@ -64,8 +64,9 @@ def find_layers(
 ) -> Layers:
     """Return the layers that have attention, and those whose attention was not measured.
 
-    A layer has attention that was not measured if one of its calls was not, or if one of its modules made no call
-    but has the type of a module that made one, is named attention, or computes token-by-token products or softmaxes.
+    A layer has attention that was not measured if one of its calls was not measured, or if one of its modules made no
+    attention call but seems to compute attention: it has the type of a module that made a call, its class is named
+    attention, or it computes token-by-token products or softmaxes.
 
     Args:
         measured: paths of the modules whose calls were measured, one for each call.
@@ -73,7 +74,7 @@ def find_layers(
         calls: paths of all calls.
         modules: modules that ran, by path.
         attention_types: types of the modules that made attention calls.
-        softmaxes: paths of modules that computed a softmax of square matrices outside a call.
+        softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
         products: paths of modules that multiplied two activations to a token-by-token matrix.
     """
     blocks = {block_of(path) for path in calls}
@@ -97,5 +98,5 @@ def _within(path: str, outer: str) -> bool:
 
 
 def _sort_key(path: str) -> list[tuple[int, str]]:
-    """Puts layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]

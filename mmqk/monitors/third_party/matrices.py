@@ -1,4 +1,4 @@
-"""Norm, spectral norm and stable rank of the weight matrices of a third-party model's layers."""
+"""Measures norm, spectral norm and stable rank of the weight matrices of a third-party model's layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmqk.store import UserError, tag
 
 
 def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:
-    """Add the sizes of every matrix of every layer: ``self_attn_q_proj_stable_rank/layer03``.
+    """Add norm, spectral norm and stable rank of every matrix of every layer, as ``self_attn_q_proj_norm/layer03``.
 
-    A matrix is a parameter of two axes that is not an embedding. Its name is its path in the layer.
+    A matrix is a parameter with two axes that is not an embedding. Its name in the tag is its path in the layer.
 
     Args:
         probe: gets the values.
@@ -25,7 +25,7 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
         calls: layer number and path of the module of each attention call.
 
     Raises:
-        UserError: a layer has no matrix, or a part of one on each rank.
+        UserError: a layer has no matrix, or its matrices are sharded over ranks.
     """
     tags: list[str] = []
     values: list[Tensor] = []
@@ -44,8 +44,8 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
 
 
 def _prefixes(calls: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the number and path of each layer: up to the first integer if it differs for all calls, else to the
-    last."""
+    """Return the number and path of each layer: the call's path up to its first integer if these paths all differ,
+    else up to its last integer."""
     layers = [layer_of(path) for _, path in calls]
     whole = [f"{layer[0]}.{layer[1]}".lstrip(".") for layer in layers if layer is not None]
     if len(set(whole)) < len(calls):

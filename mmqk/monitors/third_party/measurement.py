@@ -1,7 +1,7 @@
 """Computes statistics from the attention calls that `Capture` intercepts in a third-party model.
 
-A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. It is measured if
-its tokens belong to the main side or to a declared side (`sides`); otherwise the reason is recorded.
+A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. A call is
+measured if its tokens belong to the main side or to a declared side (`sides`); otherwise the reason is recorded.
 
 Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities, V vocabulary.
 """
@@ -27,7 +27,7 @@ from mmqk.monitors.third_party.sides import Side, cross_part, joined, padded_cal
 from mmqk.monitors.third_party.stream import Stream
 
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
-# Largest difference between the weights that a call returned and the softmax of its logits.
+# Largest accepted difference between the weights that a call returned and the softmax of its logits.
 _WEIGHT_TOLERANCE = 0.02
 
 # Origins of the queries and of the keys of a call.
@@ -38,15 +38,15 @@ CallOrigins = tuple[Origin | None, Origin | None]
 class SiteRecord:
     """One attention call, or one site of an adapter.
 
-    Until the end of the forward, the index in `Measurement.records` is the layer number in tags.
+    Until the end of the forward, tags contain the index in `Measurement.records` as the layer number.
 
     Attributes:
         path: path of the module.
         is_call: True for an attention call, False for an adapter's site.
         not_measured: why the call was not measured; None if it was.
-        other_tokens: whether it was not measured because its tokens belong to no declared side.
+        other_tokens: whether the call was not measured because its tokens belong to no declared side.
         no_weights: why the call has no entropy, mass and rank; None if it has them.
-        cross: whether it is measured cross-attention, with statistics named ``cross_...``.
+        cross: whether the call is measured as cross-attention, with statistics named ``cross_...``.
         number: number of the call in the forward, from 1; 0 for an adapter's site.
     """
 
@@ -60,10 +60,10 @@ class SiteRecord:
 
 
 class Measurement:
-    """The statistics of one forward: adds attention calls and an adapter's sites to the `Collector` of each side.
+    """Measures one forward: adds attention calls and an adapter's sites to the `Collector` of each side.
 
     Args:
-        main: the tokens that ``modality`` describes.
+        main: the side whose tokens ``modality`` describes.
         others: the declared sides.
         adapter: further sites to measure, or None.
         collective: whether every rank probes at the same time.
@@ -83,7 +83,7 @@ class Measurement:
         self.records: list[SiteRecord] = []
         self.main_calls: list[int] = []  # numbers of the measured self-attention calls of the main side
         self.n_calls = 0
-        self.main_used = main.inputs is None  # whether any tensor had the main side's origin
+        self.main_used = main.inputs is None  # whether any measured tensor had the main side's origin
         self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}
         self._before_call: dict[Any, dict[str, Tensor]] = {}  # by layer: attn_in, q_raw and k_raw
 
@@ -94,12 +94,15 @@ class Measurement:
         return origin is None or self.main.inputs is None or self.main.inputs <= origin.inputs
 
     def is_stream(self, x: Tensor, origin: Origin | None) -> bool:
-        """Return whether a tensor is (B, T, D) of the main side's tokens."""
+        """Return whether a tensor is (B, T, D) with the main side's tokens."""
         fits = x.ndim == 3 and x.shape[:2] == self.modality_BT.shape and x.is_floating_point()
         return fits and origin is not None and self.may_be_main(origin)
 
     def embedding(self, ids: Tensor, origin: Origin | None) -> None:
-        """Give the ids that an embedding gets to their side; they may differ from the input (shifted labels)."""
+        """Set the modalities of a side from the ids that its embedding gets, which may differ from the input.
+
+        An example is a decoder that gets the shifted labels.
+        """
         self.main_used = self.main_used or self.main.has(origin)
         for side in self.sides:
             if side.has(origin):
@@ -165,14 +168,15 @@ class Measurement:
         counts, has_score_mod = self._merge_over_ranks(record, pairs, has_score_mod, len(side.names) ** 2)
         if pairs is not None and record.not_measured is None:
             assert isinstance(call, Call)
-            # Set here: a rank that reuses the pairs of an earlier layer would skip the collective call.
+            # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
+            # call that computes them.
             vars(pairs)["counts_everywhere"] = counts
             self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod)
             if side is self.main:
                 self.main_calls.append(record.number)
 
     def _across(self, call: Call, q_side: Side, k_side: Side) -> tuple[Side, Call]:
-        """Cross-attention as self-attention over the concatenated tokens of both sides."""
+        """Return cross-attention as a side and a call: self-attention over the concatenated tokens of both sides."""
         self._check_axes(call)
         q_side.set_length(call.q_BHTK)
         k_side.set_length(call.k_BGSK)
@@ -214,7 +218,7 @@ class Measurement:
         if q.shape[0] != B or q.shape[2] != T or k.shape[2] != T:
             raise OtherTokens(
                 f"it has {q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys; modality describes "
-                f"{B} of {T}"
+                f"{B} sequences of {T} tokens"
             )
         visible_BTS = valid_BT[:, :, None].expand(B, T, T)
         if call.mask is not None:
@@ -279,7 +283,7 @@ class Measurement:
     # After the forward
 
     def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
-        """Statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
+        """Add the statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
         V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities
         assert modalities is not None
         ids_V = torch.arange(V, device=logits_BTV.device)
@@ -295,7 +299,7 @@ class Measurement:
         self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, blocks)
 
     def residual_stream(self, stream: Stream) -> None:
-        """Norms of the detected residual stream and sublayer outputs, except those that the adapter names."""
+        """Add the norms of the detected residual stream and sublayer outputs, except sites that the adapter lists."""
         named = {site.name for site in self.adapter.sites} if self.adapter is not None else set()
         for i, record in enumerate(self.records):
             for site, norm_BT1 in stream.layers.get(record.number, {}).items():
@@ -305,11 +309,11 @@ class Measurement:
             self.main.collector.final(stream.final)
 
     def main_sites(self) -> list[tuple[int, str]]:
-        """Return the number in `records` and path of each measured self-attention call of the main side."""
+        """Return the index in `records` and the path of each measured self-attention call of the main side."""
         return [(i, record.path) for i, record in enumerate(self.records) if record.number in self.main_calls]
 
     def finished(self) -> Probe:
-        """Return the probe of all sides, with the layer numbers in the tags."""
+        """Return the probe of all sides, with layer numbers instead of record indices in the tags."""
         probe = self.main.collector.probe
         for side in self.sides[1:]:
             probe.parts += side.collector.probe.parts if side.modality_BT is not None else []
@@ -322,8 +326,8 @@ class Measurement:
         return probe
 
     def _layer_numbers(self) -> list[int]:
-        """Return the layer number of each record: of its call, else of a measured call in its layer, else from its
-        path."""
+        """Return the layer number of each record: that of its call, else of a measured call in its layer, else from
+        its path."""
         measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
         numbers = layer_numbers([record.path for record in measured])
         by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}

@@ -19,16 +19,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.third_party.inputs import Inputs, tensors
 
-# Inputs with these words in their names are no tokens: they describe the tokens of other inputs.
+# Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
 _DESCRIPTIONS = ("mask", "position", "type")
-# The output of these functions has the rows of the first argument that comes from an input.
+# The output of these functions has the token rows of the first argument that comes from an input.
 _ROWS_OF_FIRST = {
     "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "linear", "embedding", "conv1d", "conv2d",
     "conv3d", "__getitem__", "index_select", "gather", "masked_fill", "masked_fill_", "masked_scatter",
     "masked_scatter_", "index_put", "index_put_", "__setitem__", "index_add", "index_add_", "index_copy_",
     "scatter", "scatter_", "scatter_add_", "copy_",
 }  # fmt: skip
-# Additions, in place too.
+# Additions, including those in place.
 ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
 
@@ -37,7 +37,8 @@ class Origin(NamedTuple):
 
     Attributes:
         inputs: names of the forward inputs whose tokens are its positions; empty for parameters and constants.
-        call: number of the last attention call that it depends on, except through the residual stream; 0 if none.
+        call: number of the last attention call that the tensor depends on, except through the residual stream; 0 if
+            none.
     """
 
     inputs: frozenset[str]
@@ -109,7 +110,8 @@ class Origins:
             self._of[base] = origin
 
     def _combined(self, name: str, arguments: list[Tensor], out: Tensor) -> Origin | None:
-        """Return the origin of ``out`` from those of the tensor arguments; None if no argument determines it."""
+        """Return the origin of ``out`` from the origins of the tensor arguments; None if no argument determines
+        it."""
         origins = [(x, self.of(x)) for x in arguments]
         with_inputs = [(x, origin) for x, origin in origins if origin is not None and origin.inputs]
         if not with_inputs:

@@ -17,7 +17,7 @@ from mmqk.monitors.third_party.inputs import Inputs, tensors
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
     """Return the logits (B, T, V) in a forward's output, or None.
 
-    It is the tensor named ``logits``, or one whose last axis has as many entries as an embedding has rows.
+    The logits are the tensor named ``logits``, or a tensor whose last axis is as long as an embedding has rows.
 
     Args:
         output: the forward's output.

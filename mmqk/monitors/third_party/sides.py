@@ -26,7 +26,7 @@ from mmqk.monitors.third_party.origins import Origin
 from mmqk.store.errors import UserError
 from mmqk.store.tags import parsed_tag, tag
 
-# Name of a side in tags -> the forward input with its tokens, or (input, modality) for tokens of several modalities.
+# Name of a side in tags -> the forward input with the side's tokens, or (input, modality) for several modalities.
 Sides = Mapping[str, "str | tuple[str, Modality]"]
 
 
@@ -38,7 +38,7 @@ class Side:
         name: name in tags; empty for the main side.
         names: names of its modalities.
         inputs: names of the forward inputs that its tokens come from; None until the first attention call.
-        modalities: maps its token ids to modalities; None if it has one modality or a modality function.
+        modalities: maps its token ids to modalities; None if the side has one modality or a modality function.
         modality_BT: modality of each token; None until its ids or its length are known.
         padding_BT: 0 or False at padding; None without padding.
         pairs: the visible pairs of query and key, one entry for each mask so far.
@@ -59,7 +59,7 @@ class Side:
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Modality, and False at padding, (B, T) each."""
+        """The modality of each token, and a mask that is False at padding, (B, T) each."""
         if self.modality_BT is None:
             raise NotMeasured(f"no embedding got the ids of {self.source}")
         mask = self.padding_BT
@@ -69,11 +69,11 @@ class Side:
 
     @cached_property
     def collector(self) -> Collector:
-        """Collects its statistics."""
+        """The `Collector` of its statistics."""
         return Collector(self.names, *self.tokens)
 
     def has(self, origin: Origin | None) -> bool:
-        """Return whether a tensor of this origin has its tokens."""
+        """Return whether a tensor of this origin has the tokens of this side."""
         return origin is not None and bool(self.inputs) and self.inputs <= origin.inputs  # type: ignore[operator]
 
     def set_ids(self, ids: Tensor) -> None:
@@ -88,7 +88,7 @@ class Side:
 
 
 def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Modalities | None]]:
-    """Return the declared sides by name: the input's name, and its modalities.
+    """Return the name of the input and the modalities of each declared side, by the name of the side.
 
     Raises:
         UserError: a name is not a valid tag or is the name of a modality, or a value is not the name of an input.
@@ -137,7 +137,7 @@ def sides_of_batch(
 
 
 def joined(of_q: Side, of_k: Side) -> Side:
-    """Return the tokens of both sides concatenated, the queries first; the modality of a key is raised by M_q."""
+    """Return the tokens of both sides concatenated, queries first; key modalities are numbered from M_q."""
     (modality_BT, valid_BT), (modality_BS, valid_BS) = of_q.tokens, of_k.tokens
     if len(modality_BT) != len(modality_BS):
         raise NotMeasured(f"it has {len(modality_BT)} query sequences but {len(modality_BS)} key sequences")
@@ -186,7 +186,7 @@ def _corner(x: Tensor) -> Tensor:
 
 
 def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[str]) -> StatisticPart:
-    """Return the statistics as ``cross_...``, without those of pairs that do not occur in cross-attention."""
+    """Return the statistics with tags ``cross_...``, without the pairs that do not occur in cross-attention."""
     is_cross = [_is_cross(name, q_names, k_names) for name in part.tags]
     finish: Callable = part.finish
 

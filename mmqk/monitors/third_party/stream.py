@@ -23,11 +23,11 @@ from mmqk.monitors.third_party.origins import ADDITIONS, Origins
 _NUMBERED = re.compile(r"(^|.*\.)\d+")
 _NORM = re.compile("norm", re.IGNORECASE)
 _NORM_FUNCTIONS = {"layer_norm", "rms_norm"}
-# Functions whose output is the same sum as their input.
+# Functions whose output is the same sum of terms as their input.
 _SAME_SUM = {
     "dropout", "to", "float", "type", "type_as", "contiguous", "clone", "detach", "half", "bfloat16", "identity",
 }  # fmt: skip
-# Most terms of one layer. A longer sum spans several layers and would keep all their outputs in memory.
+# Largest number of terms of one layer. A longer sum spans several layers and would keep all their outputs in memory.
 _MAX_TERMS = 8
 
 
@@ -38,7 +38,7 @@ class Term:
     Attributes:
         tensor: its value; None before the first addition.
         call: the ``call`` of its `Origin`.
-        parts: the terms whose sum became this term, through a norm or as the input of a layer.
+        parts: the terms whose sum became this term, by a norm or as the input of a layer.
     """
 
     tensor: Tensor | None
@@ -47,11 +47,11 @@ class Term:
 
 
 class Stream:
-    """Stores, for each tensor of the stream's shape, the terms whose sum it is.
+    """Stores, for each tensor of the stream's shape, the terms that sum to it.
 
     Args:
         origins: origins of the forward's tensors.
-        is_stream: whether a tensor is (B, T, D) of the main side's tokens.
+        is_stream: returns whether a tensor is (B, T, D) with the main side's tokens.
         calls: returns the numbers of the main side's self-attention calls so far.
 
     Attributes:
@@ -80,7 +80,7 @@ class Stream:
         return self._final[0] if self._final is not None and calls and self._final[1] == calls[-1] else None
 
     def terms_of(self, x: Tensor) -> tuple[Term, ...]:
-        """Return the terms that sum to the tensor; a single term if no addition that made it was traced."""
+        """Return the terms that sum to the tensor; a single term if no traced addition returned it."""
         origin = self.origins.of(x)
         return self._terms.get(x) or (Term(None, 0 if origin is None else origin.call),)
 
@@ -176,7 +176,7 @@ class Stream:
         }
         self._call_of_layer[output] = call
         if self._final is not None and self._final[1] == call:
-            self._final = None  # that norm is inside the layer
+            self._final = None  # the norm after that tensor is inside the layer
 
 
 def _count(terms: tuple[Term, ...]) -> int:

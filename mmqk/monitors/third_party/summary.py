@@ -1,4 +1,4 @@
-"""The line that `attach` prints after the first probe, and its warning about modalities without tokens."""
+"""Writes the line that `attach` prints after the first probe, and its warning about modalities without tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summary_line(
     return "mmqk: " + " · ".join(parts + _notes(records))
 
 
-# Statistics that need more than the attention calls; all but the last are by layer.
+# Statistics that need more than the attention calls. All but the last have one value for each layer.
 SERIES = (
     "attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain", "attn_out_norm", "mlp_out_norm",
     "resid_norm", "final_norm",
@@ -51,7 +51,7 @@ SERIES = (
 
 
 def missing_series(tags: Collection[str], names: Collection[str]) -> str:
-    """Names the `SERIES` that were not measured, or not in all layers; empty if none is missing.
+    """Return a note of the `SERIES` that were not measured, or not in all layers; empty if none is missing.
 
     Args:
         tags: the measured tags.
@@ -76,7 +76,7 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
 
 
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
-    """Warn of modalities without tokens: a wrong range is more likely than a batch without that modality."""
+    """Warn of modalities without tokens: a wrong id range is more likely than a batch without that modality."""
     absent = [name for name, n in tokens.items() if not n]
     if absent:
         warnings.warn(

@@ -20,18 +20,18 @@ from mmqk.monitors.measures.reduce import selection
 def first_bad_site(
     model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor] | None = None
 ) -> str | None:
-    """Return the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image tokens, is
-    infinite``.
+    """Return a description of the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image
+    tokens, is infinite``.
 
-    It checks in this order: the weights, the sites of a forward (`EarlyFusionTransformer.forward` lists them) with
-    the attention logits by query, and the loss; then, if ``loss`` is given, the gradients at the sites from last to
-    first, and those of the parameters. It runs in the caller's mode and precision, does not write ``.grad``, and
-    synchronizes with the host.
+    The function first checks the weights, then the sites of a forward (`EarlyFusionTransformer.forward` lists them)
+    and its attention logits. If ``loss`` is given, it then checks the loss, the gradients at the sites from last to
+    first, and the gradients of the parameters. It runs in the caller's mode and precision, does not write ``.grad``,
+    and synchronizes with the host.
 
     Args:
         model: the model with its current weights.
         batch: the input.
-        loss: runs ``model`` on ``batch`` with the sink that it gets, and returns the loss.
+        loss: gets a sink, runs ``model`` on ``batch`` with it, and returns the loss. None checks only a forward.
 
     Returns:
         The description, or None if everything is finite.
@@ -62,7 +62,7 @@ def first_bad_site(
 
 
 def first_bad_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
-    """Return the first weight, or tensor of an optimizer's state, with a NaN or an infinity; None if all are finite.
+    """Return a description of the first weight or optimizer state with a NaN or an infinity; None if all are finite.
 
     It synchronizes with the host once.
     """
@@ -79,7 +79,7 @@ def first_bad_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | 
 
 
 def _bad_kind(tensor: Tensor) -> str | None:
-    """NaN or infinite; None if all values are finite."""
+    """Return "NaN" or "infinite"; None if all values are finite."""
     if torch.isfinite(tensor).all():
         return None
     return "NaN" if torch.isnan(tensor).any() else "infinite"
@@ -98,7 +98,7 @@ class _Sites:
         self.final_BTD: Tensor | None = None
 
     def check(self, site: str, layer: int, tensor: Tensor) -> None:
-        """The sink of the forward."""
+        """Check one tensor; this is the sink of the forward."""
         self._check(site, layer, [tensor.detach()])
         if self.first_bad is not None:
             return
@@ -118,7 +118,7 @@ class _Sites:
             self._check("logits", -1, self._logits(self.final_BTD))
 
     def _check(self, site: str, layer: int, parts: Iterable[Tensor]) -> None:
-        """Describe the site if a value is not finite; parts are consecutive sequences, (b, T, X) or (b, H, T, X)."""
+        """Describe the site if a value is not finite; a part is some of the sequences, (b, T, X) or (b, H, T, X)."""
         if self.first_bad is not None:
             return
         bad, has_nan = [], False

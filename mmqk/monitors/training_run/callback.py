@@ -19,23 +19,24 @@ from mmqk.monitors.training_run.product_change import ProductChange
 from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.monitors.training_run.step_monitor import StepMonitor
 
-# Most pairs of tokens to store between probes of the held-out batch; a pair takes about 12 bytes.
+# Largest number of pairs of tokens to store between probes of the held-out batch; a pair takes about 12 bytes.
 STORED_PAIRS = 2**20
 
 
 class RunMonitor(L.Callback):
     """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
 
-    With several ranks a probe uses the same sequences as with one: the first rank probes and logs while the others
+    The number of ranks does not change the sequences of a probe: the first rank probes and logs while the others
     wait.
 
-    It must come before the callback that writes checkpoints. A checkpoint then contains the open window of the radial
-    budget, which continues after a resume, and, with ``config.matrices``, the W_q and W_k of the latest probe.
+    Put it before the callback that writes checkpoints. A checkpoint then contains the open window of the radial
+    budget, which continues after a resume. With ``config.matrices`` it also contains the latest probe's W_q and W_k.
 
     Args:
         config: when to probe, and which tokens.
         heldout: the fixed batch, if ``config.probe_split`` is heldout.
-        step_rows: with several ranks, returns the first n sequences of micro-batch i over all ranks.
+        step_rows: with several ranks, a function of (i, n) that returns the first n sequences of micro-batch i over
+            all ranks.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class RunMonitor(L.Callback):
             return
         if self._step_monitor is not None:
             _log(trainer, self._step_monitor.after_step())
-            # Close the window before the last checkpoint: a run that is killed later resumes without another step.
+            # Close the window before the last checkpoint: a run that resumes from this checkpoint takes no step, so
+            # it could not close the window.
             if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._step_monitor.close())
         step, every = trainer.global_step, self.config.every_n_steps
@@ -84,14 +86,14 @@ class RunMonitor(L.Callback):
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the open window, and probe the last step of a run that ends early."""
+        """Log the open window. With a held-out batch, also probe the last step of a run that ends early."""
         if self._step_monitor is not None:
             _log(trainer, self._step_monitor.close())
         if self.config.probe_split == "heldout" and trainer.global_step != self._probed:
             self._probe(trainer, pl_module, None)
 
     def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
-        """Probe after this step, even if no probe is due or probes are off; at most one probe per step."""
+        """Probe after this step, even if no probe is due or probes are off. There is at most one probe per step."""
         if trainer.global_step != self._probed:
             self._probe(trainer, pl_module, batch, forced=True)
 

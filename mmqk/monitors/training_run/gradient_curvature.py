@@ -1,4 +1,4 @@
-"""Curvature of the loss of a probe's batch along its gradient."""
+"""Computes the curvature of the loss of a probe's batch along the gradient of the loss."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmqk.monitors.probe import evaluation_mode
 
 
 def batch_loss(model: EarlyFusionTransformer, batch: TokenBatch, weights_M: Tensor, z_loss: float) -> Tensor:
-    """Return the training loss of a batch over its own trained targets, by operations that can be differentiated
-    twice.
+    """Return the training loss of a batch over its own trained targets, computed with operations that can be
+    differentiated twice.
 
     It runs eagerly and with dense attention, in evaluation mode (so without dropout) and outside autocast.
 
@@ -49,10 +49,10 @@ def gradient_curvature(
 ) -> dict[str, float]:
     """Return `curvature` along the gradient of `batch_loss`, as tags; empty without a trained target.
 
-    ``curvature_adam`` is the curvature of the preconditioned loss. It needs Adam's second moment of every parameter,
-    so it is left out before the first step, with split or sharded moments, and with another optimizer. It costs a
-    forward pass, a backward pass and a pass through both, and the memory of their graph. It changes no weight, mode,
-    ``.grad`` or random state.
+    ``curvature_adam`` is the curvature with Adam's preconditioner. It needs Adam's second moment of every parameter,
+    so it is left out before the first step, with split or sharded moments, and with another optimizer. The function
+    costs a forward pass, a backward pass and a pass through both, and the memory of their graph. It changes no
+    weight, mode, ``.grad`` or random state.
 
     Args:
         model: the trained model.
@@ -76,7 +76,7 @@ def gradient_curvature(
 
 @torch.no_grad()
 def _adam_scales(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return `adam_scale` of each parameter, or None if one has no second moment of its shape."""
+    """Return `adam_scale` of each parameter; None with AdamH, or if one has no second moment of its shape."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     scales = []
     for p in parameters:

@@ -1,4 +1,4 @@
-"""Agreement between the modalities' gradients, from forwards over the two halves of a batch. M modalities."""
+"""Measures the agreement of the modalities' gradients with forwards over the two halves of a batch. M modalities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.probe import evaluation_mode
 from mmqk.store.tags import tag
 
-# Part of the batch's loss from each modality's targets, (M,), divided by the batch's `step_targets`.
+# Returns the part of a batch's loss from each modality's targets, (M,), divided by the batch's `step_targets`.
 LossParts = Callable[[TokenBatch], Tensor]
 
 
@@ -28,13 +28,13 @@ def gradient_agreement(
     """Return the cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
 
     The halves are the even and the odd sequences of all ranks together; every rank has a batch of the same size. The
-    call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective on several ranks.
+    call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective with several ranks.
     It costs two forwards, and for each half and modality a backward pass and the memory of all gradients.
 
     A modality without a target in one of the halves is left out, and so is a cosine that is NaN (`Agreement.cosine`).
 
     Args:
-        model: its parameters of ``blocks.N`` are layer N.
+        model: its parameters ``blocks.N...`` belong to layer N.
         batch: at least 2 sequences.
         loss_parts: runs ``model`` as in training.
 
@@ -46,7 +46,7 @@ def gradient_agreement(
             "monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size."
         )
     names = model.config.modalities
-    before = rank() * len(batch.ids_BT)  # sequences of the ranks before this one
+    before = rank() * len(batch.ids_BT)  # sequences on the ranks before this one
     halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
     counts_2M = [
         summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2))) for half in halves

@@ -1,4 +1,4 @@
-"""Spectral entropy of the change of W_q W_k^T from one probe to the next."""
+"""Measures the spectral entropy of the change of W_q W_k^T from one probe to the next."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mmqk.store.tags import tag
 
 
 class ProductChange:
-    """`product_change_entropy` of every layer since the previous call; the first call measures nothing.
+    """Measures `product_change_entropy` of every layer since the previous call; the first call measures nothing.
 
-    It stores a copy of every W_q and W_k. Under σReparam these are the raw weights; gains of QK-Norm are left out. A
-    modality with a copy of W_q and W_k has a separate number.
+    It stores a copy of every W_q and W_k. Under σReparam these are the raw weights; gains of QK-Norm are left out. If
+    the modalities have their own W_q and W_k, each modality has its own entropy.
 
     Attributes:
         earlier: the weights at the previous call, by name.

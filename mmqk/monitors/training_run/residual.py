@@ -1,4 +1,4 @@
-"""Rounding error of the residual stream in bf16."""
+"""Measures the rounding error of the residual stream in bf16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATISTICS = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absor
 
 @torch.no_grad()
 def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
-    """Return `Absorption` by layer and modality of the token, over the additions of both attention and MLP.
+    """Return `Absorption` by layer and modality of the token, over the additions of attention and MLP outputs.
 
     For a stream that is not bf16 it measures the error that bf16 would have, and the tags end in ``_if_bf16``. It
     runs one forward in the caller's precision and does not change the model.

@@ -1,4 +1,4 @@
-"""Measures optimizer steps: radial budget in windows, sizes of gradients and updates, gradients against Adam's v.
+"""Measures optimizer steps: radial budget in windows, sizes of gradients and updates, gradients relative to Adam's v.
 
 The training module calls a `StepMonitor` during a step (`mmqk.training.step.record.StepWatch`). It does not change
 training.
@@ -46,8 +46,8 @@ class StepMonitor:
             for name, modality, layer, weight in block_matrices(model)
         }
         self.matrices[model.head.weight] = "head_grad_over_v"
-        self.matrices[model.embed.weight] = "embed_grad_over_v"  # a tied head too
-        self._in_window = False  # this step is part of the window
+        self.matrices[model.embed.weight] = "embed_grad_over_v"  # a tied head has this name
+        self._in_window = False  # whether this step is part of the window
         self._probe_due = False
         self._before: dict[Tensor, tuple[Tensor, float]] = {}
         self._sizes: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ class StepMonitor:
     # During a step
 
     def before_step(self, step: int) -> None:
-        """Call it before each micro-batch of update number ``step``, from 1."""
+        """Call it before each micro-batch of step number ``step``; steps count from 1."""
         c = self.config
         if c.budget_every_n_steps and self.window is None and (step - 1) % c.budget_every_n_steps == 0:
             self.window = BudgetWindow(self.model, self.trained)
@@ -76,7 +76,8 @@ class StepMonitor:
     def before_update(
         self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
     ) -> None:
-        """Call it after gradients are clipped by ``factor``; ``grad_norms`` are those before, by parameter."""
+        """Call it after gradients are clipped by ``factor``; ``grad_norms`` are the norms before clipping, by
+        parameter."""
         if self.window is not None:
             self.window.before_update(optimizer, factor)
         if self._probe_due and self.config.parameters:
@@ -140,9 +141,9 @@ class StepMonitor:
         return window.values() if window is not None and window.steps else {}
 
     def sizes(self) -> dict[str, float]:
-        """Return and forget the sizes of gradients and updates of the last measured step.
+        """Return and clear the sizes of gradients and updates of the last measured step.
 
-        A parameter that was all zeros before the step, such as initial gains around 0, has no `update_ratio`.
+        A parameter that was all zeros before the step, such as a gain stored as an offset, has no `update_ratio`.
         """
         measured, self._sizes = self._sizes, {}
         if not measured:

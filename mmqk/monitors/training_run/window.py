@@ -1,4 +1,4 @@
-"""The radial budget of W_q and W_k over a window of optimizer steps. M modalities."""
+"""Computes the radial budget of W_q and W_k over a window of optimizer steps. M modalities."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_mo
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
-    """Return the weights of W_q and W_k in each layer: one, or one for each modality; under σReparam the raw
-    weight."""
+    """Return the weights of W_q and W_k in each layer: one shared weight, or one for each modality; under σReparam
+    the raw weight."""
     return {
         (name, layer): [
             cast(nn.Parameter, m.weight)
@@ -36,14 +36,14 @@ def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], lis
 
 
 class BudgetWindow:
-    """`RadialBudget` of every W_q and W_k.
+    """Computes the `RadialBudget` of every W_q and W_k.
 
     Each optimizer step calls, in this order: `add_gradients` (for each micro-batch, before its backward pass),
     `before_update`, `after_update`, `settle`.
 
     The modality of a gradient is that of the target. The window neither synchronizes with the host nor writes
     ``.grad``. Changes after the optimizer's update (QK-Clip) count in `rest`, so that the parts sum to the measured
-    change; `step` is the optimizer's update only.
+    change; `step` covers only the optimizer's update.
 
     Args:
         model: the trained model.
@@ -65,7 +65,7 @@ class BudgetWindow:
         self._settings: dict[Tensor, dict[str, Any]] = {}
 
     def add_gradients(self, parts_M: Tensor) -> None:
-        """Add the gradients of all modalities but the last; keep the graph for the backward pass.
+        """Add the gradients of all trained modalities but the last; keep the graph for the backward pass.
 
         The last modality's gradient is the step's gradient minus these.
         """
@@ -91,14 +91,14 @@ class BudgetWindow:
 
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
-        """Add the optimizer's update, before anything else changes the weights."""
+        """Add the optimizer's update; call it before anything else changes the weights."""
         for budget, p, before, gradients in zip(
             self.budgets, self.parameters, self._before, self._gradients, strict=True
         ):
             state = optimizer.state.get(p)
             if not state:
                 continue  # no loss has depended on it yet
-            if "exp_avg" not in state:  # Muon's
+            if "exp_avg" not in state:  # the state of Muon
                 settings = self._settings[p]
                 budget.add_whole(before, p.detach(), settings["lr"] * settings["weight_decay"])
                 continue
@@ -119,10 +119,10 @@ class BudgetWindow:
         self._gradients = [{} for _ in self.parameters]
         self._before = []
         if self.present_M is not None:
-            self.present_M = summed(self.present_M.long()) > 0  # other ranks may have other modalities
+            self.present_M = summed(self.present_M.long()) > 0  # other ranks may have more modalities
 
     def _clipped(self, p: Tensor, gradients: dict[int, Tensor]) -> list[Tensor | None]:
-        """Clipped fp64 gradients by modality over all ranks; their sum is the optimizer's gradient."""
+        """Return the clipped fp64 gradients by modality over all ranks; their sum is the optimizer's gradient."""
         by_modality: list[Tensor | None] = [None] * len(self.names)
         rest = None if p.grad is None else p.grad.double()
         for m, gradient in gradients.items():

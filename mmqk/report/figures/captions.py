@@ -1,4 +1,4 @@
-"""Titles and captions of figures: values at the end of the runs, and sentences made from them."""
+"""Titles and captions of figures, made from the values at the end of the runs."""
 
 from __future__ import annotations
 
@@ -86,14 +86,17 @@ def ends_by_modality(
 
 
 def logit_reading(study: Study, measured: Sequence[str]) -> str:
-    """Return the final logits of the arms that measured them, without a full stop."""
+    """Return a sentence with the final logits of the arms that measured them, without a full stop."""
     if not measured:
         return "Attention logits were not measured"
     return f"The largest attention logit {verb(study, measured)} at {listed(listed_ends(study, measured, LOGIT))}"
 
 
 def hero_reading(study: Study, arms: Sequence[str]) -> str:
-    """Return the final logits, and how much final losses differ: logits at different losses are hard to compare."""
+    """Return a sentence with the final logits and the differences between final losses.
+
+    The losses are given because logits at different losses are hard to compare.
+    """
     arms = by_logit(study, arms)
     measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
     if len(arms) > MANY_ARMS:
@@ -125,7 +128,7 @@ def hero_reading(study: Study, arms: Sequence[str]) -> str:
 
 
 def seeds_caption(study: Study, arms: Sequence[str]) -> str:
-    """Return the meaning of thin and thick lines."""
+    """Return a sentence that explains thin and thick lines."""
     counts = {len(study.of_arm(arm)) for arm in arms}
     if counts == {1}:
         return "One run per arm."

@@ -104,7 +104,7 @@ def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) ->
 def _caption(
     verdict: Verdict, runs: Sequence[Run], points: int, panels: Sequence[Panel], family: bool
 ) -> str:
-    """Return the content of the panels: the curves if present, then the result of each run."""
+    """Return the caption, which describes the curves (if there are any) and the results of the runs."""
     decided = verdict.claim.decided
     sentences = [f"The {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."]
     curves, ends = (
@@ -130,8 +130,8 @@ def _caption(
 
 
 def _by_seed(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Verdict) -> Panel | None:
-    """Return one dot per run over its arm, the arms of a seed joined; of a family metric one dot per family and
-    seed."""
+    """Return the panel with one dot per run above its arm, and lines that join the runs of a seed; for a family
+    metric, one dot per family and seed."""
     metric, modality = find_metric(verdict.claim.metric)
     dots: list[tuple[str, str, int, float, str, str]] = []  # place, arm, seed, value, run, marker
     if isinstance(metric, FamilyMetric):

@@ -14,7 +14,7 @@ from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Line
 
-# Points of a line and of all lines of a figure: 300 runs must fit in a page of 5 MB.
+# Most points of a line, most points of a figure (300 runs must fit in a page of 5 MB), fewest points of a line.
 POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
 COLUMNS = 160
 
@@ -27,7 +27,7 @@ def points_a_line(lines: int) -> int:
 def thinned(series: Series, points: int) -> Series:
     """Return a series of at most ``points`` points: the lowest and the highest of each interval, and both ends.
 
-    Spikes stay and nothing is averaged.
+    Spikes are kept, because nothing is averaged.
     """
     steps, values = series
     if len(steps) <= points:
@@ -44,7 +44,7 @@ def thinned(series: Series, points: int) -> Series:
 
 
 def binned(series: Series, width: int) -> Series:
-    """Means of a series over ``width`` steps, at the middle of each bin; non-finite values are left out."""
+    """Return the means of a series over ``width`` steps, at the middle of each bin, without non-finite values."""
     steps, values = series
     keep = np.isfinite(values)
     steps, values = steps[keep], values[keep]
@@ -56,7 +56,7 @@ def binned(series: Series, width: int) -> Series:
 
 
 def bin_width(study: Study, points: int = POINTS) -> int:
-    """Return how many steps a point of a per-step curve averages; the same for the whole study."""
+    """Return how many steps a point of a per-step curve averages; all curves of the study use this number."""
     return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
 
 
@@ -141,8 +141,8 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
             runs.append(by_layer)
     if not runs:
         return None
-    # Union of steps within a run, because a pair is missing from probes without its tokens; intersection between
-    # runs, or the end of the map would show the longest runs only.
+    # Use the union of the steps within a run, because a pair is missing from probes without its tokens. Use the
+    # intersection between runs, because otherwise the end of the map would show only the longest runs.
     unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
     steps = functools.reduce(np.intersect1d, unions)
     if not len(steps):
@@ -160,7 +160,7 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
 
 
 def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
-    """Return at most `COLUMNS` columns, each the largest of several, at the last of their steps."""
+    """Return at most `COLUMNS` columns; each has the largest values of several columns and their last step."""
     if len(steps) <= COLUMNS:
         return steps, values_LS
     parts = np.array_split(np.arange(len(steps)), COLUMNS)
@@ -169,5 +169,5 @@ def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def _worst(values: NDArray) -> NDArray:
-    """NaN replaced by infinity."""
+    """Return the values with NaN replaced by infinity."""
     return np.where(np.isnan(values), np.inf, values)

@@ -19,7 +19,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import STEP, Figure, HeatMap, Line, Panel
 from mmqk.report.figures.style import GRAY, INK, arm_colors, modality_styles
 
-# An axis with a smaller ratio of its ends is linear, because a log axis would have too few ticks.
+# An axis is linear if the ratio of its ends is smaller than this, because a log axis would have too few ticks.
 FEWEST_LOG_RATIO = 5
 TICK_STEPS = (1, 2, 2.5, 5, 10)
 # With more lines than this, thin lines are thinner and paler.
@@ -102,7 +102,7 @@ def _set_x(axes: Axes, panel: Panel) -> None:
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         axes.grid(False, axis="x")
         return
-    # Ticks are at measured values, not at those of fits.
+    # Set ticks at measured values, not at the x values of fits.
     at = np.unique(np.concatenate([line.steps for line in panel.lines if line.role != "fit"] or [np.ones(1)]))
     low, high = float(at[0]), float(at[-1])
     if panel.xlog:

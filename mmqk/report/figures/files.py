@@ -20,13 +20,13 @@ from mmqk.report.figures.shapes import Figure, HeatMap, Key, Panel
 from mmqk.report.figures.style import RC
 
 PANEL_INCHES, HEAT_INCHES = (5.4, 3.5), (5.4, 2.5)
-# Size of a panel in a row of three or more; its text keeps its size.
+# Size of a panel in a row of three or more panels; the font size does not change.
 THIRD_INCHES = (3.9, 3.1)
 WIDE_INCHES = 9.6
-# Height of a panel in a figure of more rows than this.
+# Panels of a figure with more than MANY_ROWS rows have the height LOW_INCHES.
 MANY_ROWS, LOW_INCHES = 5, 2.3
 DPI = 130
-# A palette of this size makes a line drawing a third as large, without a visible difference.
+# With this number of colors, the PNG of a line drawing is a third as large, without a visible difference.
 COLORS = 192
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 # A date, a version or a link would make equal figures differ.
@@ -62,7 +62,8 @@ def _inches(panel: Panel | HeatMap, columns: int) -> tuple[float, float]:
 
 
 def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
-    """Fixed margins in inches, so that the axes of a page align; a constrained layout takes three times as long."""
+    """Set fixed margins in inches, so that the axes of a page align; a constrained layout takes three times as
+    long."""
     width, height = canvas.get_size_inches()
     left, top, right = 0.73, 0.37, 0.15
     if isinstance(panel, HeatMap) or panel.right is not None:
@@ -79,7 +80,7 @@ def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
         canvas, out = _canvas(brush, figure), io.BytesIO()
         canvas.set_dpi(DPI)
         drawn = FigureCanvasAgg(canvas)
-        drawn.draw()  # once, with the layout; savefig draws twice
+        drawn.draw()  # applies the layout and draws once; savefig would draw twice
         canvas.set_layout_engine(None)  # the SVG keeps the layout
         picture = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
         picture.quantize(COLORS, dither=Image.Dither.NONE).save(out, format="png", dpi=(DPI, DPI))
@@ -87,7 +88,7 @@ def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
 
 
 def _canvas(brush: Brush, figure: Figure) -> Canvas:
-    """Return all panels, below the title of the figure, which is drawn as the title of the legend."""
+    """Return a canvas with all panels below the title of the figure, which is drawn as the title of the legend."""
     columns = max(len(row) for row in figure.rows)
     width = 5.2 * max(columns, 2)
     title = textwrap.wrap(figure.reading, int(width * 8.7))
@@ -115,7 +116,7 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
 
 
 def _legend_columns(keys: Sequence[Key], width: float) -> int:
-    """Return the columns of a legend: as many as fit into ``width`` inches, one at least."""
+    """Return the number of columns of a legend: as many as fit into ``width`` inches, at least one."""
     for columns in range(max(2, int(width / 3.4)), 1, -1):
         rows = -(-len(keys) // columns)
         longest = [max(len(key.label) for key in keys[i : i + rows]) for i in range(0, len(keys), rows or 1)]

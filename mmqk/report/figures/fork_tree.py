@@ -24,10 +24,10 @@ class Node:
 
     Attributes:
         run: the run; None for a parent that is not among the runs.
-        name: name of the run; of a missing parent, the name that its forks record.
+        name: name of the run; for a missing parent, the name that its forks record.
         parent: index of its parent in the list, -1 for a root.
         depth: 0 for a root.
-        step: the step at which it began.
+        step: the first step of the run.
         changed: the changed fields, as text.
         remarks: added and dropped parameters, and by how much the outputs changed, as text.
     """
@@ -47,7 +47,7 @@ class Node:
 
 
 def fork_tree(study: Study) -> list[Node]:
-    """Return every tree with a fork: each run after its parent, forks of one run by step."""
+    """Return the nodes of every tree with a fork: each run after its parent, and the forks of a run by step."""
     runs = list({run.name: run for run in study.runs if run.role != "replay"}.values())
     by_parent: dict[str, list[Run]] = {}
     for run in runs:
@@ -112,7 +112,7 @@ def _changes(run: Run) -> tuple[str, str]:
     fork = run.identity.get("fork") if isinstance(run.identity.get("fork"), Mapping) else {}
     assert isinstance(fork, Mapping)
     if fork.get("skip_batches"):
-        changed.append(plural(int(fork["skip_batches"]), "batch").replace("batchs", "batches") + " left out")
+        changed.append(plural(int(fork["skip_batches"]), "batch", "batches") + " left out")
     if fork.get("noise"):
         changed.append(f"weights changed by {fork['noise']:g} of their RMS")
     remarks = []

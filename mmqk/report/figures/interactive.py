@@ -1,4 +1,4 @@
-"""Data of a figure for the page's script, which replaces the drawn panels by interactive charts."""
+"""Data of a figure for the page's script, which replaces the drawn panels with interactive charts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mmqk.report.figures.draw import Brush
 from mmqk.report.figures.shapes import Figure, HeatMap, Line, Panel
 from mmqk.report.figures.style import STYLES, ramp
 
-# A longer line has every n-th point; 5 digits are more than a screen shows.
+# A line with more points is thinned to every n-th point. Five digits are more than a screen can show.
 MOST_POINTS = 600
 DIGITS = 5
 CALCULATED = {"bound": "QK-Norm bound", "fit": "fit"}
 
 
 def chart_data(study: Study, brush: Brush, figure: Figure) -> str:
-    """Return the panels of a figure as JSON; empty for a figure that stays as it is drawn: categories, labeled
-    points."""
+    """Return the panels of a figure as JSON; empty for a figure that is not interactive, because it has categories,
+    labeled points or a second axis."""
     if not all(isinstance(p, HeatMap) or not (p.ticks or p.height or p.right or p.labeled) for p in figure.panels):
         return ""
     return json.dumps(

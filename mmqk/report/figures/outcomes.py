@@ -18,7 +18,7 @@ from mmqk.report.figures.curves import arm_lines, bin_width, binned, points_a_li
 from mmqk.report.figures.shapes import Figure, Line, Panel
 from mmqk.report.figures.style import legend
 
-# Metrics with their short label and whether their axis is logarithmic.
+# Metrics with a short label, and whether the axis is logarithmic.
 OUTCOMES = {
     "largest_attention_logit": ("largest |logit|", True),
     "logit_mean": ("mean μ", True),
@@ -31,7 +31,7 @@ OUTCOMES = {
     "attention_mass_other": ("mass on others", False),
     "final_excess": ("excess loss", False),
 }
-# A statistic by layer and how it is reduced over keys; the offset is the square root of a variance.
+# Metrics with the statistic to draw by layer, and the function that reduces it over key modalities.
 BY_LAYER: dict[str, tuple[str, Callable]] = {
     "largest_attention_logit": ("attn_logit_absmax", np.max),
     "logit_offset": ("attn_logit_offset_var", np.mean),
@@ -40,7 +40,7 @@ BY_LAYER: dict[str, tuple[str, Callable]] = {
 
 
 def outcome_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms that the grid selects with runs: its list of arms or families, or those of the first figure."""
+    """Return the arms with runs that the grid selects: the listed arms or families, or those of the first figure."""
     named = study.report.get("outcomes")
     if not named:
         return ()
@@ -50,7 +50,7 @@ def outcome_arms(study: Study) -> tuple[str, ...]:
 
 
 def outcome_figures(study: Study) -> list[Figure]:
-    """Draw the curves over time and the end values by layer; empty if the grid does not ask for them."""
+    """Draw the curves over time and the end values by layer; empty if the grid does not select them."""
     if not outcome_arms(study):
         return []
     return [figure for figure in (over_time(study), by_layer(study)) if figure]
@@ -103,7 +103,7 @@ def _offsets(study: Study, arms: tuple[str, ...]) -> str:
 
 
 def by_layer(study: Study) -> Figure | None:
-    """End values by layer: one row for each of `BY_LAYER`, one column for each modality, one line for each arm."""
+    """Draw end values by layer: one row for each of `BY_LAYER`, one column per modality and one line per arm."""
     arms = outcome_arms(study)
     found = {tag.layer for arm in arms for run in study.of_arm(arm) for tag in run.tags.values()}
     layers = sorted(layer for layer in found if layer is not None)

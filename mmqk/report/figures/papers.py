@@ -1,7 +1,7 @@
-"""Figures of the papers, on the same axes, for comparison.
+"""Draw figures on the axes of published figures, for comparison.
 
-A grid names them: ``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``. The others are
-drawn if the runs have the numbers.
+A grid names them: ``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``. The other
+figures are drawn if the runs have the numbers for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Condition = Callable[[Study, list[Run]], bool]
 
 
 def paper_figures(study: Study) -> list[Figure]:
-    """Draw the figures that the grid names, then the others that the runs have the numbers for.
+    """Draw the figures that the grid names, then the other figures that the runs have the numbers for.
 
     Raises:
         UserError: the grid names a kind that is unknown, or arms that have no runs for it.
@@ -77,7 +77,7 @@ def _named(study: Study, entry: Any) -> Figure:
 
 
 def _with_names(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the figures with unique file names, made from the published figures that they are like."""
+    """Return the figures with unique file names, made from the names of the corresponding published figures."""
     named: dict[str, Figure] = {}
     for figure in figures:
         base = re.sub(r"[^a-z0-9]+", "-", (figure.like or figure.name).lower()).strip("-") or figure.name
@@ -167,15 +167,15 @@ def _end(study: Study, arm: str, tag: str) -> str:
 
 
 def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[str, ...]:
-    """Return the arms whose runs differ in these fields only; of several groups, the one with most arms of the first
-    figure."""
+    """Return the arms whose runs differ only in these fields; if several groups of arms do, the group with the most
+    arms of the first figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
     for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
         if not condition(study, group):
             continue
-        # Of equal groups, take the one with the largest model, then the highest learning rate, as in the papers.
+        # Among equal groups, take the largest model, then the highest learning rate, as in the papers.
         at = [
             max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, learning_rate)
         ]
@@ -186,7 +186,7 @@ def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[
 
 
 def _vary(*blocks: Sequence[str]) -> Condition:
-    """Return whether the runs differ in each of these blocks of fields."""
+    """Return the condition that the runs differ in each of these blocks of fields."""
 
     def condition(_study: Study, runs: list[Run]) -> bool:
         values = [{tuple(str(run.setting(f, "")) for f in fields) for run in runs} for fields in blocks]

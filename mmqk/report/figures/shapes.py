@@ -47,11 +47,11 @@ class Panel:
     Attributes:
         statistic: name of the statistic in the CSV.
         title: usually the modality.
-        ylabel: with its unit.
+        ylabel: label of y with its unit.
         log: log scale for y.
         top: upper limit of y; NaN for none.
         right: label and factor of a second scale on the right.
-        xlabel: with its unit.
+        xlabel: label of x with its unit.
         x: name of x in the CSV.
         xlog: log scale for x.
         ticks: labels of x = 0, 1, 2, …, for categories.
@@ -114,7 +114,7 @@ class Figure:
         name: name of its files.
         reading: the title, one sentence with the numbers.
         caption: how to read the figure.
-        rows: the panels; those of a row share their y-axis.
+        rows: the panels; the panels of a row share their y-axis.
         arms: the arms whose runs it shows.
         legend: the meaning of its colors and dashes; may be empty.
         like: the published figure to compare it with; empty without one.
@@ -134,7 +134,7 @@ class Figure:
         return [panel for row in self.rows for panel in row]
 
     def csv(self) -> str:
-        """Return the plotted numbers, one per line, with the run: empty for a median, a bound or a fit."""
+        """Return the plotted numbers, one per line; the column ``run`` is empty for a median, a bound or a fit."""
         names = {panel.x for panel in self.panels if isinstance(panel, Panel)} or {"step"}
         x = names.pop() if len(names) == 1 else "x"
         out = io.StringIO()

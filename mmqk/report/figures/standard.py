@@ -155,7 +155,7 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
 
 
 def _runs_alone(panel: Panel) -> Panel:
-    """Return the panel without medians, which hide the runs if the arms are many."""
+    """Return the panel without medians, which would hide the runs if there are many arms."""
     return replace(panel, lines=tuple(replace(li, alone=False) for li in panel.lines if li.role == "seed"))
 
 
@@ -167,14 +167,14 @@ def _probes(study: Study, arms: Sequence[str]) -> list[np.ndarray]:
 def few_lines(
     study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series]
 ) -> tuple[Line, ...]:
-    """Return `arm_lines`, with medians only if the runs are many."""
+    """Return `arm_lines`; if there are many runs, only the medians."""
     runs = sum(len(study.of_arm(arm)) for arm in arms)
     lines = arm_lines(study, arms, modality, series, points_a_line(runs))
     return lines if runs <= FEW_RUNS else tuple(line for line in lines if line.seed is None or line.alone)
 
 
 def lines_caption(study: Study, arms: Sequence[str]) -> str:
-    """Return the meaning of the lines of `few_lines`."""
+    """Return a sentence that explains the lines of `few_lines`."""
     if sum(len(study.of_arm(arm)) for arm in arms) <= FEW_RUNS:
         return seeds_caption(study, arms)
     return "Lines: medians over the runs of an arm; single runs are in the first figure."
@@ -278,7 +278,7 @@ def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
 
 
 def _rms_factor(study: Study, arms: Sequence[str]) -> float:
-    """Return the RMS over L2, which is 1/√width; 0 if the arms differ in width."""
+    """Return the ratio of the RMS to the L2 norm, which is 1/√width; 0 if the arms differ in width."""
     modalities = study.modalities
     ratios = [
         run.series(f"final_rms/{m}")[1] / run.series(f"final_norm/{m}")[1]

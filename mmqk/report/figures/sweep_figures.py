@@ -35,7 +35,7 @@ Value = Callable[[Run], float]
 
 
 def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Final loss against learning rate by size, and LR sensitivity against size: Wortsman Fig. 1."""
+    """Draw the final loss against learning rate by size, and LR sensitivity against size: Wortsman Fig. 1."""
     groups = sweeps(study, arms)[:MOST_SWEEPS]
     if not groups:
         return None
@@ -116,7 +116,7 @@ def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
 
 
 def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Final loss and largest attention logit against learning rate: Wortsman Fig. 2."""
+    """Draw the final loss and the largest attention logit against learning rate: Wortsman Fig. 2."""
     groups = sweeps(study, arms)[: len(PALETTE)]
     if not groups:
         return None
@@ -163,7 +163,7 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
 def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None:
     """Draw the largest attention logit against parameters: Wortsman Fig. 9.
 
-    One quadratic per learning rate, with the largest size held out. Needs four sizes: three for the fit.
+    Fit one quadratic per learning rate, with the largest size held out. This needs four sizes: three for the fit.
     """
     groups = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES][:MOST_SWEEPS]
     if not groups:

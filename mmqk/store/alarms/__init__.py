@@ -1,6 +1,7 @@
 """Alarms: rules over logged series, with a state that checkpoints store.
 
-The training callback applies the rules during the run and the report afterwards, with the same result.
+The training callback applies the rules during the run, and the report applies them afterwards; both get the same
+alarms.
 
 divergence     `DivergenceRule`, which ends a run
 steps          spike (OLMo 2), spike_median (Qwen), stall: one value per step

@@ -1,4 +1,4 @@
-"""One alarm, and ``alarms.jsonl`` beside metrics.jsonl: one line for each alarm, in the order in which they begin."""
+"""The alarm, and ``alarms.jsonl`` beside metrics.jsonl, with one line per alarm in the order in which they begin."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAMES = ("spike", "spike_median", "stall", "growth", "collapse", "divergence", "
 
 @dataclass(frozen=True)
 class Alarm:
-    """A series that broke a rule.
+    """An alarm: a series met the condition of a rule.
 
     Attributes:
         name: one of `NAMES`.
         step: optimizer step at which the alarm began; an alarm that continues is not repeated.
         tag: the series, with its modality and layer.
-        value: the number that the rule compared: the value, or its median or slope, which the sentence names.
+        value: the number that the rule compared: the value of the series, or its median if the sentence names one.
         threshold: the limit that the value crossed.
         sentence: a description of the event.
     """
@@ -53,7 +53,7 @@ class Alarm:
 
 
 def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
-    """Append lines to ``alarms.jsonl`` and fsync; the first alarm creates the file.
+    """Append alarms to ``alarms.jsonl`` and fsync; the first alarm creates the file.
 
     Raises:
         OSError: the file cannot be written.

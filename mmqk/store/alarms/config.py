@@ -10,8 +10,8 @@ from mmqk.store.alarms.alarm import NAMES
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """What a run does besides reporting when an alarm begins: spike, spike_median, stall, growth, collapse or
-    non_finite (docs/alarms.md). Divergence always ends a run and cannot be listed here.
+    """What a run does when an alarm begins, besides reporting it. The alarms are spike, spike_median, stall, growth,
+    collapse and non_finite (docs/alarms.md). Divergence always ends a run and cannot be listed here.
 
     Args:
         checkpoint: alarms that write a permanent checkpoint ``alarm_<name>_step….ckpt`` when they first begin.

@@ -46,12 +46,12 @@ class DivergenceRule:
         self._series: dict[str, _Series] = {}
 
     def update(self, step: int, losses: Mapping[str, float]) -> str | None:
-        """Add the losses of ``step``; returns the reason as a sentence if the run has diverged, or None."""
+        """Add the losses of ``step``; return the reason as a sentence if the run has diverged, else None."""
         alarms = self.alarms(step, losses)
         return alarms[0].sentence if alarms else None
 
     def alarms(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
-        """Add the losses of ``step``; returns one alarm for each modality that has diverged."""
+        """Add the losses of ``step``; return one alarm for each modality that has diverged."""
         alarms = (self._one(step, modality, float(loss)) for modality, loss in losses.items())
         return [alarm for alarm in alarms if alarm is not None]
 

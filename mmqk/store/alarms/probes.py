@@ -9,15 +9,16 @@ from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.rule import Rule
 from mmqk.store.formatting import plain
 
-# Series of the growth rule. Norms before QK-Norm are left out, since the norm removes their growth. Sublayer outputs
-# are left out, since their sum is the residual stream.
+# Series of the growth rule. Norms of queries and keys before QK-Norm are left out, because QK-Norm removes their
+# growth. Norms of sublayer outputs are left out, because the sum of the outputs is the residual stream.
 LOGITS = "attn_logit_absmax"
 NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
 
 # Thresholds without a published source. In the first fifth of a run every norm grows many times over, most of all in
-# healthy runs. The slope is that of five probes over at least a twentieth of the run, and at least four standard
-# errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not count. The initial growth of norms
-# lasts a number of steps, not a share of the run, so in short runs the rule starts after more than a fifth.
+# healthy runs, so the rule starts after it. The slope is fitted to five or more probes over at least a twentieth of
+# the run, and must be at least four standard errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not
+# count. The initial growth of norms lasts a number of steps, not a share of the run, so in short runs the rule starts
+# after more than a fifth.
 GROWTH_START_SHARE = 0.2
 GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5
@@ -28,7 +29,7 @@ GROWTH_ERRORS = 4.0
 GROWTH_FACTOR = 2.0
 GROWTH_LOGIT = 50.0
 
-# Threshold without a published source: at a tenth of its entropy, attention has nearly one key per query.
+# Threshold without a published source: at a tenth of its initial entropy, attention has nearly one key per query.
 COLLAPSE_SHARE = 0.1
 
 
@@ -39,9 +40,9 @@ class Growth(Rule):
     The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
     line by least squares to the logarithm of the last probes, five or more, over at least a twentieth of the run and
     50 steps. The slope must be four standard errors above 0, and the line's end twice the median of the first three
-    probes after the start. A run of 150 steps or fewer has no growth alarm, since its norms still grow as at the
-    start of every run. A run without a set length is assumed to
-    continue for as many steps as since the rule's start. Values that are not positive are skipped.
+    probes after the start. A run of 150 steps or fewer has no growth alarm, because norms grow at the start of every
+    run. A run without a set length is assumed to continue for as many steps as have passed since the rule's start.
+    Values that are not positive are skipped.
     """
 
     STATE = ("first", "points", "on")
@@ -54,11 +55,11 @@ class Growth(Rule):
         self.points: list[list[float]] = []  # step, logarithm of the value
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Add a value. Returns an alarm if growth begins."""
+        """Add a value; return an alarm if growth begins."""
         if step < self.start or not math.isfinite(value) or value <= 0:
             return None
         if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
-            return None  # skip probes closer than that, so that the window stays short
+            return None  # skip a probe too close to the last one, so that the window has few points
         if len(self.first) < GROWTH_FIRST:
             self.first.append(value)
         self.points.append([step, math.log(value)])
@@ -87,8 +88,8 @@ class Growth(Rule):
 
 
 def _line(points: list[list[float]]) -> tuple[float, float, float]:
-    """Return the least-squares slope, its standard error (inf below three points), and the line's value at the last
-    point."""
+    """Return the slope of the least-squares line, its standard error (inf for fewer than three points), and the value
+    of the line at the last point."""
     n = len(points)
     if n < 3:
         return 0.0, math.inf, points[-1][1]
@@ -113,7 +114,7 @@ class Collapse(Rule):
         self.first_rank: float | None = None
 
     def update(self, step: int, tag: str, value: float, rank: float | None = None) -> Alarm | None:
-        """Add an entropy and the rank of its layer; returns an alarm if the entropy falls below the threshold."""
+        """Add an entropy and the rank of its layer; return an alarm if the entropy falls below the threshold."""
         if not math.isfinite(value):
             return None
         if self.first is None:

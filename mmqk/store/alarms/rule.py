@@ -1,4 +1,4 @@
-"""The base of all rules over one series: whether the alarm is on, and the state that checkpoints store."""
+"""The base class of rules over one series: whether the alarm is on, and the state that checkpoints store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Rule:
     """A rule over one series.
 
     Attributes:
-        STATE: names of the attributes that change with each value: plain data, or objects with a state.
+        STATE: names of the attributes that change with each value: plain data, or objects with a `state_dict`.
         on: whether the condition held at the last value.
     """
 

@@ -16,12 +16,12 @@ from mmqk.store.tags import parsed_tag, tag
 class AlarmRules:
     """All rules. Call `update` once for each step, in order, with all numbers of the step.
 
-    An alarm is returned when it begins; the same alarm on the same series returns only after it has ended.
+    An alarm is returned when it begins. It is returned again for the same series only after it has ended.
 
     Args:
         warmup_steps: warm-up steps of the learning rate.
         max_steps: length of the run in optimizer steps; 0 for a run without a set length.
-        trained: modalities whose loss is trained, None for all; the losses of others raise no alarm.
+        trained: modalities whose loss is trained, None for all; the losses of other modalities raise no alarm.
     """
 
     def __init__(self, warmup_steps: int = 0, max_steps: int = 0, trained: Iterable[str] | None = None):
@@ -34,12 +34,12 @@ class AlarmRules:
         self._rules: dict[str, dict[str, Any]] = {kind: {} for kind in self._makers()}
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Add the numbers of ``step`` by tag; returns the alarms that begin at this step."""
+        """Add the numbers of ``step`` by tag; return the alarms that begin at this step."""
         alarms: list[Alarm | None] = [self._finite(step, values)]
         losses: dict[str, float] = {}
         for name, value in values.items():
             statistic, modality, layer, head = parsed_tag(name)
-            # Only the global gradient norm: norms by parameter are measured at probes, not at each step.
+            # Use only the global gradient norm: norms by parameter are measured at probes, not at each step.
             if name == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
                 alarms.append(self._rule("spike", name).update(step, name, value))
             if statistic == "loss" and self._is_trained(modality):
@@ -145,7 +145,7 @@ def alarms_of(
     max_steps: int = 0,
     trained: Iterable[str] | None = None,
 ) -> list[Alarm]:
-    """Return the alarms of a whole run from its `read_metrics`; equal to those during training."""
+    """Return the alarms of a whole run from the result of `read_metrics`; training raises the same alarms."""
     rules = AlarmRules(warmup_steps, max_steps, trained)
     return [
         alarm

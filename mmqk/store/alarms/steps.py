@@ -12,7 +12,7 @@ from mmqk.store.alarms.window import RunningMoments, Window
 from mmqk.store.formatting import plain
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
-# of the last 1000 values. The paper does not name the values of the standard deviation; here they are the same 1000.
+# of the last 1000 values. The paper does not define the standard deviation; here it is that of the same 1000 values.
 SPIKE_WINDOW = 1000
 SPIKE_STDS = 7.0
 # Number of values before the first spike can be reported (no published source).
@@ -37,8 +37,8 @@ STALL_ABOVE_NATS = 0.1
 class Spike(Rule):
     """Rule: a value is at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
 
-    The standard deviation is the sample one of the same values. The rule needs 100 values that are not all equal.
-    Values that are not finite are skipped.
+    The standard deviation is the sample standard deviation of the same values. The rule needs 100 values that are not
+    all equal. Values that are not finite are skipped.
     """
 
     STATE = ("window", "on")
@@ -47,7 +47,7 @@ class Spike(Rule):
         self.window = RunningMoments(SPIKE_WINDOW)
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Add a value; returns an alarm if a spike begins."""
+        """Add a value; return an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
         mean, std, count = 0.0, 0.0, len(self.window)
@@ -65,11 +65,11 @@ class Spike(Rule):
 
 
 class SpikeOfMedian(Rule):
-    """Rule: a loss is more than 0.1 nat above the median of its last 201 values, this one included (Qwen).
+    """Rule: a loss is more than 0.1 nat above the median of its last 201 values, including the newest (Qwen).
 
-    The window must be full. It ends at this value; `spike_rate` uses a centered window. If healthy steps scatter by
-    more than 0.1 nat, the threshold is 6 standard deviations, from the window's quartiles (no published source): with
-    small batches Qwen's threshold would give an alarm at every fifth step.
+    The window must be full. It ends at the newest value; `spike_rate` uses a centered window. If healthy steps
+    scatter by more than 0.1 nat, the threshold is 6 standard deviations, estimated from the quartiles of the window
+    (no published source): with small batches Qwen's threshold would give an alarm at every fifth step.
     """
 
     STATE = ("window", "on")
@@ -78,7 +78,7 @@ class SpikeOfMedian(Rule):
         self.window = Window(MEDIAN_WINDOW)
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Add a value; returns an alarm if a spike begins."""
+        """Add a value; return an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
         self.window.push(value)
@@ -96,12 +96,13 @@ class SpikeOfMedian(Rule):
 
 
 class Stall(Rule):
-    """Rule: a loss stays above what a model without context reaches, and no longer improves.
+    """Rule: a loss stays above a loss that any learning model reaches, and no longer improves.
 
-    The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (in 200 steps at least; in
-    1000 in a run without a set length), all after warm-up, and it lies above a ceiling: 0.1 nat of excess loss if the
-    floor is known, otherwise the modality's unigram loss minus 0.1 nat, since the unigram loss takes no context.
-    A constant loss below its ceiling counts as converged. Without a ceiling there is no alarm.
+    The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (at least 200 steps; 1000 steps
+    in a run without a set length), all after warm-up, and it lies above a ceiling. The ceiling is an excess loss of
+    0.1 nat if the floor is known, otherwise the modality's unigram loss minus 0.1 nat: a model reaches the unigram
+    loss without using the context. A constant loss below its ceiling counts as converged. Without a ceiling there is
+    no alarm.
     """
 
     STATE = ("window", "level", "since", "on")
@@ -116,7 +117,7 @@ class Stall(Rule):
         self.since = 0
 
     def update(self, step: int, tag: str, value: float, ceiling: float | None) -> Alarm | None:
-        """Add a value and its ceiling; returns an alarm if a stall begins."""
+        """Add a value and its ceiling; return an alarm if a stall begins."""
         if not math.isfinite(value):
             return None
         self.window.push(value)
@@ -136,10 +137,10 @@ class Stall(Rule):
 
 
 def spike_score(values: Sequence[float]) -> float:
-    """Spike score of OLMo 2: percentage of values that are spikes (see `Spike`); nan without values to judge.
+    """Return the spike score of OLMo 2: the percentage of the judged values that are spikes (see `Spike`).
 
-    The first `SPIKE_FEWEST` finite values are not judged and not counted (without a published source: OLMo 2 gives
-    no rule for fewer than 1000 values).
+    It is nan if no value is judged. The first `SPIKE_FEWEST` finite values are not judged and not counted (without a
+    published source: OLMo 2 gives no rule for fewer than 1000 values).
     """
     window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
     for value in values:
@@ -153,9 +154,10 @@ def spike_score(values: Sequence[float]) -> float:
 
 
 def spike_rate(losses: Sequence[float]) -> float:
-    """Spike rate of Qwen: steps more than 0.1 above a centered 201-step median, per 10,000 steps; nan without any.
+    """Return the spike rate of Qwen: steps more than 0.1 above a centered 201-step median, per 10,000 steps.
 
-    It uses Qwen's threshold only, so on losses of small batches it counts noise.
+    It is nan for fewer than 201 finite values. It uses Qwen's threshold only, so on losses of small batches it counts
+    noise.
     """
     half = MEDIAN_WINDOW // 2
     finite = [value for value in losses if math.isfinite(value)]

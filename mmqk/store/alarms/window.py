@@ -1,6 +1,6 @@
 """Sliding windows over a series: median and quartiles, mean and standard deviation, updated per value.
 
-Both store their state as plain data and continue from it bit for bit.
+The state of both classes is plain data, and both continue from it bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ QUARTILES_TO_STD = 1.349
 
 
 class Window:
-    """The last ``size`` values, in order and sorted."""
+    """The last ``size`` values, in order of arrival and in sorted order."""
 
     def __init__(self, size: int):
         self.size = size
@@ -65,7 +65,10 @@ RECOMPUTE_ABOVE = 1e6
 
 
 class RunningMoments:
-    """Mean and sample standard deviation of the last ``size`` values, from running sums of differences."""
+    """Mean and sample standard deviation of the last ``size`` values.
+
+    They come from running sums of the differences from a reference value, which changes at intervals.
+    """
 
     def __init__(self, size: int):
         self.size = size

@@ -18,10 +18,10 @@ class Carried:
     """The origin of each parameter of a fork, by parameter name.
 
     Attributes:
-        added: Parameters that the parent does not have, with their start.
-        dropped: Parameters that the fork does not have, with the parameters that absorb them.
-        from_name: The parent's parameter that each parameter of the fork continues.
-        scale: Factor between a continued parameter and the parent's, if it is not 1.
+        added: Parameters that the parent does not have, with a description of their initial value.
+        dropped: Parameters that the fork does not have, with a description of where they are folded.
+        from_name: For each parameter of the fork, the parent's parameter that it is copied from.
+        scale: Factor between a copied parameter and the parent's, if it is not 1.
     """
 
     added: dict[str, str] = field(default_factory=dict)
@@ -39,18 +39,18 @@ class Matrices:
 
     Args:
         old: The parent's model.
-        new: The fork's model, which is filled.
+        new: The fork's model, whose parameters are overwritten.
     """
 
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer):
         self.old, self.new = dict(old.named_modules()), dict(new.named_modules())
         self.before, self.config = old.config, new.config
         self.old_values, self.new_values = dict(old.named_parameters()), dict(new.named_parameters())
-        self.factor: dict[str, Tensor] = {}  # by matrix of the fork, broadcast over the matrix
+        self.factor: dict[str, Tensor] = {}  # factor of each matrix of the fork, broadcast over the matrix
         self.done = Carried()
 
     def by_name(self) -> None:
-        """Copy parameters and buffers with the same (or the tied) name and the same shape in the parent."""
+        """Copy the parameters whose name (with or without ``.copies.N``) and shape are equal in the parent."""
         for name, value in self.new_values.items():
             source = name if name in self.old_values else tied_name(name)
             if source in self.old_values and self.old_values[source].shape == value.shape:
@@ -68,7 +68,10 @@ class Matrices:
     def fold(
         self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None
     ) -> str:
-        """Scale rows or columns of matrices of the fork, in all copies or in the copy of modality ``m``."""
+        """Collect ``gain`` as a factor on rows or columns of the fork's matrices; return a description.
+
+        The factor applies to all copies of a matrix, or to the copy of modality ``m``.
+        """
         shape = (-1, 1) if side == "rows" else (1, -1)
         for layer in layers:
             for name in self._matrices_of(layer):
@@ -112,7 +115,7 @@ class Matrices:
         self.done.scale[name] = factor if before is None else before * factor
 
     def account(self) -> Carried:
-        """Return the origin of every parameter, in the order of the models."""
+        """Return the origin of every parameter, in the order of the models' parameters."""
         done = self.done
         for name in self.new_values.keys() - done.from_name.keys():
             done.added.setdefault(name, "its first value")

@@ -1,4 +1,4 @@
-"""Measurements of a fork on the held-out probe batch: sizes at the norms, and the distance of the two functions.
+"""Measures a fork on the held-out probe batch: activations at the norms, and the change of the model's function.
 
 Shapes are in the names: B sequences, T tokens, H heads, M modalities, V vocabulary."""
 
@@ -22,12 +22,12 @@ CHUNK = 4  # sequences per forward
 
 @dataclass
 class Sizes:
-    """Sums of squares at one norm of the parent, by modality of the token and by head (one for a stream norm).
+    """Sums of squares at one norm, by modality of the token and by head (a norm of the residual stream has one head).
 
     Attributes:
-        plain_MH: Sums for the normalized input of the parent's norm, before its gain; without a norm, for the input.
-            The mean is subtracted if the fork's norm is a LayerNorm.
-        out_MH: Sums for the parent's output.
+        plain_MH: Sums for the input normalized by the parent's norm, before its gain, or for the input itself if the
+            parent has no norm here. The mean is subtracted if the fork's norm is a LayerNorm.
+        out_MH: Sums for the output of the parent's norm.
         other_MH: Sums for the same input normalized by the fork's norm, before its gain.
         count_M: Number of values in each sum.
     """
@@ -66,11 +66,11 @@ def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
 def sizes_at_norms(
     old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
 ) -> dict[str, Sizes]:
-    """Measure the sizes at every norm of the parent or the fork, by name of the norm, without padding.
+    """Return the `Sizes` at every norm of the parent or the fork by name of the norm, without padding.
 
     Args:
-        old: The parent; its forward pass runs.
-        new: The fork; its norms are applied to the same inputs.
+        old: The parent, which runs a forward pass.
+        new: The fork, whose norms are applied to the inputs of the parent's norms.
         batch: The probe batch.
     """
     fork_modules, sizes, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
@@ -121,7 +121,7 @@ def sizes_at_norms(
 
 @dataclass(frozen=True)
 class Change:
-    """The distance between the functions of a fork and its parent, in fp32 and without dropout.
+    """The difference between the outputs of a fork and its parent, in fp32 and without dropout.
 
     Attributes:
         logits: RMS of the difference of the output logits, divided by the RMS of the parent's logits.
@@ -134,7 +134,7 @@ class Change:
 
 @torch.no_grad()
 def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Change:
-    """Compare both models on the same tokens; the logits exclude padding."""
+    """Compare the outputs of both models on the same tokens; logits at padding are excluded."""
     names = old.config.modalities
     difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
     sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
@@ -157,7 +157,7 @@ def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer,
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, without dropout, inside the `with` block."""
+    """Put the models in evaluation mode, without dropout, inside the `with` block."""
     was = [model.training for model in models]
     for model in models:
         model.eval()

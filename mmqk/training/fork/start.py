@@ -1,4 +1,4 @@
-"""Start a fork: convert the parent's checkpoint to the fork's configuration and write it to the fork's folder."""
+"""Starts a fork: converts the parent's checkpoint to the fork's configuration and writes it to the fork's folder."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ NOT_CHANGES = ("checkpoint.", "threads", "logging", "activation_checkpointing", 
 
 
 def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
-    """Write the first checkpoint of a fork and ``fork.json``; return a sentence about it.
+    """Write the first checkpoint of a fork and ``fork.json``; return a sentence that describes the fork.
 
     Args:
         run: The configuration, with its `fork`.
         folder: The run folder.
-        probe: Held-out sequences for measuring gains and comparing the two functions.
+        probe: Held-out sequences on which the gains are measured and the two models are compared.
 
     Raises:
-        UserError: the parent's checkpoint is missing, damaged, or has another step than the configuration names.
+        UserError: the parent's checkpoint is missing, damaged, or not of the run and step in the configuration.
     """
     fork = run.fork
     assert fork is not None and fork.checkpoint is not None
@@ -107,14 +107,14 @@ def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]
         f
         for f in differing
         if not f.startswith(NOT_CHANGES)
-        # If one mapping is empty and the other is not, list the entries.
+        # If a mapping is empty in only one configuration, list the entries of the other.
         and not any(other.startswith(f"{f}.") for other in differing)
     ]
     return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in fields]
 
 
 def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
-    """Return the parent, the changed fields, and the distance between the two functions."""
+    """Return a sentence with the parent, the changed fields, and the change of the outputs."""
     fork = run.fork
     assert fork is not None
     parts = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
@@ -164,7 +164,7 @@ def _record(
 
 
 def _folder_of(given: str) -> str:
-    """Return the run folder of ``--fork``, as given."""
+    """Return the parent's run folder, as given to ``--fork``."""
     path = Path(given)
     return str(path.parent.parent) if path.suffix == ".ckpt" else given
 

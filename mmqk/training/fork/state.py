@@ -1,4 +1,4 @@
-"""The parent's training state converted for its fork: optimizer, schedule, position in the data, callbacks."""
+"""Converts the parent's training state for its fork: optimizer, schedule, position in the data, callbacks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 
-# If the change raises a loss by more than this (nats), the loss history starts again, because the rise is no
-# divergence.
+# If the change raises a loss by more than this (nats), the loss history starts again, because this rise does not
+# count as a divergence.
 JUMP_NATS = 0.1
 SAME_DATA = ("data.val_", "data.batch_size")
 
@@ -36,10 +36,10 @@ def optimizer_state(
 ) -> tuple[dict[str, Any], str]:
     """Return the parent's moments converted to the fork's settings, and a sentence about the conversion.
 
-    A matrix scaled by c has gradients, and so moments, scaled by 1 / c. When the fork sets
-    `optim.split_second_moment`, each modality starts with an equal part of the shared first moment and all of the
-    second, so that with zero gradients the next step is the parent's. When it unsets the field, first moments add
-    up, and so do second moments, as for uncorrelated gradients.
+    If a matrix is scaled by c, its gradients and first moments are scaled by 1 / c, and its second moments by
+    1 / c^2. If the fork sets `optim.split_second_moment`, each modality starts with an equal part of the shared first
+    moment and with the whole second moment. With zero gradients, the next step then equals the parent's. If the fork
+    unsets the field, the moments are summed over modalities; for second moments this assumes uncorrelated gradients.
 
     Args:
         saved: Optimizer state of the parent.
@@ -68,7 +68,7 @@ def optimizer_state(
             inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale).cpu()
             factors = {"exp_avg": inverse, "exp_avg_sq": inverse.square(), "momentum_buffer": inverse}
             for key, factor in factors.items():
-                if key in moments:  # Muon has a momentum_buffer alone
+                if key in moments:  # Muon has only a momentum_buffer
                     moments[key] = (moments[key].double() * factor).to(moments[key].dtype)
         if any(split) and (split != (True, True) or list(old_trained) != list(new_trained)):
             moments = _resplit(moments, old_trained if split[0] else None, new_trained if split[1] else None)
@@ -78,7 +78,7 @@ def optimizer_state(
         group["initial_lr"], group["lr"] = group["lr"], lr
     parts = ["carried over"]
     if carried.scale:
-        parts.append(f"rescaled for {len(carried.scale)} parameters that were folded into")
+        parts.append(f"rescaled for {len(carried.scale)} parameters into which gains were folded")
     if split == (False, True):
         parts.append("the shared moments split among the modalities")
     if split == (True, False):
@@ -110,7 +110,7 @@ def _resplit(
 
 
 def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
-    """Return the schedule at the parent's step, with the fork's peak."""
+    """Return the scheduler state at the parent's step, with the fork's peak learning rate."""
     return {
         **saved,
         "base_lrs": [config.lr] * groups,
@@ -127,7 +127,7 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 def loops_state(
     saved: Mapping[str, Any], step: int, old: tuple[int, int], new: tuple[int, int], skip: int
 ) -> dict[str, Any]:
-    """Return Lightning's counters and the position in the data.
+    """Return the state of Lightning's loops for the fork: step counters and the position in the data.
 
     Args:
         saved: ``loops`` of the parent.
@@ -144,7 +144,7 @@ def loops_state(
     ahead = read + skip * new_sequences - step * new_sequences
     fit["state_dict"]["combined_loader"] = [{"position": step * micro_batches, "ahead": ahead}]
     progress = fit["epoch_loop.batch_progress"]
-    progress["is_last_batch"] = False  # a finished parent has True
+    progress["is_last_batch"] = False  # True in the checkpoint of a finished parent
     for counts in (progress["total"], progress["current"]):
         for name in counts:
             counts[name] = step * micro_batches - (name == "completed")
@@ -152,13 +152,14 @@ def loops_state(
 
 
 def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
-    """Return the state of the parent's callbacks, as far as it applies to the fork.
+    """Return the parts of the parent's callback state that apply to the fork.
 
     The divergence rule keeps the parent's initial loss and best median, so that the same thresholds hold for a fork,
-    its parent and its siblings. It drops the best median and the last losses of a modality whose loss the change
-    raises by more than `JUMP_NATS`, and of all modalities if the data changes. Alarms compare a statistic with its
-    recent values: they start again if the model or the data changes, except for their record of the data. An open
-    window of the radial budget starts again if anything that affects the update changes.
+    its parent and its siblings. The rule drops the best median and the last losses of a modality whose loss the
+    change raises by more than `JUMP_NATS`, and of all modalities if the data changes. Alarms compare a statistic with
+    its recent values, so they start again if the model or the data changes or a loss rises by more than `JUMP_NATS`;
+    they keep the unigram losses. An open window of the radial budget starts again if anything that affects the update
+    changes.
     """
     states = copy.deepcopy(dict(saved))
     states.pop("Checkpoints", None)  # describes the parent's folder

@@ -55,13 +55,13 @@ def perturb(model: nn.Module, size: float, draw: int) -> None:
             weight.copy_(wide)
 
 
-# Folds a gain (H, K) without a parameter, of one modality or of all, into another parameter, and returns a
-# description.
+# A function for a gain (H, K), of one modality or of all (None), that has no parameter in the fork. It folds the gain
+# into another parameter and returns a description.
 FoldGain = Callable[[Tensor, int | None], str]
 
 
 def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
-    """Return each copy of a layer with its modality; the layer itself with None."""
+    """Return each copy of a layer with the index of its modality, or the layer itself with None."""
     return list(enumerate(module.copies)) if isinstance(module, ByModality) else [(None, module)]
 
 
@@ -69,7 +69,7 @@ class _Carrying(Matrices):
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
         super().__init__(old, new)
         self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
-        # Return the factor on q and k for another scale of the attention logits; 1 unless kind l2 changed the scale.
+        # Factor on q and k that corrects for another scale of the attention logits; 1 unless kind l2 changed it.
         cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
         ratio = self.before.attn_scale_value / self.config.attn_scale_value
         self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
@@ -91,11 +91,11 @@ class _Carrying(Matrices):
         return self.account()
 
     def _stream_norm(self, name: str, behind: list[str]) -> None:
-        """A norm of the residual stream before matrices."""
+        """Carry over a norm of the residual stream; ``behind`` are the matrices that read its output."""
         self._norm(name, lambda gain_HK, m: self.fold(behind, gain_HK.flatten(), "columns", m))
 
     def _branch(self, branch: str, matrix: str) -> None:
-        """The norm and the LayerScale after the last matrix of a sublayer."""
+        """Carry over the norm and the LayerScale after the last matrix of a sublayer."""
         norm, scale = f"{branch}_post_norm", f"{branch}_layer_scale"
         parent, fork = self.old[scale], self.new[scale]
         if isinstance(fork, LayerScale) and not isinstance(parent, LayerScale):
@@ -133,7 +133,7 @@ class _Carrying(Matrices):
         after_rope = self.before.qk_norm.place == "after_rope" and role != "v"
 
         def fold_gain(gain_HK: Tensor, m: int | None) -> str:
-            if isinstance(one_copy(self.new[name]), Norm):  # the norm would divide out the gain
+            if isinstance(one_copy(self.new[name]), Norm):  # the norm would cancel the gain
                 if role != "v":
                     return ""
                 shared = self.config.n_heads // self.config.kv_heads
@@ -147,7 +147,7 @@ class _Carrying(Matrices):
         self._norm(name, fold_gain, factor=1.0 if role == "v" else self.logit_factor)
 
     def _norm(self, name: str, fold_gain: FoldGain, factor: float = 1.0) -> None:
-        """Set the gain of a norm from the parent's gain and the sizes, or fold it with ``fold_gain``."""
+        """Set the gain of a norm from the parent's gain and the measured sizes, or fold it with ``fold_gain``."""
         parent, fork = self.old[name], self.new[name]
         first = one_copy(fork)
         cosine = isinstance(first, L2Norm) and not name.endswith("v_norm")
@@ -176,7 +176,7 @@ class _Carrying(Matrices):
         sizes = self.sizes[name]
         ratio_H = (sizes.mean("plain", m) / sizes.mean("other", m).clamp_min(1e-30)).sqrt()
         shape = (len(ratio_H), self._width(name))
-        if m is None and isinstance(parent, ByModality):  # one matrix for the gains of all modalities
+        if m is None and isinstance(parent, ByModality):  # one gain replaces those of all modalities
             gains = [_gain_of(copy, shape) for copy in parent.copies]
             return torch.stack(gains).mean(0) * ratio_H[:, None]
         return _gain_of(parent_copy, shape).to(ratio_H.device) * ratio_H[:, None]
@@ -187,7 +187,7 @@ class _Carrying(Matrices):
     def _start_gain(
         self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module
     ) -> None:
-        """Return the gain in the shape of the norm. Heads that share a gain are weighted by their sums of squares."""
+        """Set the gain of a norm. If heads share one gain, average theirs with the measured sizes as weights."""
         assert copy.weight is not None
         shape = copy.weight.shape
         if shape.numel() == gain_HK.numel():
@@ -204,7 +204,7 @@ class _Carrying(Matrices):
             self.done.added.pop(f"{prefix}.weight")
 
     def _start_scale(self, prefix: str, copy: L2Norm, m: int | None) -> None:
-        """Set the learned scale of cosine attention to the logit of queries and keys with the measured lengths."""
+        """Set the learned scale of cosine attention from the measured lengths of queries and keys."""
         assert copy.weight is not None
         c, k_norm = self.config, prefix.split(".q_norm")[0] + ".k_norm"
         q_norm = k_norm.replace("k_norm", "q_norm")

@@ -1,1 +1,1 @@
-"""metrics.jsonl and TensorBoard."""
+"""Loggers: metrics.jsonl, TensorBoard, CSV, W&B and MLflow."""

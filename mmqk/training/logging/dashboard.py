@@ -1,4 +1,4 @@
-"""The charts of a run in TensorBoard: few tags, all modalities in one chart."""
+"""Defines the TensorBoard charts of a run: few tags, with all modalities in one chart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from mmqk.store import parsed_tag
 
-# Each is NaN if one value is NaN. Python's max and min would depend on the order.
+# NumPy returns NaN if any value is NaN. The result of Python's max and min would depend on the order of the values.
 REDUCERS: dict[str, Callable[[list[float]], Any]] = {"max": np.max, "min": np.min, "median": np.median}
 
 
@@ -17,7 +17,7 @@ class Chart(NamedTuple):
     """One chart of a page: a statistic of all modalities, or of pairs of them.
 
     Attributes:
-        title: Title, with the meaning of a rise where needed.
+        title: Title of the chart.
         statistics: Names of the statistics.
         reducer: Reduction over layers; None for a statistic without layers.
     """
@@ -79,7 +79,7 @@ _WHOLE = {name for chart in _CHARTS if chart.reducer is None for name in chart.s
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the tags of the charts: statistics by layer are reduced over layers, as in ``q_norm/image/max``.
 
-    At most 60 tags for two modalities; metrics.jsonl has all values.
+    For two modalities these are at most 60 tags; metrics.jsonl has all values.
     """
     kept: dict[str, float] = {}
     layers: dict[str, list[float]] = {}
@@ -115,8 +115,8 @@ def run_of(name: str, modalities: tuple[str, ...]) -> tuple[str, str]:
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
-    """Return the layout of the custom-scalars page: one chart per statistic with all modalities, by the tags of
-    `run_of`."""
+    """Return the layout of the custom-scalars page: one chart per statistic with all modalities, with
+    the tags of `run_of`."""
     keys = "|".join(modalities)
 
     def pattern(chart: Chart) -> str:

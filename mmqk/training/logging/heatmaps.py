@@ -1,4 +1,4 @@
-"""Images for TensorBoard: a statistic by layer and step, and attention between modalities by layer."""
+"""Draws images for TensorBoard: a statistic by layer and step, and attention between modalities by layer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mmqk.store import parsed_tag
 
-# Statistics drawn by layer and step: whether the scale is logarithmic. Pairs: the maximum over key modalities.
+# Statistics drawn by layer and step, and whether their scale is logarithmic. A statistic of pairs of modalities is
+# drawn as its maximum over key modalities.
 HEAT_MAPS = {"attn_logit_absmax": True, "attn_entropy": False, "q_norm": True, "k_norm": True}
 MASS = "attn_mass"
-# More probes than this are thinned out evenly.
+# Maximum number of probes in an image; with more, every second probe is dropped.
 COLUMNS = 200
 
 _WIDTH, _ROW, _LEFT, _TOP, _BOTTOM, _RIGHT = 640, 18, 64, 26, 22, 96
-# Dark blue over green to yellow, even in lightness (viridis at five places).
+# Dark blue through green to yellow with evenly rising lightness (five colors of viridis).
 _COLORS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=float)
 _GRAY, _INK = (200, 200, 200), (40, 40, 40)
 
 
 class History:
-    """The values of each probe that the images show, with its step."""
+    """Stores the step of each probe and the values that the images show."""
 
     def __init__(self) -> None:
         self.probes: list[tuple[int, dict[str, float]]] = []
@@ -34,7 +35,7 @@ class History:
         self._every = 1
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Keep the values that are drawn; return whether there were any."""
+        """Store the values that the images show; return whether there were any."""
         wanted = {
             name: value
             for name, value in metrics.items()
@@ -55,8 +56,7 @@ class History:
         return True
 
     def heat_map(self, statistic: str, modality: str) -> NDArray[np.float64]:
-        """Return the table (layers, probes). A value is NaN if a probe has no value, zero layers if no probe has
-        one."""
+        """Return a table (layers, probes) with NaN for missing values. It has zero layers if no probe has a value."""
         cells: dict[tuple[int, int], float] = {}
         for column, (_, values) in enumerate(self.probes):
             for name, value in values.items():
@@ -76,8 +76,8 @@ class History:
         return [step for step, _ in self.probes]
 
     def mass(self, modalities: Sequence[str]) -> NDArray[np.float64]:
-        """Return the share of attention in the newest probe: (layers, query modalities, key modalities); NaN if
-        absent."""
+        """Return the shares of attention in the newest probe, (layers, query modalities, key modalities), with NaN
+        for missing values."""
         values = self.probes[-1][1] if self.probes else {}
         parsed = [(parsed_tag(name), value) for name, value in values.items()]
         masses = [(tag, value) for tag, value in parsed if tag.statistic == MASS and tag.pair is not None]
@@ -123,7 +123,7 @@ def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, 
 
 
 def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str) -> bytes:
-    """Return a PNG with a matrix per layer: queries down, keys across; each row has the shares of attention."""
+    """Return a PNG with a matrix per layer: queries down, keys across; each row shows the shares of attention."""
     cell, margin, label, per_row = 46, 18, 52, 6
     layers, n, _ = table.shape
     block = (label + n * cell + margin, margin + 16 + n * cell + margin)

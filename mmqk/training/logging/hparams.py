@@ -1,4 +1,4 @@
-"""A run as a row of TensorBoard's HParams page: configuration, outcome and last losses."""
+"""Writes a run as a row of TensorBoard's HParams page: configuration, outcome and last losses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIELDS = (
 
 
 def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
-    """Return the summaries of a finished run; none for an interrupted run.
+    """Return the summaries of a finished run, or an empty list for an interrupted run.
 
-    TensorBoard keeps the first row of a folder, so an interruption must not write one.
+    TensorBoard keeps the first row of a folder, so an interrupted run must not write one.
     """
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
     from torch.utils.tensorboard.summary import hparams
@@ -32,7 +32,7 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
         return []
     # The folder above seed<k> is the arm.
     arm = folder.resolve().parent.name if folder.name.startswith("seed") else folder.resolve().name
-    # The page sorts by name and shows the first few.
+    # The page sorts the columns by name and shows the first few.
     row: dict[str, Any] = {
         "arm": arm.rpartition("-")[0] or arm,
         "as ended": status.status,
@@ -48,11 +48,11 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
     experiment, start, end = hparams(row, dict.fromkeys([*last, *logits], 0.0))
     plugin = experiment.value[0].metadata.plugin_data
     content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
-    for metric in content.experiment.metric_infos:  # the group is the folder below that of the row
+    for metric in content.experiment.metric_infos:  # the group of a metric is a folder below the run folder
         metric.display_name = metric.name.tag
         metric.name.group, metric.name.tag = run_of(metric.name.tag, tuple(modalities))
     plugin.content = content.SerializeToString()
-    if status.status != "completed":  # torch always writes a success
+    if status.status != "completed":  # torch always writes the status success
         plugin = end.value[0].metadata.plugin_data
         content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
         content.session_end_info.status = api_pb2.STATUS_FAILURE

@@ -1,4 +1,4 @@
-"""The values of metrics.jsonl in CSV, W&B and MLflow, through Lightning's loggers."""
+"""Sends the values of metrics.jsonl to CSV, W&B and MLflow, through Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 LOGGERS_NAME = "loggers.json"
 _SHAPE = {"*": {"id": str, "step": int}}
-_MOST_METRICS = 1000  # in one request to MLflow
-# Status of a run as MLflow's.
+_MOST_METRICS = 1000  # maximum per request to MLflow
+# MLflow's status for each status of a run.
 _MLFLOW_STATUS = {"completed": "FINISHED", "interrupted": "KILLED"}
 
 
@@ -41,12 +41,13 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
     """Return the loggers of ``run.logging`` other than TensorBoard, in the first process of a run.
 
     ``loggers.json`` stores the ids of the W&B run and the MLflow run, so that a resume continues them, and the last
-    step that they may have. A resume repeats the steps after its checkpoint, and these are not logged twice. MLflow
-    can report its last step. W&B in offline mode cannot, so after a kill it lacks the steps that were not written.
+    step that these runs may have received. A resume repeats the steps after its checkpoint, and these are not
+    logged twice. MLflow can report its last step. W&B in offline mode cannot, so after a kill the W&B run
+    lacks the steps that were not written.
 
     Args:
         run: The resolved configuration.
-        logged: `last_logged`.
+        logged: The result of `last_logged`.
 
     Raises:
         UserError: a logger cannot start.
@@ -71,14 +72,14 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
 class Integration(RunLogger):
     """Passes the values of each step, in one call and under the names of metrics.jsonl, to a logger of Lightning.
 
-    An error of W&B or MLflow during the run, such as a lost connection, is printed, and no further value is passed:
-    the run continues, and metrics.jsonl has all values.
+    If W&B or MLflow raises an error during the run, such as a lost connection, the error is printed and the logger
+    gets no further values. The run continues, and metrics.jsonl has all values.
 
     Args:
         folder: The run folder.
         name: csv, wandb or mlflow.
         logger: Lightning's logger.
-        step: Last step that the logger has; it gets the later ones in metrics.jsonl first.
+        step: Last step that the logger has received. Later steps in metrics.jsonl are logged first.
     """
 
     def __init__(self, folder: Path, name: str, logger: Any, step: int):
@@ -113,7 +114,7 @@ class Integration(RunLogger):
             except Exception as error:
                 self._failed = True
                 print(
-                    f"{self._kind} gets no further values ({_reason(error)}); {METRICS_NAME} has all.",
+                    f"{self._kind} gets no further values ({_reason(error)}); {METRICS_NAME} has all values.",
                     file=sys.stderr,
                 )
 
@@ -150,7 +151,7 @@ class _Steps:
 def _csv(run: RunConfig, run_id: str | None) -> tuple[Logger, None, None]:
     from lightning.pytorch.loggers import CSVLogger
 
-    # Lightning removes the file of an earlier process; `Integration` writes its steps again.
+    # Lightning removes the file of an earlier process; `Integration` writes the steps of that file again.
     return CSVLogger(run.out, name="", version="csv"), None, None
 
 
@@ -164,24 +165,24 @@ def _wandb(run: RunConfig, run_id: str | None) -> tuple[Logger, str, None]:
         dir=run.out,
         id=run_id,
         resume="allow",
-        reinit="create_new",  # a run that the caller has begun stays as it is
+        reinit="create_new",  # leave a run that the caller has begun unchanged
         config=run.nested(),
         settings=wandb.Settings(silent=run.quiet),
     )
-    experiment.define_metric("trainer/global_step")  # Lightning logs it with every step
+    experiment.define_metric("trainer/global_step")  # Lightning logs this metric with every step
     experiment.define_metric("*", step_metric="trainer/global_step")
     return WandbLogger(experiment=experiment), experiment.id, None
 
 
 def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None]:
-    import mlflow  # noqa: F401 (it sets the levels)
+    import mlflow  # noqa: F401 (the import sets log levels)
     from lightning.pytorch.loggers import MLFlowLogger
 
     for name in (
         "alembic",
         "mlflow",
         "lightning.pytorch.loggers.mlflow",
-    ):  # they print the set-up of a database
+    ):  # they print how a database is set up
         logging.getLogger(name).setLevel(logging.ERROR)
 
     given = os.environ.get("MLFLOW_TRACKING_URI")
@@ -198,12 +199,12 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
         logger.experiment.update_run(run_id, status="RUNNING")
         last = max((metric.step for metric in logger.experiment.get_metric_history(run_id, "loss")), default=None)
     assert logger.run_id is not None
-    if given is None:  # Lightning sets it, and another run of this process would use it
+    if given is None:  # Lightning sets it, but another run in this process must not use it
         os.environ.pop("MLFLOW_TRACKING_URI", None)
     return logger, logger.run_id, last
 
 
-# Each gives Lightning's logger, the id of its run, and the last step that it has, None if unknown.
+# Each function returns Lightning's logger, the id of its run, and its last step (None if unknown).
 _OPEN: dict[str, Callable[[RunConfig, str | None], tuple[Logger, str | None, int | None]]] = {
     "csv": _csv,
     "wandb": _wandb,
@@ -217,7 +218,7 @@ _ADVICE = {
 
 
 def _title(run: RunConfig) -> str:
-    """Return the run folder with the folder above: arm and seed in an ablation."""
+    """Return the last two parts of the run folder's path: arm and seed in a grid."""
     return "/".join(run.out.resolve().parts[-2:])
 
 

@@ -1,4 +1,4 @@
-"""Loggers: metrics.jsonl with all values, and TensorBoard with a selection."""
+"""Loggers that write all values to metrics.jsonl, and a selection of them to TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmqk.training.logging.hparams import outcome
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Images are drawn after this many probes, each time the number has doubled, and at the end.
+# Images are drawn after this many probes, then whenever the number of probes has doubled, and at the end.
 FIRST_PICTURES = 4
 
 
@@ -54,7 +54,7 @@ class RunLogger(Logger):
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Log ``alarm/<name>``, the number of tags on which the alarm begins at its step; written at once."""
+        """Log ``alarm/<name>``, the number of tags on which the alarm begins at its step, and flush."""
         began = [(alarm.step, alarm.name) for alarm in alarms]
         self._alarms.update(began)
         for step, name in sorted(set(began), reverse=True):  # the current step comes first
@@ -62,7 +62,7 @@ class RunLogger(Logger):
         self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: run.json and config.yaml have the configuration."""
+        """Do nothing: run.json and config.yaml have the configuration."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -77,36 +77,37 @@ class RunLogger(Logger):
 
 
 class StoryLogger(TensorBoardLogger):
-    """TensorBoard with all modalities in one chart: extremes and medians over layers.
+    """Writes to TensorBoard: all modalities in one chart, as extremes and medians over layers.
 
-    Each modality is a run of TensorBoard in a folder below the run folder (`run_of`), and so has a color.
+    Each modality is a run of TensorBoard in a folder below the run folder (`run_of`), and so has its own color.
 
-    Besides the curves it writes heat maps by layer and step, attention between modalities by layer, alarms as text
-    and as a count, and after the end of the run a row of the HParams page with its outcome.
+    Besides curves it writes heat maps by layer and step, attention between modalities by layer, and alarms as text
+    and as a count. After the end of the run it writes the outcome as a row of the HParams page.
 
     Args:
         folder: The run folder; events are written into it and into a folder per modality.
         modalities: Names of the vocabulary blocks, in order.
         layers: Whether to write all tags, including those by layer and head.
-        resumed_at: Step of a resume; TensorBoard discards later events of earlier processes, without it all of them.
+        resumed_at: Step of a resume. TensorBoard discards the events of earlier processes after this step, or all of
+            them if it is None.
     """
 
     def __init__(
         self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
     ):
         _silence_writer_thread()
-        purge = 0 if resumed_at is None else resumed_at + 1  # a run killed before its first checkpoint starts again
+        purge = 0 if resumed_at is None else resumed_at + 1  # without a checkpoint, the run starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
         self._modalities, self._layers, self._begun = modalities, layers, False
         self._purge_step = purge
-        self._writers: dict[str, SummaryWriter] = {}  # of the modalities
+        self._writers: dict[str, SummaryWriter] = {}  # by modality
         self._history = History()
         self._drawn = self._step = self._alarms = 0
 
     @property
     def experiment(self) -> Any:
-        """TensorBoard's writer; creating it opens its file."""
+        """TensorBoard's writer. The first access opens the event file."""
         with naming(self._folder / "events.out.tfevents"):
             return super().experiment
 
@@ -141,7 +142,7 @@ class StoryLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         if self._begun:
             self._scalars({"alarms": self._alarms}, self._step)
-        elif self._resumed_at is not None and status == "success":  # a kill came after the last checkpoint
+        elif self._resumed_at is not None and status == "success":  # killed after the last checkpoint
             self._begin(self._resumed_at)
             self._drawn = 0
         if self._begun:
@@ -161,7 +162,7 @@ class StoryLogger(TensorBoardLogger):
         self._begun = True
         self.experiment.add_custom_scalars(custom_scalars(self._modalities))
         if self._resumed_at is not None:
-            for modality in self._modalities:  # a new file makes TensorBoard discard the later events of older ones
+            for modality in self._modalities:  # a new file makes TensorBoard discard later events in older files
                 if (self._folder / modality).is_dir():
                     self._writer(modality)
             for line in read_metrics(self._folder / "metrics.jsonl"):
@@ -221,7 +222,7 @@ class StoryLogger(TensorBoardLogger):
 
 
 def _silence_writer_thread() -> None:
-    """Do not print the traceback of TensorBoard's writer thread: it raises a disk error again at the next write."""
+    """Do not print a disk error of TensorBoard's writer thread, because the next write raises the error again."""
     from tensorboard.summary.writer import event_file_writer
 
     class Worker(event_file_writer._AsyncWriterThread):

@@ -23,7 +23,7 @@ from mmqk.training.loop.signals import Interrupted
 from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
 from mmqk.training.step.module import TrainingModule
 
-# Most lines on the terminal for one alarm on one statistic of one modality; alarms.jsonl has all alarms.
+# Maximum number of printed lines per alarm, statistic and modality, if not 1; alarms.jsonl has all alarms.
 MOST_LINES = {"spike": 5, "spike_median": 5}
 
 
@@ -58,7 +58,7 @@ class _Tap(Logger):
         pass
 
     def drain(self) -> list[tuple[int, dict[str, float]]]:
-        """Return the values logged since the last call, by rising step."""
+        """Return the values logged since the last call, in order of their steps."""
         logged, self._values = sorted(self._values.items()), {}
         return logged
 
@@ -66,14 +66,14 @@ class _Tap(Logger):
 class Alarms(L.Callback):
     """Passes every logged value through `AlarmRules`: the losses of each flush, the statistics of each probe.
 
-    Place it after the callbacks that log and before `Checkpoints`. Its `tap` is one of the trainer's loggers. It
-    reads logged values only and never synchronizes with the host.
+    Place this callback after the callbacks that log and before `Checkpoints`, and add its `tap` to the trainer's
+    loggers. The callback reads only logged values, so checking them never synchronizes with the host.
 
     Args:
         folder: Folder of ``alarms.jsonl``.
         config: Actions of the alarms.
-        rules: Rules with the length of the run and its warm-up.
-        step_log: Flushed before a probe, so that the values of a step are logged together.
+        rules: The rules, created with the lengths of this run and its warm-up.
+        step_log: The step log, flushed before a probe, so that the values of a step are logged together.
         monitor: Runs the probes.
         checkpoints: Writes the checkpoints.
     """
@@ -116,7 +116,7 @@ class Alarms(L.Callback):
             return
         new = self.step_log.flushes(step, trainer.max_steps) or step <= self._probe_until
         if new or step == self._first_step:  # alarms of an interrupted step act at the first step after the resume
-            # Only the first rank has the probes, but all ranks must act.
+            # Only the first rank has the probes, but all ranks must act on their alarms.
             self._act(trainer, pl_module, trainer.strategy.broadcast(alarms))
         else:  # between flushes there are no new values, and a broadcast synchronizes with the device
             self._waiting = alarms
@@ -145,7 +145,7 @@ class Alarms(L.Callback):
         return alarms
 
     def _print(self, alarms: list[Alarm]) -> None:
-        """Print a line for each alarm, statistic and modality, for the first layer only."""
+        """Print the first alarms of each kind: at most `MOST_LINES` per alarm, statistic and modality."""
         for alarm in alarms:
             parsed = parse_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality or "")
@@ -165,7 +165,7 @@ class Alarms(L.Callback):
             return
         self.checkpoints.save(trainer, pl_module)
         if self.step_log.divergence is not None:
-            return  # the flush before the checkpoint raised the alarm
+            return  # the flush before the checkpoint found a divergence
         if trainer.is_global_zero:
             for name in keep:
                 self._keep(name, trainer.global_step)

@@ -1,6 +1,6 @@
-"""Settings of a process that make steps faster on a CPU; no number changes.
+"""Process settings that make steps faster on a CPU and do not change the results.
 
-The docstring of each function has a measurement: one thread of an Intel Xeon, torch 2.14.1, on a busy machine.
+The docstrings give measurements with one thread of an Intel Xeon and torch 2.14.1, on a busy machine.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 
 import torch
 
-# From glibc's malloc.h. By default glibc returns every large block to the kernel, which clears the pages again.
+# From glibc's malloc.h. By default glibc returns every large block to the kernel, which clears the pages
+# before they are used again.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 accepts at most the second
+_LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 accepts at most the second value
 _PAD = 2**27
 
 
@@ -27,42 +28,43 @@ def tune(device: torch.device) -> None:
 def keep_freed_memory() -> bool:
     """Let this process reuse the memory that it frees; return whether the C library supports it.
 
-    Only glibc supports it, for blocks below 1 GiB (32 MiB before 2.35); with macOS or musl nothing changes. The
-    process keeps its peak memory until it ends.
+    Only glibc supports this, for blocks below 1 GiB (32 MiB before 2.35). On macOS or with musl the call does
+    nothing. The process keeps its peak memory until it ends.
 
-    Measured: a step of configs/demo.yaml has 6 to 78 page faults with it and 1,923 to 3,582 without (four processes
-    each). ``python -m timeit "torch.ones(2**23)"``: 2.3 ms with it, 16.6 ms without. benchmarks/README.md compares
-    whole steps.
+    Measured: a step of configs/demo.yaml has 6 to 78 page faults with this setting and 1,923 to 3,582 without it
+    (four processes each). ``python -m timeit "torch.ones(2**23)"`` takes 2.3 ms with it and 16.6 ms without it.
+    benchmarks/README.md compares whole steps.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # TypeError: Windows has no library without a name
+    except (AttributeError, OSError, TypeError):  # TypeError: on Windows CDLL needs a name
         return False
     kept = any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST)
     return bool(kept and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, _PAD))
 
 
 def skip_nvml_check() -> None:
-    """Undo a setting of Lightning's import that makes every optimizer step search the disk for NVIDIA's library.
+    """Undo a setting of Lightning that makes every optimizer step search the disk for NVIDIA's library.
 
-    torch checks in each step whether there is a GPU; without the setting it asks the loaded CUDA runtime.
+    torch checks in each step whether there is a GPU. After this call torch uses the loaded CUDA runtime.
 
-    Measured: a step of fused AdamW over 40 matrices of 64 x 64 takes 0.30 to 0.31 ms with it and 0.45 to 0.47 ms
-    without (medians of 300 steps, twice).
+    Measured: a step of fused AdamW over 40 matrices of 64 x 64 takes 0.30 to 0.31 ms after this call and 0.45 to
+    0.47 ms before it (medians of 300 steps, measured twice).
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
 
 def keep_new_memory_as_it_is() -> None:
-    """Do not fill every new tensor under ``trainer.deterministic``, which detects reads of uninitialized memory.
+    """Do not fill new tensors under ``trainer.deterministic``. Filling them only reveals uninitialized reads.
 
-    Measured: ``python -m timeit "torch.empty(2**23)"`` takes 8 us with it and 9.9 ms without.
+    Measured: ``python -m timeit "torch.empty(2**23)"`` takes 8 us after this call and 9.9 ms before it.
     """
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def set_threads(threads: int) -> None:
-    """Use this number of CPU threads; 0 leaves torch's choice. Lightning changes it when it starts processes.
+    """Use this number of CPU threads, or torch's default if it is 0. Lightning changes the number when it starts
+    processes.
 
     Sums depend on the number of threads, so a resumed run needs the same number. On two cores, two runs with one
     thread each take 1.98 times as many steps per second as one run (benchmarks/README.md).

@@ -1,4 +1,4 @@
-"""The device of a run, its attention kernel, and whether its blocks are compiled."""
+"""Checks and describes the device of a run, its attention kernels and the compilation of its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the device, attention kernels and compilation of the run, for its record.
+    """Return the device, the attention kernels and the compilation of the run, which its record stores.
 
     Raises:
         UserError: the device or the installation cannot run this configuration.
@@ -83,7 +83,7 @@ def describe(settled: dict[str, Any]) -> str:
 def _try(
     run: RunConfig, device: torch.device, dtype: torch.dtype, window: int, separate: bool = False
 ) -> None:
-    """Run attention once in this shape: a kernel refuses a shape only when it is called."""
+    """Run attention once with the shapes of the run, because a kernel refuses a shape only when it is called."""
     import torch
 
     model, T = run.model, run.data.seq_len

@@ -1,4 +1,4 @@
-"""The status of a run in status.json, and an orderly end on Ctrl-C, SIGTERM and SIGUSR1."""
+"""Writes the status of a run to status.json, shows its progress, and ends it on Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmqk.training.step.module import TrainingModule
 class Lifecycle(L.Callback):
     """Writes status.json; at the first signal it writes a checkpoint and ends the run.
 
-    `Ending` receives the signals. It ends the process at once at a second signal, or if no step has ended since the
-    last checkpoint (for example while the first step compiles). If a program calls ``main``, mmqk handles no signal:
-    Ctrl-C raises Python's KeyboardInterrupt, and the run ends without a checkpoint.
+    `Ending` receives the signals. It ends the process at once after a second signal, or if no step has ended since
+    the last checkpoint (for example while the first step compiles). If a program calls ``main``, mmqk handles no
+    signal: Ctrl-C raises Python's KeyboardInterrupt, and the run ends without a checkpoint.
 
-    All ranks end after the same step, even if only one received the signal. They exchange signals at a flush, which
+    All ranks end after the same step, even if only one received the signal. Ranks exchange signals at a flush, which
     synchronizes with the device anyway.
 
-    Place it after `Checkpoints` in the list of callbacks.
+    Place this callback after `Checkpoints`.
 
     Args:
-        folder: None in the processes that do not write.
+        folder: The run folder; None in the processes that do not write to it.
         step_log: Decides when to flush.
         checkpoints: Writes the checkpoints.
     """

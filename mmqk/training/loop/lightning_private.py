@@ -1,4 +1,4 @@
-"""Private parts of Lightning that mmqk uses, as read in Lightning 2.6.6. No other file of mmqk uses one."""
+"""The only uses of Lightning's private API in mmqk, checked against the code of Lightning 2.6.6."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 
 def leave_signals_alone(trainer: L.Trainer) -> None:
-    """Install no signal handlers: Lightning's SIGTERM handler waits for the other processes.
+    """Keep Lightning from installing signal handlers: its SIGTERM handler waits for the other processes.
 
     `mmqk.training.loop.signals` handles the signals. Lightning has no public switch for its handlers.
     """
@@ -31,9 +31,10 @@ def start_process_group(strategy: ModelParallelStrategy) -> None:
 
 
 def raised_by_loading(error: BaseException) -> bool:
-    """Return whether Lightning raised the error while it loaded a checkpoint: a frame is in its checkpoint_connector.
+    """Return whether Lightning raised the error while it loaded a checkpoint.
 
-    Lightning lets the errors of `load_state_dict` and of its own loops through unchanged.
+    The traceback then has a frame in Lightning's checkpoint_connector. The type of the error does not show this,
+    because Lightning does not wrap the errors of `load_state_dict` and of its own loops.
     """
     frames = traceback.walk_tb(error.__traceback__)
     return any("checkpoint_connector" in frame.f_globals.get("__name__", "") for frame, _ in frames)

@@ -1,4 +1,4 @@
-"""A lower bound on the memory of a run from its shapes, checked before anything is allocated."""
+"""Computes a lower bound on the memory of a run from its shapes, and checks it before anything is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_memory(run: RunConfig, device: torch.device) -> None:
     The estimate is a lower bound, so a run that passes may still be too large.
 
     Raises:
-        UserError: one sentence with both sizes and the fields that decide them.
+        UserError: the run needs more memory; the message has both sizes and the fields to lower.
     """
     weights, batch = least_bytes(run)
     room = memory_of(device)
@@ -53,8 +53,8 @@ def least_bytes(run: RunConfig) -> tuple[int, int]:
     weight = 2 if run.trainer["precision"] == "bf16-true" else 4
     shards = run.processes if run.trainer["strategy"] == "fsdp" else 1
     tokens = _rows(run) * run.data.seq_len
-    # Attention's input, queries and output; the MLP's input and hidden layer. Activation checkpointing stores
-    # only the input of a block.
+    # A block stores attention's input, queries and output, and the MLP's input and hidden layer. With activation
+    # checkpointing it stores only its input.
     block = (
         model.d_model
         if run.activation_checkpointing
@@ -77,7 +77,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def memory_of(device: torch.device) -> int:
-    """Return the memory of a device in bytes; for a CPU the memory of the machine, or the limit of its container."""
+    """Return the memory of a device in bytes; for a CPU, the memory of the machine or the limit of its container."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -90,5 +90,5 @@ def memory_of(device: torch.device) -> int:
 
 
 def _rows(run: RunConfig) -> int:
-    """Sequences per micro-batch on one device."""
+    """Return the number of sequences per micro-batch on one device."""
     return run.data.batch_size // (run.trainer["accumulate_grad_batches"] * run.processes)

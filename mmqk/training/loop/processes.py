@@ -31,18 +31,18 @@ Message = tuple[str | None, Path | None, int | None]
 
 
 class Ranks:
-    """All processes of a run; only the first writes to its folder. A context manager.
+    """Context manager for the processes of a run; only the first process writes to the run folder.
 
-    Lightning (one command on one machine), srun or torchrun starts them. Every process prepares separately; in
-    `start` the first sends the checkpoint to all others. If the first process ends before `start`, because of an
-    error or because nothing is left to train, the others end too.
+    Lightning (one command on one machine), srun or torchrun starts them. Every process prepares the run
+    separately; in `start` the first process sends the path of the checkpoint to all others. If the first process ends
+    before `start`, because of an error or because the run is finished, the others end too.
 
     Args:
         run: The resolved configuration.
-        argv: Its command line, with which Lightning starts the other processes.
+        argv: The command line of the run, with which Lightning starts the other processes.
 
     Attributes:
-        trainer: Without callbacks and loggers, which are added later.
+        trainer: Lightning's Trainer; callbacks and loggers are added later.
 
     Raises:
         UserError: Lightning cannot train with these flags on this machine.
@@ -75,10 +75,10 @@ class Ranks:
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
         if isinstance(environment, SLURMEnvironment):
             environment.auto_requeue = False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
-        # Externally started processes may already wait for the first one; those of Lightning do not exist yet.
+        # Externally started processes may already wait for the first one. Lightning starts its processes later.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
-        # Before the first process has started the others, no process waits for it; those that it has started end with
-        # it.
+        # Until the first process has started the others, no process waits for it. The processes that it starts end
+        # when it ends.
         ENDING.prints = self.first
         ENDING.until(lambda: self._awaited or not self.first)
         skip_sigterm_broadcast(self.trainer)
@@ -95,7 +95,7 @@ class Ranks:
             resume_from: The checkpoint that the first process found.
 
         Raises:
-            UserError: in the first process, if only another process failed.
+            UserError: another process failed; raised in the first process only.
             Interrupted: one of the processes received a signal.
         """
         messages = self._exchange((None, resume_from, ENDING.signum))
@@ -117,7 +117,7 @@ class Ranks:
         if strategy.launcher is None:
             strategy.setup_environment()
         else:
-            # Start them before `fit`, which then does not start them again, because the exchange needs all processes.
+            # Start the processes now, because the exchange needs all of them. `fit` does not start them again.
             with _command(self.argv), ENDING.starting_ranks():
                 strategy.launcher.launch(lambda: None, trainer=self.trainer)
             strategy.setup_environment()
@@ -133,7 +133,7 @@ class Ranks:
             self._exchange(("" if error is None else str(error), None, None))
 
     def end(self) -> None:
-        """End the other processes after an error in the first; they may wait for it."""
+        """End the other processes after an error in the first process, because they may be waiting for it."""
         launcher: Any = self.trainer.strategy.launcher
         if self.several and launcher is not None:
             launcher.kill(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes from: its newest valid one."""
+"""Finds and checks the checkpoint that a run resumes from: the newest valid one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path | None:
-    """Return the newest valid checkpoint. Later lines of metrics.jsonl are dropped, because their steps run again.
+    """Return the newest valid checkpoint, and remove later lines of metrics.jsonl, because their steps run again.
 
-    Newer checkpoints that cannot be used are renamed, each with a line on stderr.
+    Newer checkpoints that cannot be used are renamed, and a line on stderr reports each of them.
 
     Args:
         run: The resolved configuration.
         folder: Its run folder.
-        first_step: First step of the run: 0, or the step of its fork.
+        first_step: First step of the run: 0, or the step at which a fork starts.
 
     Returns:
         None if the run has no checkpoint.
 
     Raises:
-        UserError: none of its checkpoints can be used; the folder is unchanged then.
+        UserError: the run has checkpoints, but none can be used. The folder is then unchanged.
     """
     for stray in strays_in(folder.checkpoints):
         print(f"{stray} is ignored: it is not named like a checkpoint of mmqk.", file=sys.stderr)
@@ -50,20 +50,20 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
         writer.truncate_after(step if step > first_step else step - 1)
         writer.close()
     if folder.state == "resume":
-        mixed = "; other code computed part of it" if "+" in folder.record["code"] else ""
+        mixed = "; another version of the code computed part of it" if "+" in folder.record["code"] else ""
         print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
     ranks = content.get("mmqk_ranks", ONE)
     if found is not None and ranks != run.ranks:
         print(
-            f"step {step} was reached by {_described(ranks)} and the run continues with {_described(run.ranks)}: its"
-            " numbers agree up to rounding, not bit for bit, and dropout masks differ.",
+            f"step {step} was reached by {_described(ranks)} and the run continues with {_described(run.ranks)}:"
+            " later numbers agree with those of an unchanged run up to rounding, and dropout masks differ.",
             file=sys.stderr,
         )
     return found
 
 
 def _examine(folder: RunFolder, first_step: int, step: int, content: dict[str, Any]) -> None:
-    """Print which metrics and alarms are missing up to the checkpoint, and mark the run."""
+    """Print which metrics and alarms are missing up to the checkpoint, and mark the run in status.json."""
     recorded = content["callbacks"].get("Checkpoints") or {}
     try:
         lost = examine(folder.path, first_step, step, recorded.get("written"))
@@ -110,7 +110,7 @@ def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Pa
 
 @contextlib.contextmanager
 def restoring(checkpoint: Path | None) -> Iterator[None]:
-    """Turn an error of Lightning while it loads a checkpoint into a UserError; other errors pass.
+    """Turn an error of Lightning while it loads a checkpoint into a UserError; do not change other errors.
 
     Raises:
         UserError: a part of the checkpoint is malformed.
@@ -127,9 +127,9 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
 
 
 def check_restored(checkpoint: Path, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Check the step of a resumed run, and that its moments have the shapes of its parameters.
+    """Check that a resumed run is at the step of its checkpoint, and that moments have their parameters' shapes.
 
-    Moments may have an additional first axis, the modalities.
+    Moments may have an additional first axis for the modalities.
 
     Args:
         checkpoint: A file of `checkpoints_in`.

@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 in the process of a run, from its first line on. Standard library only.
+"""Handles Ctrl-C, SIGTERM and SIGUSR1 in the process of a run, from its start. Uses the standard library only.
 
 A thread receives the signals, because the main thread may be inside a long call (a compilation, a collective) that
-runs no Python. If nothing has to be saved, the process writes its status and one sentence and ends at once;
+runs no Python code. If nothing has to be saved, the process writes its status, prints a sentence and ends;
 otherwise the training loop checks `Ending.signum` after each step.
 """
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(BaseException):
-    """A signal ends the run; everything has been saved."""
+    """Raised to end the run after a signal, when everything has been saved."""
 
     def __init__(self, signum: int):
         super().__init__(f"{signal.Signals(signum).name} received")
@@ -36,12 +36,12 @@ class Interrupted(BaseException):
 
 
 class Ending:
-    """Ends this process at a signal. A second signal ends it at once, without saving.
+    """Ends this process after a signal. A second signal ends the process at once, without saving.
 
     Attributes:
         installed: Whether the handler is installed; False if a program calls `mmqk.train.main`.
-        signum: The first signal; None before it.
-        folder: The run folder for the status; None if this process does not write.
+        signum: Number of the first signal received, or None.
+        folder: The run folder with status.json; None if this process does not write to it.
         step: Function that returns the step from which a resume continues.
         prints: Whether this process prints that it was interrupted.
     """
@@ -53,7 +53,7 @@ class Ending:
         self._over = False
         self.step: Callable[[], int] = lambda: 0
         self.prints = True
-        # One of several processes must not exit before all have connected.
+        # If the run has several processes, none may exit before all are connected.
         self._to_save: Callable[[], bool] = _among_others
         self._parent: int | None = None
         self._lock = threading.RLock()
@@ -73,8 +73,8 @@ class Ending:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def until(self, to_save: Callable[[], bool]) -> None:
-        """After this call a signal ends the process at once unless ``to_save()`` is true; an earlier signal does the
-        same."""
+        """Let a signal end the process at once unless ``to_save()`` is true. This also applies to a signal that was
+        received before this call."""
         with self._lock:
             self._to_save = to_save
             if self.signum is not None and not to_save():
@@ -82,7 +82,7 @@ class Ending:
 
     @contextlib.contextmanager
     def of(self, folder: RunFolder) -> Iterator[None]:
-        """Inside the `with` block, record a signal in the status of ``folder``. After the block the process ends
+        """Record a signal in the status of ``folder`` inside the `with` block. After the block the process ends
         anyway."""
         self.folder, self.step = folder, lambda: folder.status().step
         try:
@@ -92,7 +92,8 @@ class Ending:
 
     @contextlib.contextmanager
     def starting_ranks(self) -> Iterator[None]:
-        """Processes started in the block end with this one, and receive no signal before they call `install`."""
+        """End the processes that are started in the block when this one ends, and block signals until they call
+        `install`."""
         os.environ[PARENT] = str(os.getpid())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self.installed else ())
         try:
@@ -135,7 +136,7 @@ class Ending:
         os._exit(128 + signum)
 
     def _follow(self, parent: str | None) -> None:
-        """End with the process that started this one."""
+        """End this process when the process that started it ends."""
         if parent is None:
             return
         self._parent = int(parent)
@@ -144,11 +145,11 @@ class Ending:
 
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != self._parent:  # it ended before prctl
+        if os.getppid() != self._parent:  # the parent ended before prctl
             os._exit(128 + signal.SIGKILL)
 
     def _forked(self) -> None:
-        """Reset the signals of a loader worker: its parent handles Ctrl-C, and SIGTERM ends the worker."""
+        """Reset the signal handlers in a loader worker: its parent handles Ctrl-C, and SIGTERM ends the worker."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.installed = False

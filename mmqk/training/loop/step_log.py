@@ -1,4 +1,4 @@
-"""The values of every step, flushed in blocks and checked for divergence; validation; checkpoints."""
+"""Callbacks that log the values of every step, check them for divergence, validate, and write checkpoints."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FLUSH_EVERY = 10  # steps
 
 
 class StepLog(L.Callback):
-    """Writes loss, losses and log Z by modality, gradient norm and learning rate of every step.
+    """Logs for every step the total loss, loss and log Z by modality, the gradient norm and the learning rate.
 
-    Records stay on the device until a flush, which is one transfer. The flush checks each step for non-finite
+    Records stay on the device until a flush transfers all of them at once. The flush checks each step for non-finite
     numbers and divergence (`DivergenceRule`), and stops a diverged run.
 
     Args:
@@ -38,7 +38,7 @@ class StepLog(L.Callback):
         first_step: First step of the run: 0, or the step of the checkpoint of a fork.
 
     Attributes:
-        divergence: (step, reason) after the run has diverged.
+        divergence: (step, reason) if the run has diverged, otherwise None.
         latest: Values of the latest flushed step, for the progress line.
     """
 
@@ -77,7 +77,7 @@ class StepLog(L.Callback):
         assert isinstance(pl_module, TrainingModule)
         record = pl_module.step_record
         if record is None:
-            return  # in the middle of an accumulated step
+            return  # more micro-batches of this optimizer step follow
         pl_module.step_record = None
         self._records.append(record)
         if self.flushes(record.step, trainer.max_steps):
@@ -90,7 +90,7 @@ class StepLog(L.Callback):
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
         """Log the collected records; stop the trainer if the run has diverged.
 
-        With ``alone`` other ranks may not make this call, so it uses no collective.
+        If ``alone`` is true, the other ranks may not make this call, so it uses no collective.
         """
         if not self._records:
             return
@@ -114,7 +114,7 @@ class StepLog(L.Callback):
 
     def _diverged(self, step: int, pl_module: TrainingModule, alone: bool) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
-            # The bad site may be in another rank's batch, and a sharded model needs every rank.
+            # The first non-finite tensor may come from another rank's batch, and a sharded model needs every rank.
             together = not alone or pl_module.trainer.world_size == 1
             site = first_of_ranks(self._where(step, pl_module)) if together else None
             return f"the gradient norm became {self.latest['grad_norm']}{f': {site}' if site else ''}"
@@ -124,7 +124,7 @@ class StepLog(L.Callback):
         return self.rule.update(step, losses)
 
     def _where(self, step: int, pl_module: TrainingModule) -> str | None:
-        """Return the first bad site of a step; None if the forward pass cannot run again."""
+        """Return the first non-finite tensor of a step as text, or None if the forward pass cannot run again."""
         accumulate = pl_module.trainer.accumulate_grad_batches
         with contextlib.suppress(RuntimeError):  # out of memory: the reason must still be written
             return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
@@ -151,13 +151,13 @@ def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
 
 
 class Validation(L.Callback):
-    """Held-out losses every N optimizer steps, and at the end of a run.
+    """Logs the held-out losses every N optimizer steps and at the end of a run.
 
     Lightning's own loop would skip a validation that is due at the step of a resume.
 
     Args:
         batches: Creates the fixed validation batches.
-        every_n_steps: N; 0 for the end only.
+        every_n_steps: N; 0 to validate only at the end.
     """
 
     def __init__(self, batches: Callable[[], Iterator[TokenBatch]], every_n_steps: int):
@@ -197,7 +197,7 @@ class Checkpoints(L.Callback):
         self.saved, self._written = -1, Written(folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the amount of data written so far, and the data lost: a resume checks them against the files."""
+        """Return the lengths and hashes of the record files, which a resume checks, and a list of lost records."""
         lost = ""
         with contextlib.suppress(UserError):  # the resume reports a damaged file
             status = read_status(self.folder.parent)

@@ -1,4 +1,4 @@
-"""Head and loss for one chunk of tokens at a time, so that the logits of a whole batch never exist.
+"""Computes head and loss for one chunk of tokens at a time, so that the logits of a whole batch are never stored.
 
 Shapes are in the names: B batch, T tokens, N = B * T, C tokens of a chunk, D model width, V vocabulary,
 M modalities, G groups of targets whose gradients are kept: all targets, then optionally those of each modality.
@@ -33,25 +33,25 @@ def chunked_losses(
 ) -> LossSums:
     """Return `modality_losses` of these hidden states, with the logits of one chunk in memory at a time.
 
-    The forward pass computes each chunk's logits once and turns them into gradients: of the hidden states,
-    (B, T, D), and of the head, (V, D) in at least fp32. The weights and the z-loss must therefore be known, and only
-    `LossSums.objective`, which `total_loss` uses, has a gradient. The matrix products run in the autocast dtype,
-    the rest in at least fp32, as in the dense form.
+    The forward pass computes each chunk's logits once, and from them the gradients of the hidden states, (B, T, D),
+    and of the head, (V, D), in at least fp32. The weights and the z-loss must therefore be known, and only
+    `LossSums.objective`, which `total_loss` uses, has a gradient. Matrix products run in the autocast dtype, and all
+    other operations in at least fp32, as in `modality_losses`.
 
-    A target depends on the hidden state of its position only, so all modalities share one gradient of the hidden
-    states. The head needs one gradient per modality, (M, V, D), and M more products per chunk. `by_modality` adds
-    these; the gradient of the total stays the same, bit for bit.
+    The loss of a target depends only on the hidden state of its position, so all modalities share one gradient of the
+    hidden states. The head needs one gradient per modality, (M, V, D), and M more products per chunk. `by_modality`
+    adds these gradients of the head, and the gradient of the total loss stays bit-identical.
 
     Args:
         hidden_BTD: Input of the head.
         head_VD: Weight of the head, tied to the embedding or not.
-        targets_BT: Like the modalities and the mask, as of `modality_losses`.
+        targets_BT: Ids of the targets. This and the next two arguments are as in `modality_losses`.
         target_modality_BT: Modality number of each target.
         target_mask_BT: Whether a target is trained on.
         weights_M: Weight of each modality, (M,).
         z_loss: Coefficient of log(Z)^2.
-        chunk: C, at least 1; the result is the same up to rounding.
-        softcap: Logits become `softcap * tanh(logit / softcap)`; None leaves them.
+        chunk: C, at least 1. The result does not depend on it, up to rounding.
+        softcap: Logits become `softcap * tanh(logit / softcap)`; None applies no cap.
         by_modality: Whether `loss_parts` will be differentiated, besides `total_loss`.
         compiled: Whether to compile the operations on a chunk's logits into fewer passes.
     """
@@ -78,7 +78,7 @@ def chunked_losses(
 
 
 class _Chunks(torch.autograd.Function):
-    """(objective_G, ce_N, log_z_N); the first can be differentiated in the hidden states and the head."""
+    """Returns (objective_G, ce_N, log_z_N). Only the first has gradients, for the hidden states and the head."""
 
     @staticmethod
     def forward(
@@ -99,11 +99,11 @@ class _Chunks(torch.autograd.Function):
             narrow = torch.get_autocast_dtype(device)
         N, G = group_mask_NG.shape
         ce_N, log_z_N = weight_N.new_empty(N), weight_N.new_empty(N)
-        # `train` is an argument, because gradients are always disabled inside the forward of a Function.
+        # `train` is an argument, because gradients are always disabled inside the forward pass of a Function.
         d_hidden_ND = hidden_ND.new_empty(hidden_ND.shape if train else 0, dtype=narrow)
         d_head_GVD = head_VD.new_zeros((G, *head_VD.shape) if train else 0, dtype=wide)
         with torch.autocast(device, enabled=False):
-            cast_VD = head_VD.to(narrow)  # once: autocast would do it for every chunk
+            cast_VD = head_VD.to(narrow)  # cast once; autocast would cast for every chunk
             room_CV = hidden_ND.new_empty(min(chunk, N), len(head_VD), dtype=narrow)
             for start in range(0, N, chunk):
                 rows = slice(start, start + chunk)
@@ -158,7 +158,7 @@ def _terms(
         sum_C = (wide_CV - largest_C[:, None]).exp().sum(-1)
         p_CV = (wide_CV - largest_C[:, None]).exp() / sum_C[:, None]
         log_sum_C = sum_C.log()
-    else:  # the largest probability is 1 / sum, and softmax is one pass
+    else:  # softmax takes one pass, and its largest probability is 1 / sum
         p_CV = torch.softmax(wide_CV, dim=-1)
         log_sum_C = -p_CV.amax(-1).log()
     ce_C, log_z_C = (largest_C - target_C) + log_sum_C, largest_C + log_sum_C

@@ -1,4 +1,4 @@
-"""Cross-entropy and z-loss, added up by the modality of the target. All losses are in nats.
+"""Cross-entropy and z-loss, summed by the modality of the target. All losses are in nats.
 
 Shapes are in the names: B batch, T tokens, V vocabulary, M modalities.
 """
@@ -20,8 +20,8 @@ class Objective:
 
     Attributes:
         total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
-        parts_M: Each term of the sum; None unless `by_modality` was set.
-        weights_M: w, the same tensor object.
+        parts_M: The term of each modality in that sum; None unless `by_modality` was set.
+        weights_M: w, the tensor that was passed to `chunked_losses`.
         z_loss: Coefficient of log(Z)^2.
     """
 
@@ -35,14 +35,14 @@ class Objective:
 class LossSums:
     """Sums over the trained targets of one batch, by target modality; (M,) each, fp32 (fp64 for fp64 logits).
 
-    Sums add up over micro-batches and ranks, and an absent modality has a count of 0.
+    Sums can be added over micro-batches and ranks. An absent modality has a count of 0.
 
     Attributes:
         count: Trained targets.
         ce: Cross-entropy, nats.
         log_z: Log of the output softmax's normalizer, nats.
-        log_z_sq: Its square.
-        objective: With a chunked loss, the tensors that have the gradient; the sums have none then.
+        log_z_sq: Square of that logarithm.
+        objective: For a chunked loss, the tensors that have gradients; the sums then have none.
     """
 
     count: Tensor
@@ -61,10 +61,10 @@ def modality_losses(
     softcap: float | None = None,
     log_z_grad: bool = True,
 ) -> LossSums:
-    """Cross-entropy and log Z of every trained target, summed by the modality of the target.
+    """Return the cross-entropy and log Z of all trained targets, summed by the modality of the target.
 
     Args:
-        logits_BTV: Position t predicts `targets_BT[:, t]`: the caller has already shifted logits or targets.
+        logits_BTV: Logits. Position t predicts `targets_BT[:, t]`: the caller has already shifted logits or targets.
         targets_BT: int64 ids; those outside the mask are never read.
         target_modality_BT: Modality number of each target.
         target_mask_BT: Whether a target is trained on, True or False.
@@ -73,13 +73,13 @@ def modality_losses(
         log_z_grad: Whether log Z has a gradient. False makes a compiled backward pass cheaper when z_loss is 0.
 
     Returns:
-        Differentiable sums; nothing outside the mask affects them.
+        Differentiable sums. Positions outside the mask do not affect them.
     """
     wide_BTV = capped(logits_BTV, softcap)
     index_BT1 = targets_BT.where(target_mask_BT, 0)[..., None]
     if torch.compiler.is_compiling():
-        # This avoids gather, whose backward pass scatters into a second tensor of this size; inductor does not fuse
-        # that.
+        # This avoids gather, whose backward pass scatters into a second tensor of this size, which inductor does not
+        # fuse.
         largest_BT1 = wide_BTV.detach().amax(-1, keepdim=True)
         shifted_BTV = wide_BTV - largest_BT1
         log_sum_BT = shifted_BTV.exp().sum(-1).log()
@@ -98,7 +98,7 @@ def modality_losses(
 
 
 def selected_of(target_modality_BT: Tensor, target_mask_BT: Tensor, n_modalities: int) -> Tensor:
-    """Return whether a target is a trained target of this modality: (B, T, M)."""
+    """Return for each target and modality whether it is a trained target of that modality, (B, T, M)."""
     modality_M = torch.arange(n_modalities, device=target_modality_BT.device)
     return target_mask_BT[..., None] & (target_modality_BT[..., None] == modality_M)
 
@@ -124,7 +124,7 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
         sums: The result of `modality_losses` or `chunked_losses`.
         weights_M: Weight of each modality.
         z_loss: Coefficient of log(Z)^2.
-        normalizer: Usually the trained targets of the whole optimizer step, over micro-batches and ranks.
+        normalizer: Usually the number of trained targets in the optimizer step, over all micro-batches and ranks.
     """
     objective = _objective(sums, weights_M, z_loss)
     total = _weighted(sums, weights_M, z_loss).sum() if objective is None else objective.total
@@ -148,14 +148,14 @@ def _weighted(sums: LossSums, weights_M: Tensor, z_loss: float) -> Tensor:
 def _objective(sums: LossSums, weights_M: Tensor, z_loss: float) -> Objective | None:
     objective = sums.objective
     if objective is not None and (objective.weights_M is not weights_M or objective.z_loss != z_loss):
-        raise ValueError("The weights and z_loss differ from those of chunked_losses: pass the same.")
+        raise ValueError("The weights and z_loss differ from those of chunked_losses: pass the same ones.")
     return objective
 
 
 def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
     """Return the sums by target modality, (R, M), in fp32: count, cross-entropy and log Z.
 
-    If the probabilities of the tokens under the data source are known, a fourth row has the summed floor."""
+    If the floor of each target is known, a fourth row has the sum of the floors."""
     rows = [sums.count, sums.ce, sums.log_z]
     if batch.target_surprise_BT is not None:
         selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
@@ -167,7 +167,7 @@ def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
 def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
     """Return the mean loss, log Z and excess loss by modality, as tags; a modality without a target has no key.
 
-    The excess is the loss minus the floor of the same tokens.
+    The excess loss is the loss minus the floor of the same targets.
     """
     values: dict[str, float] = {}
     for name, count, ce, log_z, *floor in zip(names, *sums_RM, strict=True):

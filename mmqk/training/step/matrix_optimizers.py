@@ -1,4 +1,4 @@
-"""Optimizers for the matrices of the blocks other than AdamW, and update clipping."""
+"""Optimizers other than AdamW for the matrices of the blocks, and AdamW with update clipping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, optim
 
 
 class AdamVariant(optim.Optimizer):
-    """AdamW with update clipping or with fixed norms, each a field of a parameter group.
+    """AdamW with update clipping or with fixed norms, each set by a field of the parameter group.
 
     ```
     m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  u = mhat / (sqrt(vhat) + eps)
@@ -20,13 +20,13 @@ class AdamVariant(optim.Optimizer):
     otherwise     W <- W - lr decay W - lr u                                      AdamW
     ```
 
-    Under `fixed_norm` the Frobenius norm of W never changes, and lr is the length of a step relative to it.
+    Under `fixed_norm` the Frobenius norm of W never changes, and lr is the length of a step relative to that norm.
 
     Args:
         params: Groups of parameters with their `weight_decay`, `update_clip` and `fixed_norm`.
         lr: Learning rate.
         betas: Decay of the moments.
-        eps: Added to each root of a second moment.
+        eps: Added to each square root of a second moment.
     """
 
     def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -65,8 +65,8 @@ class AdamVariant(optim.Optimizer):
 class WithMuon(optim.Optimizer):
     """Muon for the matrices of the blocks and AdamW for all other parameters (Kimi K2, arXiv 2507.20534).
 
-    Muon is torch's, with updates of the RMS of AdamW's: `0.2 sqrt(max(A, B))` times the orthogonalized momentum of an
-    (A, B) matrix.
+    This uses `torch.optim.Muon` with updates that have the RMS of AdamW's updates: `0.2 sqrt(max(A, B))` times the
+    orthogonalized momentum of an (A, B) matrix.
 
     Args:
         matrices: Groups for Muon.
@@ -95,7 +95,7 @@ class WithMuon(optim.Optimizer):
         """Take one step of both optimizers. If ``found_inf`` is set and true, no parameter changes."""
         result = _call(closure)
         found_inf = getattr(self, "found_inf", None)
-        # A loaded state replaces groups and state of this optimizer; the two work on the same objects.
+        # `load_state_dict` replaces the groups and the state of this optimizer, so update both inner optimizers.
         n = len(self.adam.param_groups)
         self.adam.param_groups, self.muon.param_groups = self.param_groups[:n], self.param_groups[n:]
         self.adam.state = self.muon.state = self.state
@@ -124,5 +124,5 @@ def _call(closure: Callable[[], Any] | None) -> Any:
 
 
 def _unless(found_inf: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
-    """Return ``after``, or ``before`` if the flag is true; without a host synchronization."""
+    """Return ``after``, or ``before`` if the flag is true, without synchronizing with the host."""
     return after if found_inf is None else torch.where(found_inf.bool(), before, after)

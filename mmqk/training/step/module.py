@@ -1,4 +1,7 @@
-"""The LightningModule: the loss by modality, one training step, the optimizer. M modalities, R rows of sums."""
+"""The LightningModule: the loss by modality, one training step, and the optimizer.
+
+Shapes are in the names: M modalities, R rows of sums.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class TrainingModule(L.LightningModule):
     """Trains an EarlyFusionTransformer; every measurement is a function of the global batch.
 
     After each optimizer step ``step_record`` has the loss, the losses and log Z by modality and the gradient
-    norm as one device tensor. A callback reads and clears it; the module itself never synchronizes with the host.
+    norm as one device tensor. A callback reads and clears this record; the module never synchronizes with the host.
 
     An optimizer hook applies QK-Clip and the power step of σReparam after every update.
 
@@ -55,15 +58,16 @@ class TrainingModule(L.LightningModule):
     Args:
         model: The model; its `vocab_sizes` must be set.
         loss: Terms of the loss and their weights.
-        optim: AdamW and its schedule, whose length is the Trainer's `max_steps`.
+        optim: Optimizer and learning rate schedule. The Trainer's `max_steps` is the length of the run.
         seed: Seed of the initial weights and of dropout.
         backend: Attention backend, one of `BACKENDS`.
 
     Attributes:
         step_record: Record of the latest optimizer step; None after a callback has read it.
-        step_watch: Receives the tensors of every step; None for none.
-        stored: Entries of its checkpoints. `mmqk.checkpoint` compares the configuration of the model on loading. For
-            a run they also have its id and configuration, which a fork reads, and its processes (`RunConfig.ranks`).
+        step_watch: Receives the tensors of every step, or None.
+        stored: Entries that the module adds to its checkpoints: the configuration of the model, which
+            `mmqk.checkpoint` compares on loading. A run adds its id and configuration, which a fork reads, and its
+            processes (`RunConfig.ranks`).
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class TrainingModule(L.LightningModule):
     # One step, in the order of the calls ---------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
-        """Return the loss of one micro-batch; its sums are added to those of the step."""
+        """Return the loss of one micro-batch, and add its sums to those of the step."""
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
         attributing = self.step_watch is not None and self.step_watch.attributing
@@ -206,11 +210,11 @@ class TrainingModule(L.LightningModule):
             self._loss_parts_M = loss_parts(sums, *self.loss_weighting(batch))
         self._step_sums_RM = _plus(self._step_sums_RM, modality_sums(sums, batch))
         self._step_loss = _plus(self._step_loss, loss.detach())
-        # Lightning divides by the micro-batches and averages over ranks; the normalizer already includes both.
+        # Lightning divides by the number of micro-batches and averages over ranks; the normalizer includes both.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def _training_losses(self, batch: TokenBatch, by_modality: bool) -> LossSums:
-        """Return `losses`, with the attention logits recorded for QK-Clip and the log."""
+        """Return `losses`, and record the attention logits for `qk_clip` and `row_log`."""
         if self.row_log is None:
             sink = None if self.qk_clip is None else self.qk_clip.sink(batch)
             return self.losses(batch, sink, by_modality)
@@ -232,7 +236,7 @@ class TrainingModule(L.LightningModule):
             torch.cuda.manual_seed(seed)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run one backward pass of `loss`; with `SplitAdamW` one for each modality's part of the loss."""
+        """Run one backward pass of `loss`, or, for `SplitAdamW`, one for each modality's part of the loss."""
         parts_M, self._loss_parts_M = self._loss_parts_M, None
         optimizer = self.trainer.optimizers[0]
         if isinstance(optimizer, SplitAdamW):
@@ -258,8 +262,8 @@ class TrainingModule(L.LightningModule):
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
         with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}
-        # The arithmetic of torch.nn.utils.get_total_norm, which does not return the norms of the parameters.
-        # In at least fp32; the norm of shards takes no dtype.
+        # Compute as torch.nn.utils.get_total_norm does, which does not return the norms of single parameters. Cast to
+        # at least fp32 first, because the norm of shards accepts no dtype.
         gradients = [at_least_fp32(p.grad) for p in with_grad.values() if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
@@ -279,9 +283,9 @@ class TrainingModule(L.LightningModule):
         self._record_step(optimizer, grad_norm)
 
     def _stop_updates_if_not_finite(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Skip this update and all later ones if the norm is not finite, and this one if `skip_step` says so.
+        """Skip this and all later updates if the norm is not finite; skip this update if `skip_step` returns true.
 
-        `found_inf` is the flag that a gradient scaler gives a fused optimizer; it needs no host synchronization.
+        `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.
         """
         bad = ~torch.isfinite(grad_norm)
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
@@ -302,7 +306,7 @@ class TrainingModule(L.LightningModule):
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hook of the optimizer: apply the remedies that change weights after an update."""
+        """Apply the remedies that change weights after an update. This is a hook of the optimizer."""
         if self.step_watch is not None:
             self.step_watch.after_update(optimizer)
         if self.qk_clip is not None:
@@ -344,7 +348,7 @@ class TrainingModule(L.LightningModule):
             checkpoint["mmqk_guards"] = {name: dict(guard.named_buffers()) for name, guard in guards.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for name, guard in self._guards().items():  # a fork starts with an empty history
+        for name, guard in self._guards().items():  # a guard that is not in the checkpoint starts empty
             for buffer, value in checkpoint.get("mmqk_guards", {}).get(name, {}).items():
                 guard.get_buffer(buffer).copy_(value)
 
@@ -371,7 +375,7 @@ class TrainingModule(L.LightningModule):
     def modality_loss_parts(self, batch: TokenBatch, model: EarlyFusionTransformer | None = None) -> Tensor:
         """Return the loss of each modality's targets in ``batch``, (M,), in the run's precision.
 
-        ``model`` keeps its mode (training or evaluation), which decides about dropout; None is the trained model.
+        ``model`` keeps its mode (training or evaluation), which turns dropout on or off; None is the trained model.
         """
         with self.trainer.precision_plugin.train_step_context():
             # A sink makes the blocks run eagerly. Otherwise each half of a batch would compile another graph.
@@ -379,7 +383,9 @@ class TrainingModule(L.LightningModule):
             return loss_parts(sums, *self.loss_weighting(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
-        """Return `first_bad_site` of a step whose gradient was not finite, from its numbered micro-batches.
+        """Return `first_bad_site` of a step whose gradient was not finite.
+
+        ``batches`` are the micro-batches of that step with their numbers.
 
         The forward pass uses the weights and dropout masks of that step; only the masks of compiled blocks differ.
         """

@@ -1,4 +1,4 @@
-"""MSign: attention matrices are replaced by their orthogonal factors, so that no singular value dies."""
+"""MSign: replaces attention matrices by their orthogonal factors, so that no singular value approaches 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def orthogonalize(model: EarlyFusionTransformer) -> None:
 
 
 def orthogonal(weight: Tensor) -> Tensor:
-    """Return the orthogonal polar factor with the Frobenius norm of ``weight``; a matrix that is not finite stays."""
+    """Return the orthogonal polar factor at the Frobenius norm of ``weight``; return a non-finite matrix as it is."""
     wide = weight.float()
     if not wide.isfinite().all():
         return weight

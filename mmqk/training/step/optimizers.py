@@ -14,7 +14,7 @@ from mmqk.training.step.split_adam import SplitAdamW
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate of update ``step`` (from 0) of a run of ``max_steps`` divided by the peak."""
+    """Return the learning rate of update ``step`` (counted from 0) divided by the peak learning rate."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     end = config.schedule_steps or max_steps
@@ -27,7 +27,7 @@ def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
-    """Return the parameters with weight decay, chosen by their module, because gains may have two axes too.
+    """Return the parameters with weight decay, chosen by the type of their module: gains may have two axes too.
 
     Matrices are the weights of linear layers; a tied head counts as the embedding.
     """
@@ -42,7 +42,7 @@ def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
 
 
 def block_matrices(model: nn.Module) -> set[Tensor]:
-    """Return the weights of the linear layers that a transformer's blocks have: not embedding and head."""
+    """Return the weights of the linear layers in a transformer's blocks, without embedding and head."""
     blocks: nn.Module = getattr(model, "blocks", model)
     return {m.weight for m in blocks.modules() if isinstance(m, nn.Linear)}
 
@@ -56,7 +56,7 @@ def _only(groups: list[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> lis
 def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer of a run, with groups of parameters with and without weight decay."""
     parameters, decaying = [p for p in model.parameters() if p.requires_grad], decays(config, model)
-    # torch decays by lr_t * weight_decay; dividing by the peak leaves the schedule alone: s_t * weight_decay.
+    # torch decays by lr_t * weight_decay, with lr_t = peak * s_t. Dividing by the peak gives s_t * weight_decay.
     decay = config.weight_decay / (config.lr if config.decay_mode == "independent" else 1.0)
     both = [
         {"params": [p for p in parameters if p in decaying], "weight_decay": decay},

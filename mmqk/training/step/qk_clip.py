@@ -37,7 +37,7 @@ def largest_logits(
 
     Args:
         q_BHTK: Queries as they enter the dot product.
-        k_BHSK: Keys likewise; shared heads are repeated for every query head.
+        k_BHSK: Keys as they enter the dot product; shared key heads are repeated for every query head.
         scale: Factor on the dot products.
         valid_BT: False at padding; pairs with padding are excluded.
         document_BT: A query attends only to tokens with its document number; None is one document per row.
@@ -62,7 +62,7 @@ def largest_logits(
 
 
 def gamma_of(largest_H: Tensor, threshold: float) -> Tensor:
-    """Return `min(1, threshold / S_h)` (Kimi K2, arXiv 2507.20534).
+    """Return `min(1, threshold / S_h)`, with the largest logit S_h of head h (Kimi K2, arXiv 2507.20534).
 
     It is 1 where S_h is not finite: the run diverges anyway, and weights of 0 or NaN would hide the cause.
     """
@@ -71,13 +71,13 @@ def gamma_of(largest_H: Tensor, threshold: float) -> Tensor:
 
 
 class QKClip:
-    """Collects the largest logits of a step's forward passes, and clips the weights after its update.
+    """Collects the largest logits in the forward passes of a step, and clips the weights after the step's update.
 
-    It keeps no state between steps, so checkpoints need none.
+    It keeps no state between steps, so checkpoints store nothing for it.
 
     Args:
         model: The model to clip, in place.
-        threshold: tau, for the raw logits: after their scale, before cap and mask.
+        threshold: tau, for logits after scaling and before cap and mask.
     """
 
     def __init__(self, model: EarlyFusionTransformer, threshold: float) -> None:
@@ -85,13 +85,13 @@ class QKClip:
         self._largest: dict[int, Tensor] = {}
 
     def sink(self, batch: TokenBatch) -> Callable[[str, int, Tensor], None]:
-        """Return a sink for a forward over `batch`; the maximum runs over all micro-batches of the step."""
+        """Return a sink for a forward pass over `batch`; the maximum is over all micro-batches of the step."""
         queries: dict[int, Tensor] = {}
         scale, config = self.model.attn_scale_value, self.model.config
 
         def sink(site: str, layer: int, tensor: Tensor) -> None:
             if not torch.is_grad_enabled():
-                return  # a probe of `NormMonitor` repeats the forward
+                return  # ignore the forward pass of a `NormMonitor` probe
             if site == "q":
                 queries[layer] = tensor.detach()
             elif site == "k":
@@ -108,14 +108,14 @@ class QKClip:
         return sink
 
     def add(self, layer: int, largest_H: Tensor) -> None:
-        """Add the largest logits of one layer of a forward."""
+        """Add the largest logits of one layer in one forward pass."""
         before_H = self._largest.get(layer)
         self._largest[layer] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
 
     def measured(self) -> Tensor:
         """Return the largest logit of each layer, then the smallest gamma of each layer: (2L,), on the device.
 
-        The maximum runs over all ranks, so that all ranks scale by the same factor. This is a collective call.
+        The maximum is over all ranks, so that all ranks scale by the same factor. This is a collective call.
         """
         largest_LH = largest_of(
             torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])
@@ -134,7 +134,7 @@ class QKClip:
 
     @torch.no_grad()
     def clip(self, skip: Tensor | None = None) -> None:
-        """Scale the weights by the collected logits, then clear them; call it after the optimizer's update.
+        """Scale the weights by the collected logits, then clear the logits; call it after the optimizer's update.
 
         Args:
             skip: A device tensor; True leaves the weights unchanged.
@@ -151,8 +151,8 @@ class QKClip:
 def clip_heads(w_q: nn.Module, w_k: nn.Module, gamma_H: Tensor, kv_heads: int) -> None:
     """Scale W_q and W_k, with all copies by modality, so that the logits of head h shrink by gamma_h.
 
-    With one key head per query head, both sides are scaled by sqrt(gamma_h). With shared key heads W_k stays, and
-    the query head is scaled by gamma_h: shrinking shared keys would require longer queries in the heads that were
+    With one key head per query head, both sides are scaled by sqrt(gamma_h). With shared key heads W_k is unchanged,
+    and the query head is scaled by gamma_h: shrinking shared keys would require longer queries in the heads that were
     not clipped, in every step. No weight ever grows, and a factor of 1 changes no bit.
     """
     if kv_heads == len(gamma_H):

@@ -15,7 +15,7 @@ class StepRecord:
     """The measurements of one optimizer step, on the device.
 
     Attributes:
-        step: Number of updates including this one; the losses are those of the weights before the update.
+        step: Number of updates, including this one. The losses are those before the update.
         lr: Learning rate of the update.
         values: Loss; gradient norm before clipping; `RowLog.measured` and `QKClip.measured`, if on; `modality_sums`,
             flattened. `TrainingModule.named_values` reads them.
@@ -27,7 +27,7 @@ class StepRecord:
 
 
 class StepWatch(Protocol):
-    """Receives the tensors of an optimizer step, in this order; it changes nothing.
+    """Receives the tensors of an optimizer step, with calls in the order of its methods, and does not change them.
 
     Attributes:
         attributing: Whether `before_backward` needs the loss by modality in this step.
@@ -37,7 +37,7 @@ class StepWatch(Protocol):
     def attributing(self) -> bool: ...
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """Called for each micro-batch with the loss of each modality; the graph must be kept."""
+        """Called for each micro-batch with the loss of each modality; do not free the graph."""
 
     def before_update(
         self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
@@ -45,4 +45,4 @@ class StepWatch(Protocol):
         """Called after clipping with the clipping factor and, by parameter, the gradient norms before clipping."""
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before QK-Clip and the power step change the weights."""
+        """Called after the update and before QK-Clip and the power step change the weights."""

@@ -21,7 +21,7 @@ from mmqk.store import tag
 class RowLog:
     """Reduces the `RowStats` of a step's micro-batches by layer and modality of the query, without padding.
 
-    It uses only what the kernel has stored, and never synchronizes with the host.
+    It uses only statistics that the kernel has stored, and never synchronizes with the host.
 
     Args:
         modalities: Names of the modalities.
@@ -34,7 +34,7 @@ class RowLog:
 
     @torch.no_grad()
     def add(self, row_stats: Sequence[RowStats], batch: TokenBatch) -> Tensor:
-        """Add the statistics of a forward, one per layer; return the largest logit of each head, largest_LH."""
+        """Add the statistics of a forward pass, one per layer; return the largest logit of each head, largest_LH."""
         selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(self.modalities))
         max_LBHT, lse_LBHT = (torch.stack([getattr(r, name) for r in row_stats]) for name in RowStats._fields)
         max_MLH = torch.stack(
@@ -54,7 +54,7 @@ class RowLog:
     def measured(self) -> Tensor:
         """Return the largest logits, then the mean log-sum-exps, by layer and modality over all ranks: (2LM,).
 
-        Clears the log; a collective call.
+        This is a collective call, and it clears the log.
         """
         assert self._max_LM is not None and self._sums_LM is not None
         max_LM, sums = largest(self._max_LM.contiguous()), summed(self._sums_LM.contiguous())

@@ -1,7 +1,7 @@
-"""Guards against spikes of the gradient: AdaGC clips every tensor, SkipStep leaves an update out.
+"""Guards against spikes of the gradient: AdaGC clips the gradient of each tensor, SkipStep skips updates.
 
 Both keep their history in buffers, which `TrainingModule` writes into checkpoints beside the model, so that a resumed
-run decides as an uninterrupted one. Nothing synchronizes with the host.
+run takes the same decisions as an uninterrupted run. Neither synchronizes with the host.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class AdaGC(nn.Module):
     During warm-up it does not clip, and gamma is the smallest norm so far.
 
     Args:
-        tensors: Number of parameters.
-        factor: Largest norm as a multiple of gamma (the source: 1.05).
+        tensors: Number of parameter tensors.
+        factor: Largest norm as a multiple of gamma (1.05 in the paper).
         warmup: Steps of warm-up.
     """
 
@@ -50,13 +50,13 @@ class AdaGC(nn.Module):
 
 
 class SkipStep(nn.Module):
-    """Leaves an update out whose loss or gradient norm is far above those of the last 128 steps (OLMo-core).
+    """Skips an update whose loss or gradient norm is far above those of the last 128 steps (OLMo-core).
 
     A step is skipped if its loss or its gradient norm is more than ``sigmas`` standard deviations above the mean of
-    the window; the first 64 steps never are. A skipped step counts in the window.
+    the window. The first 64 steps are never skipped. Skipped steps count in the window.
 
     Args:
-        sigmas: Number of standard deviations (the source: 6).
+        sigmas: Number of standard deviations (6 in OLMo-core).
     """
 
     def __init__(self, sigmas: float) -> None:
@@ -71,7 +71,7 @@ class SkipStep(nn.Module):
 
     @torch.no_grad()
     def skips(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return whether to leave this update out, as a boolean tensor, and add the step to the window."""
+        """Return whether to skip this update, as a boolean tensor, and add the step to the window."""
         value_2 = torch.stack([loss.float(), grad_norm.float()])
         filled_N = torch.arange(SKIP_WINDOW, device=self.window_2N.device) < self.count
         n = filled_N.sum().clamp_min(2)

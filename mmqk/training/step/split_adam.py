@@ -15,26 +15,26 @@ class SplitAdamW(optim.Optimizer):
     """AdamW with first and second moments of each modality's gradient; the step is the sum over modalities.
 
     ```
-    m_a <- beta1 m_a + (1 - beta1) g_a        g_a = c * gradient of modality a's target losses (z-loss included)
-    v_a <- beta2 v_a + (1 - beta2) g_a^2            over the denominator of all, c the shared clipping factor
+    m_a <- beta1 m_a + (1 - beta1) g_a        g_a = c * gradient of the loss (with z-loss) on modality a's targets,
+    v_a <- beta2 v_a + (1 - beta2) g_a^2            with the normalizer of all modalities; c = shared clipping factor
     W   <- W - lr * decay * W - lr * sum_a mhat_a / (sqrt(vhat_a) + eps)
     ```
 
-    An arm of an experiment: modalities with gradients of different size share v in AdamW and may disturb each other
-    ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165). Separate moments remove that coupling.
-    For a parameter with gradients from one modality only, this is AdamW. With n modalities the step can be up to n
-    times as long, so compare the arm at its own best learning rate. It costs n backward passes and n times the
-    optimizer's state.
+    This optimizer is for experiments. In AdamW, modalities with gradients of different size share v and may disturb
+    each other ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165). Separate moments remove that
+    coupling. For a parameter with gradients from one modality only, the step is AdamW's. With n modalities the step
+    can be up to n times as long, so compare this optimizer at its own best learning rate. It costs n backward passes
+    and n times the optimizer state.
 
     A modality absent from a step has a gradient of 0, like an embedding row that no token uses under AdamW: its
     moments decay, its momentum still moves the weights, and its step count increases.
 
     Args:
-        params: Parameters or groups of them, each with its own `weight_decay` (torch's decoupled one).
+        params: Parameters or parameter groups; a group may set `weight_decay` (decoupled, as in torch).
         lr: Learning rate.
         betas: Decay of the moments.
-        eps: Added to each root of a second moment.
-        weight_decay: For groups without a value.
+        eps: Added to each square root of a second moment.
+        weight_decay: Weight decay of groups that do not set it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SplitAdamW(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        # This is the flag of torch's fused optimizers; as with them, nothing synchronizes with the host.
+        # Torch's fused optimizers use this flag too. It stays on the device, so nothing synchronizes with the host.
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for p in group["params"]:

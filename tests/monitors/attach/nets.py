@@ -1,4 +1,4 @@
-"""Small third-party models: plain PyTorch with several ways to call attention, without mmqk."""
+"""Defines small third-party models in plain PyTorch, with several ways to call attention and without mmqk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 def alibi(T: int) -> Tensor:
-    """(H, T, T): smaller for keys further back."""
+    """Return an ALiBi bias, (H, T, T), that is smaller for keys further back."""
     t = torch.arange(T)
     return -SLOPES[:, None, None] * (t[:, None] - t).abs()
 
 
 class SelfAttention(nn.Module):
-    """Attention by one of several calls. If ``keep`` is a list, each forward appends (q, k)."""
+    """Computes attention with one of several calls. If ``keep`` is a list, each forward appends (q, k) to it."""
 
     def __init__(self, call: str = "sdpa", kv_heads: int = H):
         super().__init__()
@@ -52,14 +52,14 @@ class SelfAttention(nn.Module):
             out = flex_attention(
                 q, k, v, lambda z, b, h, t, s: z - SLOPES[h] * (t - s), blocks, enable_gqa=self.kv_heads != H
             )
-        else:  # by hand
+        else:  # "by hand": matmul and softmax
             z = q @ k.transpose(-1, -2) * (D // H) ** -0.5
             out = z.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ v
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 class TorchAttention(nn.Module):
-    """PyTorch's module, with or without returned weights."""
+    """Wraps `nn.MultiheadAttention`, with or without returned weights."""
 
     def __init__(self, weights: bool):
         super().__init__()
@@ -83,7 +83,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Ids to logits."""
+    """A small transformer that maps ids to logits."""
 
     def __init__(
         self, calls: str | list[str] = "sdpa", seed: int = 0, dropout: float = 0.0, kv_heads: int = H

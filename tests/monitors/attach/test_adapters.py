@@ -1,4 +1,4 @@
-"""The adapter in docs/monitors.md, and mmqk's adapters."""
+"""Tests the adapter in docs/monitors.md and mmqk's own adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "monitors.md"
 
 
 def adapter_of_the_page():
-    """The Python block that defines ADAPTER."""
+    """Return the ADAPTER that a Python block of the page defines."""
     (code,) = [c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "ADAPTER" in c]
     assert len(code.splitlines()) <= 24
     space: dict = {}
@@ -63,16 +63,16 @@ def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_ca
     beyond = ("attn_in_", "q_raw_", "k_raw_", "q_weight_", "k_weight_")
     assert measured.keys() - plain.keys() == {name for name in expected if name.startswith(beyond)}
     assert same(measured, expected) and len(expected) == 8 * 28 + 4
-    # The residual stream is also measured without the adapter.
+    # Without the adapter, the residual stream is also measured.
     assert same(plain, {name: x for name, x in expected.items() if not name.startswith(beyond)})
-    # Control: the sites with the layers in reverse order.
+    # Control: with the layers of the sites in reverse order, the comparison fails.
     turned = {(site, 7 - layer if layer >= 0 else layer): x for (site, layer), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality_of(ids), np.ones(ids.shape, bool), NAMES))
 
 
 @pytest.mark.parametrize("swin", [False, True])
 def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
-    """For both placements of its norms, attn_out and mlp_out are the added tensors."""
+    """For both placements of the norms, attn_out and mlp_out are the tensors added to the residual stream."""
     model = hugging_face(
         "chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin}
     )

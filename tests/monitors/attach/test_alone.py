@@ -1,4 +1,4 @@
-"""`attach` in an environment with PyTorch and without mmqk's other packages."""
+"""Tests `attach` in an environment that has PyTorch and lacks mmqk's other dependencies."""
 
 from __future__ import annotations
 

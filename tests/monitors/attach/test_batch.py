@@ -1,4 +1,4 @@
-"""Which batch `attach` probes, when, and what it stores."""
+"""Tests which batch `attach` probes, when it probes, and what it stores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
             model(other[:2, :5])
         watch.step()
         assert torch.equal(seen.pop(), ids[:4])
-    # Control: with gradients it is the later batch.
+    # Control: if both forwards have gradients, the later batch is probed.
     model(ids)
     model(other)
     watch.step()
@@ -75,13 +75,13 @@ def test_a_cache_of_the_loop_is_refused_and_left_alone():
     ):
         watch.step()
     assert cache.get_seq_length() == 16
-    model(input_ids=ids, use_cache=True)  # a cache that the model makes is allowed
+    model(input_ids=ids, use_cache=True)  # a cache that the model creates is allowed
     watch.step()
     watch.close()
 
 
 def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
-    """transformers uses a cache in evaluation mode, and its mask then lets documents see each other."""
+    """In evaluation mode transformers uses a cache, and then its mask lets documents see each other."""
     (ids,) = batches(1, B=3, T=20)
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None].expand(3, -1)
     model = llama()
@@ -98,7 +98,7 @@ def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", keeping)
     model(input_ids=ids, position_ids=packed)
     monkeypatch.undo()
-    assert all(mask is not None and int(mask.sum()) == 3 * (36 + 78) for mask in masks)  # as it trains
+    assert all(mask is not None and int(mask.sum()) == 3 * (36 + 78) for mask in masks)  # as in training
     plain = llama()
     mask = torch.zeros(3, 1, 20, 20, dtype=torch.bool)
     mask[..., :8, :8], mask[..., 8:, 8:] = (torch.ones(n, n, dtype=torch.bool).tril() for n in (8, 12))
@@ -120,7 +120,7 @@ def test_two_watches_of_a_model_compiled_in_place():
         model(ids)
         one.step()
         two.step()
-    assert model._compiled_call_impl.inner.inner is compiled  # one for each, however many steps
+    assert model._compiled_call_impl.inner.inner is compiled  # one wrapper for each watch
     one.close()
     model(ids)
     assert one._last_call.args is None and two._last_call.args is not None
@@ -146,7 +146,7 @@ def test_an_empty_batch_puts_the_probe_off(lengths):
     for n in lengths:
         maybe(ids[:n])
         watch.step()
-    # Due at step 2, whose batch may be empty.
+    # The probe is due at step 2, whose batch may be empty.
     assert steps == ([4] if lengths[1] == 0 else [2])
 
 
@@ -164,7 +164,7 @@ def test_steps_that_a_trainer_counts_by_more_than_one():
     for number in range(96, 121):
         model(ids)
         again.step(number)
-    assert steps == [100, 110, 120]  # 100 was the first
+    assert steps == [100, 110, 120]  # the first probe, at step 100
 
 
 def test_a_probe_keeps_nothing_of_the_batch():
@@ -199,14 +199,14 @@ def test_a_probe_keeps_nothing_of_the_batch():
     gc.collect()
     assert vectors() is None
     new_tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and id(x) not in before]
-    assert sum(x.numel() for x in new_tensors) < 100  # the masks alone would be 64 * 64 for each sequence
-    # Control: the same count includes what the loop stores.
+    assert sum(x.numel() for x in new_tensors) < 100  # a mask has 64 * 64 elements
+    # Control: `alive` counts tensors that the loop stores.
     held = model(net.embed(ids))
     assert len(alive() - before) > len(new_tensors) and held is not None
 
 
 def test_weights_of_several_dtypes_that_train_in_autocast_are_probed_in_it():
-    """Most loops leave autocast before the optimizer's step."""
+    """Most training loops leave autocast before the optimizer step, and so before `Watch.step`."""
     model, (ids,) = Net(["sdpa"] * 2), batches(1)
     model.layers[0].mlp.bfloat16()
     logged = []
@@ -234,7 +234,7 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
     model, (ids,) = Pictured(["sdpa"]), batches(1)
     images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
     attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
-    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six whole batches is not sliced
+    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six tensors with the whole batch is not sliced
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`attach` with mixed dtypes and empty sequences, against brute force in float64."""
+"""Compares `attach` with brute force in float64 for mixed dtypes and empty sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, 
 
 
 def test_weights_of_several_dtypes_are_measured_in_fp32():
-    """Such a forward runs under autocast; its activations are measured outside autocast."""
+    """A forward with several dtypes runs under autocast; the statistics are computed outside autocast."""
     net, (ids,) = Net(["sdpa", "alibi"]), batches(1, B=3)
     net.layers[0].mlp.bfloat16()
     dtypes = {}
@@ -37,7 +37,7 @@ def test_weights_of_several_dtypes_are_measured_in_fp32():
 
 
 def test_a_sequence_that_is_all_padding_counts_for_nothing():
-    """With a bias, whose weights are computed by `Collector.weights`; such a sequence has no rank."""
+    """The attention has a bias, so `Collector.weights` computes the weights. A sequence of padding has no rank."""
 
     class Padded(Net):
         def forward(self, ids, attention_mask):
@@ -51,5 +51,5 @@ def test_a_sequence_that_is_all_padding_counts_for_nothing():
     alone = watch.probe(ids=ids[1:], attention_mask=attention_mask[1:]).flat()
     assert padded.pop("probe_sequences") == 3 and alone.pop("probe_sequences") == 2
     assert padded.keys() == alone.keys() and same(padded, alone)
-    whole = watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat()  # the control
+    whole = watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat()  # control
     assert not same(whole, {"attn_rank/layer00": alone["attn_rank/layer00"]})

@@ -1,4 +1,4 @@
-"""Statistics of `attach` against brute force in float64, on third-party models."""
+"""Compares the statistics of `attach` with brute force in float64, on third-party models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.monitors import brute_force
 from tests.monitors.attach.nets import H, L, Net, V, alibi, batches
 
 NAMES = ("text", "image")
-IMAGE = {"image": range(10, 25)}  # text ids are below and above it
+IMAGE = {"image": range(10, 25)}  # text ids are below and above this range
 WEIGHTS = ("attn_entropy", "attn_mass", "attn_rank")
 SIZES = {"text": V - 15, "image": 15}
 
@@ -45,7 +45,7 @@ def causal(b, t, s):
 
 
 def expected_of(net: Net, ids, scale, sees=causal, bias=None) -> dict[str, float]:
-    """Expected statistics of a `Net`, from the q and k that its attention records."""
+    """Return the expected statistics of a `Net`, from the q and k that its attention records."""
     modality, values = modality_of(ids), {}
     twin = Net([layer.attention.call for layer in net.layers], kv_heads=net.layers[0].attention.kv_heads)
     twin.load_state_dict(net.state_dict())
@@ -60,7 +60,7 @@ def expected_of(net: Net, ids, scale, sees=causal, bias=None) -> dict[str, float
         if bias is None:
             values |= brute_force.attention(q, k, scale, modality, sees, NAMES, n)
             continue
-        # A dot product plus a bias is a dot product of longer vectors.
+        # Write a dot product plus a bias as a dot product of longer vectors.
         eye = np.broadcast_to(np.eye(q.shape[2]), (*q.shape[:3], q.shape[2]))
         turned = np.broadcast_to(bias.numpy().swapaxes(-1, -2), eye.shape)
         longer_q, longer_k = np.concatenate([scale * q, eye], -1), np.concatenate([k, turned], -1)
@@ -90,10 +90,10 @@ def test_a_plain_model_equals_brute_force(name):
     measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
     expected = expected_of(net, ids, scale, sees, bias)
     assert same(measured, expected)
-    added = ("attn_out_", "mlp_out_", "resid_")  # which tests/monitors/attach/test_stream.py compares
+    added = ("attn_out_", "mlp_out_", "resid_")  # test_stream.py compares these
     compared = {t for t in measured if not t.startswith(("v_norm", "probe_", "q_norm_max", "k_norm_max", *added))}
     assert compared <= expected.keys()
-    # Controls: with another scale or modality, or without the bias, the comparison fails.
+    # Controls: with another scale, with other image ids, or without the bias, the comparison fails.
     assert not same(measured, expected_of(net, ids, 2 * scale, sees, bias))
     assert not same(attach(net, modality={"image": range(10, 24)}).probe(ids=ids).flat(), expected)
     if bias is not None:
@@ -123,7 +123,7 @@ def test_masks_of_each_sequence_are_those_of_the_call():
         q, k = (x.double().numpy() for x in layer.attention.keep[0])
         assert same(measured, brute_force.attention(q, k, 0.5, modality, sees, NAMES, n))
         assert not same(measured, brute_force.attention(q, k, 0.5, modality, causal, NAMES, n))
-    # The same as an additive mask, with the smallest number of the dtype in place of minus infinity.
+    # An additive mask with the smallest number of the dtype instead of minus infinity gives the same statistics.
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     assert attach(net, modality=IMAGE).probe(ids=ids, mask=added).flat() == measured
 
@@ -200,14 +200,14 @@ def test_a_hugging_face_model_equals_brute_force(name, monkeypatch):
     expected = {}
     for layer, (q, k, scale) in enumerate(recorded):
         k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-        near = window if layer % 2 == 0 and window else 20  # Gemma 2's even layers see a window
+        near = window if layer % 2 == 0 and window else 20  # Gemma 2's even layers have a window
 
         def sees(b, t, s, near=near):
             return t - near < s <= t
 
         expected |= norms(q, k, modality, layer, valid_mask)
         expected |= brute_force.attention(q, k, scale, modality, sees, NAMES, layer, cap, valid=valid_mask)
-    if family != "chameleon":  # which sets the logits of image ids to the smallest number of the dtype
+    if family != "chameleon":  # Chameleon sets the logits of image ids to the smallest number of the dtype
         trained = valid_mask & np.roll(valid_mask, -1, 1)
         trained[:, -1] = False
         expected |= output_of(logits, modality, trained)
@@ -217,13 +217,13 @@ def test_a_hugging_face_model_equals_brute_force(name, monkeypatch):
     )
 
 
-INTERFACES = [("llama", "sdpa"), *((name, kind) for name in ("llama", "gemma 2")  # whose sdpa has no softcap
+INTERFACES = [("llama", "sdpa"), *((name, kind) for name in ("llama", "gemma 2")  # Gemma 2 with sdpa has no softcap
                                    for kind in ("flex_attention", "flash_attention_2"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "kind"), INTERFACES)
 def test_every_interface_of_transformers_says_the_same(name, kind):
-    """The probe replaces flash-attention by dense attention in fp32."""
+    """The probe replaces the flash-attention kernel by dense attention in fp32."""
     built = hugging_face(*HUGGING_FACE[name][:4])
     (ids,) = batches(1, B=3, T=20)
     valid = torch.ones_like(ids)
@@ -266,7 +266,7 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     )
     images = torch.randn(2, 3, 64, 64)
 
-    def regions(inputs):  # the class token has no modality; the halves of the image have one each
+    def regions(inputs):  # the class token has no modality; each half of the image is one
         number = torch.tensor([-1] + [0] * 8 + [1] * 8)
         return number.expand(len(inputs["x"]), -1)
 

@@ -1,4 +1,5 @@
-"""flash-attention's operators, which need a GPU: stand-ins with their names that also refuse fp32."""
+"""Tests calls of flash-attention, whose operators need a GPU. Stand-in operators with the same names refuse fp32
+too."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ def refuses(q, *rest):
 for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
     LIBRARY.impl(name, refuses, "CPU")
 
-DOCUMENTS = torch.tensor([0, 5, 16, 24, 32, 48])  # of three sequences of 16 tokens
+DOCUMENTS = torch.tensor([0, 5, 16, 24, 32, 48])  # document borders in three packed sequences of 16 tokens
 
 
 class Flash(SelfAttention):
-    """flash_attn_func in an autograd function, or packed, or the same attention by torch."""
+    """Calls flash_attn_func in an autograd function, or its packed variant, or torch's function for the same
+    attention."""
 
     def forward(self, x, mask=None):
         q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))

@@ -1,4 +1,4 @@
-"""Two processes on a CPU: a probe covers both ranks and does not change the weights."""
+"""Tests with two processes on a CPU that a probe covers both ranks and does not change the weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmqk.store import read_metrics
 from tests.monitors.attach.nets import L, Net, batches
 
 ROOT = Path(__file__).parents[3]
-# On a CPU its fully_shard uses stream events, which do not exist there.
+# The fully_shard of torch 2.6 uses stream events, which do not exist on a CPU.
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU"
 )
 
 
 def two_processes(way: str, out: Path) -> str:
-    """The output of both processes."""
+    """Run train_foreign.py in two processes and return the output of both."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
          str(Path(__file__).with_name("train_foreign.py")), way, str(out)],
@@ -43,7 +43,7 @@ def test_two_ranks_are_probed_as_one(tmp_path):
     weights = json.loads((tmp_path / "weights.json").read_text())
     assert weights["on"] == weights["off"] != weights["at 10"]
 
-    # One process measures the sequences of both ranks at step 10; those of the first are all text.
+    # One process measures the sequences of both ranks at step 10. The sequences of the first rank are all text.
     net = Net()
     shapes = {name: x.shape for name, x in net.state_dict().items()}
     net.load_state_dict({n: torch.tensor(x).view(shapes[n]) for n, x in weights["at 10"].items()})
@@ -55,7 +55,7 @@ def test_two_ranks_are_probed_as_one(tmp_path):
     }
     assert together == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in alone.items()}
     assert together["probe_sequences"] == 4
-    # Control: one rank alone gives other numbers.
+    # Control: the sequences of one rank alone give other numbers.
     one = attach(net, modality={"image": range(10, 40)}).probe(ids=second).flat()
     assert together["attn_logit_mean/text/layer03"] != pytest.approx(
         one["attn_logit_mean/text/layer03"], rel=1e-4

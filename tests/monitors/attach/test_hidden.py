@@ -1,4 +1,4 @@
-"""Attention that cannot be measured is reported, in every form and place."""
+"""Tests that attention that cannot be measured is reported, in every form and place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 class Mixer(nn.Module):
-    """A block whose class name does not contain attention; with None it calls torch's attention."""
+    """A block whose class name does not contain attention. If ``weights`` is None, it calls torch's attention."""
 
     def __init__(self, weights=None, einsum: bool = False):
         super().__init__()
@@ -46,7 +46,7 @@ class Mixer(nn.Module):
 
 
 class Other(Mixer):
-    """A class that differs from the class of the measured blocks."""
+    """A block of another class than the measured blocks."""
 
 
 class Stack(nn.Module):
@@ -77,7 +77,7 @@ def test_however_it_is_written(weights, einsum):
 
 
 def test_beside_one_that_is_seen():
-    """In the same stage, in the same layer, in the same module."""
+    """Attention that cannot be measured is reported even if its stage, layer or module has measured attention too."""
 
     class Stage(nn.Module):
         def __init__(self, weights):
@@ -117,7 +117,7 @@ def test_beside_one_that_is_seen():
 
 
 def test_other_products_are_no_attention():
-    """Rotations, experts, relative positions next to a call, and token mixing by weights."""
+    """Products for rotations, experts, relative positions and token mixing are not reported as attention."""
 
     class Busy(Mixer):
         def __init__(self):

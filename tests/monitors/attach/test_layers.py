@@ -1,4 +1,4 @@
-"""Layers with measured attention, their numbers, and the report of the others."""
+"""Tests which layers are measured, their numbers, and the report of layers that are not measured."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ def test_calls_of_other_lengths_are_left_out_and_said():
             return self.head(x[:, 2:])
 
     values, layers, line = probed(Prefixed(["sdpa"] * 2))
-    assert (
-        layers.numbers == layers.hidden == [] and "18 queries and 18 keys; modality describes 4 of 16" in line
-    )
+    assert layers.numbers == layers.hidden == []
+    assert "18 queries and 18 keys; modality describes 4 sequences of 16 tokens" in line
     assert values.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in values)
 
 
@@ -80,7 +79,7 @@ def test_numbers_are_those_of_the_path_or_of_the_calls():
     assert layer_numbers(["a.layers.1.x", "a.layers.3.x"]) == [1, 3]
     assert layer_numbers(["a.0.blocks.0", "a.0.blocks.1", "a.1.blocks.0"]) == [0, 1, 2]
 
-    class Shared(Net):  # the same layer, repeated
+    class Shared(Net):  # calls one layer eight times
         def forward(self, ids):
             x = self.embed(ids)
             for _ in range(8):
@@ -113,7 +112,7 @@ def test_cross_attention_is_left_out_and_the_rest_stays():
 
 
 def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
-    """An eager attention of transformers whose softmax does not use the keys of the call."""
+    """The eager attention of transformers is patched so that its softmax does not use the keys of the call."""
     modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
     from tests.monitors.attach.test_exact import hugging_face

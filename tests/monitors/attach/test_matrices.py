@@ -1,4 +1,4 @@
-"""Sizes of a third-party model's matrices against numpy's singular values."""
+"""Compares the sizes of a third-party model's matrices with numpy's singular values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_sizes_equal_those_of_the_singular_values(name, expected):
             values = [flat[f"{tag}_{size}/layer{n:02d}"] for size in ("norm", "spectral", "stable_rank")]
             norm = np.sqrt((s**2).sum())
             np.testing.assert_allclose(values, [norm, s[0], (norm / s[0]) ** 2], rtol=1e-5)
-    # The control: another layer has other numbers, and by default there are none.
+    # Control: another layer has another stable rank. By default no matrix is measured.
     assert values[2] != flat[f"{tag}_stable_rank/layer00"]
     assert not any("stable_rank" in tag for tag in attach(model, modality=IMAGE).probe(input_ids=ids).flat())
 
@@ -40,7 +40,7 @@ def test_sizes_equal_those_of_the_singular_values(name, expected):
 def test_layers_without_a_matrix_are_refused():
     model = Net(["sdpa"])
     for module in model.layers.modules():
-        if isinstance(module, nn.Linear):  # as FSDP holds them
+        if isinstance(module, nn.Linear):  # flat weights, as in FSDP
             shape, module.weight = module.weight.shape, nn.Parameter(module.weight.flatten())
             module.forward = lambda x, m=module, s=shape: nn.functional.linear(x, m.weight.view(s), m.bias)
     (ids,) = batches(1, B=2)

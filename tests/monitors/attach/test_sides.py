@@ -1,4 +1,4 @@
-"""The tokens of an attention call are those that its queries and keys come from, for any lengths."""
+"""Tests that the tokens of an attention call are traced from its queries and keys, for inputs of any length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = 3
 
 
 def random_(model):
-    """The weights are so large that attention is not uniform."""
+    """Set random weights, so large that attention is not uniform, and return the model."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -44,7 +44,7 @@ def bart():
 
 
 def clip():
-    """CLIP with 17 patches, including the class token."""
+    """Return a CLIP model with 17 image tokens, including the class token."""
     t = pytest.importorskip("transformers")
     with_vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
     text = with_vision | {"vocab_size": V, "max_position_embeddings": 32, "eos_token_id": V - 1, "bos_token_id": 0}
@@ -54,7 +54,7 @@ def clip():
 
 
 def of_weights(weights, of_q, of_k, q_names, k_names, cross="") -> dict[str, float]:
-    """Entropy and mass from a model's attention weights, by layer, over rows that see at least 8 keys."""
+    """Return entropy and mass by tag, from attention weights by layer, over rows that see at least 8 keys."""
     measured = {}
     for layer, p_BHTS in weights.items():
         p = p_BHTS.detach().double().numpy()
@@ -95,7 +95,7 @@ def test_a_decoder_as_long_as_its_encoder_is_not_counted_with_it(build):
     )
     assert watch.layers.numbers == list(range(LAYERS)) == list(range(watch.layers.total))
     assert layers_in(measured) == {f"layer{n:02d}" for n in range(LAYERS)}
-    # The output softmax is the decoder's, so it is not measured.
+    # The output softmax belongs to the decoder, so it is not measured.
     assert not any(name.startswith(("out_", "cross_")) for name in measured)
     source, line = next(iter(decoder)), summary(watch)
     assert f"not measured (attention over the tokens of {source}; modality describes input_ids)" in line
@@ -132,7 +132,7 @@ def test_a_declared_side_and_cross_attention_are_measured_under_their_own_names(
     assert not same(measured, expected(modality_of(taken.roll(1, 1))))  # control
     line = summary(watch)
     assert "not measured" not in line and watch.layers.numbers == list(range(2 * LAYERS))
-    # Queries come from the decoder and keys from the encoder only.
+    # In cross-attention all queries come from the decoder and all keys from the encoder.
     crossed = {name for name in measured if name.startswith("cross_")}
     assert {name.split("/")[1] for name in crossed if name.startswith("cross_q_")} == set(names)
     assert {name.split("/")[1] for name in crossed if name.startswith(("cross_k_", "cross_v_"))} == set(NAMES)
@@ -148,7 +148,7 @@ def test_norms_and_logits_of_cross_attention_equal_the_projections():
                 {name: out.detach().double().unflatten(-1, (4, 8)).transpose(1, 2)}
             )
         )
-    sides = {"decoder": "decoder_input_ids"}  # all of one modality
+    sides = {"decoder": "decoder_input_ids"}  # a side of one modality
     measured = attach(model, modality=IMAGE, sides=sides).probe(input_ids=ids, decoder_input_ids=other).flat()
     q, k, of_key = projections["q_proj"], projections["k_proj"], modality_of(ids)
     z_BHTS, layer = (q @ k.mT * 8**-0.5).numpy(), f"layer{LAYERS + 1:02d}"
@@ -186,7 +186,7 @@ def test_a_vision_tower_is_no_part_of_the_text():
 
 
 class Both(nn.Module):
-    """PyTorch's encoder and decoder."""
+    """Wraps PyTorch's encoder-decoder transformer."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +213,7 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
     stack = "encoder" if watched == "src" else "decoder"
     paths = [s.path for s in watch._records if s.is_call and s.not_measured is None]
     assert paths == [f"inner.{stack}.layers.{n}.self_attn" for n in range(LAYERS)]
-    # Inputs of different lengths cannot be confused.
+    # Compare with inputs of different lengths, which cannot be confused.
     longer = {"src": src, "tgt": tgt} | {other: torch.cat([{"src": src, "tgt": tgt}[other]] * 2, 1)}
     apart = attach(model, modality=modality).probe(**longer).flat()
     if watched == "src":
@@ -224,7 +224,7 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
 
 
 class Unseen(torch.autograd.Function):
-    """A function whose output torch does not pass to a TorchFunctionMode."""
+    """A function that a TorchFunctionMode does not see."""
 
     @staticmethod
     def forward(ctx, x):
@@ -252,7 +252,7 @@ def test_tensors_made_out_of_sight_take_the_origin_of_their_module():
 
 
 def test_streams_that_are_put_together_are_one_side():
-    """Image embeddings before or in place of those of ids are not cross-attention."""
+    """Attention is not cross-attention if image embeddings precede or replace the embeddings of ids."""
 
     class Before(Net):
         def forward(self, ids, pixels):
@@ -285,7 +285,10 @@ def test_streams_that_are_put_together_are_one_side():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
-    """In another tower and in cross-attention; written-out attention over the watched tokens does hide a layer."""
+    """Attention by matmul and softmax hides a layer only if it is over the watched tokens.
+
+    In another tower and in cross-attention it hides none.
+    """
 
     class CrossAttention(nn.Module):
         def forward(self, x, context):

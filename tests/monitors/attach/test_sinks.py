@@ -1,4 +1,4 @@
-"""Learned sinks of a third-party model, from the weights that it returns."""
+"""Compares the statistics of learned sinks with the attention weights that a third-party model returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gpt_oss():
 
 
 def of_weights(weights, modality) -> dict[str, float]:
-    """The weights sum to less than 1, and the rest is the weight of the sink."""
+    """Return the expected statistics by tag. The weights sum to less than 1; the rest is the weight of the sink."""
     measured = {}
     for layer, p_BHTS in enumerate(weights):
         p = p_BHTS.detach().double().numpy()
@@ -55,7 +55,7 @@ def test_the_weights_of_gpt_oss_have_a_sink():
     assert len(expected) == 16 and same(measured, expected)
     assert 0.05 < measured["sink_mass/text/layer00"] < 0.95 and "attn_rank/layer01" in measured
     assert "without" not in summary(watch)
-    # Control: the weights of other sinks.
+    # Control: other sinks give other weights.
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.sinks += 1

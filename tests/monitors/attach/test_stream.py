@@ -1,4 +1,4 @@
-"""The detected residual stream against the model's hidden states; missing statistics are listed."""
+"""Compares the detected residual stream with the model's hidden states, and tests the list of missing statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHARED = {"num_key_value_heads": 4}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
             "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
-# Model, configuration, path of a layer, of its sublayer outputs, and whether a norm follows the last layer.
+# Model -> configuration and its options, path of a layer, paths of its attention and MLP outputs, and whether a norm
+# follows the last layer.
 FAMILIES = {
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": V, "n_embd": 32, "n_layer": L, "n_head": 4, "n_positions": 64},
                         "transformer.h.{}", "attn", "mlp", True),
@@ -53,7 +54,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
                 lambda m, x, out, at=(site, n): recorded.update({at: out[0] if isinstance(out, tuple) else out})
             )
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
-    for n in range(L - 1):  # the last of them is after the final norm
+    for n in range(L - 1):  # the last hidden state is after the final norm
         torch.testing.assert_close(recorded["resid", n], states[n + 1])
     if final:
         recorded["final", -1] = recorded["resid", L - 1]
@@ -63,7 +64,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
     modality, valid = modality_of(ids), np.ones(ids.shape, bool)
     expected = brute_force.streams(arrays, modality, valid, NAMES)
     assert same(measured, expected) and len(expected) == 12 * L + 4 * final
-    # Control: with the layers in reverse order.
+    # Control: with the layers in reverse order, the comparison fails.
     turned = {(site, L - 1 - n if n >= 0 else n): x for (site, n), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality, valid, NAMES))
     absent = WITHOUT if final else f"{WITHOUT}, final_norm"
@@ -73,7 +74,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
 
 
 class InPlace(Layer):
-    """In-place additions to the stream and to the branch."""
+    """A layer with in-place additions to the stream and to the branch."""
 
     def forward(self, x, mask=None):
         x = x.clone()
@@ -83,7 +84,7 @@ class InPlace(Layer):
 
 
 class Parts(Layer):
-    """An attention output of two parts (low-rank and projection), and a gated MLP output."""
+    """A layer whose attention output has two parts (direct and projected) and whose MLP output has a gated part."""
 
     def __init__(self, attention, dropout=0.0):
         super().__init__(attention, dropout)
@@ -97,7 +98,7 @@ class Parts(Layer):
 
 
 class Normed(Layer):
-    """Post-norm within the branch."""
+    """A post-norm layer, with the norm inside the residual branch."""
 
     def forward(self, x, mask=None):
         x = x + self.norm1(self.attention(x, mask))
@@ -110,7 +111,7 @@ class Chain(nn.Sequential):
 
 
 def by_hand(layer: Layer, x):
-    """(attn_out, mlp_out, resid) without in-place additions."""
+    """Return (attn_out, mlp_out, resid) of a layer, computed without in-place additions."""
     if isinstance(layer, Normed):
         attn = layer.norm1(layer.attention(x))
         mlp = layer.norm2(layer.mlp(x + attn))
@@ -133,7 +134,7 @@ def test_however_it_is_added(kind, wrapped):
     layers = [kind(SelfAttention()) for _ in range(L)]
     net.layers = nn.ModuleList(layers if not wrapped else [Chain(layer) for layer in layers])
     random_(net)
-    # All layers are in one numbered module, and each contains another.
+    # If wrapped, all layers are in one numbered module, and each layer contains another numbered module.
     whole = nn.Sequential(net) if wrapped else net
     measured = attach(whole, modality=IMAGE).probe(**({"input": ids} if wrapped else {"ids": ids})).flat()
     x, sites = net.embed(ids), {}
@@ -185,10 +186,10 @@ def test_what_an_adapter_names_is_taken_from_there_and_nothing_is_missing(capsys
     watch = attach(model, modality=IMAGE, every_n_steps=1)
     model(input_ids=ids)
     watch.step()
-    assert "not found" not in capsys.readouterr().out
+    assert "not measured" not in capsys.readouterr().out
     named = watch.probe(input_ids=ids).flat()
     watch.adapter = None
     detected = watch.probe(input_ids=ids).flat()
     assert detected.keys() < named.keys() and same(detected, {name: named[name] for name in detected})
-    # Control: the final norm is not that of a layer.
+    # Control: final_norm differs from the resid_norm of the first layer.
     assert named["final_norm/text"] != pytest.approx(named["resid_norm/text/layer00"])

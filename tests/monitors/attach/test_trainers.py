@@ -1,4 +1,4 @@
-"""A watched model in the Trainers of Lightning and transformers, plain and compiled."""
+"""Tests a watched model in the Trainers of Lightning and transformers, eager and compiled."""
 
 from __future__ import annotations
 
@@ -95,9 +95,10 @@ def test_transformers_keeps_the_values_in_log_history_once_also_after_a_resume(t
     later = [entry for entry in probes if entry["step"] > 4]
     assert later and all(entry["epoch"] == entry["step"] / 6 for entry in later)
     assert [{k: v for k, v in e.items() if k != "epoch"} for e in later] == [lines[e["step"]] for e in later]
-    assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]  # those of the Trainer stay
-    assert "attn_layers_seen" not in capsys.readouterr().out  # not printed, unlike those
-    assert not any("attn_layers_seen" in entry for entry in trained(4, [], resume=False))  # the control
+    assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]  # entries of the Trainer
+    # The Trainer prints its own entries. The values of a probe are not printed.
+    assert "attn_layers_seen" not in capsys.readouterr().out
+    assert not any("attn_layers_seen" in entry for entry in trained(4, [], resume=False))  # control
 
 
 @pytest.mark.parametrize(

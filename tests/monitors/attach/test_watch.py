@@ -1,4 +1,4 @@
-"""`attach` while a model trains, eager and compiled: its files, its messages, and that it changes nothing."""
+"""Tests `attach` while a model trains, eager and compiled: its files and messages, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(called, model, steps=50, watch=None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["plain", "compiled", "compiled in place", "its module attached"])
 def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsys):
-    """With dropout, and with fullgraph, so that a graph break in the hook is an error."""
+    """The model has dropout. With fullgraph, a graph break in the hook would be an error."""
     torch._dynamo.reset()
     runs, logged = [], []
     for watched in (False, True):
@@ -119,7 +119,7 @@ def test_a_probe_leaves_no_trace():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         numbers = watch.probe(ids=other).flat()
         assert torch.is_autocast_enabled("cpu")
-    assert numbers == watch.probe(ids=other).flat()  # and in fp32, both
+    assert numbers == watch.probe(ids=other).flat()  # both probes ran in fp32
     assert all(torch.equal(x, state[name]) for name, x in (*model.named_buffers(), *model.named_parameters()))
     assert {name: id(x) for name, x in model.named_buffers()} == objects
     assert all(p.grad is None if grads[n] is None else torch.equal(p.grad, grads[n])
@@ -139,7 +139,7 @@ def test_a_probe_leaves_no_trace():
 
 
 def test_autocast_that_a_model_enters_itself_is_off():
-    """As accelerate wraps a forward."""
+    """The model enters autocast in its forward, like a model that accelerate wraps."""
     net, (ids,) = Net(), batches(1)
 
     class Wrapped(Net):
@@ -191,7 +191,7 @@ def test_an_object_that_nobody_calls_is_named():
     model, trained = Net(), Net()
     watch = attach(model, modality=IMAGE, every_n_steps=2)
     trained(batches(1)[0])
-    watch.step()  # nothing is due
+    watch.step()  # no probe is due
     trained(batches(1)[0])
     with pytest.raises(UserError, match="attach the object that the training loop calls"):
         watch.step()
@@ -205,7 +205,7 @@ def test_a_modality_without_tokens_warns(capsys):
         with pytest.warns(UserWarning, match=f"the first probe has no {absent} tokens"):
             watch.step()
         model(ids)
-        watch.step()  # once
+        watch.step()  # does not warn again
         watch.close()
     assert capsys.readouterr().out.count("tokens 0 text, 64 image") == 1
 
@@ -270,7 +270,7 @@ def test_ids_that_cannot_be_found_are_asked_for():
 
 
 def test_activation_checkpointing_counts_nothing_twice():
-    """A layer that runs again in the backward pass is measured once: the probe is a separate forward."""
+    """A layer that is recomputed in the backward pass is measured once, because the probe is a separate forward."""
 
     class Recomputed(nn.Module):
         def __init__(self, layer):

@@ -1,6 +1,6 @@
-"""One of two processes that train a model under FSDP with the watch on or off. Run by torch.distributed.run.
+"""Trains a model under FSDP in one of two processes, with the watch on or off. torch.distributed.run starts it.
 
-Usage: train_foreign.py WAY OUT, WAY one of plain, lightning, transformers.
+Usage: train_foreign.py WAY OUT, where WAY is plain, lightning or transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sharded(net):
 
 
 def of_rank(n: int) -> list[torch.Tensor]:
-    """Different batches on each rank; batch 9 of the first rank is all text."""
+    """Return n batches, different on each rank; batch 9 of the first rank is all text."""
     given = batches(n, B=2, seed=dist.get_rank())
     if dist.get_rank() == 0:
         given[9] = given[9] % 10
@@ -59,7 +59,7 @@ def plain(out: Path) -> None:
                     weights["at 10"] = whole(net)
         weights["on" if watched else "off"] = whole(net)
         if watch is not None:
-            # The probe before a step must not leave old weights gathered for the forward after it.
+            # A probe must not leave gathered weights behind, because the next forward would use these old weights.
             watch.probe(ids=ids)
             watch.close()
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Runs of 50 steps in the Trainers of Lightning and transformers."""
+"""Trains for 50 steps in the Trainers of Lightning and transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE = {"image": range(10, 40)}
 def lightning_run(
     out: Path, fsdp: bool = False, compiled: bool = False, watched: bool = True, logger: Any = False
 ):
-    """Trains a LightningModule whose ``net`` is watched; returns its weights."""
+    """Train a LightningModule whose ``net`` is watched, and return the weights of ``net``."""
     import lightning as L
 
     from mmqk.monitors import NormMonitor
@@ -63,7 +63,7 @@ def lightning_run(
 
 
 def _alone():
-    """One process for Lightning; the two processes are connected by the process group."""
+    """Return an environment in which Lightning has one process; the process group connects the two processes."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     return LightningEnvironment()
@@ -76,7 +76,7 @@ def _rows(n: int, seed: int):
 def transformers_run(
     out: Path, fsdp: bool = False, compiled: bool = False, watched: bool = True, report_to: str = "none"
 ):
-    """Trains a Llama with transformers' Trainer; returns its weights."""
+    """Train a Llama with transformers' Trainer, and return its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     from mmqk.monitors.transformers import NormCallback
@@ -89,7 +89,7 @@ def transformers_run(
     options: dict[str, Any] = {}
     if (
         fsdp
-    ):  # on a CPU the Trainer ignores its FSDP setting: shard the model before
+    ):  # on a CPU the Trainer ignores its FSDP setting: shard the model here
         dist.init_process_group("gloo")
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]

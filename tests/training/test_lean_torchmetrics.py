@@ -1,0 +1,54 @@
+"""With `use_lean_torchmetrics`, Lightning imports only a part of torchmetrics, and the rest still works when used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LEAN = "from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics as use; use()\n"
+REST = "torchmetrics.functional.image", "torchmetrics.functional.text", "scipy", "torchvision", "transformers"
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_lightning_imports_no_metric(lean):
+    """The control: without `use_lean_torchmetrics`, Lightning imports the rest too."""
+    code = f"import sys, lightning\nprint(any(name in sys.modules for name in {REST}))"
+    assert run(lean * LEAN + code) == str(not lean)
+
+
+def test_a_metric_is_loaded_when_it_is_used():
+    code = """
+import lightning as L, torch, torchmetrics
+from torchmetrics.classification import BinaryAccuracy
+assert issubclass(torchmetrics.Accuracy, torchmetrics.Metric)
+assert issubclass(BinaryAccuracy, torchmetrics.Metric)
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.accuracy = BinaryAccuracy()
+    def training_step(self, batch, index):
+        self.accuracy(torch.tensor([1, 0, 1, 1]), torch.tensor([1, 0, 0, 1]))
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        return self.weight.sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+trainer = L.Trainer(max_steps=1, enable_model_summary=False, **quiet)
+trainer.fit(Module(), [1])
+print(float(trainer.callback_metrics["accuracy_epoch"]))
+"""
+    assert run(LEAN + code) == "0.75"
+
+
+def test_an_imported_torchmetrics_is_left_alone():
+    first = "import torchmetrics\nbefore = torchmetrics\n"
+    assert run(first + LEAN + "import torchmetrics\nprint(torchmetrics is before)") == "True"
