@@ -2,8 +2,9 @@
 
 A forward pass of one token takes 2 operations for each weight of the matrices in blocks and head (the embedding is a
 look-up) and, in each layer, `4 * heads * head_dim` for each key that the token's query sees: q.k and the sum over the
-values. Only visible keys count: with a causal mask (T + 1) / 2 of T on average. The backward pass takes twice the
-forward. Norms, softmax, loss and optimizer are not counted, and recomputed activations are not counted twice.
+values. Only visible keys count: with a causal mask (T + 1) / 2 of T on average. The backward pass takes twice as many
+operations as the forward pass. Norms, softmax, loss and optimizer are not counted, and recomputed activations are not
+counted twice.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def step_of(size: Size, chunk: int | None, device: str) -> Callable[[int], float
     targets = torch.randint(size.vocabulary, (1, size.tokens), generator=random).to(device)
     of = targets, (targets >= size.vocabulary // 2).long(), torch.ones_like(targets, dtype=torch.bool)
     weights, n = torch.ones(2, device=device), float(size.tokens)
-    compiled = device == "cuda"  # as in a compiled run
+    compiled = device == "cuda"  # on a GPU both losses are compiled, as in a run with compile
     dense = torch.compile(modality_losses, dynamic=False) if compiled else modality_losses
 
     def step() -> None:

@@ -50,7 +50,7 @@ example:
   python -m mmqk.report runs/demo --out reports/demo
 
 exit code: 0 if every run completed or diverged, 1 if a run failed, 2 for an error in the grid or
-the command, 130 or 143 if interrupted, 130 also if --max-minutes was over before all runs ended;
+the command, 130 or 143 if interrupted, 130 also if --max-minutes ran out before all runs ended;
 run the same command again to resume."""
 
 

@@ -1,7 +1,6 @@
 """A peer: the outside implementation or written-out formula with which a test compares a remedy.
 
-The test modules list their peers (`PEERS`), each with the functions that it compares. The page of remedies prints
-them.
+Each test module lists its peers in `PEERS`. docs/remedies.md prints them in the column "equals".
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ def run_job(entry: str, args: list[str], log: str, device: str | None = None) ->
     """Call ``entry`` with the command line ``args``, and write its output to ``log``.
 
     ``entry`` is "module:function"; the function returns an exit code, and the process ends with this code.
-    ``device`` is set as CUDA_VISIBLE_DEVICES, which still takes effect because the server used no device.
+    ``device`` is set as CUDA_VISIBLE_DEVICES, which still takes effect because the server initialized no GPU.
     """
     _redirect(log)
     if device is not None:

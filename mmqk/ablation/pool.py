@@ -1,9 +1,9 @@
 """Run jobs in parallel, each in a process forked from a server that has already imported torch.
 
-The server (multiprocessing's *forkserver*) has used no device and started no thread, so a run starts in a fraction of
-a second. If a run fails or is killed, this is recorded and the other runs continue.
-`concurrent.futures.ProcessPoolExecutor` is not used, because it stops all workers when one is killed, hides exit
-codes, and cannot send a signal to one run.
+The server (multiprocessing's *forkserver*) uses no device and starts no thread, so it can be forked safely. A run
+starts in a fraction of a second, because it does not import torch again. If a run fails or is killed, this is
+recorded and the other runs continue. `concurrent.futures.ProcessPoolExecutor` is not used, because it stops all
+workers when one is killed, hides exit codes, and cannot send a signal to one run.
 """
 
 from __future__ import annotations

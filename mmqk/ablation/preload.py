@@ -1,6 +1,6 @@
 """Modules that the fork server imports, so that runs start fast: those that `mmqk.train` imports late.
 
-These modules start no thread and use no device, because neither works after a fork.
+These modules start no thread and initialize no GPU, because neither works in a forked process.
 """
 
 # ruff: noqa: E402, F401

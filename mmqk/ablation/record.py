@@ -1,4 +1,4 @@
-"""Write ablation.json, which lists the runs of a folder, and move runs of other code to ``stale``."""
+"""Write ablation.json, which lists the runs of a folder, and move runs of another code version to ``stale``."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
 def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     """Copy the finished runs of a pack that are missing in ``out``, with their registration; return their folders.
 
-    An unfinished run stays in the pack: it has no checkpoint to resume from. Each copied run keeps the hash of the
-    claims under which it was planned, so its claims are not registered again.
+    Unfinished runs are not copied, because a pack has no checkpoints to resume them from. Each copied run keeps the
+    hash of the claims under which it was planned, so its claims are not registered again.
 
     Raises:
         UserError: the file is not a pack of this grid, or ``out`` cannot be written.

@@ -24,7 +24,7 @@ class Session:
         threads: CPU threads of a run, for the record.
         part: (k, n): part k of n, with k from 1 to n.
         only: names of arms, before or after they are crossed with axes; if empty, all arms.
-        rerun_stale: train finished runs again if other code made them.
+        rerun_stale: train finished runs again if another version of the code trained them.
 
     Attributes:
         plan: the newest plan.
@@ -100,7 +100,8 @@ class Session:
         return outcomes | {w.task: TaskOutcome(status[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
-        """Return the sentences about runs of other code, moved runs, and learning rates at an end of their grid."""
+        """Return the sentences about runs of another code version, moved runs, and learning rates at an end of their
+        grid."""
         stale = [task.name for task in self.tasks if self._stale(task)]
         sentences = []
         if stale:
@@ -123,7 +124,8 @@ class Session:
         return standing(task).finished and not same_code(code_of(task.folder), self.code)
 
     def _set_aside(self) -> bool:
-        """Move runs that other code made before this session to ``stale``; return whether any were moved."""
+        """Move runs that another code version trained before this session to ``stale``; return whether any were
+        moved."""
         moved = False
         for task in self.tasks:
             # The code may change during a session: do not move runs that this session started.

@@ -122,7 +122,7 @@ class Mixture(IndexedCache):
 
 
 class Epochs(IndexedCache):
-    """Endless epochs over ``n`` items, each shuffled anew; ``item`` returns the n-th draw as (epoch, item)."""
+    """Endless epochs over ``n`` items, each epoch in a new order; ``item(nth)`` returns one draw as (epoch, item)."""
 
     def __init__(self, n: int, seed: int, stream: int):
         if n < 1:

@@ -19,7 +19,7 @@ import numpy as np
 REPEAT_LENGTH = 8
 """Length of a repeated passage in tokens."""
 CONTEXT = (1, 2, 3, 4)
-"""Distances back to the context tokens of the model-based estimate, nearest first."""
+"""Distances from a token back to its context tokens in the n-gram model, nearest first."""
 SMALLEST_SAMPLE = 100
 _LARGEST_DICTIONARY = 2**26
 # Every count has a discount, so that tokens that never occurred keep a probability.
@@ -43,7 +43,7 @@ class ModalityStatistics:
             An upper bound on the entropy without the other modalities. It includes the cost of learning the
             statistics, so it is 3 to 15 % above the entropy on tokens without structure.
         compressed_by_tokens: ``compressed`` of the first hundredth, the first tenth and all of the tokens, by the
-            number of tokens. If it still falls steeply, more data would lower it.
+            number of tokens. If the last value is far below the one before, more data would lower it further.
         model: held-out cross-entropy of an n-gram model of the joint vocabulary, trained on the training documents,
             with the best context for this modality. Like the loss of a model it includes the choice of the next
             modality. An upper bound on the entropy given that context; None without held-out documents.

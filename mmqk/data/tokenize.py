@@ -292,7 +292,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
         shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options
         if not samples:
             why = ", ".join(f"{reason}: {count:,}" for reason, count in unread.counts.items())
-            raise UserError(f"the shards hold no samples{f' ({why})' * bool(why)}: check what they are")
+            raise UserError(f"the shards hold no samples{f' ({why})' * bool(why)}: check that these files are right")
         most = ", ".join(f"{reason}: {count}" for reason, count in list(dropped.by_count().items())[:3])
         example = printable(next(iter(dropped.examples.values()))[0])
         raise UserError(

@@ -14,7 +14,7 @@ LrChoice = Literal["matched", "own_best"]
 
 @dataclass(frozen=True)
 class LrRule:
-    """How arms get their learning rates: each sets it, or it is selected with seeds that count in no verdict.
+    """How arms get their learning rates: each arm sets its own, or selection runs with other seeds choose it.
 
     Attributes:
         grid: learning rates to try, ascending.
@@ -39,7 +39,8 @@ class ReplayRule:
     """How a diverged run is replayed.
 
     Attributes:
-        depths: how far before the divergence replays start, as fractions of the diverged step, ascending.
+        depths: number of steps from the start of a replay to the divergence, as fractions of the step of the
+            divergence, ascending.
         replays: number of replays per depth and kind (`mmqk.ablation.replays.numerics_of`).
         noise: change of the weights at the start, as a fraction of their RMS.
         horizon: length of a replay, as a multiple of the distance from its start to the divergence.

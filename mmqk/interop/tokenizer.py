@@ -13,10 +13,11 @@ from mmqk.tokenizers.vocabulary import BOS, EOS, PAD, SPECIALS
 
 
 def tokenizer_files(run: Path) -> tuple[dict[str, str], str]:
-    """Return tokenizer.json and tokenizer_config.json of a run by name, and a sentence about them.
+    """Return the contents of tokenizer.json and tokenizer_config.json by file name, and a sentence about the files.
 
-    The ids are those of the joint vocabulary: first the special tokens, then the text entries. Image codes have no
-    text and no entry.
+    If the tokenizer of the run is not available, there are no files and the sentence gives the reason. The ids are
+    those of the joint vocabulary: first the special tokens, then the text entries. Image codes have no text and no
+    entry.
     """
     try:
         record: dict[str, Any] = read_run(run) or {}

@@ -72,7 +72,7 @@ def attach(
         sequences: number of sequences in a probe, on each rank.
         out: folder for ``metrics.jsonl``, which mmqk's tools read.
         log: called as ``log({tag: number}, step=int)``, for instance ``wandb.log``.
-        names: names of the modality numbers that a modality function returns.
+        names: if ``modality`` is a function, the names of modality 0, 1, …; ignored with ranges.
         adapter: further tensors to measure; None uses mmqk's adapter for the model's transformers or timm layers.
         sides: further token sequences, by their name in tags. A value is the name of a model input,
             ``{"patch": "pixel_values"}``, or the name and the modality of the input,

@@ -114,7 +114,7 @@ _LOGIT_RANGE = (
     " loss worsens from about 1e3, and all runs above 1e4 diverged (Wortsman et al. 2023, arXiv 2309.14322, Fig. 10"
     " and 9 [V])"
 )
-_TWICE = "below twice that of a run that converges by step 1,000 (Rybakov et al. 2024, arXiv 2410.16682, Table 1 [S])"
+_TWICE = "by step 1,000 below twice that of a run that converges (Rybakov et al. 2024, arXiv 2410.16682, Table 1 [S])"
 _OUTPUT_DRIFT = (
     "near 0 under z-loss; without weight decay the output logits drift to very negative values late in training"
     " (Wortsman et al. 2023, arXiv 2309.14322, Fig. 3 and 4 [V])"
@@ -283,8 +283,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             PAIR, "near 0 [I]", "visible pairs differ from the others, so the three parts above are less reliable",
             "growth"),
         Statistic(("k_common/MODALITY/layerNN",), "‖mean k‖² / mean ‖k‖² over a sequence's keys of one modality", "–",
-            KEY, "1 / keys for random directions [I]", "near 1: keys are equal, and their logits shift as a block",
-            "growth"),
+            KEY, "1 / number of keys for random directions [I]",
+            "near 1: keys are equal, and their logits shift as a block", "growth"),
         Statistic(("q_weight_gain/MODALITY/layerNN", "k_weight_gain/MODALITY/layerNN"),
             "‖W_q x‖ / ‖x‖ over all heads together; W_k likewise", "–", INPUT, UNKNOWN,
             "the matrix grew in the directions of this modality's inputs", "norms"),

@@ -63,7 +63,7 @@ def finding(study: Study, verdict: Verdict) -> str:
     sentence = _measured(study, verdict, effect)
     if verdict.bounds:
         runs, count = plural(verdict.bounds, "failed run"), "counts" if verdict.bounds == 1 else "count"
-        sentence += f"; a bound, because {runs} {count} with the worst value seen"
+        sentence += f"; this effect is a bound, because {runs} {count} with the worst value seen"
     decided = verdict.verdict in ("reproduced", "contradicted")
     if decided and claim.unchecked:
         sentence += f"; not checked: {listed([CHECKS[name] for name in claim.unchecked])}"

@@ -111,7 +111,7 @@ def totals(study: Study) -> str:
 
 
 def _role(run: Run) -> str:
-    """Return the purpose of a run that counts in no verdict; empty for a verdict run."""
+    """Return the purpose of a run that no verdict uses; empty for a verdict run."""
     if run.role != "replay":
         return ROLE_WORDS.get(run.role, "")
     replay = run.replay or {}

@@ -1,8 +1,8 @@
 """A hash of the files that can change a run's numbers, which identifies the code of the run.
 
-A finished run with the hash of other code is stale. `equivalent_code.txt` lists hashes whose golden runs are equal
-bit for bit (`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not make finished runs
-stale.
+A finished run whose hash differs from that of the current code is stale. `equivalent_code.txt` lists hashes whose
+golden runs are equal bit for bit (`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not
+make finished runs stale.
 """
 
 from __future__ import annotations

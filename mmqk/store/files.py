@@ -224,7 +224,7 @@ def read_json(
     Args:
         path: the file.
         shape: the types of its values (`Shape`).
-        advice: end of the error message: what to do.
+        advice: end of the error message, which states what to do.
         most: largest file size in bytes.
 
     Raises:

@@ -68,7 +68,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
 def spread(total: int, most: int) -> np.ndarray:
     """Return ascending indices of at most `most` of `total` samples: a random one from each of `most` equal parts.
 
-    It is a pure function of the arguments. A fixed stride could select images of one vendor only, if the images of
+    The indices depend only on the arguments. A fixed stride could select images of one vendor only, if the images of
     three vendors alternate.
     """
     if total <= most:

@@ -119,7 +119,8 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
     config = _image_config(args)
-    # Random shifts of up to half a code move each outline to every position within a code.
+    # A code describes a square of the image. Random shifts of up to half the side of a square move each outline to
+    # every position within its square.
     training = VQTrainingConfig(
         steps=args.steps, batch_size=args.batch_size, shift=config.stride // 2, seed=args.seed
     )

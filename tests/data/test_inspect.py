@@ -1,4 +1,4 @@
-"""Check that the page agrees with the batches, which the tests count from tensors and decode with the tokenizers."""
+"""Check that the page agrees with the batches. The tests count tokens in the tensors and decode them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check reads by member offset against tarfile and webdataset, and the errors for every kind of damaged archive."""
+"""Compare reads by member offset with tarfile and webdataset, and test the error of every kind of damaged archive."""
 
 from __future__ import annotations
 

@@ -175,7 +175,8 @@ def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
 
 
 def prepare(shared: Path) -> None:
-    """Prepare a finished grid and, for each scenario, the result of its command and the list of all single faults."""
+    """Prepare a finished grid and, for each scenario, the result of its command without faults and the list of all
+    faults that are planted one at a time."""
     leave_figures_out()
     kills.grid(shared, shared / "grid").communicate()
     (shared / "run.begin").mkdir()

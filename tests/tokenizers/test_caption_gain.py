@@ -27,7 +27,7 @@ def test_partners_have_another_caption():
 
 
 class Oracle(torch.nn.Module):
-    """Predict the codes of an image if its own caption precedes it, or for any caption if not ``use_caption``."""
+    """Predict the codes of an image after its own caption; after any caption if ``use_caption`` is False."""
 
     def __init__(self, rows, vocab_sizes, use_caption):
         super().__init__()

@@ -113,6 +113,25 @@ def test_a_run_with_muon_goes_on_with_the_moments_of_both_optimizers(tiny_args, 
         resolve([f"--fork={out}", "--optim.matrices=adamw", "--trainer.max_steps=14"])
 
 
+def test_a_fork_of_an_adagc_run_may_add_parameters(tiny_args, tmp_path):
+    """Gammas follow their parameters; new parameters, and matrices into which gains are folded, start without one."""
+    out = tmp_path / "parent"
+    fields = ["--optim.adagc=1.05", "--monitor.every_n_steps=0", "--checkpoint.keep=9"]
+    assert main([*tiny_args, *fields, f"--out={out}"]) == 0
+    fork(out, tmp_path / "same")
+    assert same(tensors(tmp_path / "same"), tensors(out)) and series(tmp_path / "same") == series(out)
+    record = fork(out, tmp_path / "fork", "--model.qk_norm.kind=rms")
+    before, after = (saved(folder, STEP) for folder in (out, tmp_path / "fork"))
+    gamma, new = (
+        dict(zip(content["state_dict"], content["mmqk_guards"]["adagc"]["gamma_P"].tolist(), strict=True))
+        for content in (before, after)
+    )
+    added = {f"model.{entry['name']}" for entry in record["added"]}
+    assert added and new.keys() == gamma.keys() | added
+    assert all(new[name] == float("inf") for name in added)
+    assert {name: new[name] for name in gamma} == gamma
+
+
 def test_the_newest_checkpoint_of_a_run_folder(parent, tmp_path):
     longer = ["--trainer.max_steps=14", "--optim.schedule_steps=12"]
     assert main([f"--fork={parent}", *longer, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0

@@ -1,4 +1,4 @@
-"""A resume reports missing values, keeps damaged lines, and marks the run permanently."""
+"""A resume reports lost metrics and alarms, keeps damaged lines in a file, and marks the run in its status."""
 
 from __future__ import annotations
 

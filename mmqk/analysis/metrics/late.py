@@ -49,8 +49,8 @@ def failure_step(run: Run) -> int | None:
 
 
 def late_failure(run: Run, modality: str | None = None) -> float:
-    """Return 1 if the run failed permanently (`failure_step`) and had improved for at least half of the steps before,
-    else 0.
+    """Return 1 if the run failed permanently (`failure_step`) and had improved for at least half of the steps before
+    the failure, else 0.
 
     The run improved until its best window of 500 steps; with several trained modalities, the earliest best window
     counts. NaN for a run that was stopped early for another reason.

@@ -116,7 +116,7 @@ class FamilyMetric(_Quantity):
         return self.compute(runs, modality)
 
     def measure(self, runs: Sequence[Run], modality: str | None = None) -> float:
-        """Return the number without the reason; NaN without a value."""
+        """Return only the number; NaN if there is no value."""
         return self.measured(runs, modality).value
 
 

@@ -11,9 +11,10 @@ from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps,
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
-# A slope starts at this share of the run, as the growth alarm does. Before it, norms also grow in healthy runs.
+# The window of a slope starts at this share of the run, as that of the growth alarm does. Earlier in the run, norms
+# also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
-# An early slope ends at this share of the run. In Chameleon, the norms already differ by then.
+# The window of an early slope ends at this share of the run. In Chameleon, the norms already differ by then.
 EARLY_SHARE = 0.25
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3

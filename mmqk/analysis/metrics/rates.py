@@ -49,8 +49,8 @@ class Ended:
 def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended], str]:
     """Return the losses of a family's runs by ascending learning rate, and the reason if they cannot be compared.
 
-    The loss is the held-out loss, or the excess loss if every run has a floor. Without a modality it is the mean over
-    the trained modalities, weighted as in the training loss.
+    The loss is the held-out loss, or the excess loss if every run has a floor. If ``modality`` is None, it is the
+    mean over the trained modalities, weighted as in the training loss.
     """
     trained = {(modality,) if modality else trained_modalities(run) for run in runs}
     if len(trained) > 1:

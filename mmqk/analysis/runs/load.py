@@ -68,7 +68,7 @@ class Run:
         remarks: sentences about what is missing or unusual in its records; `notes` also covers its metrics.
         family: name of the arm in the grid, before it is crossed with axes.
         point: the values of the axes by dotted field; empty without axes.
-        role: "verdict", "selection" (a run that selects a learning rate and counts in no verdict) or "replay".
+        role: "verdict", "selection" (a run that selects a learning rate; no verdict uses it) or "replay".
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
         replay: for a replay, the name of the replayed run, the depth and the numerics, else None.
         forked: content of fork.json; empty without one.

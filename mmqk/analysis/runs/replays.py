@@ -1,16 +1,16 @@
 """The verdict of the replays of a diverged run: dynamics, numerics, or undecided.
 
-A diverged run is replayed from several depths before its divergence, with weights changed by one part in a million,
-in bf16 with fused and with dense attention, and in fp32. The divergence step of a single replay is chaotic; several
-of each kind show whether the precision matters.
+A diverged run is replayed from several distances before its divergence (depths), with weights changed by one part in
+a million, in bf16 with fused and with dense attention, and in fp32. The divergence step of a single replay is
+chaotic; several replays of each kind show whether the precision matters.
 
-dynamics    at every depth all replays diverge, and the fp32 times lie among the bf16 times
+dynamics    at every depth all replays diverge, and the fp32 divergence steps lie among the bf16 divergence steps
 numerics    at every depth all bf16 replays diverge and all fp32 replays reach the end of their horizon
 undecided   every other case
 
-"Among" means: not all earlier than the earliest bf16 time and not all later than the latest, with a tolerance of
-`SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 times come from one distribution, 2
-of their 84 possible orders fail this condition at a depth. With 3 and 3 times (soft-capped or sigmoid attention has
+"Among" means: not all before the earliest bf16 divergence and not all after the latest, with a tolerance of
+`SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 steps come from one distribution, 2
+of their 84 possible orders fail this condition at a depth. With 3 and 3 steps (soft-capped or sigmoid attention has
 no fused kernel), 2 of 20 orders fail the condition.
 """
 
@@ -100,11 +100,11 @@ def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayV
     for row in rows:
         depths.setdefault(row.depth, {})[row.numerics] = row
     if all(_shows_numerics(row) for row in depths.values()):
-        words = "From every depth all bf16 replays diverged and all fp32 replays reached the end of their horizon."
+        words = "At every depth all bf16 replays diverged and all fp32 replays reached the end of their horizon."
         return ReplayVerdict(name, "numerics", words, rows)
     against = [f"{100 * depth:g} %: {why}" for depth, row in depths.items() if (why := _not_dynamics(row))]
     if not against:
-        words = "From every depth all replays diverged, and the fp32 times lie among the bf16 times."
+        words = "At every depth all replays diverged, and the fp32 divergence steps lie among the bf16 ones."
         return ReplayVerdict(name, "dynamics", words, rows)
     sentence = f"From {'; from '.join(against)}."
     if not any(row.survived for row in rows if row.numerics == FP32):

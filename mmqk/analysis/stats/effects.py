@@ -109,7 +109,11 @@ def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
 
 
 def _bartlett(arms: Sequence[np.ndarray], variances: np.ndarray) -> float:
-    """Return Bartlett's p-value. scipy's function returns NaN for an arm without spread and requires two arms."""
+    """Return the p-value of Bartlett's test that all arms have the same variance.
+
+    It is 1 for fewer than two arms, where scipy's function raises an error, and if no arm has spread, where scipy's
+    function returns NaN. It is 0 if only some arms have spread.
+    """
     if len(arms) < 2 or not variances.any():
         return 1.0
     return float(stats.bartlett(*arms).pvalue) if variances.all() else 0.0

@@ -1,6 +1,6 @@
 """The best learning rate of each arm, and whether two choices differ by more than chance.
 
-Runs with the role "selection" choose the learning rate and count in no verdict. Two equal arms can choose different
+Runs with the role "selection" choose the learning rate, and no verdict uses them. Two equal arms can choose different
 learning rates by chance, and most metrics depend on the learning rate: a verdict would then depend on chance. So arms
 at different learning rates are compared only if the selection runs show that their best learning rates differ.
 """

@@ -123,7 +123,7 @@ class Study:
         return self.finished(arm) or self.of_arm(arm)
 
     def selection(self, arm: StudyArm) -> tuple[Run, ...]:
-        """Return the selection runs for the learning rate of an arm; they count in no verdict."""
+        """Return the selection runs for the learning rate of an arm; no verdict uses them."""
         of_family = (run for run in self.runs if run.role == "selection" and run.family == arm.family)
         return tuple(run for run in of_family if {**run.point, RATE: 0} == {**arm.point, RATE: 0})
 

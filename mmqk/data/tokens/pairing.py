@@ -24,7 +24,7 @@ class ShuffledPairs:
         pairs: the documents of a split.
 
     Raises:
-        ValueError: there is one pair.
+        ValueError: there is only one pair.
     """
 
     def __init__(self, pairs: TokenStore) -> None:

@@ -212,7 +212,7 @@ class Modalities:
         modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Instead of
             ranges, a function that maps the forward's inputs by name to modality numbers (B, T), one for each token
             of the attention. A token with a number outside 0 to M - 1 has no modality.
-        names: names of the numbers that a function returns.
+        names: with a function, the names of the modality numbers 0 to M - 1; ignored with ranges.
 
     Attributes:
         names: the M names.

@@ -70,7 +70,7 @@ def find_layers(
 
     Args:
         measured: paths of the modules whose calls were measured, one for each call.
-        not_measured: paths of calls over the watched tokens that were not measured.
+        not_measured: paths of the calls that were not measured, without calls over the tokens of other inputs.
         calls: paths of all calls.
         modules: modules that ran, by path.
         attention_types: types of the modules that made attention calls.

@@ -56,8 +56,8 @@ class Origins:
 
     Args:
         inputs: the forward's inputs by name.
-        constants: a module whose buffers have an origin without inputs.
-        bools: whether to trace bool tensors; otherwise masks and comparisons have an origin without inputs.
+        constants: a module whose buffers are constants, with the origin `NO_INPUTS`.
+        bools: whether to trace bool tensors; otherwise the origin of masks and comparisons is `NO_INPUTS`.
     """
 
     def __init__(self, inputs: Inputs, constants: nn.Module | None = None, bools: bool = False):

@@ -20,7 +20,7 @@ def summary_line(
     step_seconds: Sequence[float],
     every_n_steps: int,
 ) -> str:
-    """Return the line: layers with measured attention, tokens by modality, cost of a probe, and calls without
+    """Return the summary line: layers with measured attention, tokens by modality, cost of a probe, and calls without
     statistics.
 
     Args:

@@ -17,8 +17,8 @@ NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
 # Thresholds without a published source. In the first fifth of a run every norm grows many times over, most of all in
 # healthy runs, so the rule starts after it. The slope is fitted to five or more probes over at least a twentieth of
 # the run, and must be at least four standard errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not
-# count. The initial growth of norms lasts a number of steps, not a share of the run, so in short runs the rule starts
-# after more than a fifth.
+# count. The initial growth of norms lasts about the same number of steps in short and in long runs, so the rule never
+# starts before step 100, which in a short run is later than a fifth.
 GROWTH_START_SHARE = 0.2
 GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5

@@ -18,6 +18,7 @@ from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change, change_of_function
 from mmqk.training.fork.state import (
     callback_state,
+    guards_state,
     learning_rate,
     loops_state,
     optimizer_state,
@@ -90,6 +91,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         "lr_schedulers": [schedule],
         "loops": loops_state(saved["loops"], fork.parent.step, before, after, fork.skip_batches),
         "callbacks": callback_state(saved["callbacks"], touched, change),
+        "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
         "mmqk_model": own["model"],
         "mmqk_run": run.record(),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,18 @@ def _resplit(
         return torch.stack([moment[old.index(m)] if m in old else zero for m in new])
 
     return {"step": moments["step"], "exp_avg": reordered(first), "exp_avg_sq": reordered(second)}
+
+
+def guards_state(
+    saved: Mapping[str, Any], old: EarlyFusionTransformer, new: EarlyFusionTransformer, carried: Carried
+) -> dict[str, Any]:
+    """Return the parent's history of the spike guards; AdaGC has no history of new and of rescaled parameters."""
+    if "adagc" not in saved:
+        return dict(saved)
+    gamma_of = dict(zip(dict(old.named_parameters()), saved["adagc"]["gamma_P"].tolist(), strict=True))
+    sources = [None if name in carried.scale else carried.from_name.get(name) for name, _ in new.named_parameters()]
+    gamma_P = [math.inf if source is None else gamma_of[source] for source in sources]
+    return {**saved, "adagc": {"gamma_P": saved["adagc"]["gamma_P"].new_tensor(gamma_P)}}
 
 
 def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:

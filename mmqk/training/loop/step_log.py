@@ -90,7 +90,7 @@ class StepLog(L.Callback):
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
         """Log the collected records; stop the trainer if the run has diverged.
 
-        If ``alone`` is true, the other ranks may not make this call, so it uses no collective.
+        If ``alone`` is true, no collective is used, because the other ranks might not call this method.
         """
         if not self._records:
             return

@@ -137,7 +137,7 @@ class QKClip:
         """Scale the weights by the collected logits, then clear the logits; call it after the optimizer's update.
 
         Args:
-            skip: A device tensor; True leaves the weights unchanged.
+            skip: A boolean tensor on the device. If it is True, the weights stay unchanged.
         """
         for layer, largest_H in self._largest.items():
             if skip is not None:

@@ -285,9 +285,9 @@ def test_streams_that_are_put_together_are_one_side():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
-    """Attention by matmul and softmax hides a layer only if it is over the watched tokens.
+    """A layer with attention by matmul and softmax is hidden only if this attention is over the tokens of `modality`.
 
-    In another tower and in cross-attention it hides none.
+    Another tower and cross-attention do not hide a layer.
     """
 
     class CrossAttention(nn.Module):
