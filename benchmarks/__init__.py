@@ -1,1 +1,1 @@
-"""Speed, measured: `python -m benchmarks`."""
+"""Measures the speed of mmqk: `python -m benchmarks`."""

@@ -23,7 +23,7 @@ from mmqk.store import UserError, run_main
 from mmqk.store.errors import OneSentenceParser
 
 TABLES = tuple(HEADINGS)
-SLICE_SECONDS = 400  # longest duration of a slice; below a time limit of 8 minutes per command
+SLICE_SECONDS = 400  # longest expected duration of a slice, for a time limit of 8 minutes per command
 
 
 def units_of(context: Context, asked: Sequence[str] = ()) -> list[Unit]:
@@ -41,7 +41,7 @@ def units_of(context: Context, asked: Sequence[str] = ()) -> list[Unit]:
 
 
 def deal(units: Sequence[Unit], n: int) -> list[list[Unit]]:
-    """Split the units into n parts of similar duration: longest first, each into the shortest part."""
+    """Split the units into n parts of similar duration: add each unit, longest first, to the shortest part so far."""
     parts: list[list[Unit]] = [[] for _ in range(n)]
     for unit in sorted(units, key=lambda u: -u.seconds):
         min(parts, key=seconds).append(unit)
@@ -49,12 +49,13 @@ def deal(units: Sequence[Unit], n: int) -> list[list[Unit]]:
 
 
 def seconds(units: Sequence[Unit]) -> float:
-    """Return the expected duration of all units."""
+    """Return the expected duration of all units together, in seconds."""
     return sum(u.seconds for u in units)
 
 
 def slices_needed(units: Sequence[Unit]) -> int:
-    """Return the smallest number of parts that are all expected to stay below `SLICE_SECONDS`."""
+    """Return the smallest number of parts that all take at most `SLICE_SECONDS`, or the time of the longest unit if
+    that is more."""
     longest = max([SLICE_SECONDS, *(u.seconds for u in units)])
     return next(n for n in range(1, len(units) + 1) if max(map(seconds, deal(units, n))) <= longest)
 

@@ -1,7 +1,8 @@
 """Time a candidate in a separate process, for comparisons that depend on the state of the process.
 
-On a CPU this is the state of the C library's allocator. At first it returns large blocks to the kernel when they are
-freed. After some blocks were freed, or by a setting, it keeps them. Both affect every candidate in the process.
+On a CPU this is the state of the C library's allocator. At first the allocator returns a large block to the operating
+system when the block is freed. Later, after some blocks were freed or because of a setting, it keeps freed blocks for
+reuse. The state affects the speed of every candidate in the process.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from mmqk.model import ModelConfig
 
-# Dense bf16 operations per second, by a word of the device's name: NVIDIA's data sheets, without sparsity. An H200
-# is an H100 with other memory.
+# Dense bf16 operations per second (without sparsity), from NVIDIA's data sheets, by a word in the name of the device.
+# An H200 differs from an H100 only in its memory.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
 

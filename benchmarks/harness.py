@@ -36,7 +36,7 @@ class Candidate:
         name: name of the row.
         build: returns the timed function. Called with n, the function does n repetitions and returns the seconds of
             one repetition. Its optional attributes `first_seconds` (of the first repetition) and `first_loss` are
-            stored; a function with `warms_up` warms up by itself.
+            stored. If its attribute `warms_up` is true, it does its own warm-up.
         work: amounts of one repetition: tokens, samples, steps, flops.
         repeat: repetitions in a round; None for the comparison's default.
         against: name of the row to compare with; None for the comparison's base.
@@ -88,8 +88,8 @@ class Unit:
     """Rows that are measured in one process, so that their ratios are fair.
 
     Attributes:
-        table: name of its table.
-        name: its name in the table.
+        table: name of the table that the unit belongs to.
+        name: name of the unit within this table.
         seconds: expected duration at full size on one H100, without the process start.
         measure: returns `title`, `facts`, `base` (the row with which the others are compared) and `rows`.
     """
@@ -113,7 +113,8 @@ def compare(
     round is not counted. At least one counted round runs, even after `until`.
 
     Args:
-        warm: repetitions before the rounds, in which peak memory is measured. The first one is timed separately.
+        warm: repetitions before the rounds. Peak memory is measured from the start of the build to the end of these
+            repetitions. The first repetition is timed separately.
     """
     rounds, repeat = context.rounds or rounds, context.repeat or repeat
     candidates = [candidate for candidate in candidates if re.search(context.rows or "", candidate.name)]

@@ -46,7 +46,7 @@ class Loop:
         batches: batches that the loop cycles through.
         run: the run whose precision and optimizer settings are used.
         device: cpu or cuda.
-        optimizer: None for AdamW with weight decay on all parameters.
+        optimizer: the optimizer; None for AdamW with weight decay on all parameters.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Loop:
 
 
 def own_loop(run: RunConfig, device: str) -> Loop:
-    """mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
+    """Return a loop of mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
     resolve_device(run, torch.device(device))  # refuses a kernel that cannot compute this run
     module = TrainingModule.of(run).to(device).train()
     batches = [batch.to(device) for batch in batches_of(run)]
@@ -150,12 +150,12 @@ class Stack:
     """The training stack of `mmqk.train`: Lightning, loggers, alarms, monitors and data, without validation and
     checkpoints, whose cost depends on their interval.
 
-    Each turn makes a new Trainer and does not time its first steps. Every turn continues the training of one model.
+    Each turn makes a new Trainer and does not time its first steps. All turns continue to train the same model.
 
     Args:
         run: the configuration of the run.
         module: the module of this run; None to make a new one.
-        monitor: None for the run's monitors.
+        monitor: the monitors; None for those of the run.
         batches: batches in memory; None to use the run's loader with its workers.
     """
 

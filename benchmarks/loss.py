@@ -1,7 +1,8 @@
 """Time and peak memory of head and loss alone, forward and backward: dense, and with `loss.chunk_size`.
 
-The timed work computes the gradients of hidden states and head from the hidden states, with z-loss and two
-modalities. The CPU runs a toy size. The full size runs in bf16, where the logits of a batch take most of the memory.
+The timed work starts from given hidden states. It computes the loss, with z-loss and two modalities, and the
+gradients of the loss with respect to the hidden states and the head. On a CPU the size is a toy size. The full size
+runs in bf16, where the logits of a batch take most of the memory.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def step_of(size: Size, chunk: int | None, device: str) -> Callable[[int], float
     targets = torch.randint(size.vocabulary, (1, size.tokens), generator=random).to(device)
     of = targets, (targets >= size.vocabulary // 2).long(), torch.ones_like(targets, dtype=torch.bool)
     weights, n = torch.ones(2, device=device), float(size.tokens)
-    compiled = device == "cuda"  # on a GPU both losses are compiled, as in a run with compile
+    compiled = device == "cuda"  # on a GPU both losses are compiled, as in a run with --compile
     dense = torch.compile(modality_losses, dynamic=False) if compiled else modality_losses
 
     def step() -> None:

@@ -32,7 +32,7 @@ def _measure(context: Context) -> dict[str, Any]:
     every = 100 if context.full else 10
     batches = batches_of(run)
 
-    @cache  # shared by all rows, because the addresses of its weights change the time by 1 to 2 %
+    @cache  # shared by all rows, because the memory addresses of the weights change the time by 1 to 2 %
     def module() -> TrainingModule:
         return TrainingModule.of(replace(run, monitor=EVERYTHING))
 

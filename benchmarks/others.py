@@ -23,7 +23,7 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """Return a loop of the run's model in transformers: Qwen3 with QK-Norm rms, Chameleon with layer, else Llama.
+    """Return a loop of the run's model in transformers: Qwen3 for QK-Norm rms, Chameleon for layer, else Llama.
 
     Head and loss are applied here, because Chameleon's forward overwrites the logits of image ids.
     """
@@ -43,8 +43,8 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
 
 
 def _causal_sdpa() -> str:
-    """Register transformers' SDPA without its mask: compiled, it builds a T x T mask, which excludes the flash
-    kernel."""
+    """Register transformers' SDPA without its mask: a compiled model would build a T x T mask, and the flash kernel
+    accepts no mask."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -69,8 +69,8 @@ def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
     """Return a loop of mmqk's blocks with a plain cross-entropy, without Lightning, data or monitors: a lower bound
     of the time.
 
-    If the run compiles, blocks and loss are compiled separately, as in a run. With `whole`, forward and loss are
-    compiled as one graph.
+    If the run has `compile`, blocks and loss are compiled separately, as in training. With `whole`, forward and loss
+    are compiled as one graph.
     """
     model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device).train()
     in_place = run.compile and not whole

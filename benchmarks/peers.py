@@ -75,14 +75,14 @@ def _apart(context: Context) -> dict[str, Any]:
 
 
 def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Candidate]:
-    """Return the candidates. The candidates of mmqk are compiled if the run compiles.
+    """Return the candidates. The candidates of mmqk are compiled if the run has `compile`.
 
     Args:
         run: the run whose model, data and optimizer are measured.
         context: device and size.
         theirs: name of the model in transformers.
         compiled: whether to measure compiled rows of the other packages.
-        eager: whether to measure their eager rows.
+        eager: whether to measure eager rows of the other packages.
     """
     device, work = context.device, work_of(run)
     chunk = CHUNK if context.full else TOY_CHUNK

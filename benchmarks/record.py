@@ -65,7 +65,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit of the code, with a plus if the code has changed since; None outside a git checkout."""
+    """Return the commit of the code, with a plus if there are uncommitted changes; None outside a git checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()

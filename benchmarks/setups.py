@@ -54,7 +54,7 @@ def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
 
 
 def labels_of(batch: TokenBatch) -> Tensor:
-    """Return the targets for cross-entropy: -100 where no target is trained."""
+    """Return the targets for cross-entropy: -100 at positions that are not trained."""
     return torch.where(batch.target_mask_BT, batch.targets_BT, -100)
 
 

@@ -28,12 +28,12 @@ def speed(row: Row, what: str) -> list[float]:
 
 
 def times(row: Row, base: Row) -> list[float]:
-    """Return the ratio of the seconds of two rows, by round."""
+    """Return the seconds of the row divided by those of the base, for each round."""
     return [a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)]
 
 
 def faster(row: Row, base: Row, what: str) -> list[float]:
-    """Return the ratio of the speeds of two rows, by round."""
+    """Return the speed of the row divided by that of the base, for each round."""
     return [a / b for a, b in zip(speed(row, what), speed(base, what), strict=True)]
 
 
@@ -46,7 +46,7 @@ def mfu(row: Row, device: str) -> float | None:
 
 
 def against(row: Row, unit: Unit) -> Row | None:
-    """Return the row to compare with; None if it was not measured or is the row itself."""
+    """Return the row with which this row is compared; None if it was not measured or is this row itself."""
     name = row["against"] or unit["base"]
     base = next((other for other in unit["rows"] if other["name"] == name), None)
     return None if base is None or base is row or base["status"] != MEASURED else base
@@ -151,7 +151,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 
 
 def markdown(units: Sequence[Unit]) -> str:
-    """Return the tables of all units, by table and device."""
+    """Return the tables of all units, sorted by table and device."""
     order = list(HEADINGS)
     units = sorted(units, key=lambda u: (order.index(u["table"]), u["machine"]["device"]))
     parts = []
@@ -200,7 +200,7 @@ def _about(unit: Unit) -> str:
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
-    """Return a line with the range of the first losses, which are equal if all rows began with one model and
+    """Return a line with the range of the first losses, which are equal if all rows began with the same model and
     batch."""
     values = [row["first_loss"] for row in rows if row["first_loss"] is not None]
     if len(values) < 2:

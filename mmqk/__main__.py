@@ -1,4 +1,4 @@
-"""The ``mmqk`` command: ``mmqk train`` is ``python -m mmqk.train``; without a command it lists all commands."""
+"""The ``mmqk`` command: ``mmqk train`` is ``python -m mmqk.train``; ``mmqk`` alone lists all commands."""
 
 from __future__ import annotations
 

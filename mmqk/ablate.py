@@ -29,6 +29,7 @@ from mmqk.ablation.record import check_out, take_runs
 from mmqk.ablation.replays import arm_of, plan_of_run
 from mmqk.ablation.resolver import Resolver
 from mmqk.ablation.session import Session
+from mmqk.analysis.formatting import plural
 from mmqk.grid.claims import check_arms
 from mmqk.grid.grid import Grid
 from mmqk.grid.merge import load_grids
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{options.pack}: copied {len(new)} finished runs that {out} did not have", flush=True)
 
     if not options.dry_run:
-        # Otherwise each compiled run compiles on all cores. torch reads the variable at its first compilation.
+        # Without this variable, every run with compiled blocks would compile on all cores. torch reads the variable
+        # at its first compilation.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
         # The server imports torch while the resolver in this process imports it.
         start_server(PRELOAD)
@@ -103,11 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     tasks = session.begin()
     todo = sum(not o.finished and o.status != "never" for o in session.outcomes().values())
     slice_label = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
-    print(
-        f"{grid.title}: {slice_label}{len(session.tasks) + len(session.waiting)} runs in {out}, {todo} to train,"
-        f" {jobs} at a time",
-        flush=True,
-    )
+    runs = plural(len(session.tasks) + len(session.waiting), "run")
+    print(f"{grid.title}: {slice_label}{runs} in {out}, {todo} to train, {jobs} at a time", flush=True)
     with contextlib.closing(PoolProgress()) as progress:
         pool = Pool(
             tasks,
@@ -271,7 +270,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="add an arm with the name of --only, which sets this field; repeat the flag for several fields",
+        help="add an arm that sets this field, with the name given by --only; repeat the flag for several fields",
     )
     parser.add_argument(
         "--rerun-stale",

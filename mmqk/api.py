@@ -73,9 +73,9 @@ class Runs:
 
         Returns:
             Columns ``run``, ``arm``, ``label``, ``seed``, ``status`` with its ``reason``, ``step``, ``seconds``, one
-            ``final_loss/MODALITY`` per modality in nats per token (held out if measured, else the mean of the last
-            training steps), ``largest_attention_logit``, ``alarms`` (their number), ``id`` (of the configuration) and
-            ``path``.
+            ``final_loss/MODALITY`` per modality in nats per token (the loss on held-out data if it was measured,
+            otherwise the mean of the last training steps), ``largest_attention_logit``, ``alarms`` (their number),
+            ``id`` (of the configuration) and ``path``.
         """
         study = self._findings.study
         logit = METRICS["largest_attention_logit"].measure
@@ -99,12 +99,13 @@ class Runs:
         )
 
     def verdicts(self) -> pd.DataFrame:
-        """Return one row per claim, as in verdicts.json of a report; no rows without claims.
+        """Return one row per claim, as in verdicts.json of a report; the table is empty if the grid has no claims.
 
         Returns:
             Columns ``claim``, ``statement``, ``metric``, ``treatment``, ``control``, ``verdict``, ``effect`` with its
-            95 % interval ``low`` to ``high`` (of the metric, or of its logarithm where the metric compares ratios),
-            ``min_effect``, ``p``, ``n`` (compared runs), ``status`` (confirmatory, exploratory, shown) and ``note``.
+            95 % interval ``low`` to ``high`` (of the metric, or of its logarithm if the metric compares arms by their
+            ratio), ``min_effect``, ``p``, ``n`` (compared runs), ``status`` (confirmatory, exploratory, shown) and
+            ``note``.
         """
         rows = []
         for verdict in self._findings.verdicts:

@@ -53,7 +53,8 @@ def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint on the CPU, mapped from the file, with digest, step and weights checked.
+    """Check the digest, the step and the weights of a checkpoint, and return its content, on the CPU and mapped from
+    the file.
 
     A file of an older version of mmqk has no digest. Such a file is read with a warning on stderr.
 

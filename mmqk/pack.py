@@ -9,9 +9,9 @@ from mmqk.store import OneSentenceParser, UserError, relative, run_main
 from mmqk.store.pack import FEW_DIGITS, MOST_VALUES, write_pack
 
 DESCRIPTION = f"""\
-Write what a report needs of a folder of runs into one small zip file: configurations, status, metrics, alarms and
-the registration of the claims; no checkpoints and no TensorBoard events. mmqk.report and mmqk.load_runs read the file
-like the folder, and mmqk.ablate --from continues the grid from it.
+Write the files that a report needs from a folder of runs into one small zip file: configurations, status, metrics,
+alarms and the registration of the claims; no checkpoints and no TensorBoard events. mmqk.report and mmqk.load_runs
+read the file like the folder, and mmqk.ablate --from continues the grid from it.
 
 The report of a pack equals the report of the folder byte for byte. A pack has all values of the losses, the gradient
 norm and the other series that a report reads. Of any other series with more than {MOST_VALUES:,} values, such as the

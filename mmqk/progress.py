@@ -1,4 +1,4 @@
-"""Shows the progress of a command on stderr: a display of rich on a terminal, a line every ten seconds in a log."""
+"""Shows the progress of a command on stderr: a display with rich on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Progress:
         return time.monotonic() - self._shown >= (TERMINAL_SECONDS if self.terminal else LOG_SECONDS)
 
     def begin(self, done: float) -> None:
-        """Start to measure the time per unit of work, when ``done`` units are done. Later calls do nothing."""
+        """Start to measure the time per unit of work; ``done`` units are done already. Later calls do nothing."""
         self._began = self._began or (time.monotonic(), done)
 
     def line(self, text: str, done: float | None = None, total: float | None = None) -> str:

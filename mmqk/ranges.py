@@ -27,7 +27,7 @@ SMALLEST, LARGEST = 1e-37, 1e38
 BELOW_ONE = 1 - 1e-7
 MOST_STEPS = 10**9
 MOST_SEED = 2**32 - 1
-# Below this, fp32 weights would round most of a perturbation away.
+# Below this, the rounding of fp32 weights would remove most of a perturbation.
 SMALLEST_PERTURBATION = 1e-7
 _KEY = "range"
 # YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 (1) and 1:30 (90) as numbers. These stay text here, and so do integers
@@ -43,7 +43,7 @@ class Range:
     """The numbers from ``low`` to ``high``, both included; only whole numbers if both are ``int``.
 
     Attributes:
-        zero: whether 0 is allowed too; it means off.
+        zero: whether 0 is allowed too, outside the range; for most fields 0 turns something off.
     """
 
     low: float
@@ -143,8 +143,8 @@ def _said(bound: float) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Return a value as text of at most 60 characters. Python refuses to print a whole number of thousands of
-    digits."""
+    """Return a value as text of at most 60 characters. A whole number of more than 24 digits is not printed, because
+    Python refuses to print one with thousands of digits."""
     if isinstance(value, int) and abs(value) >= 10**24:
         return f"a number of more than 24 digits ({'-' if value < 0 else ''}…)"
     text = f"'{value}'" if isinstance(value, str) else str(value)

@@ -1,7 +1,7 @@
 """Every published remedy as data: the fields that switch it on, its formula and its source.
 
-``python -m mmqk.remedies`` prints them with their flags. docs/remedies.md adds the cost of each and the
-implementation that it was compared with. Nothing here imports torch.
+``python -m mmqk.remedies`` prints all remedies with their flags. docs/remedies.md adds the cost of each remedy and
+the implementation that it was compared with. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from mmqk.store import OneSentenceParser, run_main
 
-# The mark after each source, and how that source was read.
+# The marks after the sources. A mark states how the source was read.
 MARKS = {
     "V": "its text or code was read",
     "S": "a detailed secondary source was read, not the paper itself",
@@ -36,8 +36,8 @@ class Remedy:
     Attributes:
         key: Its name in the code and the tests.
         title: A short description.
-        settings: Dotted fields of a run that switch it on. Numbers are those of the source or of that order
-            of magnitude: choose your own.
+        settings: Dotted fields of a run that switch the remedy on. The numbers are those of the source or have
+            the same order of magnitude: choose your own.
         formula: Formula in the symbols of the code.
         source: Paper, arXiv number, equation or section, and how it was read (`MARKS`).
         acts_on: The softmax, the matrices or the part of the residual stream that it changes.
@@ -145,7 +145,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "x ← norm(α x + sublayer(x)), α = (2 n_layers)^¼, no final norm; W_v, W_o and the MLP's matrices"
             " initially times (8 n_layers)^−¼",
             "DeepNet, arXiv 2203.00555, Fig. 2 [M]; torchscale's decoder [V]",
-            "residual stream, whose norm the gains alone decide; initial W_v, W_o and matrices of the MLP",
+            "residual stream, whose norm depends on the gains alone; initial W_v, W_o and matrices of the MLP",
             "a product, twice in every layer; the norms are moved"),
         Remedy("post_gain_zero", "post-norm, gains initially 0",
             {"model.pre_norm": False, "model.post_norm": True, "model.post_gain_init": 0.0},
@@ -231,7 +231,8 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "the output of a sublayer", "a product by channel, twice in every layer"),
         Remedy("residual_gate", "gated residual sum", {"model.residual_gate": 0.3},
             "x ← √(1 − b²) · x + b · sublayer(norm(x)), b = sigmoid(w / T) by channel, w initially 0, T = 0.3",
-            "Muse Spark in transformers [V]", "the residual stream, which does not grow with depth for equal sizes",
+            "Muse Spark in transformers [V]",
+            "the residual stream, which does not grow if x and branch have equal norms",
             "two products by channel, twice in every layer"),
         Remedy("depth_scale_norm", "pre-norms over √(layer + 1)", {"model.depth_scale": "norm"},
             "x ← x + sublayer(norm(x) / √(layer + 1)), layer from 0",
@@ -349,10 +350,10 @@ _PURPOSES = {
     "qk_norm_l2": "bounds attention logits by one learned scale per layer",
     "qk_norm_l2_per_head": "bounds attention logits by a learned scale that each head chooses",
     "qk_norm_cosine": "bounds attention logits by a scale that cannot exceed a limit",
-    "qk_norm_full": "bounds all heads together, as OLMo 2: one head can still have larger logits than others",
+    "qk_norm_full": "bounds all heads together, as in OLMo 2: one head can still have larger logits than others",
     "qk_norm_no_gain": "bounds attention logits by √head_dim, with nothing to learn",
     "qk_norm_rms_per_head": "bounds attention logits, with separate gains for each head",
-    "qk_norm_per_head": "QK-Norm as of Chameleon in transformers, with a gain and a bias for each head",
+    "qk_norm_per_head": "QK-Norm as in Chameleon's code in transformers, with a gain and a bias for each head",
     "qk_norm_zero_centered": "bounds attention logits, with gains that weight decay pulls to 1",
     "qk_norm_after_rope": "bounds attention logits after the rotation, so the gain acts on rotated channels",
     "qkv_norm": "bounds attention logits and the values",

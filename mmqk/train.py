@@ -197,7 +197,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     ]
     if not run.quiet:
         callbacks.append(ProgressLine(step_log))
-    loggers: list[Any] = [RunLogger(run.out / METRICS_NAME), alarms.tap]  # `RunLogger` before `Integration`
+    loggers: list[Any] = [RunLogger(run.out / METRICS_NAME), alarms.tap]  # `RunLogger` must come before `Integration`
     if "tensorboard" in run.logging:
         layers = run.monitor.tensorboard_layers
         loggers.append(StoryLogger(run.out, run.model.modalities, layers, resumed_at))
@@ -243,7 +243,8 @@ def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, st
 
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
-    """Return the unigram losses and the share of cut captions, logged before step 1; print warnings on the data."""
+    """Return the unigram losses and the share of captions that are cut, which are logged before step 1. Print
+    warnings about the data."""
     builder = data.builder
     if data.dial is not None:
         per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1

@@ -40,7 +40,7 @@ def leaves_for(config: ModelConfig, name: str) -> Leaves:
     """Return random fp64 weights with which every field has an effect: values near each eps, beyond each softcap and
     clamp.
 
-    The gains of Muse Spark's norms after the sublayers have another meaning than ours, so they keep their initial
+    The gains of Muse Spark's norms after the sublayers have a different meaning than ours, so they keep their initial
     value 0 and are not returned.
     """
     factors = {"embed": 0.05, "head": 8.0, "w_up": 4.0, "w_gate": 4.0}

@@ -106,22 +106,22 @@ All statistics that mmqk logs. This page is written by `python -m tests.statisti
 A tag is `statistic/modality/layerNN/headNN` without the parts that do not apply: `q_norm/text/layer03`,
 `attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm`,
 `grad_norm/embed.weight`. In the tables below, capitals are placeholders and [...] is optional (heads need
-`--monitor.heads=true`). If a row has `q_norm` and `q_norm_max`, the second is the maximum of the first. The first
+`--monitor.heads=true`). If a row has `q_norm` and `q_norm_max`, the first is a mean, the second a maximum. The first
 layer is `layer00`. In `metrics.jsonl` each step has one line, and a second line if an alarm is found later for that
 step. A modality without tokens has no tag. NaN and infinities are the strings "nan", "inf", "-inf".
 
-**Modality.** *input token*: of the token at this position, for activations. *query*, *query, key*: of the tokens of
-an attention pair, the query first. *target*: of the next token, for losses, the output softmax and gradients. A –
-in this column means the whole model, layer or parameter.
+**Modality.** The column *modality* states which token's modality is in the tag. *input token*: the token at this
+position, for activations. *query*, *query, key*: the tokens of an attention pair, the query first. *target*: the
+next token, for losses, the output softmax and gradients. A – means the whole model, layer or parameter.
 
 **Probes.** Statistics of every step cover the tokens of that step. A probe is a separate forward pass in fp32 and
 in evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its
 maxima are exact for these sequences only, so compare runs with `--monitor.probe_split=heldout`, which uses the
 same sequences in each run. All tokens of a sequence are used. Statistics of attention rows exclude queries that
 see fewer than {fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted.
-A row with a NaN or an infinity is NaN, and so is every mean that includes it; means of the other modality are not
-affected unless its queries attend to it. `grad_agreement`, `grad_signal` and `grad_noise` are estimates, all other
-statistics are exact.
+If a token has a NaN or an infinity, its numbers are NaN, and so is every mean that includes them; means of the other
+modality are not affected unless its queries attend to this token. `grad_agreement`, `grad_signal` and `grad_noise`
+are estimates; all other statistics are exact.
 
 ## Drift, competition, sharpening
 
@@ -142,8 +142,8 @@ statistics are exact.
    competition, `out_logit_spread` is sharpening.
 8. Logit growth splits exactly: `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment +
    logit_masked`.
-9. The growth of W_q and W_k splits too: `w_q_growth` by modality, with decay, step, unattributed and rest, sums to
-   `w_q_growth_total`.
+9. The growth of W_q and W_k splits too: `w_q_growth` of all modalities, `w_q_growth_decay`, `_step`, `_unattributed`
+   and `_rest` sum to `w_q_growth_total`.
 10. Norms can grow without harm in the direction that all keys share (`k_common`), and low entropy with a high
     `attn_rank` is benign: no single curve on this page is a diagnosis.
 

@@ -82,7 +82,7 @@ def test_its_parity_test_passes_there(patched):
     assert commands()[1] == "python -m pytest tests/model/test_dyt.py"
     done = run(patched, sys.executable, *commands()[1].split()[1:], "-p", "no:warnings")
     assert done.returncode == 0, done.stdout + done.stderr
-    # The control: with another formula in the norm, the same test fails.
+    # The control: with a different formula in the norm, the same test fails.
     norms = patched / "mmqk/model/norms.py"
     right = norms.read_text(encoding="utf-8")
     try:

@@ -125,7 +125,8 @@ def test_a_mistake_on_the_command_line_names_no_file(tiny_args, tmp_path):
     ],
 )
 def test_a_config_that_is_not_a_text_file_is_refused_at_once(tmp_path, make, why):
-    """The file is refused as a configuration and as a grid; every other test is the control."""
+    """The file is refused as a configuration and as a grid. The control: the other tests of this module read text
+    files."""
     path = tmp_path / "bad.yaml"
     make(path)
     for read in (lambda: resolve([f"--config={path}"]), lambda: load_grid(path)):
@@ -230,7 +231,8 @@ def test_a_field_needs_no_dashes(tiny_args, given, same):
 
 
 def test_the_value_of_an_option_may_have_an_equals_sign(tiny_args, tmp_path):
-    """The control: the word after an option is its value; an unknown name is still refused by name."""
+    """The word after an option is the option's value. The control: elsewhere, a word that names no field is
+    refused."""
     (tmp_path / "seed=3.yaml").write_text("optim: {lr: 0.5}\n")
     run = resolve([*tiny_args, "--out", "seed=3", f"--config={tmp_path / 'seed=3.yaml'}"])
     assert (str(run.out), run.seed, run.optim.lr) == ("seed=3", 0, 0.5)
@@ -303,7 +305,7 @@ def test_a_removed_field_is_one_sentence_and_a_fork_of_an_older_run_drops_it(tin
     old = resolve(tiny_args).nested()
     parent = Parent("0123456789", 4, {**old, "trainer": {**old["trainer"], flag: True}})
     assert parent == Parent("0123456789", 4, old)
-    # The control: other fields stay.
+    # The control: another field of the trainer is not dropped.
     assert parent != Parent("0123456789", 4, {**old, "trainer": {**old["trainer"], "benchmark": True}})
 
 

@@ -1,5 +1,5 @@
-"""Every number of every configuration has a range and is refused outside it; a search finds the numbers in all
-fields."""
+"""Every number of every configuration has a range and is refused outside it; the numbers are found by a search over
+all fields."""
 
 from __future__ import annotations
 
@@ -259,8 +259,8 @@ def test_what_makes_sense_is_not_refused(tiny_args, flags):
 
 
 def test_numbers_in_files_are_decimal(tmp_path):
-    """YAML 1.1 reads values such as 0x10 and 1:30 as other numbers without a message. In the files of runs and grids
-    they are text, which fields of numbers refuse."""
+    """YAML 1.1 converts values such as 0x10 and 1:30 to other numbers without a message. In the files of runs and
+    grids these values are text, which a field for numbers refuses."""
     text = "a: [0x10, 010, 1:30, 0b1, 12, 1_000, 1.5e+3, -2, 0, .5, .inf]\n"
     assert yaml.safe_load(text)["a"][:4] == [16, 8, 90, 1]
     read = yaml.load(text, Loader=decimal_numbers(yaml.SafeLoader))["a"]

@@ -323,7 +323,7 @@ def test_vit_22b_normalizes_queries_over_the_same_axis_as_timm():
 # Equal in logits and gradients to the cited models ----------------------------------------------------------
 
 FP32_INSIDE = 2e-5  # relative to the largest value; transformers computes norms and rotary tables in fp32
-# Another value for every field that affects what a model computes.
+# A different value for every field that affects the output of a model.
 OTHERWISE = {
     "mlp": "geglu", "pre_norm": False, "norm": "layer", "norm_eps": 1e-4, "qk_norm.kind": "layer",
     "qk_norm.scope": "full", "qk_norm.gain": "per_head", "qk_norm.eps": 1e-4, "qk_norm.place": "after_rope",
@@ -357,7 +357,7 @@ def with_fields(config: ModelConfig, fields: dict[str, object]) -> ModelConfig:
 
 
 def another(name: str, key: str, value: object) -> dict[str, object]:
-    """Return another value for a field of a recipe, with the changes of other fields that it requires."""
+    """Return a different value for a field of a recipe, with the changes of other fields that this value requires."""
     if key == "pre_norm":
         return {"pre_norm": False, "post_norm": True}
     if key in SWITCHED:

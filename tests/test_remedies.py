@@ -72,7 +72,7 @@ def unaccounted(known: set[str]) -> set[str]:
 
 def test_every_field_is_of_a_remedy_or_listed_as_none():
     assert unaccounted(fields_of_runs()) == set()
-    # The controls: one field more, and one field less.
+    # The controls: an additional field, and a missing field.
     assert unaccounted(fields_of_runs() | {"model.anti_gravity"}) == {"model.anti_gravity"}
     assert unaccounted(fields_of_runs() - {"optim.qk_clip"}) == {"optim.qk_clip"}
 

@@ -43,7 +43,7 @@ def loaded(settings: Mapping[str, Any], checkpoint: bytes, optimizer: bool = Tru
     module = build(settings, MODEL)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.add_(1)  # a weight that the checkpoint lacks changes the loss
+            parameter.add_(1)  # so that a weight that the checkpoint lacks changes the loss
     content = torch.load(io.BytesIO(checkpoint), weights_only=True)
     module.load_state_dict(content["state_dict"])
     if optimizer:

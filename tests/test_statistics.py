@@ -97,7 +97,7 @@ def missing(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> lis
 
 
 def unused(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> set[str]:
-    """Return the forms of tags in the table that no tag has."""
+    """Return the forms in the table that match no tag."""
     seen = {row.matches(tag) for tag in tags for row in table}
     return {form for row in table for form in row.forms} - seen
 
@@ -105,7 +105,7 @@ def unused(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> set[
 def test_every_tag_has_a_row_and_every_row_a_tag(logged):
     assert missing(logged) == []
     assert unused(logged) == set()
-    # The controls: one row less, one tag less, a new tag, and a known statistic in a new place.
+    # The controls: a missing row, missing tags, a new tag, and a known statistic in a new place.
     assert set(missing(logged, STATISTICS[1:])) == {"loss"}
     assert unused(logged - {"attn_rank/layer00", "attn_rank/layer01"}) == {"attn_rank/layerNN"}
     assert unused({tag for tag in logged if "head" not in tag.split("/")[-1]}) >= {
@@ -151,7 +151,7 @@ def test_the_page_is_what_the_code_says():
 def test_a_page_of_other_costs_is_another_and_costs_are_those_of_the_textbook():
     measured, step = parts(), measure({}).flops
     assert render(measured | {"growth": 1}, step) != render(measured, step)
-    assert 6 * measured["forward"] == step  # 4 of 8 sequences; a backward pass costs two forward passes
+    assert 6 * measured["forward"] == step  # a probe has 4 of 8 sequences; a backward pass costs two forward passes
     assert measured["precision"] == measured["forward"]
     assert (
         6 * measured["agreement"] == 10 * step

@@ -89,7 +89,7 @@ def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monk
     assert statuses == [("1", "completed"), ("2", "diverged"), ("3", "waiting")]
     assert "mixed seed 2 diverged: text loss became nan" in said
     assert "mixed seed 1 step 30: growth" in said
-    # The folder of an arm, which has run folders and no ablation.json.
+    # The folder of an arm has run folders and no ablation.json.
     said = shown(capsys, "--once", folder / "mixed-0123456789")
     assert "seed1" in said and "seed2" in said and "seed3" not in said
     # Several folders at once. Without a terminal, --once is not needed.
@@ -149,7 +149,7 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, na
     monkeypatch.setenv("COLUMNS", "400")  # room for the path in the sentence
     write_run(tmp_path / "r", "completed", alarms=[GROWTH])
     path = tmp_path / "r" / name
-    # The text is appended to files of lines and replaces the others.
+    # The text is appended to a .jsonl file; it replaces the content of a .json file.
     path.write_text((path.read_text() if name.endswith("l") else "") + text + "\n")
     said = shown(capsys, "--once", tmp_path / "r")
     assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)

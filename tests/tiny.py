@@ -48,7 +48,8 @@ def documents(n: int, seed: int):
 
 
 def write_tiny_data(root: Path) -> None:
-    """Write pairs/ (40 train, 12 val), text/ and tokenizers/ (300 BPE entries, 8x8 of 32 codes)."""
+    """Write pairs/ (40 train, 12 val), text/ and tokenizers/ (300 BPE entries, images of 8x8 codes from a codebook of
+    32)."""
     from torchvision.transforms.functional import pil_to_tensor
 
     from mmqk.shards.manifest import Manifest, write_manifest

@@ -23,14 +23,14 @@ WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv", "index.noun")
 
 
 def build(archives: dict[str, Path], out: Path) -> None:
-    """Write ``out/emoji`` and ``out/text``; existing folders are replaced after both are built.
+    """Write ``out/emoji`` and ``out/text``; existing folders are replaced once both new folders are complete.
 
     Args:
         archives: path of each archive, by source name.
         out: the folder to write to.
 
     Raises:
-        UserError: an archive lacks a file, ``out`` cannot be written, or one of the folders is not a data set.
+        UserError: an archive lacks a file, ``out`` cannot be written, or a folder to replace is not a data set.
     """
     for name in ("emoji", "text"):
         folder = out / name
@@ -71,7 +71,7 @@ def _versions() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fetch and check the archives, build the data, and print the size of each folder."""
+    """Fetch and check the archives, build the data, and print the sample counts and size of each folder."""
     packages = "\n".join(f"  {s.file:38s} {s.command}" for s in SOURCES.values())
     parser = OneSentenceParser(
         prog="python -m data.build",

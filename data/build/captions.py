@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 GlossMatch = Literal["exact", "head", "none"]
 
-# The first sense of a word often differs from the picture (bank: sloping land; chicken: its flesh). So a gloss must
-# also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the subcategory of the emoji or, if
-# the subcategory is not listed, the category.
+# The first sense of a word often does not describe the picture (bank: sloping land; chicken: its flesh). So a gloss
+# must also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the subcategory of the emoji
+# or, if the subcategory is not listed, the category.
 ACT, ANIMAL, ARTIFACT, BODY, COMMUNICATION, EVENT, FEELING, FOOD, GROUP = 4, 5, 6, 8, 10, 11, 12, 13, 14
 LOCATION, OBJECT, PERSON, PHENOMENON, PLANT, POSSESSION = 15, 17, 18, 19, 20, 21
 SHAPE, SUBSTANCE, TIME = 25, 27, 28
@@ -42,7 +42,7 @@ FITTING_FILES: dict[str, frozenset[int]] = {
     "zodiac": frozenset({LOCATION}),
     "Flags": frozenset({ARTIFACT}),
 }
-# Names whose selected WordNet sense still differs from the picture, found by reading all of them.
+# Names whose selected WordNet sense still does not describe the picture; we read all selected glosses to find them.
 # fmt: off
 WRONG_SENSES = frozenset({
     "abacus", "bank", "black cat", "blue book", "broken heart", "chestnut", "Christmas tree",
@@ -133,7 +133,7 @@ class Caption:
         keywords: all keywords, in CLDR's order.
         gloss: WordNet definition, "" if there is none.
         gloss_match: ``exact`` if the whole name is a WordNet noun; ``head`` if only its last word is a noun (such a
-            gloss often differs from the picture, so it is not in the text); ``none`` if there is no gloss.
+            gloss often does not describe the picture, so ``text`` leaves it out); ``none`` if there is no gloss.
         synset: id of the gloss's synset, "" without a gloss.
     """
 
@@ -146,7 +146,7 @@ class Caption:
 
     @property
     def text(self) -> str:
-        """The caption: name, keywords that add a word to it, and an exact gloss."""
+        """The caption: the name, the keywords that add a word to the name, and an exact gloss."""
         words = set(self.name.lower().replace(":", " ").replace(",", " ").split())
         keywords = [k for k in self.keywords if not set(k.lower().split()) <= words]
         parts = [self.name, ", ".join(keywords), self.gloss if self.gloss_match == "exact" else ""]

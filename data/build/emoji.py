@@ -40,7 +40,7 @@ _NEUTRAL = {
 
 
 def base_of(codepoint: str) -> str:
-    """Return the emoji without its skin tone, gender, age or direction; all variants of a base are in one split.
+    """Return the emoji without skin tone, gender, age and direction, as code points; a base has one split.
 
     ``1f469-1f3fd-200d-1f680`` (woman astronaut, medium skin) and ``1f468-200d-1f680`` give ``1f9d1-1f680``.
     """
@@ -133,7 +133,7 @@ def groups_of(samples: Iterable[Sample]) -> dict[str, str]:
 
 
 def split_of(group: str) -> str:
-    """Return ``val`` for about 5 % of the groups, by hash: a group keeps its split if emoji are added."""
+    """Return ``val`` for about 5 % of the groups, by hash, so that a group keeps its split if emoji are added."""
     return "val" if hash_fraction(f"mmqk emoji split {group}".encode()) < 1 / VAL_SHARE else "train"
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from mmqk.shards.manifest import sha256_file
 from mmqk.store import UserError
 
-# Largest member in bytes, which bounds the memory for a damaged archive; all members are much smaller.
+# Largest member that is read, in bytes. The pinned archives have much smaller members; the limit bounds the memory
+# that a damaged archive takes.
 _LARGEST_MEMBER = 64 * 2**20
 
 
@@ -151,7 +152,7 @@ def _fetch(source: Source, cache: Path) -> None:
 
 
 def read_members(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Return the contents of an archive's regular files by name, if ``wanted`` accepts the name.
+    """Return the contents of those regular files in an archive whose name ``wanted`` accepts, by name.
 
     No file is written to disk.
 

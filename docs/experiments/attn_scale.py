@@ -31,7 +31,7 @@ from mmqk.report.figures.style import PALETTE, RC
 HERE = Path(__file__).parent
 HEAD_DIMS, SEEDS, TOKENS, SEQUENCES = (8, 16, 32, 64, 128, 256), 5, 128, 4
 SHOWN_HEAD_DIM = 64
-FEWEST_KEYS = 8  # the entropy of a row with fewer visible keys means little
+FEWEST_KEYS = 8  # the entropy of a row with fewer visible keys is not informative
 SIZE = ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=256, vocab_sizes={"text": 512, "image": 512})
 POST_ALONE = replace(SIZE, pre_norm=False, post_norm=True)
 SCALES = ("scale none", "scale rsqrt", "scale inverse")

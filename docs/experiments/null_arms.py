@@ -133,8 +133,8 @@ SIX = Design(
 
 
 def looks(first: int, last: int, paid: bool = True) -> Design:
-    """Return a design of two arms to which seeds may be added; with ``paid`` the level is corrected for repeated
-    looks."""
+    """Return a design of two arms to which seeds may be added. If ``paid`` is true, the level is corrected for the
+    repeated judgments."""
     more = {"seeds": first, "stopping": {"max_seeds": last}} if paid else {}
     metrics = ("largest_attention_logit", "final_norm", "final_excess/text")
     return Design(tuple(claim(m, **more) for m in metrics), ("plain", "a"), last, selection=0)
@@ -228,7 +228,8 @@ AT_DELTA = Planted(DELTA_LOG, DELTA_NATS)
 def false_verdicts(
     design: Design, planted: Planted = AT_DELTA, draws: int = 1000, first: int | None = None, seed: int = 0
 ) -> Rate:
-    """Return the rate of splits with a false verdict; with ``first``, at any look from that number of seeds on."""
+    """Return the rate of splits with a false verdict. If ``first`` is given, each split is judged after ``first``
+    seeds and after each further seed, and one false verdict is enough."""
     rng = np.random.default_rng(seed)
     plain, treated = pool(), pool(planted)
     runs = {arm: plain if arm == "plain" else treated for arm in design.arms}

@@ -1,4 +1,5 @@
-"""The process of one run. The fork server creates it, and it is interrupted when the ablation's process ends."""
+"""The process of one run. The fork server creates this process. When the ablation's process ends, this process is
+interrupted."""
 
 from __future__ import annotations
 

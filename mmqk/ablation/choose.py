@@ -77,6 +77,6 @@ def check_metric(name: str) -> None:
     except UserError:
         if "/" in name:
             raise
-        metric = find_metric(f"{name}/text")[0]  # a metric by modality: the mean over modalities is used
+        metric = find_metric(f"{name}/text")[0]  # measured by modality: the selection uses the mean
     if isinstance(metric, FamilyMetric):
         raise UserError(f"lr.metric is {name}, which needs several runs: name a metric of a single run")

@@ -12,7 +12,8 @@ def cores() -> int:
 
 
 def gpus() -> tuple[str, ...]:
-    """Return each GPU as a value of CUDA_VISIBLE_DEVICES: those in the variable, or else all GPUs of the machine.
+    """Return each GPU as a value of CUDA_VISIBLE_DEVICES: the GPUs that this variable lists, or, if it is not set,
+    all GPUs of the machine.
 
     CUDA is not used to count the GPUs, because it would create a context on each of them.
     """

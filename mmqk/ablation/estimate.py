@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from statistics import median
 
 from mmqk.ablation.task import Task, TaskOutcome
+from mmqk.analysis.formatting import plural
 from mmqk.store import clock
 
 
 def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     """Return one sentence with the estimated time of the unfinished runs, with ``jobs`` runs at a time.
 
-    The time per step is the median over finished runs of the same arm, else of the same family, else of the grid.
-    It includes startup and validation. A fork counts only its steps after the fork.
+    The time per step is the median over the finished runs of the same arm. If there are none, it is the median over
+    the runs of the same family, or over all runs of the grid. It includes startup and validation. For a fork, only
+    the steps after the fork count.
     """
     open_runs = [
         task for task, outcome in outcomes.items() if not outcome.finished and outcome.status != "never"
@@ -25,14 +27,14 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     for task in open_runs:
         pace = _pace(outcomes, task)
         if pace is None:
-            return f"time to train {_runs(len(open_runs))}: unknown, because no run of this grid has finished"
+            return f"time to train {plural(len(open_runs), 'run')}: unknown, because no run of this grid has finished"
         of_step, of_family = pace
         seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
         borrowed += not of_family
     from_others = f" ({borrowed} from the speed of other arms)" if borrowed else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
     left = clock(seconds / min(jobs, len(open_runs)))
-    return f"time to train {_runs(len(open_runs))}{at_once}: about {left} (minutes:seconds){from_others}"
+    return f"time to train {plural(len(open_runs), 'run')}{at_once}: about {left} (minutes:seconds){from_others}"
 
 
 def _pace(outcomes: Mapping[Task, TaskOutcome], task: Task) -> tuple[float, bool] | None:
@@ -48,7 +50,3 @@ def _pace(outcomes: Mapping[Task, TaskOutcome], task: Task) -> tuple[float, bool
     of_family = of_arm or [pace for t, pace in paces if t.entry.get("family", t.arm) == family]
     alike = of_family or [pace for _, pace in paces]
     return (median(alike), bool(of_family)) if alike else None
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"

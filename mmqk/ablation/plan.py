@@ -97,7 +97,8 @@ class _Planner:
 
     def _look_fork(self, job: Job, step: int) -> ResolvedJob | BlockedJob:
         origin = self._find(self.jobs[job.parent, job.seed, "verdict"])
-        # Until the parent's learning rate is selected, use a draft with a provisional one to find errors early.
+        # Until the parent's learning rate is selected, use a draft of the parent with a provisional learning rate, to
+        # find errors early.
         parent = origin if isinstance(origin, ResolvedJob) else self.drafts[job.parent, job.seed]
         if step > parent.max_steps:
             raise UserError(
@@ -128,8 +129,8 @@ class _Planner:
         return resolved
 
     def _folder(self, job: Job, run: Any) -> Path:
-        """Return the folder of a run. All seeds of an arm share a parent folder, whose hash does not include the
-        seed."""
+        """Return the folder of a run. All seeds of an arm share a parent folder: the hash in its name does not
+        include the seed."""
         if run.id in self.owners:
             return self.owners[run.id].folder
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
@@ -169,7 +170,7 @@ class _Planner:
     def _wait(
         self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True
     ) -> BlockedJob:
-        """Return the blocked job of a run whose identity is not known yet; ``draft`` has a provisional
+        """Return the blocked job of a run whose identity is not known yet; ``draft`` is the run with a provisional
         configuration."""
         job = draft.job
         self.drafts[job.arm, job.seed] = draft
@@ -253,7 +254,8 @@ class _Planner:
         return replace(task, args=args, entry=entry, part=part, first=resolved.first)
 
     def _at(self, resolved: ResolvedJob) -> str:
-        """Return the flag that lists the steps whose checkpoints are kept: for forks, and by the configuration."""
+        """Return the flag that lists the steps whose checkpoints are kept: the steps at which forks start, and the
+        steps in the configuration."""
         configured = resolved.run.nested()["checkpoint"].get("at") or []
         first = resolved.start.step if resolved.start else 0
         return f"--checkpoint.at={sorted({*configured, *self.at[resolved.folder]} - {first})}"
@@ -262,8 +264,8 @@ class _Planner:
         """Return the flag for CPU threads: each run gets its share of the cores unless its configuration sets
         threads.
 
-        A resumed run keeps its number of threads and a fork uses that of its parent, because the number of threads
-        changes the rounding of sums.
+        A resumed run keeps its number of threads, and a fork has as many threads as its parent, because the number of
+        threads changes the rounding of sums.
         """
         if resolved.run.threads:
             return ()

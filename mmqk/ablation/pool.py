@@ -49,16 +49,17 @@ class Pool:
     """Trains every task that is not finished.
 
     Args:
-        tasks: in the order of their start.
+        tasks: the tasks, in the order in which they start.
         jobs: number of runs at a time.
-        entry: "module:function" that trains from a command line and returns the exit code.
+        entry: "module:function"; the function trains from a command line and returns the exit code.
         preload: modules that the server imports once for all runs.
         tick: called several times a second with this pool.
         grace: seconds that interrupted runs have for their shutdown.
         more: called whenever a run has ended, here or in another process; returns all tasks known by then.
-        ready: called while fewer than ``jobs`` runs train; returns True if `more` has new tasks before a run ends.
-        devices: values of CUDA_VISIBLE_DEVICES; each run gets the one with the fewest runs. If empty, the variable
-            is not set.
+        ready: called while fewer than ``jobs`` runs train; returns True if `more` would return new tasks although no
+            run has ended.
+        devices: values of CUDA_VISIBLE_DEVICES; each run gets the device with the fewest runs. If empty, the
+            variable is not set.
         until: time of the monotonic clock at which all runs are interrupted, as after a signal.
         to_come: returns the number of runs that can start later, for the display.
     """
@@ -126,7 +127,7 @@ class Pool:
         return left
 
     def _new(self) -> list[Task]:
-        """Plan again after a run has ended or has written the checkpoint of a fork; return the new tasks."""
+        """Plan again after a run has ended or has written the checkpoint that a fork needs; return the new tasks."""
         room = len(self.running) < self.jobs
         if self.stopping or not (self._news or (room and self.ready())):
             return []
@@ -160,7 +161,8 @@ class Pool:
         self.outcomes[task] = TaskOutcome("running")
 
     def _reap(self) -> list[Task]:
-        """Record the outcomes of ended runs; return tasks to try again, whose folder another process had locked."""
+        """Record the outcomes of ended runs; return the tasks to try again because another process locked their
+        folder."""
         again = []
         for task, run in list(self.running.items()):
             if (code := run.process.exitcode) is not None:
@@ -193,7 +195,8 @@ class Pool:
         """Interrupt the runs at the first signal; kill them at the second, or after ``grace`` seconds."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            # This is 0 if ``until`` has passed, so that the first signal then kills the runs.
+            # This is 0 if the pool stops because of ``until`` and not of a signal, so that the first signal kills the
+            # runs.
             self._asked = min(self._signals, 1)
             for run in self.running.values():
                 with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,7 @@
-"""Modules that the fork server imports, so that runs start fast: those that `mmqk.train` imports late.
+"""Modules that the fork server imports, so that runs start fast: those that `mmqk.train` imports inside functions.
 
-These modules start no thread and initialize no GPU, because neither works in a forked process.
+These modules start no thread and initialize no GPU, because threads and initialized GPUs do not work in a forked
+process.
 """
 
 # ruff: noqa: E402, F401

@@ -124,12 +124,13 @@ def _registered(record: dict[str, Any]) -> str:
 
 
 def code_of(folder: Path) -> str:
-    """Return the hash of the code that made a run."""
+    """Return the hash of the code that trained a run."""
     return str((read_run(folder) or {}).get("code"))
 
 
 def set_aside(folder: Path, out: Path) -> Path | None:
-    """Move a run to ``out/stale/<its code>/…`` and return the new path; None if another process trains in it.
+    """Move a run to ``out/stale/<hash of its code>/…`` and return the new path. If another process is training the
+    run, do not move it and return None.
 
     The new path is four folders below ``out``, where the analysis does not search for runs.
     """

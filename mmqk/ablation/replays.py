@@ -1,7 +1,7 @@
 """Plan replays of a diverged run in bf16 and fp32; `mmqk.analysis.runs.replays` evaluates the replays.
 
-The control comes first: the same run without a change. It must diverge at the same step, and it keeps the
-checkpoints for the replays. Each replay is a fork of the control shortly before the divergence, with slightly
+The control comes first: it is the same run again, without a change. It must diverge at the same step, and it keeps
+the checkpoints for the replays. Each replay is a fork of the control shortly before the divergence, with slightly
 perturbed weights.
 """
 
@@ -141,7 +141,8 @@ def arm_of(folder: Path) -> str:
 
 
 def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float, int]:
-    """Return the start step of the replays at each depth; only steps after ``first``, and each step once."""
+    """Return the step at which the replays of each depth start. A depth is left out if its step is not after
+    ``first`` or is the step of another depth."""
     steps: dict[float, int] = {}
     for depth in rule.depths:
         step = diverged - max(1, round(depth * diverged))
@@ -153,8 +154,9 @@ def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float,
 def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the configuration fields of each kind of replay: bf16-fused, bf16-math and fp32.
 
-    bf16-fused uses the fused backend of the run, or sdpa if sdpa supports the attention of the run. bf16-math and
-    fp32 use the dense backend, without compiled blocks.
+    bf16-fused uses the fused backend of the run. If the run uses the dense backend, bf16-fused uses sdpa, or is left
+    out if sdpa does not support the attention of the run. bf16-math and fp32 use the dense backend, without compiled
+    blocks.
     """
     model, backend = identity.get("model", {}), identity.get("backend", "math")
     dense_only = model.get("attn_softcap") is not None or model.get("attention", "softmax") != "softmax"
@@ -176,7 +178,7 @@ def _control(
     at = f"--checkpoint.at={sorted(steps.values())}"
     earliest = min(steps.values())
     checkpoints = {s: f for s, f in checkpoints_of(resolved.folder).items() if resolved.first < s < earliest}
-    # A control that has already begun is not started from another checkpoint.
+    # A control that has already begun keeps the checkpoint that it started from.
     for folder in sorted(root.glob(f"{CONTROL}-*")):
         record = read_run(folder) or {}
         begun = ((record.get("identity") or {}).get("fork") or {}).get("step", 0)
@@ -199,7 +201,8 @@ def _schedule(identity: Mapping[str, Any]) -> int:
 
 
 def _threads(run: Any, of: ResolvedJob, resolver: Resolver) -> tuple[str, ...]:
-    """Return the flag that gives a replay the thread count of its run, because this changes the rounding of sums."""
+    """Return the flag that gives a replay as many threads as the diverged run, because the number of threads changes
+    the rounding of sums."""
     return () if run.threads else (f"--threads={threads_of(of.folder) or resolver.threads}",)
 
 

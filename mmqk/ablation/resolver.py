@@ -41,7 +41,7 @@ class ResolvedJob:
 
     @property
     def first(self) -> int:
-        """The first step: 0, or the step of the checkpoint of a fork."""
+        """The first step: 0, or for a fork the step of the checkpoint that it starts from."""
         return (self.run.identity.get("fork") or {}).get("step", 0)
 
     def task(self) -> Task:
@@ -64,7 +64,7 @@ class BlockedJob:
     Attributes:
         task: a provisional task whose folder does not exist.
         reason: what the run waits for, or why it can never start.
-        on: folders of the runs it waits for.
+        on: folders of the runs that it waits for.
         possible: whether the run can still start.
         mistake: whether a user error keeps the run from starting.
         at: run folder and step of the checkpoint that the run starts from, if it waits for nothing else.
@@ -113,7 +113,7 @@ class Resolver:
         """Return the run of a command line, forked from ``parent`` at ``step`` if given.
 
         Raises:
-            UserError: as `mmqk.config.resolve`, with the prefix ``where``.
+            UserError: an error of `mmqk.config.resolve`, with the prefix ``where``.
         """
         key = (tuple(args), parent and parent.run.id, step)
         if key not in self._runs:
@@ -125,7 +125,7 @@ class Resolver:
 
 
 def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
-    # Imports jsonargparse and numpy, which --help and the analysis do not need.
+    # This import loads jsonargparse and numpy, which --help and the analysis do not need.
     from mmqk import config
 
     if parent is None:
@@ -134,13 +134,13 @@ def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
 
 
 def threads_of(folder: Path) -> int:
-    """Return the CPU threads with which the run of a folder began, 0 if not recorded."""
+    """Return the number of CPU threads with which the run of a folder began; 0 if it is not recorded."""
     details = (read_run(folder) or {}).get("details") or {}
     return int((details.get("config") or {}).get("threads") or 0)
 
 
 def checkpoint_of(folder: Path, step: int) -> Path | None:
-    """Return the checkpoint of a step, None if the run did not keep it."""
+    """Return the checkpoint of a step; None if the folder does not have it."""
     return checkpoints_of(folder).get(step)
 
 

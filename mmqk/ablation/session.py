@@ -20,7 +20,7 @@ class Session:
     """The current plan of a grid.
 
     Args:
-        make: makes the plan from the run folders.
+        make: returns the plan, computed from the run folders.
         threads: CPU threads of a run, for the record.
         part: (k, n): part k of n, with k from 1 to n.
         only: names of arms, before or after they are crossed with axes; if empty, all arms.
@@ -52,7 +52,8 @@ class Session:
         self.plan = self.make()
 
     def begin(self) -> Sequence[Task]:
-        """Plan, write ablation.json, and return the runs of this part and the runs of other parts they wait for.
+        """Plan, write ablation.json, and return the runs of this part and the runs of other parts that they
+        wait for.
 
         Raises:
             UserError: an error in the grid, or a folder that cannot be written.
@@ -61,7 +62,7 @@ class Session:
         while self.rerun_stale and self._set_aside():
             self.plan = write_record(self.out, self.grid, self.make, self.threads)
         on = {folder for wait in self.waiting for folder in wait.on}
-        # This part trains these runs too, because possibly no other process does.
+        # Also train the runs of other parts that this part needs, because perhaps no other process trains them.
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
 
     def more(self) -> Sequence[Task]:
@@ -77,22 +78,22 @@ class Session:
         return sum(wait.possible for wait in self.waiting)
 
     def ready(self) -> bool:
-        """Return whether a running parent has written the checkpoint of a fork."""
+        """Return whether a running parent has written the checkpoint that a fork waits for."""
         at = [wait.at for wait in self.waiting if wait.at]
         return self.error is None and any(checkpoint_of(folder, step) for folder, step in at)
 
     @property
     def tasks(self) -> list[Task]:
-        """The known runs of this part and these arms."""
+        """The known runs that this session trains: those of its part and its arms."""
         return [task for task in self.plan.tasks if self._mine(task)]
 
     @property
     def waiting(self) -> list[BlockedJob]:
-        """Runs of this part and these arms that cannot start yet."""
+        """The runs of this session that cannot start yet."""
         return [wait for wait in self.plan.waiting if self._mine(wait.task)]
 
     def outcomes(self, trained: dict[Task, TaskOutcome] | None = None) -> dict[Task, TaskOutcome]:
-        """Return the outcome of every run of this part; ``trained`` holds those from the pool."""
+        """Return the outcome of every run of this part; ``trained`` holds the outcomes from the pool."""
         trained = trained or {}
         outcomes = {task: trained.get(task) or standing(task) for task in self.tasks}
         outcomes |= {task: outcome for task, outcome in trained.items() if task not in outcomes}
@@ -108,7 +109,7 @@ class Session:
             runs = "1 finished run was" if len(stale) == 1 else f"{len(stale)} finished runs were"
             more = f" and {len(stale) - NAMED} more" if len(stale) > NAMED else ""
             sentences = [
-                f"{runs} made by other code (--rerun-stale trains them again):"
+                f"{runs} trained by another version of the code (--rerun-stale trains them again):"
                 f" {', '.join(stale[:NAMED])}{more}"
             ]
         mine = {task.arm for task in self.tasks}
@@ -134,6 +135,6 @@ class Session:
             if new and self._stale(task) and not is_locked(task.folder):
                 place = set_aside(task.folder, self.out)
                 if place is not None:
-                    self.moved.append(f"{task.name}: made by other code, kept in {place}")
+                    self.moved.append(f"{task.name}: trained by another version of the code, kept in {place}")
                     moved = True
         return moved

@@ -23,7 +23,7 @@ STYLES = {
     "damaged": "bold red",
     "waiting": "dim",
 }
-# Column, statistic, and whether to show its smallest value; a narrow terminal drops the last columns first.
+# Column, statistic, and whether to show its smallest value. On a narrow terminal the last columns are left out first.
 WORST = (
     ("logit", "attn_logit_absmax", False),
     ("|q|", "q_norm", False),
@@ -90,7 +90,7 @@ def _table(views: Sequence[View], width: int) -> Table:
         extremes = [[view.extreme(statistic, m, smallest) for m in modalities] for view in views]
         more = {f"{title} {m}": [_cell(row[place]) for row in extremes] for place, m in enumerate(modalities)}
         one = {title: [_cell(worst([one for one in row if one], smallest)) for row in extremes]}
-        for group in (more, one):  # one column per modality, or one for all if these do not fit
+        for group in (more, one):  # one column per modality, or one for all modalities if they do not fit
             if any(any(cells) for cells in group.values()) and _width(columns | group | last) <= width:
                 columns |= group
                 break
@@ -122,7 +122,8 @@ def _details(view: View) -> Table:
 
 
 def _alarms(views: Sequence[View]) -> list[Text]:
-    """Return the newest alarms as lines. Alarms that differ only in layer share a line, which shows the first."""
+    """Return the newest alarms as lines. Alarms that differ only in layer share one line, which shows the
+    first of them."""
     first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
     count: Counter[tuple[str, ...]] = Counter()
     for view in views:

@@ -21,12 +21,13 @@ class Task:
         max_steps: length of the run in optimizer steps, 0 if unknown.
         entry: further fields in ablation.json: family, point, role, fork, replay.
         part: number that decides which part of the grid the run belongs to.
-        first: first step: 0, or the step of its fork.
+        first: first step: 0, or for a fork the step of the checkpoint that it starts from.
     """
 
     arm: str
     seed: int
-    # Not compared, because the checkpoint of a fork is known only after its parent has written it.
+    # Not compared, because the arguments of a fork name a checkpoint that is known only after the parent has written
+    # it.
     args: tuple[str, ...] = field(compare=False)
     folder: Path
     id: str

@@ -27,7 +27,7 @@ from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
 
 # The first read of a file reads at most this many bytes, from its end.
 TAIL_BYTES = 8 * 2**20
-# A run that wrote within this time counts as running, even if its lock cannot be checked.
+# A run that wrote metrics within this time counts as running, even if its lock cannot be checked.
 FRESH_SECONDS = 60.0
 
 Extreme = tuple[float, int | None]  # a value and its layer
@@ -78,7 +78,7 @@ class View:
 
 
 def worst(values: Sequence[Extreme], smallest: bool) -> Extreme | None:
-    """Return the largest (or smallest) value, or a NaN if there is one; None without values."""
+    """Return the largest (or smallest) value, or a NaN if there is one; None if there are no values."""
     nans = [pair for pair in values if math.isnan(pair[0])]
     return nans[0] if nans else (min if smallest else max)(values, key=lambda pair: pair[0], default=None)
 

@@ -48,7 +48,7 @@ def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
 def check_matrices(
     optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
 ) -> None:
-    """Raise ValueError if a field needs Adam's moments or variable matrix norms, which ``optim`` does not provide.
+    """Raise ValueError if a field needs Adam's moments or a change of matrix norms, and ``optim`` excludes these.
 
     Args:
         optim: The optimizer.

@@ -19,7 +19,7 @@ class Parent:
 
     Attributes:
         id: Id of the run.
-        step: Number of optimizer steps.
+        step: Number of optimizer steps that the run has taken at this point.
         config: Resolved configuration of the run (``RunConfig.nested()``), without removed fields of older
             versions of mmqk.
     """
@@ -66,7 +66,7 @@ class ForkConfig:
         return {"parent": self.parent.id, "step": self.parent.step, **fields}
 
     def flags(self) -> dict[str, Any]:
-        """Return the fork's fields, as on the command line."""
+        """Return the fork's fields by their names on the command line."""
         fields = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
         return {"fork": self.given, **fields} if self.given else {}
 
@@ -84,8 +84,8 @@ def base_of(parent: Parent) -> dict[str, Any]:
 def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     """Return the checkpoint of ``--fork`` (a file, or the newest one in a run folder) and the run that wrote it.
 
-    If the fork already exists in ``out``, return the checkpoint that it has recorded, which the parent may have
-    removed since.
+    If the fork already exists in ``out``, return the checkpoint that its run.json names; the parent may have removed
+    this file since.
 
     Raises:
         UserError: the checkpoint does not exist, cannot be read, or does not name its run.
@@ -117,7 +117,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
 
 
 def note(fork: ForkConfig) -> dict[str, Any]:
-    """Return the record of the fork in run.json, which `read_parent` reads."""
+    """Return the record of the fork for run.json, which `read_parent` reads."""
     parent = fork.parent
     where = {"given": fork.given, "checkpoint": str(fork.checkpoint)}
     return {**where, "id": parent.id, "step": parent.step, "config": dict(parent.config)}

@@ -48,7 +48,7 @@ from mmqk.store import (
 )
 
 T = TypeVar("T")
-# Ranges of the numbers that belong to no section.
+# Ranges of the numeric fields that belong to no section.
 RANGES = {"seed": Range(0, MOST_SEED), "threads": Range(0, 1024)}
 
 # jsonargparse reads every file and every value with this loader.
@@ -151,8 +151,8 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
 
 
 def defaults() -> dict[str, Any]:
-    """Return the default of every field by dotted name; the ids of `model.vocab_sizes` come from the data and have
-    none."""
+    """Return the default of every field by dotted name. The entries of `model.vocab_sizes` have no default, because
+    they come from the data."""
     return flatten(build_parser().get_defaults().as_dict())
 
 
@@ -292,7 +292,7 @@ def _exists(path: str) -> bool:
 
 
 def _check_ranges(parsed: Namespace) -> None:
-    """Check the numbers that belong to no section."""
+    """Check the numeric fields that belong to no section."""
     for name, wanted in RANGES.items():
         try:
             wanted.check(name, parsed[name])

@@ -117,7 +117,7 @@ def identity_of(
         for f in fields(SECTIONS[section]):
             if f.name in names and identity[section][f.name] == f.default:
                 del identity[section][f.name]
-    if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null has the same meaning
+    if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null means max_steps
         del identity["optim"]["schedule_steps"]
     if sections["loss"].chunk_size is None:
         del identity["loss"]["chunk_size"]
@@ -128,7 +128,7 @@ def identity_of(
     identity["data"] = data_identity(sections["data"])
     identity |= {"backend": backend, "seed": seed}
     identity["trainer"] = {name: getattr(trainer, name) for name in IN_IDENTITY}
-    if trainer.deterministic:  # other kernels sum in another order
+    if trainer.deterministic:  # deterministic kernels sum in another order
         identity["trainer"]["deterministic"] = True
     if fork is not None:
         identity["fork"] = fork.identity

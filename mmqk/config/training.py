@@ -56,9 +56,9 @@ class OptimConfig:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
-        weight_decay: weight decay of matrices; `decay_embeddings` and `decay_gains` add other parameters.
+        weight_decay: weight decay of matrices; `decay_embeddings` and `decay_gains` apply it to other parameters too.
         decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW). independent multiplies it by
-            the schedule without the peak (Wortsman et al., section 3.2.2), and needs a weight_decay near 1e-4.
+            the learning rate divided by its peak (Wortsman et al., section 3.2.2); it needs a weight_decay near 1e-4.
         warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
         schedule: schedule after the warm-up: constant, cosine or exponential.
         final_lr_ratio: final learning rate as a fraction of the peak.
@@ -69,19 +69,19 @@ class OptimConfig:
             embedding matrix (`model.tie_embeddings`).
         qk_clip: threshold for the raw attention logits of a head. Above it, W_q and W_k of the head are scaled down
             after the update (QK-Clip, Kimi K2, arXiv 2507.20534, which uses 100); null: off.
-        split_second_moment: keep separate Adam moments for each target modality and sum the steps. It costs a
-            backward pass and a set of moments per modality. With n modalities the step can be up to n times as long,
-            so compare arms at their own best learning rates.
-        matrices: optimizer of the matrices of the blocks: adamw; muon (its update has AdamW's RMS; momentum `beta1`);
+        split_second_moment: keep separate Adam moments for each target modality, and add up the steps that result.
+            It costs a backward pass and a set of moments per modality. With n modalities the step can be up to n
+            times as long, so compare arms at their own best learning rates.
+        matrices: optimizer of the matrices of the blocks: adamw; muon (updates with AdamW's RMS; momentum `beta1`);
             adamh (Adam with a fixed Frobenius norm of each matrix; lr is the length of a step relative to the norm).
-        update_clip: divide the learning rate of a tensor by the RMS of g / sqrt(v) where that is above 1
+        update_clip: divide the learning rate of a tensor by the RMS of g / sqrt(v) if this RMS is above 1
             (StableAdamW, arXiv 2304.13013).
-        adagc: largest gradient norm of a tensor as a multiple of its running mean, after the warm-up (AdaGC, arXiv
-            2502.11034, which uses 1.05); null: off.
+        adagc: largest gradient norm of a tensor as a multiple of the running mean of this norm, after the warm-up
+            (AdaGC, arXiv 2502.11034, which uses 1.05); null: off.
         skip_step: skip an update whose loss or gradient norm is more than this many standard deviations above
             the mean of the last 128 steps (OLMo-core, which uses 6); null: off.
-        msign_every: steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor of the same
-            norm (MSign, arXiv 2602.01734, which uses 100); 0: never.
+        msign_every: steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor, scaled to
+            the norm of the matrix (MSign, arXiv 2602.01734, which uses 100); 0: never.
     """
 
     lr: float = number(1e-3, SMALLEST, LARGEST)
@@ -138,26 +138,26 @@ class MonitorConfig:
 
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
-        probe_sequences: number of sequences of a probe.
-        probe_split: current probes the training batch; heldout probes the first validation sequences. These are
-            equal in every run, so maxima of different runs can be compared.
+        probe_sequences: number of sequences in a probe.
+        probe_split: current probes the training batch; heldout probes the first validation sequences. The validation
+            sequences are the same in every run, so maxima of different runs can be compared.
         tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
         heads: measure attention logits and weights of each head.
-        parameters: measure for every parameter the gradient norm, the size of the latest update divided by the
-            learning rate and by the size of the parameter, and the share of elements below Adam's epsilon.
+        parameters: measure for every parameter the gradient norm, the size of the latest update (divided by the
+            learning rate, and divided by the size of the parameter), and the share of elements below Adam's epsilon.
         second_moment: measure for every matrix the RMS of g / sqrt(v) in the latest update, with the gradient g and
             Adam's second moment v.
-        precision: measure the rounding error of additions to a bf16 residual stream; one more forward pass per probe.
+        precision: measure the rounding error of additions to a bf16 residual stream, with one more forward pass.
         matrices: measure the norm, the spectral norm and the stable rank of every weight matrix of the blocks, and
             the spectral entropy of the change of W_q W_k^T since the last probe, by singular value decomposition.
         curvature: measure the curvature of the loss along its gradient on the probe's batch. This costs a forward
-            pass, a backward pass and a pass through both, in fp32 and with dense attention.
+            pass, a backward pass and a backward pass through both, in fp32 and with dense attention.
         channels: measure RMS, kurtosis and largest channel of the sublayers' outputs and of the residual stream.
         gradient_agreement: measure how far the gradients of the modalities agree, from the two halves of a
             micro-batch. Each probe then costs two more forward passes, and a backward pass per half and modality.
         budget_every_n_steps: optimizer steps from the start of one window of the radial budget of W_q and W_k to the
-            start of the next; 0 switches the budget off. A step inside a window costs a backward pass for each
-            modality but one.
+            start of the next; 0 switches the budget off. A step inside a window costs one more backward pass for
+            each modality but one.
         budget_steps: length of a window in steps.
     """
 

@@ -14,7 +14,8 @@ from mmqk.data.tokens.online import online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, find_file
 
-# Kinds of data.mix that share a vocabulary: that of mmqk's tokenizers, of the user's ids, or of the dial.
+# Kinds of data.mix by vocabulary: that of mmqk's tokenizers, that of the user's ids, and that of the dial. A mixture
+# may only have kinds of one vocabulary.
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
 # Fields of DataConfig that name a source, by kind.
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
@@ -45,7 +46,7 @@ class DataConfig:
             each sequence.
         document_mask: attention stays inside each packed document.
         dial: the synthetic source with known entropies, for mix {"dial": 1}.
-        val_sequences: size of the validation set, which is the same for every arm and seed.
+        val_sequences: sequences in the validation set; the set is the same for every arm and seed.
         val_every_n_steps: optimizer steps between two validations; 0 validates only at the end. Every run validates
             at the end.
         workers: loader processes, which do not change the samples. 0 is fastest for token arrays; with read shards,
@@ -100,7 +101,7 @@ class DataConfig:
 
     @property
     def documents_apart(self) -> bool:
-        """Whether a sequence has several documents that do not attend to each other."""
+        """Whether a sequence can have several documents that do not attend to each other."""
         return self.pack == "documents" and self.document_mask
 
     @property
@@ -110,7 +111,7 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str, Path]:
-        """Folders of the kinds in data.mix, except tokens; training and validation read no other folder."""
+        """Source folder of each kind in data.mix, except ``tokens``; a run reads no other source."""
         wanted = {"pair" if kind == "image" else kind for kind, weight in self.mix.items() if weight > 0}
         return {kind: find_file(getattr(self, name)) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
 

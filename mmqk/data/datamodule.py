@@ -37,8 +37,8 @@ class MicroBatches(Dataset):
     """The micro-batches of one rank. Each is a pure function of its number ``i``, independent of workers and resumes.
 
     Attributes:
-        ahead: number of sequences by which the run is ahead of ``steps * batch_size``: those that a fork skipped, and
-            the difference from a parent with another batch size. Set before the first micro-batch is read.
+        ahead: number that is added to ``step * batch_size`` to get the first sequence of a step. It is not 0 if a
+            fork skipped sequences, or if its parent had another batch size. Set before the first micro-batch is read.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MicroBatches(Dataset):
         documents: bool = False,
     ):
         self.documents = documents
-        # Keep the rows of the latest step: each of its micro-batches needs the number of targets of all of them.
+        # Keep the rows of the latest step: each of its micro-batches needs the number of targets of the whole step.
         self._step, self._rows = -1, list[Row]()
         self.ahead = 0
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
@@ -254,9 +254,9 @@ class TokenDataModule(L.LightningDataModule):
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
         """Return the statistics of the data by modality, as dictionaries.
 
-        They have the fields of `ModalityStatistics` over the first training sequences; "floor", the lowest possible
-        validation loss (None if the source is unknown); and "targets", the mean number of targets per training
-        sequence (see `targets`).
+        Each dictionary has the fields of `ModalityStatistics` over the first training sequences; "floor", the lowest
+        possible validation loss (None if the source is unknown); and "targets", the mean number of targets per
+        training sequence (see `targets`).
         """
         pairs = self.builder.stores.get("pair", ())
         side = round(max(0, pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0

@@ -1,9 +1,9 @@
 """The order of samples: a pure function of (weights, seed, index).
 
-A *slot cycle* of 240 places contains every kind in its exact proportion, evenly spread; each cycle draws a new order.
-Among consecutive samples the count of each kind differs from its share by at most a few. The n-th draw of a
-kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the order within
-a kind.
+A *slot cycle* of 240 places contains every kind in its exact proportion, evenly spread; each cycle has a new order.
+Among any consecutive samples the count of each kind differs from its expected count by at most a few. The n-th draw
+of a kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the order
+within a kind.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Epochs(IndexedCache):
         return self.n
 
     def items(self, nth: int) -> list[int]:
-        """Return the item of row ``nth`` as a list of one."""
+        """Return a list with the one item of row ``nth``."""
         return [self.item(nth)[1]]
 
     def item(self, nth: int) -> tuple[int, int]:

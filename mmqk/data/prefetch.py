@@ -24,7 +24,7 @@ def prefetched(batches: Iterable[TokenBatch], device: torch.device) -> Iterator[
 
 
 def _arrived(batch: TokenBatch, copied: torch.cuda.Event, device: torch.device) -> TokenBatch:
-    """Make the device, not the host, wait for the copy, and keep the memory until the step has read it."""
+    """Make the device, not the host, wait for the copy. Keep the memory of the batch until the step has read it."""
     step = torch.cuda.current_stream(device)
     step.wait_event(copied)
     batch.record_stream(step)

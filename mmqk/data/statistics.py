@@ -22,7 +22,7 @@ CONTEXT = (1, 2, 3, 4)
 """Distances from a token back to its context tokens in the n-gram model, nearest first."""
 SMALLEST_SAMPLE = 100
 _LARGEST_DICTIONARY = 2**26
-# Every count has a discount, so that tokens that never occurred keep a probability.
+# Every count above 0 gets at least this discount, so that tokens that never occurred get a probability.
 _SMALLEST_DISCOUNT = 0.05
 
 
@@ -39,9 +39,9 @@ class ModalityStatistics:
         used: number of these ids that occur in the training documents.
         unigram: entropy of token frequencies within the modality, with the Miller-Madow correction for small samples,
             (used - 1) / (2 tokens); too low if there are few tokens per used id.
-        compressed: LZMA size of the tokens of the modality in the order of the documents, each of 1, 2 or 4 bytes.
-            An upper bound on the entropy without the other modalities. It includes the cost of learning the
-            statistics, so it is 3 to 15 % above the entropy on tokens without structure.
+        compressed: LZMA size of the tokens of the modality in the order of the documents, each stored in 1, 2 or 4
+            bytes. An upper bound on the entropy of the tokens without the context of other modalities. It includes
+            the cost of learning the statistics, so it is 3 to 15 % above the entropy on tokens without structure.
         compressed_by_tokens: ``compressed`` of the first hundredth, the first tenth and all of the tokens, by the
             number of tokens. If the last value is far below the one before, more data would lower it further.
         model: held-out cross-entropy of an n-gram model of the joint vocabulary, trained on the training documents,
@@ -51,8 +51,8 @@ class ModalityStatistics:
         model_context: distances of the tokens in that context; empty for none.
         model_by_context: the cross-entropy with each context, by its distances ("1,2"). Every context includes the
             modality of the previous token; the context "none" has only this modality.
-        repeated: share of the tokens in a passage of 8 tokens that occurred earlier in training, 0 to 1.
-        repeated_held_out: share of the held-out tokens in a passage of 8 tokens that occurred in training.
+        repeated: share of the tokens that are in a passage of 8 tokens which occurred earlier in training, 0 to 1.
+        repeated_held_out: share of the held-out tokens that are in a passage of 8 tokens which occurred in training.
         duplicates: share of the documents with the same tokens of this modality as an earlier document.
     """
 
@@ -100,8 +100,9 @@ def describe(
         train_rows: documents as joint ids, 1-D integers, in the order of reading.
         val_rows: held-out documents for the model-based estimate; may be empty.
         vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
-        contexts: contexts of the model-based estimate: distances back to its tokens, the most informative first.
-            ``(1, 8)`` is the previous token, then the token above in a grid 8 wide. Every prefix is tried.
+        contexts: contexts of the model-based estimate, each a list of distances back to the context tokens, the most
+            informative first. ``(1, 8)`` is the previous token, then the token above in a grid with 8 columns. Every
+            prefix is tried.
 
     Returns:
         The statistics by the name of each modality in the training documents.
@@ -177,7 +178,7 @@ def _compressed(ids: np.ndarray, block: int) -> float:
     width = 1 if block <= 2**8 else 2 if block <= 2**16 else 4
     data = ids.astype(f">u{width}").tobytes()
     log_width = width.bit_length() - 1
-    # lp and pb: one model for each byte of an id; lc 0: no further contexts, for which there are too few data.
+    # lp and pb: one model for each byte of an id; lc 0: no further contexts, because there are too few data for them.
     contexts = {"lc": 0, "lp": log_width, "pb": log_width}
     size = min(max(len(data), 2**12), _LARGEST_DICTIONARY)
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 6, "dict_size": size, **contexts}]
@@ -240,7 +241,8 @@ def _ngram_nats(
                 back = distances[used - 1]
                 reach = max(reach, back)
                 context_N = _numbered(context_N, np.roll(stream.ids_N, back))
-            # The first tokens of a document keep the shorter context; the longer one starts before the document.
+            # The first tokens of a document keep the shorter context, because the longer one would start before the
+            # document.
             inside_N = stream.place_N >= reach
             p_N = _interpolated(stream, context_N, inside_N, p_N)
             nats_N = -np.log(p_N)
@@ -268,7 +270,7 @@ def _interpolated(
 
 
 def _discounts(count: np.ndarray) -> np.ndarray:
-    """Return the discounts of counts 0, 1, 2, and 3 or more, from the numbers of counts of 1 to 4."""
+    """Return the discounts of counts 0, 1, 2, and 3 or more, computed from how many counts are 1, 2, 3 and 4."""
     n = np.bincount(np.minimum(count, 5), minlength=6)
     y = n[1] / max(1, n[1] + 2 * n[2])
     by_count = [r - (r + 1) * y * n[r + 1] / n[r] if n[r] else y for r in (1, 2, 3)]

@@ -151,7 +151,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str, Any]:
     """Return the options that the documents depend on, by flag."""
-    from mmqk.tokenizers import tokenizers_hash  # takes seconds, which --help does not need
+    from mmqk.tokenizers import tokenizers_hash  # takes seconds to import, and --help does not need it
 
     return {
         "kind": kind,
@@ -194,7 +194,7 @@ def _already_finished(out: Path, options: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder against other processes, and check that it was begun with these options."""
+    """Lock the folder against other processes, and check that earlier commands on it had the same options."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not a token folder: give another --out")

@@ -23,7 +23,11 @@ _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed")
 
 @dataclass(frozen=True)
 class ArmFork:
-    """Where the runs of an arm start: at a step of another arm (or of one point of it), or from a checkpoint."""
+    """Where the runs of an arm start: at a step of the runs of another arm, or from a checkpoint.
+
+    Attributes:
+        arm: name of the other arm, before or after it is crossed with axes.
+    """
 
     arm: str = ""
     step: int = number(1, 1, MOST_STEPS)
@@ -35,10 +39,11 @@ class ArmFork:
 
 @dataclass(frozen=True)
 class Arm:
-    """One variant: its name and label, seeds, fields set over the base, and axes.
+    """One variant: its name and label, its seeds, the fields that it sets in the base configuration, and its axes.
 
     Attributes:
-        seeds: empty if the arm forks a checkpoint and sets no seeds; its run then has the seed of the checkpoint.
+        seeds: empty if the arm is a fork of a checkpoint and sets no seeds; its run then has the seed of the
+            checkpoint.
         grid: name of the grid.
         path: file of the grid, for messages.
         base: base configuration files; empty for a fork, which has the configuration of its parent.
@@ -132,7 +137,7 @@ def read_arm(name: Any, value: Any, common: Arm) -> Arm:
 
 
 def check_settings(arm: Arm, where: str) -> None:
-    """Refuse a field that the grid sets itself, that is set twice, or that is for forks only."""
+    """Refuse a field that the grid sets itself, that is set twice, or that only a fork may set."""
     crossed = {key for point in arm.points.values() for key in point}
     for key in (*map(str, arm.fields), *sorted(crossed)):
         if key in _NOT_SET:

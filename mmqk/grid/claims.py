@@ -23,7 +23,8 @@ CHECKS = {
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "negative_control", "manipulation_check")
-# Old names of fields and their new ones. The hash of the claims uses the old ones, so that it stays the same.
+# Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
+# change.
 RENAMED = {
     "mark": "source_access",
     "number_there": "reference_value",
@@ -50,28 +51,29 @@ class Claim:
         arms: the arms of a claim that is shown and not decided, of a control, or of a prediction.
         min_effect: smallest effect of interest, positive, on the scale of the metric (on a log scale, 0.69 is a
             factor of 2); for a prediction the smallest AUROC of interest.
-        direction: not used for an equivalence.
+        direction: whether the treatment should be greater or less; not used for an equivalence.
         test: superiority (the effect exceeds min_effect), equivalence (the effect is smaller than min_effect in both
             directions), count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares) or
             prediction (an AUROC: the metric is higher in failed runs than in the other runs of an arm).
         regime: name, on the page, of the check that every trained modality was learned.
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
-        positive_control: id of the claim or control that must pass before this one can be contradicted, or be
+        positive_control: id of the claim or control that must pass before this claim can be contradicted, or be
             reproduced as an equivalence.
         negative_control: id of the claim or control that must not show the effect.
         manipulation_check: id of the claim or control that shows that the treatment changed what it should change.
         at_least: for a control, the value that the median of every arm must reach; for a count, the value that a
             run must reach.
-        status: "shown" never gets a verdict; "control" is a check and not a claim.
+        status: a "shown" claim never gets a verdict; a "control" is a check and not a claim.
         alpha_family: name of the family of claims that share one significance level; by default the name of the grid.
         seeds: registered seeds per arm; 0 if not registered.
-        stopping: {max_seeds: n}: seeds may be added up to n; the significance level is corrected for the looks.
+        stopping: {max_seeds: n}: seeds may be added up to n; the significance level is corrected for the repeated
+            tests.
         lr_rule: the learning rate rule that the verdict checks.
         exclusions: a text about excluded runs, for the page; it has no effect on the verdict.
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.
         not_run: why no run of this grid tests the claim, and what a test would need; such a claim has no arms.
-        finding: sentences by verdict, with `NUMBERS` in braces.
+        finding: sentences for the page by verdict, which may contain `NUMBERS` in braces.
     """
 
     id: str
@@ -177,7 +179,7 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         where = f"{path}: claim {record['id']}"
         if old := [f"{name} to {new}" for name, new in RENAMED.items() if name in record]:
             raise UserError(f"{where} has fields with old names: rename {', '.join(old)}")
-        # A claim merged from another grid keeps the family of that grid.
+        # A claim merged from another grid keeps the alpha family of that grid.
         family = record.pop("grid", None) or grid
         if isinstance(record.get("arms"), str):
             record["arms"] = [record["arms"]]

@@ -102,7 +102,7 @@ def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
     Raises:
         UserError: an unknown field, a wrong type, or a number outside its range.
     """
-    # Imports jsonargparse, which --help and the views of a folder do not need.
+    # This import loads jsonargparse, which --help and the views of a folder do not need.
     from mmqk.config.parse import parse_fields
 
     try:

@@ -16,9 +16,9 @@ from mmqk.store import UserError, canonical
 def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = None) -> Grid:
     """Load and merge grids; the name of the result joins their names.
 
-    An arm that two grids define equally becomes one arm with the seeds of both. Runs that differ only in name are
-    detected when they are resolved. Claims and report settings are joined; each claim records its grid. ``added`` has
-    further arms for the first grid.
+    An arm with the same definition in two grids becomes one arm with the seeds of both grids. Runs that differ only
+    in name are detected when they are resolved. Claims and report settings are joined; each claim records its grid.
+    ``added`` has further arms for the first grid.
 
     Raises:
         UserError: a file is refused by `load_grid`, two grids have the same name, or two arms or claims with the

@@ -21,7 +21,8 @@ from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the largest number of tokens of a character
 LARGEST_PICTURE = 160  # longest side of an image on a page, in pixels
-# An image counts as the original at this share of equal codes: another batch size may change ties between codes.
+# An image counts as the original if at least this share of its codes is equal. Codes may differ, because another
+# batch size changes the rounding, which decides between two codes at almost the same distance.
 SAME_CODES = 0.9
 # Viridis in five steps: even in lightness and readable for color-blind readers.
 _SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
@@ -43,7 +44,7 @@ class IdDecoder:
         self.grid = self._image.grid[0]
 
     def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """Return the text of each token; tokens that form one character are one entry."""
+        """Return the text of each token; the tokens of one character are returned as one text."""
         words, pending = [], list[int]()
         for i in self._vocabulary.text_ids([int(i) for i in ids]):
             pending.append(i)
@@ -104,7 +105,7 @@ class Pictures:
     """PNG data URIs for a page, up to a total number of bytes.
 
     Args:
-        room: total bytes of PNG.
+        room: largest total number of bytes of all PNG files.
     """
 
     def __init__(self, room: int) -> None:
@@ -112,8 +113,8 @@ class Pictures:
         self.left_out = 0
 
     def uri(self, image: Image.Image | None) -> str:
-        """Return the image as ``data:image/png;base64,...``, large images scaled down; empty for None or above the
-        total."""
+        """Return the image as ``data:image/png;base64,...``, scaled down if it is large; empty if it is None or would
+        exceed the total."""
         if image is None:
             return ""
         if max(image.size) > LARGEST_PICTURE:

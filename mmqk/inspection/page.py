@@ -46,7 +46,7 @@ def inspect(
 
     Args:
         run: configuration of the run.
-        sequences: number of its first sequences to show.
+        sequences: how many of the first sequences to show.
         tokens: number of tokens to read for the statistics.
         command: the command that reproduces the page.
         name: name of the configuration.
@@ -144,7 +144,7 @@ def _about_epochs(plain: dict[str, Any]) -> str:
 def _sequences(
     run: RunConfig, data: TokenDataModule, decoder: IdDecoder | None, plain: dict[str, Any], shown: int
 ) -> dict[str, Any]:
-    """Return the sequences of the page, from a batch that the batch builder of training makes."""
+    """Return the sequences of the page, from a batch made with the batch builder that training uses."""
     layout, order = data.builder.layout, data.order
     pictures = Pictures(PICTURE_BYTES)
     dial = run.data.dial if "dial" in run.data.family else None

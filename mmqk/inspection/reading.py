@@ -30,15 +30,15 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
 
     Args:
         run: configuration of the run.
-        data: its data module, set up.
-        tokens: number of tokens.
-        grid: columns of the codes of an image; 0 without images.
+        data: data module of the run, after its setup.
+        tokens: number of tokens to read.
+        grid: number of columns of the codes of an image; 0 if there are no images.
 
     Returns:
         The content of statistics.json. ``modalities`` has the statistics of the sequences in the first epoch of their
         source (``fresh_sequences`` is their number), because repeated documents would bias the statistics. Only
-        ``share``, the share of the targets, is that of all sequences. ``dial.met`` is the mean -log p of the targets
-        under the synthetic source, in nats.
+        ``share``, the share of the targets, is computed over all sequences. ``dial.met`` is the mean -log p of the
+        targets under the synthetic source, in nats.
     """
     order, layout = data.order, data.builder.layout
     total = int(run.trainer["max_steps"]) * run.data.batch_size
@@ -87,8 +87,8 @@ def documents(rows: list[Row]) -> Iterator[np.ndarray]:
 
 
 def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
-    """Return the contexts of the n-gram model, as distances back: the previous tokens, the parent (dial), or the
-    token above (images)."""
+    """Return the contexts of the n-gram model, as distances to earlier tokens: the previous tokens, the parent token
+    (dial), or the token above (images)."""
     if "dial" in run.data.family:
         dial = run.data.dial
         return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
@@ -109,7 +109,8 @@ def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str,
 
 
 def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
-    """Return for each slot its configured share, its share in the first cycle, and its range over all windows."""
+    """Return for each slot its configured share, its share in the first cycle, and the range of its share over all
+    windows."""
     mix, total = run.data.mix, sum(run.data.mix.values())
     pair = mix.get("pair", 0.0)
     weights = {SLOTS[0]: pair * run.data.image_first_prob, SLOTS[1]: pair * (1 - run.data.image_first_prob)}

@@ -48,7 +48,7 @@ def model_card(
     run = checkpoint.parent.parent
     try:
         record: dict[str, Any] = read_run(run) or {}
-    except DamagedFile:  # the weights are exported without the record, as for an imported model
+    except DamagedFile:  # export the weights without the record, as for an imported model
         record = {}
     run_config = (record.get("details") or {}).get("config") or {}
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
@@ -108,7 +108,7 @@ def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
 
 
 def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
-    """Return the section with the newest losses up to the checkpoint."""
+    """Return the section with the last losses that were logged up to the step of the checkpoint."""
     newest: dict[str, tuple[int, float]] = {}
     for line in read_metrics(run / METRICS_NAME):
         if line["step"] <= step:

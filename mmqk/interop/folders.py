@@ -67,7 +67,8 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
 
 
 def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Return the configuration and weights of a checkpoint of mmqk, mapped from the file, in their dtype.
+    """Return the configuration and weights of a checkpoint of mmqk. The weights are memory-mapped and keep their
+    dtype.
 
     Raises:
         UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.

@@ -1,4 +1,4 @@
-"""The modality of each id of a Hugging Face vocabulary, in both directions."""
+"""Convert between the vocabulary sizes of mmqk, by modality, and the vocabulary of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from mmqk.store import UserError
 
-# Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: [name, size], by id.
+# Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: pairs [name, size] in the
+# order of the ids.
 # A mapping would lose the order, because config.json has sorted keys.
 STORED_SIZES = "mmqk_vocab_sizes"
-_IMAGE_PREFIX = "IMGIMG"  # of image tokens in Chameleon's vocabulary_map
+_IMAGE_PREFIX = "IMGIMG"  # prefix of the image tokens in Chameleon's vocabulary_map
 
 
 def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Hugging Face names of the parameters of an `EarlyFusionTransformer`.
 
-The matrices have the same names in all decoders; the names of the norms around the sublayers, and their meaning,
-depend on the architecture.
+The matrices have the same names in all architectures. The names of the norms around the sublayers, and what each name
+means, depend on the architecture.
 """
 
 from mmqk.model import ModelConfig
@@ -23,7 +23,8 @@ _LAYER = {
     "mlp.w_down": "mlp.down_proj",
 }
 # Norms around the sublayers, in the order before and after attention, before and after the MLP. Chameleon's norms
-# keep their names when swin_norm moves them from before to after a sublayer, so the state dict does not show this.
+# keep their names when swin_norm moves them from before to after a sublayer, so the state dict does not show their
+# place.
 _PRE = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "post_attention_layernorm"}
 _SWIN = {"attn_post_norm": "input_layernorm", "mlp_post_norm": "post_attention_layernorm"}
 _OLMO2 = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}

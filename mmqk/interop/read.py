@@ -229,7 +229,7 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
 
 
 def _rope(field: str, parameters: Mapping[str, Any]) -> tuple[float, RopeScalingConfig]:
-    """Return the theta and scaling of a `rope_parameters` of transformers 5."""
+    """Return the theta and scaling in a `rope_parameters` of transformers 5."""
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
     if kind not in ("default", "linear", "llama3"):
         raise no_counterpart(f"{field}.rope_type", kind, "use default, linear or llama3")

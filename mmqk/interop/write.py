@@ -36,10 +36,11 @@ def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
     | Chameleon | QK-Norm layer with bias and eps 1e-5, norms before the sublayers or, with swin_norm,      |
     |           | after them; a gain that all heads share is written once per head                         |
 
-    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, because mmqk's model has none: copy it,
-    with `vq_config` and `vocabulary_map`, from the checkpoint that made the image ids (docs/interop.md). The forward
-    of Chameleon sets the logits of image ids to the smallest number; apply `lm_head` to the last hidden state to get
-    these logits. The fields for residual dropout and initial values, which matter in training only, are dropped.
+    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, because mmqk's model has none. Copy it,
+    with `vq_config` and `vocabulary_map`, from the checkpoint whose image tokenizer made the ids (docs/interop.md).
+    The forward of Chameleon sets the logits of image ids to the smallest number; apply `lm_head` to the last hidden
+    state to get these logits. The fields for residual dropout and initial values, which matter in training only, are
+    dropped.
 
     Raises:
         UserError: a field (named with its value) has no counterpart in the layout, or transformers is not installed.

@@ -1,4 +1,4 @@
-"""The model, from token ids to logits. It uses torch only, without logs or files.
+"""The model, from token ids to logits. It uses only torch, and writes no logs or files.
 
 Names are imported on first use, because the configuration (`mmqk.model.config`, `mmqk.model.backend_check`) needs no
 torch.

@@ -129,13 +129,14 @@ class Attention(nn.Module):
 
 
 def value_init_scale(config: ModelConfig) -> float:
-    """Return the factor on the initial size of W_v and of the first matrices of the MLP, by `config.deep_norm`."""
+    """Return the factor on the initial size of W_v and of the first matrices of the MLP: 1 without
+    `config.deep_norm`."""
     return (8 * config.n_layers) ** -0.25 if config.deep_norm else 1.0
 
 
 def output_init_scale(config: ModelConfig, layer: int) -> float:
-    """Return the factor on the initial size of a sublayer's last matrix, by `config.output_init` or
-    `config.deep_norm`."""
+    """Return the factor on the initial size of a sublayer's last matrix, which `config.output_init` or
+    `config.deep_norm` sets."""
     if config.deep_norm:
         return value_init_scale(config)
     return {"plain": 1.0, "total": (2 * config.n_layers) ** -0.5, "depth": (2 * (layer + 1)) ** -0.5}[

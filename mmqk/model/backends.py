@@ -39,10 +39,10 @@ def kernel_name(
     """Return the name of the one kernel that computes attention: math, flex, or SDPA's flash, efficient, cudnn or
     math.
 
-    `sdpa` uses flash, or on a GPU efficient if there is a mask or the dtype is fp32. On Hopper, torch prefers cuDNN's
-    kernel, which may be faster, but mmqk uses it only for `sdpa_cudnn`. The backward pass of that kernel has given
-    NaN where a row's log-sum-exp is very negative. Drifting logits can reach such values, and the NaN would look like
-    a divergence.
+    On a CPU, `sdpa` uses flash, or math if there is dropout. On a GPU it uses flash for 16-bit inputs without a mask,
+    math for fp64, and efficient otherwise. On Hopper, torch prefers cuDNN's kernel, which may be faster, but mmqk
+    uses it only for `sdpa_cudnn`. The backward pass of cuDNN's kernel has given NaN where a row's log-sum-exp is very
+    negative. Drifting logits can reach such values, and the NaN would look like a divergence.
 
     Raises:
         ValueError: the named kernel does not exist on this device, or does not support this dtype or dropout.
@@ -83,14 +83,14 @@ def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: 
 def mask_of(
     backend: str, T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None
 ) -> Any:
-    """Return the attention mask in the backend's format; all layers with this window share it.
+    """Return the attention mask in the backend's format. Layers with equal windows and documents share a mask.
 
     Args:
         backend: One of `BACKENDS`.
         T: Tokens per sequence.
         device: Device of the tokens.
         window: A query attends to this many tokens, itself included; 0 for all earlier ones.
-        document_BT: A query attends only to tokens with its document number; None is one document per row.
+        document_BT: A query attends only to tokens with its document number; None means one document per row.
 
     Returns:
         math: 0 or -inf to add to the logits, (T, T) or (B, 1, T, T). sdpa: the same mask as booleans, or None for
@@ -117,7 +117,7 @@ def documents_of(
         config: Configuration of the model.
         separate: Whether tokens of different modalities also count as different documents (`config.separates`).
         modality_BT: Modality number of each token; an unknown number counts as 0.
-        document_BT: Document number of each token; None is one document per row.
+        document_BT: Document number of each token; None means one document per row.
     """
     if not separate:
         return document_BT

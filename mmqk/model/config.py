@@ -27,7 +27,7 @@ class QKNormConfig:
         bias: Whether a LayerNorm has a bias (Chameleon does, ViT-22B does not).
         eps: Added to the mean square (rms) or the variance (layer) under the square root; the smallest length (l2).
         place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
-        normalize_v: Whether to normalize values too (QKV-Norm, arXiv 2410.16682). With kind l2 they have no scale.
+        normalize_v: Whether to normalize values too (QKV-Norm, arXiv 2410.16682); with kind l2 values get no scale.
         scale_init: Initial value of the scale of kind l2.
         scale_max: Largest scale of kind l2; if given, the parameter is the scale's logarithm (Swin V2: 100).
     """
@@ -127,17 +127,17 @@ class RopeScalingConfig:
 class ModelConfig:
     """An early-fusion decoder over one joint vocabulary. Impossible values raise ValueError.
 
-    Options of a disabled feature are reset to their defaults, so two configurations are equal exactly if their models
-    are equal.
+    Options of a disabled feature are reset to their defaults, so two configurations are equal if and only if their
+    models are equal.
 
     Attributes:
         vocab_sizes: Number of ids by modality, contiguous from id 0; by default taken from the tokenizers.
         d_model: Width of the residual stream.
         n_layers: Number of blocks, each with attention and an MLP.
         n_heads: Attention heads.
-        n_kv_heads: Key and value heads, each shared by n_heads / n_kv_heads query heads; 0 for n_heads.
-        d_head: Width of a head (head_dim), an even number because of RoPE; 0 for d_model / n_heads.
-        d_ff: Hidden width of the MLP; 0 for 8/3 d_model up to a multiple of 16 (gated) or 4 d_model (gelu).
+        n_kv_heads: Key and value heads, each shared by n_heads / n_kv_heads query heads; 0 means n_heads.
+        d_head: Width of a head (head_dim), an even number because of RoPE; 0 means d_model / n_heads.
+        d_ff: Hidden width of the MLP; 0 means 8/3 d_model rounded up to a multiple of 16 (gated), 4 d_model (gelu).
         mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two).
         pre_norm: Whether the input of each sublayer is normalized; only pre-norm: Llama, Chameleon-7B.
         post_norm: Whether the output of each sublayer is normalized; only post-norm: Chameleon-34B, Swin, OLMo 2.
@@ -147,26 +147,26 @@ class ModelConfig:
         norm_eps: Epsilon of these norms.
         post_gain_init: Initial value of the gains of post-norms; with 0 every branch starts at zero (timm's Swin V2).
         qk_norm: Normalization of queries and keys.
-        attn_softcap: Cap of the attention logits, cap * tanh(logit / cap), before the mask; null for none.
-        final_softcap: Cap of the output logits, cap * tanh(logit / cap); null for none.
+        attn_softcap: Cap of the attention logits, cap * tanh(logit / cap), before the mask; null: no cap.
+        final_softcap: Cap of the output logits, cap * tanh(logit / cap); null: no cap.
         attn_scale: Factor on q.k: rsqrt (1 / sqrt(head_dim)), inverse (1 / head_dim), none (1) or a number.
         attention: softmax, or sigmoid with bias -log T (arXiv 2409.04431). T counts every token of the row, including
             padding and other documents, so the same tokens in a longer row give different outputs.
         attn_gate: Factor sigmoid(W_g x) on attention's output, before W_o: none, element (one per channel:
             Qwen3-Next, arXiv 2505.06708) or head (one per head).
         attn_sink: Whether each head has a learned logit that only adds to the softmax's denominator (gpt-oss), so
-            that the weights of its keys sum to less than 1.
+            that the weights of the keys sum to less than 1.
         head_scale: Whether a learned factor multiplies each head's output (NormFormer, arXiv 2110.09456).
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, with the largest
             singular value sigma(W) (σReparam, arXiv 2303.06296).
         reparam_gamma: Initial value of gamma: sigma (sigma(W), so that the first forward pass equals
-            that of weight_reparam none: the authors' PyTorch code, for vision and language) or one (their JAX code,
-            for speech).
-        mlp_clamp: Bound c on the two factors of SwiGLU: gate is at most c, up is between -c and c (gpt-oss: 7); null
-            for none.
-        mlp_norm: Whether the input of the MLP's last matrix is normalized, with kind `norm` (NormFormer).
+            that of weight_reparam none; from the authors' PyTorch code, for vision and language) or one (from their
+            JAX code, for speech).
+        mlp_clamp: Bound c on the two factors of SwiGLU: gate is at most c, up is between -c and c (gpt-oss: 7); null:
+            no bound.
+        mlp_norm: Whether a norm of kind `norm` normalizes the input of the MLP's last matrix (NormFormer).
         residual_gate: Temperature of learned gates b = sigmoid(w / temperature) by channel, with w initially 0. They
-            replace the sum x + f of stream and branch by sqrt(1 - b^2) x + b f (Muse Spark: 0.3); null for the sum.
+            replace the sum x + f of stream and branch by sqrt(1 - b^2) x + b f (Muse Spark: 0.3); null keeps the sum.
         depth_scale: Fixed factors that depend on depth: none; norm (each pre-norm's output is divided by sqrt(layer +
             1): LayerNorm Scaling, arXiv 2502.05795) or branch (each branch is divided by sqrt(2 n_layers): Granite's
             residual_multiplier).
@@ -176,7 +176,7 @@ class ModelConfig:
         residual_dropout: Probability of dropping an element of a sublayer's output before it is added.
         attn_dropout: Probability of dropping an attention weight.
         layer_scale: Initial value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
-            2103.17239); null for none.
+            2103.17239); null: no factor.
         output_init: Initial size of the last matrix of each sublayer: plain; total (divided by sqrt(2 n_layers):
             GPT-2, Spike No More) or depth (divided by sqrt(2 (layer + 1)): OLMo-core, DCLM).
         embed_init: Factor on the initial size of a modality's embeddings, by name; 1 by default.
@@ -382,17 +382,17 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head, with d_head 0 resolved."""
+        """Width of one attention head: d_head, or d_model / n_heads if d_head is 0."""
         return self.d_head or self.d_model // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, with n_kv_heads 0 resolved."""
+        """Number of key and value heads: n_kv_heads, or n_heads if n_kv_heads is 0."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of the MLP, with d_ff 0 resolved."""
+        """Hidden width of the MLP: d_ff, or its default if d_ff is 0."""
         if self.d_ff:
             return self.d_ff
         return 4 * self.d_model if self.mlp == "gelu" else 16 * math.ceil(8 * self.d_model / 3 / 16)

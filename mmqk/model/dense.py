@@ -35,8 +35,8 @@ def dense_attention(
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
         if softcap is not None:
             logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place costs one forward pass over the logits; masked_fill costs a forward and a backward
-        # pass.
+        # Adding -inf in place costs one pass over the logits, in the forward pass. masked_fill costs a second one in
+        # the backward pass.
         logits_BHTS += mask
         if sink_H is not None:
             sink_BHT1 = at_least_fp32(sink_H)[:, None, None].expand(*logits_BHTS.shape[:-1], 1)

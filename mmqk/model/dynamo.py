@@ -38,7 +38,7 @@ def keep_graphs() -> None:
     from torch._functorch import config
 
     if config.donated_buffer:
-        torch.compiler.reset()  # remove graphs that overwrite their inputs, which torch would otherwise reuse
+        torch.compiler.reset()  # torch would reuse earlier graphs, which overwrite their inputs
     # Without the tag, torch 2.15's disk cache could return a graph that was compiled with donated buffers. Its second
     # backward pass would be wrong.
     config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

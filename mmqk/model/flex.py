@@ -94,7 +94,7 @@ def _same_for_all(T: int, device: torch.device, window: int) -> BlockMask:
 
 @cache
 def sees(window: int) -> Callable[..., Tensor]:
-    """Return a mask function: a query attends to `window` tokens, itself included, or with 0 to all earlier ones."""
+    """Return a mask function: a query attends to itself and all earlier tokens, or to the last `window` of these."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key

@@ -1,4 +1,5 @@
-"""Initial weights: each parameter depends on the seed and its name only, so arms share all common initial weights."""
+"""Initial weights. Each parameter depends only on the seed and its name, so two arms start with equal values of all
+parameters that they have in common."""
 
 import hashlib
 import re
@@ -28,8 +29,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     |                | the last matrix of a sublayer                                                          |
     | gains, scales  | `initial` of their module: gains 1, biases 0                                           |
 
-    Adding or removing a parameter does not change the others, and all copies of a layer by modality start equal. The
-    values are drawn in fp32 on the CPU, so they are equal on every device.
+    Adding or removing a parameter does not change the others. All copies of a layer for different modalities start
+    equal. The values are drawn in fp32 on the CPU, so they are equal on every device.
 
     Raises:
         TypeError: the table has no row for a parameter.

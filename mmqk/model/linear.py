@@ -11,7 +11,8 @@ from .norms import at_least_fp32
 
 TINY = 1e-30
 # Power iterations after an update. In the first 30 steps of configs/demo.yaml, at a learning rate of 0.03 with 5
-# warm-up steps, sigma was up to 31 % too low with one iteration, as in the source, and up to 6 % with ten.
+# warm-up steps, sigma was up to 31 % too low with one iteration (as in the authors' code), and up to 6 %
+# with ten.
 POWER_STEPS = 10
 
 
@@ -94,7 +95,7 @@ class SigmaLinear(Linear):
 
 
 def _direction(vector: Tensor, before: Tensor) -> Tensor:
-    """Return `vector` at length 1, or `before` if its length is zero or not finite."""
+    """Return `vector` scaled to length 1, or `before` if the length of `vector` is zero or not finite."""
     length = vector.norm()
     return torch.where((length > TINY) & length.isfinite(), vector / length, before)
 
@@ -130,7 +131,10 @@ class ByModality(nn.Module):
         self.copies = nn.ModuleList(make() for _ in range(n))
 
     def forward(self, x: Tensor, modality_BT: Tensor, *more: Tensor) -> Tensor:
-        """`x` is (B, T, ...); a modality number without a copy uses the first. A copy is called with `(x, *more)`."""
+        """Call each copy with `(x, *more)` and select each token's result; `x` is (B, T, ...).
+
+        A token whose modality number has no copy uses the first copy.
+        """
         out = self.copies[0](x, *more)
         of_token = modality_BT.view(*modality_BT.shape, *(1,) * (x.ndim - 2))
         for m, copy in enumerate(self.copies[1:], start=1):

@@ -59,12 +59,12 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def mean(self, wide: Tensor) -> Tensor:
-        """Return the mean over the normalized axes, which keep size 1. Unlike torch's mean, it divides the gradient
-        before expanding it in the backward pass."""
+        """Return the mean over the normalized axes, which keep size 1. Unlike in torch's mean, the backward pass
+        divides the gradient before it expands the gradient."""
         return wide.sum(self.axes, keepdim=True) / math.prod(self.shape)
 
     def gain(self) -> Tensor | None:
-        """Return the factor on the normalized input, or None without a gain."""
+        """Return the factor on the normalized input, or None if there is no gain."""
         if self.weight is None or not self.offset:
             return self.weight
         return self.offset + at_least_fp32(self.weight)  # in bf16, rounding the sum would lose the weight

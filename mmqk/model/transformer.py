@@ -245,8 +245,8 @@ class EarlyFusionTransformer(nn.Module):
             ids_BT: int64 ids of the joint vocabulary.
             modality_BT: Modality number of each id; None derives it from the id ranges. Used only with
                 `config.per_modality`, separated layers or `config.embed_scale`; an unknown number counts as 0.
-            document_BT: Document number of each token in packed rows; attention stays inside a document. None is
-                one document per row.
+            document_BT: Document number of each token in packed rows; attention stays inside a document. None
+                means one document per row.
             sink: Called as `sink(site, layer, tensor)` during the forward pass, with the tensors, not copies.
                 Per layer, (B, H, T, K): q_raw and k_raw before QK-Norm (k_raw with the key heads); q and k as they
                 enter the dot product, before its scale, and v; shared key and value heads are repeated for every

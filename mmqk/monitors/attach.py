@@ -147,7 +147,7 @@ class Watch:
 
         Raises:
             UserError: a probe is due but the model was not called, or ``out`` contains steps of another run.
-            RuntimeError: the probe's forward fails.
+            RuntimeError: the forward pass of the probe failed.
         """
         if self._closed:
             return
@@ -183,7 +183,7 @@ class Watch:
         return is_first or self._overdue or self.steps // every > previous // every
 
     def probe(self, **inputs: Any) -> Probe:
-        """Return the probe of a forward with these inputs, merged over ranks. It is not written or logged.
+        """Return the probe of a forward pass with these inputs, merged over ranks. It is not written or logged.
 
         `Probe.flat` converts it to ``{tag: number}``.
         """
@@ -269,9 +269,9 @@ class Watch:
         return probe
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Return the modality (B, T), and candidates for the inputs whose tokens it describes, most likely first.
+        """Return the modality of each token (B, T), and candidates for the inputs that have these tokens.
 
-        The candidate None means any input.
+        The most likely candidate comes first. The candidate None means any input.
         """
         ids = find_ids(inputs)
         sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
@@ -296,7 +296,7 @@ class Watch:
     def _output(
         self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins
     ) -> None:
-        """Add statistics of the output softmax if the forward returns logits and the target ids are known."""
+        """Add statistics of the output softmax if the model returns logits and the target ids are known."""
         if self.modalities.ranges is None or find_ids(inputs) is None:
             return
         least = max(part.stop for parts in self.modalities.ranges.values() for part in parts)

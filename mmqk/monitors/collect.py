@@ -1,4 +1,4 @@
-"""Computes the statistics of each site from the tensors of a forward, for mmqk's own and third-party models.
+"""Computes the statistics of each site from the tensors of a forward pass, for mmqk's own and third-party models.
 
 Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statistics of a row of attention.
 """
@@ -28,13 +28,13 @@ from mmqk.store.tags import tag as uncached_tag
 # Sites whose L2 norms are measured, as ``q_norm`` (mean) and ``q_norm_max``.
 NORM_SITES = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")
 GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # the keys of `LogitGrowth.parts`, in order
-CLOSED = 0.1  # an output gate below it counts as closed
+CLOSED = 0.1  # an output gate with a value below this counts as closed
 
 tag = cache(uncached_tag)  # every probe uses the same hundreds of tags
 
 
 class Collector:
-    """Adds the statistics of each site to a `Probe` while a forward runs.
+    """Adds the statistics of each site to a `Probe` during a forward pass.
 
     Args:
         names: names of the modalities.
@@ -167,7 +167,7 @@ class Collector:
             )
 
     def of_vocabulary(self, tags: list[str], values_M: Tensor) -> None:
-        """Add one number for each vocabulary block (the ids of one modality), equal on every rank.
+        """Add one number for each vocabulary block (the ids of one modality); it is the same on every rank.
 
         Blocks without a token in the batch are left out.
         """
@@ -188,7 +188,8 @@ class Collector:
         softmax: bool = True,
         sink_H: Tensor | None = None,
     ) -> None:
-        """Add the statistics of one attention call: logits and their variance parts, growth parts, and weights.
+        """Add the statistics of one attention call: of its logits, with the parts of their variance and of their
+        growth, and of its weights.
 
         Args:
             layer: layer number.
@@ -197,7 +198,7 @@ class Collector:
             scale: factor on the dot product.
             pairs: visible pairs of query and key.
             softcap: cap on the logits before the softmax, or None.
-            softmax: False if the weights are not the softmax of these logits, to leave out entropy, mass and rank.
+            softmax: whether the weights are the softmax of these logits; if not, entropy, mass and rank are left out.
             sink_H: logit of each head's sink, or None.
         """
         statistics = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax, sink_H)
@@ -318,7 +319,7 @@ class Collector:
         )
 
     def _rank(self, layer: int, rank_HB: Tensor, pairs: Pairs) -> None:
-        """Add the mean rank over the attention matrices. Sequences that are only padding are left out."""
+        """Add the mean rank over the attention matrices. Sequences of padding only are left out."""
         total = torch.where(pairs.nonempty_B, rank_HB, 0.0).sum().view(1)
         count = pairs.nonempty_B.expand_as(rank_HB).sum().float().view(1)
         self._probe.add_means([tag("attn_rank", layer=layer)], Sums(count, total))

@@ -19,7 +19,7 @@ class NormMonitor(Callback):
     """Measures a submodule of a LightningModule and logs to every logger of the Trainer.
 
     Args:
-        model: path of the submodule's attribute, such as "net" or "net.decoder".
+        model: path of the submodule in the LightningModule, such as "net" or "net.decoder".
         modality: as in `attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
             ``adapter``, ``sides`` and ``matrices``.

@@ -1,7 +1,7 @@
-"""The probe: one separate fp32 forward with the current weights, and its statistics.
+"""The probe: one separate fp32 forward pass with the current weights, and its statistics.
 
-It never changes training: it computes no gradients, draws no random numbers, writes no buffers, and restores the
-model's mode.
+The probe never changes training: it computes no gradients, draws no random numbers, writes no buffers, and restores
+the model's mode.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def probe(
     matrices: bool = False,
     channels: bool = False,
 ) -> Probe:
-    """Return every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and
+    """Return every statistic of docs/statistics.md that one forward pass over ``batch`` can measure, by layer and
     modality.
 
     Attention logits are measured by the modalities of query and key, the output softmax by the modality of the
@@ -175,8 +175,9 @@ def sigma_ratio(block: nn.Module) -> Tensor:
 def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
     """Return the upper bound on the attention logits of this layer under QK-Norm, for any input.
 
-    It is the scale times the largest norm of a query times that of a key (`Norm.longest`): with RMS over a head and
-    gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE does not change norms.
+    It is the scale times the largest norm of a query times the largest norm of a key (`Norm.longest`). For RMS
+    QK-Norm of each head with gains g, it is ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE does not
+    change norms.
     """
     attention = cast(Block, model.blocks[layer]).attention
 
@@ -208,7 +209,7 @@ def eager_forward(
 ) -> None:
     """Run the model eagerly and in evaluation mode; the backends ``dense_for`` are replaced by dense attention.
 
-    A compiled model would be compiled again for a forward with a sink. Flex attention is not fused when it runs
+    A compiled model would be compiled again for a forward pass with a sink. Flex attention is not fused when it runs
     eagerly, so callers replace it.
     """
     dense = model.use_backend("math") if model.backend in dense_for else nullcontext()

@@ -22,8 +22,8 @@ class StatisticPart:
 
     Attributes:
         tags: tags of these statistics.
-        raw: tensors to merge over ranks. Names that start with ``max`` merge by maximum, with ``tail`` by
-            concatenation, others by sum.
+        raw: tensors to merge over ranks, by name. Tensors whose names start with ``max`` are merged by maximum, with
+            ``tail`` by concatenation, and all others by sum.
         finish: computes the value and the count of each tag; tags with count 0 are left out.
     """
 
@@ -38,7 +38,7 @@ class Probe:
 
     Attributes:
         sequences: number of probed sequences, over all ranks; maxima are exact over these sequences.
-        parts: the statistics, in the order in which the forward computes them.
+        parts: the statistics, in the order in which the forward pass computes them.
     """
 
     sequences: int

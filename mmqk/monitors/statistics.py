@@ -73,7 +73,7 @@ def _regex(form: str) -> re.Pattern[str]:
     return re.compile("".join(PLACES.get(piece, re.escape(piece)) for piece in pieces))
 
 
-# Part of the measurement -> (when it is computed, what it computes). docs/statistics.md has its measured work.
+# Part of the measurement -> (when it is computed, what it computes). docs/statistics.md gives its measured cost.
 # fmt: off
 COSTS: dict[str, tuple[str, str]] = {
     "step": ("always", "values that the step computes anyway; one transfer to the host for many steps"),
@@ -91,15 +91,16 @@ COSTS: dict[str, tuple[str, str]] = {
     "output": ("with each probe", "a pass over the output logits; no matrix product"),
     "weights": ("with each probe",
         "a pass over embedding, head and gains; no matrix product; with σReparam also singular values"),
-    "heads": ("`monitor.heads`", "attention again, one head at a time"),
+    "heads": ("`monitor.heads`", "the statistics of attention again, one head at a time"),
     "matrices": ("`monitor.matrices`",
-        "a singular value decomposition of every matrix of the blocks, and of a core of each head"),
+        "a singular value decomposition of every matrix of the blocks, and of a small matrix for each head"),
     "channels": ("`monitor.channels`", "passes over three activations of each layer; no matrix product"),
     "precision": ("`monitor.precision`", "an additional forward pass of the probe, in the run's precision"),
     "parameters": ("`monitor.parameters`", "a copy of all parameters in a step with a probe; no matrix product"),
     "second moment": ("`monitor.second_moment`",
         "a pass over all matrices in a step with a probe; no matrix product"),
-    "curvature": ("`monitor.curvature`", "forward, backward, and a pass through both, over the probe's batch"),
+    "curvature": ("`monitor.curvature`",
+        "a forward pass, a backward pass and a backward pass through both, over the probe's batch"),
     "agreement": ("`monitor.gradient_agreement`",
         "forward and backward passes of the whole micro-batch, by half and modality"),
     "budget": ("`monitor.budget_every_n_steps`",
@@ -136,7 +137,8 @@ _ENTROPY = f"{UNKNOWN}; at most the log of the visible keys"
 # fmt: off
 _GROUPS: dict[str, tuple[Statistic, ...]] = {
     "Every step": (
-        Statistic(("loss",), "the minimized loss over the step's targets, with z-loss and weights", "nats", NONE,
+        Statistic(("loss",),
+            "the loss that training minimizes, over the step's targets, with z-loss and loss weights", "nats", NONE,
             "no step 0.1 above the median of 201 steps (arXiv 2608.30320 [S])", "a spike, or no further learning",
             "step"),
         Statistic(("loss/TARGET",), "mean cross-entropy", "nats", TARGET,
@@ -146,20 +148,20 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             _OUTPUT_DRIFT, "the output softmax drifts; read out_logit_mean and out_logit_spread", "step"),
         Statistic(("excess/TARGET",), "loss − entropy of the source on the same tokens; only if the entropy is known",
             "nats", TARGET, "within 0.1 nat of the best arm on the same data [I]",
-            "stalled; at its initial value: never learned", "step"),
+            "stalled; if it stays at its initial value: never learned", "step"),
         Statistic(("grad_norm",), "‖g‖ of all parameters before clipping", "–", NONE,
             "no step 7 standard deviations from the mean of the last 1,000 steps (OLMo 2, arXiv 2501.00656 [S])",
             "a spike; if always above the clipping norm, clipping sets the effective learning rate", "step"),
         Statistic(("lr",), "learning rate of the update", "–", NONE, UNKNOWN, "the schedule is not the intended one",
             "step"),
-        Statistic(("tokens_per_s",), "tokens since the last flush over the seconds since then", "1/s", NONE, UNKNOWN,
+        Statistic(("tokens_per_s",), "tokens per second since the last flush of the log", "1/s", NONE, UNKNOWN,
             "another process uses the machine", "step"),
         Statistic(("alarm/KIND",), "number of series on which an alarm of this kind begins at this step", "series",
             NONE, "absent [I]", "see docs/alarms.md; alarms.jsonl has the series and the sentence", "alarms"),
         Statistic(("attn_row_max/QUERY/layerNN",),
-            "largest z (as attn_logit_max) of the step's queries, exact; above 8 times the softcap a lower bound",
-            "–", QUERY, _LOGIT_RANGE, "attention becomes one-hot; attn_logit_max shows on the keys of which modality",
-            "flex"),
+            "largest z (see attn_logit_max) of the step's queries; exact, but above 8 times the softcap only a lower"
+            " bound", "–", QUERY, _LOGIT_RANGE,
+            "attention becomes one-hot; attn_logit_max shows the modality of the keys", "flex"),
         Statistic(("attn_row_lse/QUERY/layerNN",),
             "mean over the step's queries and heads of log Σ exp z, z after the cap", "nats", QUERY, UNKNOWN,
             "the softmax does not depend on it, but kernels do: cuDNN's backward pass has given NaN below -88.7"
@@ -171,13 +173,13 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             " [S])", "permanently below 1: each update undoes the clip", "QK-Clip"),
     ),
     "Held-out data": (
-        Statistic(("val_loss/TARGET",), "mean cross-entropy", "nats", TARGET, UNKNOWN, "above loss: overfitting",
-            "validation"),
+        Statistic(("val_loss/TARGET",), "mean cross-entropy", "nats", TARGET, UNKNOWN,
+            "above the training loss: overfitting", "validation"),
         Statistic(("val_log_z/TARGET",), "mean log Z", "nats", TARGET, _OUTPUT_DRIFT, "as log_z", "validation"),
         Statistic(("val_excess/TARGET",), "val_loss − entropy of the source", "nats", TARGET,
             "within 0.1 nat of the best arm on the same data [I]", "stalled", "validation"),
         Statistic(("val_unigram/TARGET",), "unigram loss on the same targets", "nats", TARGET, UNKNOWN,
-            "val_loss near it: the model uses no context", "start"),
+            "if val_loss is near val_unigram: the model uses no context", "start"),
         Statistic(("captions_cut",), "share of captions that are cut because they are too long", "–", NONE, "0 [I]",
             "raise data.seq_len", "start"),
     ),
@@ -207,12 +209,13 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "the product in SwiGLU grows without limit", "norms"),
         Statistic(("resid_norm/MODALITY/layerNN", "resid_norm_max/MODALITY/layerNN"),
             "‖x‖ of the residual stream after the layer, with deep_norm after its norm; mean and maximum", "–", INPUT,
-            "variance about linear in depth with norms on both sides, exponential with pre-norm only (Peri-LN, arXiv"
-            " 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin V2, arXiv 2111.09883, Fig. 2 [V])",
+            "the variance grows about linearly with depth if norms are on both sides of a sublayer, and exponentially"
+            " with pre-norm only (Peri-LN, arXiv 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin"
+            " V2, arXiv 2111.09883, Fig. 2 [V])",
             "the outputs of late layers are too small to change the stream", "norms"),
         Statistic(("final_norm/MODALITY", "final_rms/MODALITY"),
-            "‖x‖ of the last layer's output before the final norm, with deep_norm after the layer's norm, and the"
-            " same over √d_model", "–", INPUT,
+            "‖x‖ of the last layer's output before the final norm, with deep_norm after the layer's norm; and ‖x‖ /"
+            " √d_model", "–", INPUT,
             "no unlimited growth, which preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy size"
             " not known",
             "the run is likely to diverge; the modality that grows first is more informative than the size", "norms"),
@@ -222,7 +225,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "max z, z = scale · q·k, after QK-Norm, before cap and mask; exact over all visible pairs", "–", PAIR,
             _LOGIT_RANGE, "attention becomes one-hot", "attention"),
         Statistic(("attn_logit_absmax/QUERY-KEY/layerNN[/headNN]",), "max |z|", "–", PAIR, _LOGIT_RANGE,
-            "as attn_logit_max; far above it: some keys get no attention", "attention"),
+            "as attn_logit_max; if far above attn_logit_max: some keys get no attention", "attention"),
         Statistic(("attn_logit_p999/QUERY-KEY/layerNN[/headNN]",), "the |z| that one pair in a thousand exceeds", "–",
             PAIR, UNKNOWN, "near the maximum: the maximum is not a single outlier", "attention"),
         Statistic(("attn_logit_mean/QUERY/layerNN[/headNN]",),
@@ -235,13 +238,14 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "competition: mean of z over the row's keys of one modality − attn_logit_mean", "–", PAIR, UNKNOWN,
             "the keys of one modality attract attention as a block", "attention"),
         Statistic(("attn_logit_offset_var/QUERY/layerNN[/headNN]",),
-            "competition: variance of a row's offsets, weighted by keys", "–", QUERY, UNKNOWN,
+            "competition: variance of a row's offsets, weighted by the number of keys", "–", QUERY, UNKNOWN,
             "competition dominates", "attention"),
         Statistic(("attn_logit_spread_var/QUERY/layerNN[/headNN]",),
             "sharpening: variance of z about the mean of its own block", "–", QUERY, UNKNOWN,
             "attention sharpens within a modality", "attention"),
         Statistic(("attn_logit_bound/layerNN",), "upper bound on |z| under QK-Norm: scale · longest q · longest k",
-            "–", NONE, "8 at head_dim 64 and gains 1 [S]", "the gains weaken the bound", "weights"),
+            "–", NONE, "8 at head_dim 64 and gains 1 [S]",
+            "the gains are large, so the bound limits the logits less", "weights"),
     ),
     "Attention weights": (
         Statistic(("attn_entropy/QUERY/layerNN[/headNN]",),
@@ -279,9 +283,9 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "log tr(C_q C_k) / (tr C_q · tr C_k), C the uncentered second moments", "log", PAIR,
             "−log head_dim for random directions [I]; the norms grow, not the alignment (Wortsman et al. 2023, arXiv"
             " 2309.14322, E.1 [V])", "queries and keys align to one direction", "growth"),
-        Statistic(("logit_masked/QUERY-KEY/layerNN",), "log mean (q·k)² over visible pairs − over all pairs", "log",
-            PAIR, "near 0 [I]", "visible pairs differ from the others, so the three parts above are less reliable",
-            "growth"),
+        Statistic(("logit_masked/QUERY-KEY/layerNN",),
+            "log mean (q·k)² over visible pairs − log mean (q·k)² over all pairs", "log", PAIR, "near 0 [I]",
+            "visible pairs differ from the others, so the three parts above are less reliable", "growth"),
         Statistic(("k_common/MODALITY/layerNN",), "‖mean k‖² / mean ‖k‖² over a sequence's keys of one modality", "–",
             KEY, "1 / number of keys for random directions [I]",
             "near 1: keys are equal, and their logits shift as a block", "growth"),
@@ -290,7 +294,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "the matrix grew in the directions of this modality's inputs", "norms"),
         Statistic(("q_gain_mean/layerNN", "q_gain_max/layerNN", "k_gain_mean/layerNN", "k_gain_max/layerNN"),
             "mean and maximum of |gain| of QK-Norm", "–", NONE,
-            "about 1; Qwen3-Next decays them because they grew abnormally [S]", "the bound on the logits grows",
+            "about 1; Qwen3-Next applies weight decay to the gains, because they grew abnormally [S]",
+            "the bound on the logits grows",
             "weights"),
         Statistic(("sigma_ratio/layerNN",),
             "uᵀWv / σ(W) of σReparam, σ(W) the largest singular value: the smallest over the layer's matrices", "–",
@@ -316,23 +321,24 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "the rows of one modality were updated or decayed more", "weights"),
     ),
     "Matrices and channels": (
-        Statistic(sizes("norm"), "‖W‖, Frobenius; by modality if each has a copy", "–", NONE, UNKNOWN,
+        Statistic(sizes("norm"), "‖W‖, Frobenius; by modality if each has its own matrix", "–", NONE, UNKNOWN,
             "grows without limit: weight decay and growth are not in balance", "matrices"),
         Statistic(sizes("spectral"), "largest singular value of W", "–", NONE,
             "bounded by σReparam (arXiv 2303.06296 [S])",
-            "of W_q and W_k: their product bounds the attention logits of inputs of a given size", "matrices"),
+            "for W_q and W_k: the product of the two values bounds the attention logits of inputs of a given size",
+            "matrices"),
         Statistic(sizes("stable_rank"), "‖W‖² / (largest singular value)²",
             "–", NONE, "not falling; it fell before failures (MSign, arXiv 2602.01734 [V])",
             "near 1: one direction dominates the matrix", "matrices"),
         Statistic(("qk_change_entropy[/MODALITY]/layerNN",),
             "−Σ p log p, p = s² / Σ s², s the singular values of Δ₂ = ΔW_q W_kᵀ + W_q ΔW_kᵀ of a head, ΔW since the"
             " last probe; mean over heads; at most log(2 head_dim)", "nats", NONE,
-            f"{UNKNOWN}; compare with a run that trains: it changed thousands of steps before a divergence (arXiv"
-            " 2606.28116 [A])",
+            f"{UNKNOWN}; compare with a run that trains: the entropy changed thousands of steps before a divergence"
+            " (arXiv 2606.28116 [A])",
             "near 0: the updates of queries and keys have one direction", "matrices"),
         Statistic(tuple(f"{s}_rms/MODALITY/layerNN" for s in CHANNELED),
             "root mean square over tokens and channels, before dropout", "–", INPUT, UNKNOWN,
-            "as the norm of this site, over √d_model", "channels"),
+            "as for the norm of this site", "channels"),
         Statistic(tuple(f"{s}_kurtosis/MODALITY/layerNN" for s in CHANNELED),
             "mean over tokens of the fourth central moment of the channels over their squared variance", "–", INPUT,
             "3 for a normal distribution; large with outlier channels (arXiv 2306.12929 [M])",
@@ -341,21 +347,25 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "the largest channel's share of the sum of squares", "–", INPUT,
             "1 / d_model if all are equal; massive activations: near 1 (arXiv 2402.17762 [M])",
             "one channel carries the activation", "channels"),
-        Statistic(tuple(f"{s}_channel/MODALITY/layerNN" for s in CHANNELED), "number of that channel", "–", INPUT,
-            UNKNOWN, "the same one in all layers and modalities: an outlier channel of the model", "channels"),
+        Statistic(tuple(f"{s}_channel/MODALITY/layerNN" for s in CHANNELED), "index of the largest channel", "–",
+            INPUT, UNKNOWN, "the same channel in all layers and modalities: an outlier channel of the model",
+            "channels"),
     ),
     "Radial budget": (
         Statistic(("w_q_growth/TARGET/layerNN", "w_k_growth/TARGET/layerNN"),
             "Σ 2⟨W, U_a⟩ over a window, U_a the part of AdamW's or AdamH's updates from modality a's losses;"
             " not with Muon, whose update is not linear in the gradients of the modalities", "–", TARGET,
             UNKNOWN, "this modality increases the norm of the matrix", "budget"),
-        Statistic(("w_q_growth_decay/layerNN", "w_k_growth_decay/layerNN"), "Σ 2⟨W, U_decay⟩ over the window; with"
-            " AdamH of its return to the norm", "–", NONE, UNKNOWN, "0: nothing reduces the norm", "budget"),
+        Statistic(("w_q_growth_decay/layerNN", "w_k_growth_decay/layerNN"),
+            "Σ 2⟨W, U_decay⟩ over the window, U_decay the weight decay, or AdamH's return to the fixed norm", "–",
+            NONE, UNKNOWN, "0: nothing reduces the norm", "budget"),
         Statistic(("w_q_growth_step/layerNN", "w_k_growth_step/layerNN"), "Σ ‖ΔW‖² over the window", "–", NONE,
-            UNKNOWN, "most of the growth: the noise of the updates increases the norm, not the loss", "budget"),
+            UNKNOWN, "if it is most of the growth: noise in the updates, not the gradient, increases the norm",
+            "budget"),
         Statistic(("w_q_growth_unattributed/layerNN", "w_k_growth_unattributed/layerNN"),
-            "Σ 2⟨W, U⟩ of the first moment from before the window, which decays with β1^steps; with Muon of all"
-            " updates", "–", NONE, "near 0, except with Muon [I]", "the window is too short", "budget"),
+            "Σ 2⟨W, U⟩ over the window, U the part of an update from the first moment before the window, which decays"
+            " as β1^steps; with Muon, U is the whole update", "–", NONE, "near 0, except with Muon [I]",
+            "the window is too short", "budget"),
         Statistic(("w_q_growth_rest/layerNN", "w_k_growth_rest/layerNN"),
             "growth not due to the optimizer: rounding, QK-Clip", "–", NONE, "near 0 without QK-Clip [I]",
             "other code changes the weights", "budget"),
@@ -363,7 +373,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "Δ‖W‖² over the window, measured: the sum of all parts", "–", NONE, "0 with AdamH [I]",
             "unlimited growth", "budget"),
         Statistic(("w_q_sq/layerNN", "w_k_sq/layerNN"), "‖W‖² at the end of the window", "–", NONE, UNKNOWN,
-            "as its growth", "budget"),
+            "unlimited growth", "budget"),
         Statistic(("budget_window",), "number of steps of the window", "steps", NONE, "about 50 [I]",
             "too short: unattributed is large", "budget"),
         Statistic(("budget_clip_factor",), "mean clipping factor of the gradients in the window", "–", NONE, UNKNOWN,
@@ -372,7 +382,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     "Gradients": (
         Statistic(("grad_agreement/TARGET-OTHER[/layerNN]",),
             "½ (⟨g_a^A, g_b^B⟩ + ⟨g_b^A, g_a^B⟩) / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩), A and B disjoint halves; an"
-            " estimate that noise does not bias towards 0; it can leave [−1, 1]", "–", TARGET,
+            " estimate that noise does not bias towards 0; it can be outside [−1, 1]", "–", TARGET,
             f"{UNKNOWN}; unequal gradients of the modalities harm AdamW (arXiv 2605.16165 [A])",
             "below 0: an update for one modality harms the other", "agreement"),
         Statistic(("grad_signal/TARGET[/layerNN]",),
@@ -390,11 +400,13 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "the parameter changes completely within few steps, or does not change", "parameters"),
         Statistic(("adam_below_eps/PARAMETER",), "share of elements with √v̂ below Adam's epsilon", "–", NONE,
             "0; gradients approach an epsilon of 1e-8 as size and learning rate grow (Wortsman et al. 2023, arXiv"
-            " 2309.14322, Fig. 11 to 13 [V])", "epsilon determines the size of their updates", "parameters"),
+            " 2309.14322, Fig. 11 to 13 [V])", "epsilon determines the size of the updates of these elements",
+            "parameters"),
         Statistic((*sizes("grad_over_v"), "embed_grad_over_v", "head_grad_over_v"),
-            "√ mean(g² / max(v̂, ε²)) of the latest update, g after clipping, v̂ Adam's second moment with g²", "–",
-            NONE, "about 1; spikes follow values far above 1 by 1 to 8 steps (StableAdamW, arXiv 2304.13013 [A])",
-            "v lags behind the gradients, so updates are too long; `optim.update_clip` divides them by it",
+            "√ mean(g² / max(v̂, ε²)) of the latest update, g after clipping, v̂ Adam's second moment after the"
+            " update", "–", NONE,
+            "about 1; spikes follow values far above 1 by 1 to 8 steps (StableAdamW, arXiv 2304.13013 [A])",
+            "v lags behind the gradients, so updates are too long; `optim.update_clip` divides them by this value",
             "second moment"),
         Statistic(("curvature",), "gᵀHg / gᵀg, g and H the gradient and the Hessian of the loss of the probe's batch",
             "–", NONE, f"{UNKNOWN}; gradient descent is stable below 2 / lr",
@@ -407,8 +419,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     "Precision": (
         Statistic(("absorb_error/MODALITY/layerNN", "absorb_error_if_bf16/MODALITY/layerNN"),
             "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, at the additions to the residual stream x, with deep_norm α x;"
-            " _if_bf16: for a stream in bf16", "–", INPUT, "far below 1 [I]", "near 1: the addition is mostly noise",
-            "precision"),
+            " _if_bf16: the error that a stream in bf16 would have", "–", INPUT, "far below 1 [I]",
+            "near 1: the addition is mostly noise", "precision"),
         Statistic(("absorb_bias/MODALITY/layerNN", "absorb_bias_if_bf16/MODALITY/layerNN"), "−⟨e, y⟩ / ‖y‖²", "–",
             INPUT, "near 0 [I]", "above 0: rounding shrinks the added vector", "precision"),
         Statistic(("absorbed/MODALITY/layerNN", "absorbed_if_bf16/MODALITY/layerNN"),

@@ -46,7 +46,7 @@ class NormCallback(TrainerCallback):
         self.watch.steps = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Probe if one is due, and log its values as `Trainer.log` does, but without printing them."""
+        """Probe if a probe is due, and log its values as `Trainer.log` does, but without printing them."""
         assert self.watch is not None
         self.watch.step(state.global_step)
         if self._values is not None:

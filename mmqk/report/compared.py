@@ -18,7 +18,7 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
 
     Args:
         study: the runs.
-        rows: `run_rows` of the study, for the results.
+        rows: result of `run_rows` for the study; it contains the results of each run.
     """
     runs = {anchor(run): run for run in study.runs}
     fields_of = {id: flatten(run.config) | {"code": run.code} for id, run in runs.items()}

@@ -13,7 +13,7 @@ WIDTH, HEIGHT, PAD = 300.0, 38.0, 12.0
 
 
 def effect_bar(study: Study, verdict: Verdict) -> str:
-    """Return the drawing as SVG; empty for a claim without an effect."""
+    """Return the drawing as SVG; empty if the claim has no finite effect."""
     effect, claim = verdict.effect, verdict.claim
     if effect is None or not math.isfinite(effect.value):
         return ""

@@ -1,4 +1,4 @@
-"""Write the sentences of the page about its verdicts, from the numbers."""
+"""Write the sentences of the page about the verdicts; the numbers in them come from the runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmqk.grid.claims import CHECKS
 from mmqk.report.figures.captions import of_medians, verb
 from mmqk.store.formatting import plain
 
-# A ratio has two digits instead of three if the half-width of its interval on a log scale exceeds this.
+# If the half-width of the interval of a ratio, on a log scale, exceeds this, the ratio has two digits, not three.
 ROUGH = 0.35
 MARKS = {
     "V": "the source's own text or code was read",
@@ -51,7 +51,7 @@ def headline(study: Study, verdicts: Sequence[Verdict]) -> str:
 
 
 def finding(study: Study, verdict: Verdict) -> str:
-    """Return one sentence with the measured effect, interval and n; a template of the claim replaces the default."""
+    """Return one sentence with the measured effect, interval and n; from the template of the claim if it has one."""
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
@@ -95,7 +95,8 @@ def _measured(study: Study, verdict: Verdict, effect: AnyEffect) -> str:
     low, high, than = words["low"], words["high"], "as"
     amount = f"{words['ratio']} times as high in"
     if metric.scale == "linear":
-        # Size and interval have the sign of the effect: "lower by 0.04 (0.03 to 0.05)".
+        # "higher" or "lower" gives the sign of the effect, so the numbers are multiplied by it: "0.04 lower (0.03 to
+        # 0.05)".
         size, low, high = _linear(effect, math.copysign(1, effect.value), metric.unit, sign="-")
         amount, than = f"{size} {'lower' if effect.value < 0 else 'higher'} in", "than"
     interval = (
@@ -135,8 +136,8 @@ def _because(verdict: Verdict) -> str:
 def effect_in_words(verdict: Verdict) -> dict[str, str]:
     """Return the values for the template of a finding: ratio, difference, size, low, high, n and seeds.
 
-    Numbers have the precision of the interval. The size of a difference is positive if its sign is the claimed one;
-    for an equivalence it is always positive.
+    The width of the interval determines the number of digits. The size of a difference is positive if its sign is the
+    claimed one; for an equivalence it is always positive.
     """
     effect = verdict.effect
     if effect is None:

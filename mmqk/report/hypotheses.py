@@ -22,8 +22,8 @@ ABOUT = (
 
 
 def hypothesis_table(study: Study, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return the claims that a hypothesis names with their effects, and one row per hypothesis; empty without
-    hypotheses."""
+    """Return the claims that hypotheses name, with their effects, and one row per hypothesis; empty if there is no
+    hypothesis."""
     results = patterns(study, verdicts)
     if not results:
         return {}

@@ -53,7 +53,7 @@ SECTIONS = (
 )
 CHANGED = "Claims were changed after they were first registered."
 LOST = "Claims were registered after runs had begun, without an earlier registration: they are exploratory."
-# Largest number of commands of single runs on the page; each run.json stores the command of its run.
+# The page lists at most this many commands of single runs; the others are in the run.json of their runs.
 MOST_COMMANDS = 4
 
 
@@ -76,7 +76,7 @@ class Drawn:
 
 
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
-    """Read the runs of one or several folders and write their report into ``out``, created if missing.
+    """Read the runs of one or several folders and write their report into ``out``, which is created if missing.
 
     Raises:
         UserError: a folder has no runs or an unreadable record; ``out`` cannot be written.
@@ -141,7 +141,7 @@ ABOUT_DATA = (
 def page_content(
     findings: Findings, drawn: Drawn, nodes: Sequence[Node], ranked: Ranking | None = None
 ) -> dict[str, Any]:
-    """Return the values of all templates, as plain data."""
+    """Return the values that the templates use, as plain data."""
     study, verdicts = findings.study, findings.verdicts
     brush = Brush.of(study)
     views = {figure.name: _view(study, brush, figure) for figure in drawn.all}

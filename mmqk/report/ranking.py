@@ -17,7 +17,8 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import GRAY, PALETTE
 
-# A point that is nearer than this (in nats) to a labeled point gets no label.
+# A point gets no label if its loss difference is within this distance (in nats) of that of a labeled point and its
+# sensitivity within four times this distance.
 NEAR = 0.04
 ABOUT = (
     "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "

@@ -1,4 +1,4 @@
-"""Render the templates. Text is escaped, and numbers link to the runs in which they were measured."""
+"""Render the templates. Text is escaped, and numbers are links to the runs in which they were measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(
     r"(?<![\w.#/-])[×+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?![\w/]|\.\d|-[a-zA-Z]| % interval)"
 )
 
-# Colors of the drawings that the page sets by theme.
+# Colors in the drawings that the page replaces by the colors of its theme (light or dark).
 _VARIABLES = {"#1b1f24": "ink", "#e6e9ec": "grid", "#8b929b": "faint", "#ffffff": "paper", "#000000": "black"}
 _NEUTRAL = re.compile(rf"(fill|stroke): ({'|'.join(_VARIABLES)})")
 
@@ -83,14 +83,15 @@ def markdown(text: object) -> str:
 
 
 def code(text: object) -> Raw:
-    """Return the text as a code span, also for a table. The fence is longer than any backtick sequence in it."""
+    """Return the text as a code span that is also valid in a table. Its fence is longer than any backtick sequence in
+    the text."""
     plain = _one_line(text).replace("|", "\\|")
     fence = "`" * (_longest(plain) + 1)
     return Raw(f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}")
 
 
 def fenced(text: object) -> Raw:
-    """Return the lines as a code block."""
+    """Return the text as a code block."""
     fence = "`" * max(3, _longest(str(text)) + 1)
     return Raw(f"{fence}\n{text}\n{fence}")
 

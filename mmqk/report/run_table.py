@@ -83,8 +83,8 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def tokens(run: Run) -> int:
-    """Return the tokens that the run read after its fork: steps × sequences per step × length of a sequence; 0 if
-    unknown."""
+    """Return the number of tokens that the run itself processed, without those before a fork: steps × sequences per
+    step × length of a sequence; 0 if unknown."""
     size, length = run.setting("data.batch_size"), run.setting("data.seq_len")
     if not isinstance(size, int) or not isinstance(length, int):
         return 0

@@ -12,7 +12,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.compared import PLACES, as_text
 from mmqk.store import flatten
 
-# Number of rows that the page shows unfolded.
+# The page shows this many rows; the others are folded.
 MOST_ROWS = 8
 WORDS = {
     "attn_logit_absmax": "largest attention logit",

@@ -24,7 +24,8 @@ from mmqk.report.figures.claims import claim_arms, claim_runs, outcome_rows
 from mmqk.report.findings import MARKS, effect_and_medians, finding, threshold_in_words
 from mmqk.report.run_table import anchor
 
-# A cell that would have more links to runs, or more arms, links to the section of the claim instead.
+# A cell with more links to runs than MOST_LINKS, or with more arms than MOST_ARMS, has one link to the section of the
+# claim instead.
 MOST_LINKS, MOST_ARMS = 24, 4
 
 
@@ -75,7 +76,7 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
 
 
 def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the links to the runs of a claim by arm; one link to its section if there are too many."""
+    """Return the links to the runs of a claim by arm; if there are too many, one link to the section of the claim."""
     runs, arms = claim_runs(study, verdict), claim_arms(study, verdict)
     if len(runs) > MOST_LINKS or len(arms) > MOST_ARMS:
         section = {"seed": verdict.claim.id, "anchor": f"claim-{slug(verdict.claim.id)}"}
@@ -129,7 +130,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def data_rows(study: Study) -> list[dict[str, Any]]:
-    """Return how predictable the tokens are: one row per modality and kind of data that its arms read."""
+    """Return how predictable the tokens are: one row per modality and group of arms with the same data."""
     import pandas as pd  # slow to import
 
     rows = []

@@ -29,7 +29,7 @@ TOO_MANY_SCANS = "image has too many scans"
 IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE, TOO_MANY_SCANS)
 
 MAX_PIXELS = 2**26
-# Most scans of a JPEG. Encoders write about ten. libjpeg processes the whole image for each scan, even a tiny one.
+# Most scans of a JPEG. Encoders write about ten. For each scan, even a tiny one, libjpeg processes the whole image.
 MOST_SCANS = 100
 # Other formats of Pillow are excluded: EPS starts programs, ICO may contain larger images than its header states,
 # and support of AVIF depends on the Pillow version.
@@ -70,7 +70,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         fit: "crop" scales the shorter side to `size` and keeps the center, "pad" scales the longer side and
             adds white, "stretch" scales both.
         max_pixels: images with more pixels (width x height in the header) are dropped without being decoded.
-            Above twice `PIL.Image.MAX_IMAGE_PIXELS` (179 million unless set) the cap of Pillow applies.
+            Pillow's own cap applies too: twice `PIL.Image.MAX_IMAGE_PIXELS`, 179 million by default.
 
     Returns:
         RGB, size x size.
@@ -96,7 +96,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
             raise Dropped(TOO_LARGE) from None
         except (Dropped, MemoryError):
             raise
-        except Exception:  # Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error, ... alike
+        except Exception:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, struct.error and others
             raise Dropped(BROKEN) from None
 
 
@@ -123,7 +123,7 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
-    except Exception:  # damaged metadata; Pillow rotates the image before it writes the metadata back
+    except Exception:  # damaged metadata; the image is rotated already, because Pillow writes the metadata afterwards
         pass
     return _eight_bit(image)
 

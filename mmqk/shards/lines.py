@@ -26,8 +26,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
     `LONGEST_LINE` + 1 bytes are returned, which bounds memory, also for a compressed file.
 
     Raises:
-        UserError: the file cannot be read, has another compression, is damaged or truncated (a plain file may end
-            anywhere).
+        UserError: the file cannot be read, has another compression, is damaged or truncated (in a plain file,
+            truncation cannot be detected).
     """
     try:
         with open(path, "rb") as raw:
@@ -57,8 +57,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
 class _Xz(io.RawIOBase):
     """The decompressed content of concatenated xz streams.
 
-    `lzma.LZMAFile` treats a damaged stream, or the zero bytes that may follow a stream, as the end of the file. It
-    would lose the lines after them without an error.
+    `lzma.LZMAFile` treats a damaged stream, or the zero bytes that may follow a stream, as the end of the file. All
+    later lines would be lost without an error.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A folder's shards by split, in the order in which they are read, and metadata on their origin in free form."""
+    """A folder's shards by split, in the order in which they are read, and free-form metadata on their origin."""
 
     splits: dict[str, tuple[Shard, ...]]
     about: dict[str, Any]

@@ -1,7 +1,8 @@
 """Convert samples of an archive to documents: lists of image files (not yet decoded) and texts.
 
-There are two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents with
-the two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json`, and `{key}.0.webp, ...`.
+There are two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents, with
+the two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json` and the images in `{key}.0.webp`,
+`{key}.1.webp` and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mmqk.shards.unread import DOTTED, OF_DROPPED, UNUSED, Unread
 
 # Longest text of a document, in bytes of UTF-8; the tokenizer needs some 150 times as much memory.
 MAX_TEXT = 2**22
-# Longest JSON: larger than its text, since it may contain escapes and other fields.
+# Longest JSON in bytes: more than for the text, because the JSON may contain escapes and other fields.
 MAX_JSON = LONGEST_LINE
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
@@ -45,7 +46,7 @@ _DOTTED = {(".", field) for field in IMAGE_FIELDS}
 
 
 def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], otherwise: str = UNUSED) -> None:
-    """Count the files of a sample that no document uses; json and txt of a pair always count as used.
+    """Count the files of a sample that no document uses; json and txt of a usable pair count as used.
 
     Args:
         unread: receives the counts.

@@ -92,10 +92,10 @@ class TarIndex:
 
 
 def index_tar(path: Path | str) -> TarIndex:
-    """Index an archive from all its headers, and check that it ends with its end blocks.
+    """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
 
     A file belongs to no sample if its name has no dot, begins with a dot or is too long; such files are counted.
-    Links and devices have no content and are counted too; their sample lacks the field. Folders are not counted.
+    Links and devices have no content and are counted too; their sample lacks their field. Folders are not counted.
 
     Raises:
         UserError: the file is missing, compressed, not a tar, damaged or truncated, has data after its end, or
@@ -188,7 +188,7 @@ def _is_reserved(base: str, at_top: bool) -> bool:
 
 
 def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield every header, then check that the archive ends with its end blocks."""
+    """Yield every header, then check that the archive ends with the end-of-archive blocks."""
     try:
         # With backslashreplace a name that is not UTF-8 stays printable.
         with tarfile.open(fileobj=cast(Any, _Headers(file)), mode="r:", errors="backslashreplace") as tar:

@@ -36,7 +36,7 @@ class ReasonCounts:
         return sum(self.counts.values())
 
     def add(self, reason: str, name: str) -> None:
-        """Add one to the count of a reason, and keep the name as an example if there are few."""
+        """Add one to the count of a reason, and keep the name if the reason has fewer than 5 examples."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:

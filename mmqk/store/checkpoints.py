@@ -1,8 +1,8 @@
 """Checkpoint files: their names, and the digest that detects a changed byte.
 
 A checkpoint is torch's file plus a footer of `FOOTER_BYTES` bytes with the sha256 of everything before it. The footer
-is part of the file, so a rename, a copy, a hard link or a kill cannot separate the two. torch and zip tools ignore
-the footer.
+is part of the file, so a rename, a copy, a hard link or a kill cannot separate it from the content. torch and zip
+tools ignore the footer.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return the command line with ``name=value`` as ``--name=value``, if the parser has that option or its group.
+    """Return the command line with ``name=value`` as ``--name=value``, if the parser has the option ``--name`` or,
+    for a name with dots such as ``optim.lr``, the option of its group (``--optim``).
 
     The value of an option, as in ``--config a=b.yaml``, is not changed.
     """

@@ -37,7 +37,8 @@ _TYPES = {
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Set ``path`` as the file of an OSError: after a failed write the error names no file or a temporary file."""
+    """Set ``path`` as the file of an OSError, because after a failed write the error names no file or a temporary
+    file."""
     try:
         yield
     except OSError as error:

@@ -30,7 +30,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
 
-# Files that may exist if a run was killed before it wrote run.json; train.log is written by the user's shell.
+# Files that may exist if a run was killed before it wrote run.json; mmqk.ablate or the user's shell writes train.log.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
 # How long a process that must exit waits for another thread to write the status.
@@ -67,10 +67,10 @@ class Status:
 
     Attributes:
         status: running, completed, diverged, interrupted or failed.
-        step: optimizer steps done when it was written.
+        step: optimizer steps done when the status was written.
         reason: one sentence, or empty.
         seconds: wall-clock seconds of training, over all resumes.
-        lost: sentences on the numbers that were missing or changed at a resume; empty if none were. Never cleared.
+        lost: sentences on the numbers that were missing or changed at a resume, or empty. They are never removed.
     """
 
     status: str
@@ -268,7 +268,7 @@ class RunFolder:
             _overwrite(self.path / STATUS_NAME, _record(now))
 
     def mark_lost(self, sentences: Iterable[str]) -> None:
-        """Add sentences about missing numbers to the status; they are never cleared."""
+        """Add sentences about missing numbers to the status; they are never removed."""
         earlier = [part for part in self._lost.split("; ") if part]
         self._lost = "; ".join(dict.fromkeys([*earlier, *sentences]))
         now = self.status()

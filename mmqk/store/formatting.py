@@ -37,7 +37,7 @@ def dashboards(folder: str | os.PathLike[str]) -> str:
     """Return the command that opens the dashboards of a folder of runs.
 
     By default TensorBoard samples 1,000 steps of a series, which can drop a spike of one step. The command sets a
-    large number: 0 means all according to TensorBoard's help, but shows nothing in version 2.21.
+    large number and not 0: according to TensorBoard's help, 0 samples all steps, but version 2.21 then shows nothing.
     """
     return (
         f"dashboards: python -m tensorboard.main --logdir {shlex.quote(os.fspath(folder))}"
@@ -48,8 +48,8 @@ def dashboards(folder: str | os.PathLike[str]) -> str:
 def relative(path: str | os.PathLike[str]) -> str:
     """Return a path as pages print it: relative to the shipped files, the repository or the current folder.
 
-    Any other absolute path starts at its last folder named configs, runs, reports or data, or else is only
-    its name. A relative path is not changed.
+    Any other absolute path is returned from its last folder named configs, runs, reports or data on; without such a
+    folder, only its name is returned. A relative path is not changed.
     """
     full = Path(path)
     if not full.is_absolute():

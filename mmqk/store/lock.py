@@ -1,4 +1,4 @@
-"""Locks of files, and the lock that lets one process at a time train in a run folder.
+"""File locks, and the lock that lets one process at a time train in a run folder.
 
 The locks are POSIX (`fcntl.lockf`): a lock ends with its process, even if the process is killed, and forked loader
 workers that outlive a killed run do not inherit it. `FolderLock` handles two properties of such locks: a process can
@@ -18,7 +18,8 @@ from mmqk.store.errors import UserError
 
 LOCK_NAME = "run.lock"
 
-# Locks by file, with the id of the process that took them: a forked child inherits this table, but not the locks.
+# Held locks by file, with the id of the process that took them: a forked child inherits this table, but not the
+# locks.
 _held: dict[tuple[int, int], int] = {}
 
 

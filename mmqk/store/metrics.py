@@ -2,8 +2,8 @@
 
 A step that gets an alarm after its line was written has a second line; `read_metrics` merges the two lines.
 
-An absent modality has no key. Values that are not finite are the strings "nan", "inf" and "-inf", since JSON has no
-such numbers.
+A modality that is absent from a step has no keys in the line of that step. Values that are not finite are the strings
+"nan", "inf" and "-inf", since JSON has no such numbers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a metrics file by rising step, each ``{"step": int, tag: float}``; empty without a file.
+    """Return the records of a metrics file in the order of their steps, each ``{"step": int, tag: float}``.
+
+    If the file does not exist, the list is empty.
 
     The lines of one step are merged, and later values win. A line that cannot be read is skipped.
     """
@@ -110,7 +112,7 @@ def last_metrics(
     """Return the last complete record of a metrics file (with the tag ``having``, if given), read from the file's
     end.
 
-    Empty when there is none in the last ``tail_bytes``.
+    If the last ``tail_bytes`` of the file have no such record, the result is empty.
     """
     try:
         with open_regular(path) as file:

@@ -29,8 +29,8 @@ def find_file(path: str | Path) -> Path:
 
 
 def named_config(name: str, folders: Sequence[str] = CONFIGS) -> Path | None:
-    """Return the shipped file of a name (``demo``, ``recipes/olmo2``) or of a path (``configs/demo.yaml``), if it
-    exists."""
+    """Return the file that a name (``demo``, ``recipes/olmo2``) or a path (``configs/demo.yaml``) stands for; None if
+    there is none."""
     named = (SHIPPED / folder / f"{name}.yaml" for folder in folders)
     return next((path for path in (find_file(name), *named) if path.is_file()), None)
 

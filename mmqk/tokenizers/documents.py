@@ -38,7 +38,7 @@ class Documents:
         self.identity()  # raises for a folder without a manifest
 
     def read(self) -> tuple[list[str], str]:
-        """Return the texts and a summary of the documents left out; the summary is empty if all were read.
+        """Return the texts and a summary of how many documents were read; empty if a folder was read in full.
 
         Above the limit on characters, a folder with a manifest gives documents spread evenly over it, and each JSON
         lines file gives only its beginning, so that no file is decompressed to its end.

@@ -76,7 +76,7 @@ def reconstruct(tokenizer: ImageTokenizer, images_BCHW: Tensor) -> tuple[Tensor,
 
 
 def measure(images: Images, captions: list[str], documents: list[str], tokenizers: Path) -> Measures:
-    """Tokenize both splits in chunks of images and measure.
+    """Tokenize both splits, the images in chunks, and return the numbers of the page.
 
     Raises:
         UserError: a tokenizer file is missing or damaged.
@@ -137,7 +137,7 @@ def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
 
 
 def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
-    """Return the page as Markdown; `read` has a summary of each kind of data that was used only in part."""
+    """Return the page as Markdown; `read` has the summaries of the images, captions and documents that have one."""
     image, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
     n, codes = image.config.grid**2, m.codes

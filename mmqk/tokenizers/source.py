@@ -40,7 +40,7 @@ class Images:
 
     Attributes:
         train_BCHW, val_BCHW: uint8, at least one image each.
-        summary: numbers of samples that exist, were read and were dropped; empty if all were used.
+        summary: how many samples were read and dropped; empty if all images of a folder were used.
     """
 
     train_BCHW: Tensor
@@ -117,7 +117,7 @@ class Tars:
         """Return the images of samples spread evenly over all shards; one image per interleaved document.
 
         Raises:
-            UserError: a shard is damaged, no image can be used, or none falls into one of the splits.
+            UserError: a shard is damaged, no image can be used, or one of the splits gets no image.
         """
         indices = spread(self.total, self.selection.images)
         # Training images fill the array from the front and held-out images from the back, so no copy is needed.
@@ -248,7 +248,7 @@ def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[by
 def images_at_once(config: ImageTokenizerConfig) -> int:
     """Return the number of images to encode or decode at once, which bounds memory.
 
-    The images have at most as many pixels as 256 images of 64 px, and at most 2**25 distances to codes.
+    Together these images have at most as many pixels as 256 images of 64 px, and at most 2**25 distances to codes.
     """
     pixels = 256 * 64**2 // config.image_size**2
     distances = 2**25 // (config.grid**2 * config.codes)

@@ -42,7 +42,7 @@ class TextTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int = 1024) -> TextTokenizer:
-        """Train `size` entries on texts; equal texts in equal order give equal entries.
+        """Train a vocabulary of `size` entries on texts; equal texts in equal order give equal entries.
 
         Raises:
             UserError: `size` is below 256, the number of entries for bytes, or the texts give fewer entries.

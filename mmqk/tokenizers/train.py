@@ -112,7 +112,7 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     Raises:
         UserError: the extra `[vq]` is not installed.
     """
-    # Lightning takes seconds to import, which the text tokenizer does not need.
+    # Lightning takes seconds to import, and the text tokenizer does not need it.
     import torch
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -202,7 +202,7 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
         raise UserError(f"--decoder-width is {args.decoder_width}: give 1 or more.")
     try:
         config = ImageTokenizerConfig(image_size=args.image_size, grid=args.grid, codes=args.codes)
-        # This gives 40 channels before the pixels for every stride; a width of 160 would give 10 for stride 32.
+        # This gives 40 channels before the last layer for every stride; a width of 160 would give 10 for stride 32.
         return replace(config, decoder_width=args.decoder_width or 20 * config.stride)
     except ValueError as error:
         raise UserError(f"The image tokenizer cannot have this shape: {error}.") from error
@@ -249,7 +249,8 @@ def _progress(steps: int) -> Any:
 
 
 def _quiet() -> None:
-    # Hide log lines on hardware, advertisements, and warnings that `_images` replaces; errors are still shown.
+    # Hide log lines on hardware, advertisements, and warnings that `_images` prints in its own words. Errors are
+    # still shown.
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.pytorch.accelerators.cuda",

@@ -25,7 +25,7 @@ from mmqk.tokenizers.image_config import read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_BYTES = 2**28  # largest text.json, which has a vocabulary and its merges
+MOST_BYTES = 2**28  # largest text.json that is read, in bytes; the file has the vocabulary and its merges
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 

@@ -38,7 +38,8 @@ class VQTrainingConfig:
         lr: peak learning rate of AdamW; one cycle with 5 % warm-up.
         decay: decay of the codebook's moving averages per step.
         dead_below: a code with a moving count below this is replaced by a vector of the batch.
-        dead_share: a second bound, as a share of the mean count (vectors in a batch / codes); the lower one applies.
+        dead_share: a second bound, as a share of the mean count (vectors in a batch / codes); the lower of the two
+            bounds applies.
         commitment: weight of the commitment loss.
         edge: weight of the L1 loss on differences of neighboring pixels, which keeps outlines sharp.
         squared: weight of the squared error, which is added to the L1 loss.

@@ -103,10 +103,12 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(toy, tmp_path, capsys):
 
 def test_finished_runs_of_other_code_are_reported(toy, capsys, monkeypatch):
     assert toy() == 0
-    assert "other code" not in capsys.readouterr().out
+    assert "another version" not in capsys.readouterr().out
     monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
     assert toy() == 0
-    said = "3 finished runs were made by other code (--rerun-stale trains them again): good"
+    said = (
+        "3 finished runs were trained by another version of the code (--rerun-stale trains them again): good"
+    )
     assert said in capsys.readouterr().out
     assert toy("--dry-run") == 0
     assert said in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_slices_share_the_runs_out_and_together_make_all(world, tmp_path, capsys
         seen.append(len(set(finished("runs/toy")) - before))
     assert seen == [2, 2, 1, 1]
     assert set(finished("runs/toy").values()) == {1} and len(finished("runs/toy")) == 6
-    assert "toy: slice 4 of 4, 1 runs in runs/toy, 1 to train" in capsys.readouterr().out
+    assert "toy: slice 4 of 4, 1 run in runs/toy, 1 to train" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "runs/toy/ablation.json").read_text())["runs"]) == 6
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(
     )
     held = RunFolder.open(task.folder, identity, {})
     real, asked = pools.is_locked, []
-    # The first check returns that the folder is free.
+    # At the first check, report the folder as free.
     monkeypatch.setattr(
         pools, "is_locked", lambda folder: asked.append(folder) or (len(asked) > 1 and real(folder))
     )
@@ -136,7 +136,7 @@ def test_runs_of_other_code_are_made_again_and_the_old_ones_kept(world, tmp_path
     capsys.readouterr()
     assert world(grid=GRID) == 0
     said = capsys.readouterr().out
-    assert "6 finished runs were made by other code" in said and "0 to train" in said
+    assert "6 finished runs were trained by another version" in said and "0 to train" in said
     assert set(finished("runs/toy").values()) == {1}
     assert world("--rerun-stale", grid=GRID) == 0
     said = capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_runs_of_other_code_are_made_again_and_the_old_ones_kept(world, tmp_path
     for name, content in old.items():
         assert (tmp_path / "runs/toy/stale" / code / name).read_bytes() == content
         assert (tmp_path / "runs/toy" / name).exists()
-    # Runs of `fake_train` record the hash of the real code. It is computed once per call, so a source file that
+    # Runs of `fake_train` record the hash of the real code. The hash is computed once per call, so a source file that
     # changes during a call does not change it.
     assert not list(Path("runs/toy/stale", code).glob("*/seed*.2"))
     assert world("--rerun-stale", grid=GRID) == 0

@@ -103,7 +103,7 @@ def test_forks_of_a_pack(toy, pack):
 def test_claims_changed_after_the_runs_of_the_pack_count_as_changed(toy, pack, begun):
     first = json.loads(pack(GRID + CLAIM))
     later = GRID + CLAIM.replace("0.5", "0.1")
-    if begun:  # the folder has registered the new claims before the call with the pack
+    if begun:  # the new claims are registered in the folder before the call with --from
         assert toy("--dry-run", grid=later) == 0 and not OUT.exists()
         assert toy("--slice", "3/3", grid=later) == 0
         assert json.loads((OUT / "ablation.json").read_text())["registered"] != first["registered"]

@@ -31,7 +31,7 @@ def line(progress, pool):
 
 
 def make(tmp_path, states):
-    """Return a pool during its work, from {arm: (outcome, step of its last metrics or None)}."""
+    """Return a pool at work; ``states`` is {arm: (outcome, step of its last metrics or None)}."""
     outcomes, running = {}, {}
     for arm, (outcome, step) in states.items():
         task = Task(arm, 0, (), tmp_path / arm, "id", 100)
@@ -68,7 +68,7 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     progress = PoolProgress(io.StringIO())
     assert line(progress, pool) == "run 3 of 6 · a seed 0 · step 20/100 · loss 3.21 · 2 running"
     now[0] += 10.0
-    # 30 more steps in 10 s, 10 of them in b. Steps left: a 60, b 90, next 100, kept 60.
+    # In 10 s arm a trains 20 more steps and arm b trains 10. Steps left: a 60, b 90, next 100, kept 60.
     log(tmp_path / "a", 40)
     log(tmp_path / "b", 10)
     assert line(progress, pool).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")

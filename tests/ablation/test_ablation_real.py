@@ -69,7 +69,8 @@ def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_pat
 
 
 def test_replays_are_runs_that_the_parser_knows(grid, tmp_path):
-    """The parser accepts every field of the planned replays, if a run and its control have status diverged."""
+    """The parser accepts every field of the replays that are planned after a run and its control replay have
+    diverged."""
     out, resolver = tmp_path / "out", Resolver(1)
 
     def says(task, checkpoint=None):

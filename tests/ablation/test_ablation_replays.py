@@ -17,7 +17,7 @@ def test_replays_ask_for_backends_that_can_compute_the_attention(model, fused):
     assert list(found) == wanted
     for fields in found.values():
         check_backend(fields["backend"], model.get("attn_softcap"), model.get("attention", "softmax"))
-    if not fused:  # the control: the backend that is left out would be refused
+    if not fused:  # the control: the fused backend, which is left out, would be refused
         with pytest.raises(ValueError, match="sdpa cannot"):
             check_backend("sdpa", model.get("attn_softcap"), model.get("attention", "softmax"))
 
@@ -30,6 +30,5 @@ def test_the_fused_numerics_is_the_run_s_own_and_the_others_are_not_compiled():
     for fields in found.values():
         check_backend(fields["backend"], 50.0)
     assert numerics_of({"backend": "sdpa_efficient"})["bf16-fused"]["backend"] == "sdpa_efficient"
-    # The control: the command line of a run that is not compiled has no field `compile`, so the ids of its replays
-    # stay the same.
+    # The control: replays of a run that is not compiled have no field `compile`, which would change their ids.
     assert all("compile" not in fields for fields in numerics_of(capped | {"compile": False}).values())

@@ -1,4 +1,4 @@
-"""Compare the exact tests with their definitions, by counting all outcomes."""
+"""Compare the exact tests with their definitions, by enumerating all outcomes."""
 
 import itertools
 import math

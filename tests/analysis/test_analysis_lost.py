@@ -14,7 +14,7 @@ from tests.analysis.fake_runs import Planted, write_demo, write_run
 
 
 def keep(path: Path, steps) -> None:
-    """Leave only the lines of these steps."""
+    """Keep only the lines of these steps."""
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line)["step"] in steps))
 

@@ -36,7 +36,7 @@ def test_largest_logit_is_the_median_of_the_last_three_probes(tmp_path):
     run = run_of(tmp_path, Planted(50.0, spread=0))
     assert largest_attention_logit(run) == pytest.approx(50.0)
     assert METRICS["logit_growth"].measure(run, None) == pytest.approx(50.0 / 3)
-    # One outlier among the last three probes does not count; two do.
+    # One outlier among the last three probes does not change the median; two outliers do.
     run = append(tmp_path, '{"step": 220, "attn_logit_absmax/text-text/layer00": 9000}')
     assert largest_attention_logit(run) == pytest.approx(50.0)
     run = append(tmp_path, '{"step": 240, "attn_logit_absmax/text-text/layer00": 8000}')
@@ -61,7 +61,7 @@ def test_a_last_value_that_is_not_finite_is_worst_whatever_came_before(tmp_path,
     if last != "-inf":
         assert largest_attention_logit(run) == math.inf
     assert METRICS["attention_entropy"].measure(run, "text") == -math.inf
-    # The control: if the value is not the last one but two probes earlier, it is one outlier of three.
+    # The control: followed by two finite probes, the value is one outlier among the last three.
     for step in (206, 207):
         run = append(
             tmp_path,
@@ -170,7 +170,7 @@ def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
     measure = METRICS["qk_norm_product"].measure
     run = load_runs(tmp_path)[0]
     assert measure(run, "text") == pytest.approx(math.sqrt(2 * 3 * 8 * 1))
-    # It is not the product of arithmetic means, and image has the same weight as text.
+    # The control: the product of arithmetic means differs. Image has the same weight as text.
     assert measure(run, "text") != pytest.approx((2 + 8) / 2 * (3 + 1) / 2, rel=0.1)
     assert measure(run, None) == pytest.approx(math.sqrt(math.sqrt(48) * 1000**2))
     assert math.isnan(measure(run, "audio"))

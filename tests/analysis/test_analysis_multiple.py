@@ -1,4 +1,5 @@
-"""Compare corrections for several claims and looks with closed testing, the definitions and simulated t-tests."""
+"""Compare the corrections for several claims and for several looks with closed testing, their definitions and
+simulated t-tests."""
 
 import itertools
 

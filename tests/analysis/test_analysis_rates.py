@@ -23,8 +23,8 @@ def planted(logit, excess):
 
 
 def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RATES, claim=CLAIM):
-    """Return the verdict on two arms with an excess loss by learning rate; each ran at its best learning rate, or at
-    ``ran``."""
+    """Return the verdict on arms a and b; ``excess`` is the excess loss of each arm at each learning rate. The
+    verdict runs of an arm have its best learning rate, or that of ``ran``."""
     runs = []
     for arm, logit, losses in zip("ab", logits, excess, strict=True):
         for rate, loss in zip(rates, losses, strict=True):

@@ -110,11 +110,12 @@ def test_runs_without_replays_have_no_verdict():
 
 
 def test_how_often_times_of_one_distribution_look_different():
-    """Check the count in the module docstring: 2 of the 84 orders of 3 fp32 times among 9 times fail."""
+    """Check the count in the module docstring: in 2 of the 84 possible orders of 3 fp32 and 6 bf16 times, the label
+    is not dynamics."""
     looks_different = 0
     for fp32 in itertools.combinations(range(9), 3):
         bf16 = [i for i in range(9) if i not in fp32]
-        # The times are far apart, so that the slack has no effect.
+        # The times are so far apart that the tolerance `SLACK` has no effect.
         at = [STEP + 40 + 60 * i for i in range(9)]
         times = {
             BF16[0]: [at[i] for i in bf16[:3]],

@@ -107,7 +107,8 @@ def test_equal_seeds_have_no_spread():
 
 
 def test_smallest_detectable_effect_is_that_of_methods():
-    """(t_.975 + t_.8)·s·√(2/n) with a pooled SD over seeds of s = 0.14: about 0.35 for three seeds, 0.24 for six."""
+    """The smallest detectable effect is (t_.975 + t_.8)·s·√(2/n). With a pooled SD over seeds of s = 0.14, it is
+    about 0.35 for three seeds and 0.24 for six."""
     for n, expected in ((3, 0.35), (6, 0.24)):
         values = 0.14 * stats.zscore(np.arange(n), ddof=1)
         spread = pooled_spread({arm: list(values) for arm in ("a", "b", "c", "d", "e")})

@@ -1,4 +1,4 @@
-"""Hypotheses: the states that an interval leaves possible, and the pattern of several claims."""
+"""Test hypotheses: which states an interval leaves possible, and whether the claims together support a hypothesis."""
 
 from dataclasses import replace
 from itertools import product
@@ -65,8 +65,8 @@ def test_a_failed_check_tells_nothing(tmp_path):
 
 
 def test_possible_states_and_predictions_against_points_of_the_interval(tmp_path):
-    """The reference: a state is possible if it contains a point of the interval, and a prediction is checked at every
-    point."""
+    """The reference: a state is possible if it contains a point of the interval. A prediction is supported if it
+    holds at every point, and contradicted if it holds at none."""
     study = study_of(tmp_path, {"base": 20.0, "up": 60.0}, [])
     (verdict,) = judge(study)
     for low, high in product((-0.5, -0.3, -0.1, 0.1, 0.3), repeat=2):

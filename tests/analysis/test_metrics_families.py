@@ -36,8 +36,8 @@ def value(name, runs):
 
 
 def test_lr_sensitivity_by_hand(tmp_path):
-    # The losses are 3, 2.5, 6 and diverged. Clipped at the initial loss 7, they exceed the lowest loss 2.5 by 0.5, 0,
-    # 3.5 and 4.5.
+    # Three final losses are 3, 2.5 and 6, and one run diverged. Clipped at the initial loss 7, the four values exceed
+    # the lowest loss 2.5 by 0.5, 0, 3.5 and 4.5.
     runs = [
         ended(tmp_path, 0.3, 2.4, status="diverged"),  # not finished: 2.4 is not its final loss
         ended(tmp_path, 0.001, 3.0),
@@ -64,7 +64,7 @@ def test_lr_sensitivity_clips_the_excess_where_every_run_has_one(tmp_path):
         ended(tmp_path, 0.1, 6.8, excess=(4.2, 4.3)),
     ]
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.7) / 2)
-    runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # has no excess loss, so the loss of both runs is used
+    runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # it has no excess loss: the loss is used for both runs
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.8) / 2)
 
 
@@ -122,7 +122,7 @@ def test_first_unstable_learning_rate(tmp_path):
     ]
     assert value("first_unstable_lr", runs).value == 0.1
     assert value("first_diverging_lr", runs).value == 0.3
-    # If no learning rate is unstable, the value is a bound, the next learning rate of the grid.
+    # If no learning rate is unstable, the value is a bound: the learning rate that would be next in the grid.
     found = value("first_unstable_lr", runs[:3])
     assert found.value == pytest.approx(0.09) and "bound" in found.why and found.towards == 1
     assert value("first_unstable_lr", runs)[1:] == ("", 0)

@@ -76,7 +76,8 @@ def test_windows_are_means_over_their_steps(tmp_path):
 
 
 def test_a_count_of_late_failures_leaves_out_early_ones(tmp_path):
-    """A diverged run is counted by the value of the metric, which is exact, and not because it diverged."""
+    """The value of `late_failure` is exact, so a diverged run counts only if its value reaches `at_least`. For a
+    metric whose value is a bound, every diverged run counts."""
     arms = {"a": Planted(10.0, diverges=140, validated=False), "b": Planted(10.0)}
     claim = BASIC | {"test": "count", "metric": "late_failure", "at_least": 1, "min_effect": 0.2}
     assert one(tmp_path / "late", arms, [claim]).counts == {"a": (0, 6), "b": (0, 6)}

@@ -96,8 +96,8 @@ def test_slopes_by_modality_are_the_planted_ones(tmp_path):
 def test_a_slope_sees_its_window_alone(tmp_path):
     run = grown(tmp_path / "x", {"final_norm/text": 0.0})
     (columns,) = [run.series("final_norm/text")[1]]
-    columns[:4] = 1000.0  # before step 200, a fifth
-    columns[6:] *= 2.0  # after step 250, a quarter
+    columns[:4] = 1000.0  # steps 0 to 150, before a fifth of the run
+    columns[6:] *= 2.0  # steps from 300 on, after a quarter of the run
     late, early = find_metric("final_norm_slope")[0], find_metric("early_final_norm_slope")[0]
     assert 0 < late.measure(run, None) < 1
     assert early.measure(run, None) < -10

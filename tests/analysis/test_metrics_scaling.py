@@ -59,8 +59,8 @@ def test_a_quadratic_is_continued_exactly(tmp_path):
     assert found.sizes[-1] == 24 * 256**2 and found.predicted == pytest.approx(curve(SIZES[-1]))
     metric, modality = find_metric("logit_extrapolation/text")
     assert metric.measure(runs, modality) == pytest.approx(1)
-    # The control: a largest model that is off the curve by a factor of 5 is not part of the fit, and the ratio shows
-    # it.
+    # The control: the largest model is off the curve by a factor of 5. It is not part of the fit, so the ratio is
+    # 0.2.
     runs[-1] = sized(tmp_path / "off", SIZES[-1], logit=5 * curve(SIZES[-1]))
     assert metric.measure(runs, modality) == pytest.approx(1 / 5)
     # A fit to smaller models on a straight line predicts too small a logit, because it lacks the quadratic term.

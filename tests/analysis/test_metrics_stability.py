@@ -44,7 +44,7 @@ def test_spike_score_is_that_of_brute_force(tmp_path):
     )
     assert value("spike_score", run) == pytest.approx(brute_spike_score(losses.tolist()))
     assert value("spike_score", run) == pytest.approx(100 * 3 / 1300)
-    # The controls: another series of the same run has no spike, and an equally large decrease is no spike.
+    # The controls: another series of the same run has no spike, and an equally large decrease is not a spike.
     assert value("spike_score/text", run) == 0 == value("grad_norm_spike_score", run)
     down = noise(1400)
     down[[300, 700]] -= 0.5
@@ -54,13 +54,13 @@ def test_spike_score_is_that_of_brute_force(tmp_path):
 def test_the_denominator_of_the_spike_score_is_the_one_of_the_page(tmp_path):
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| `spike_score`"))
-    stated = re.search(r"of those with (\d+) or more before them", row)
+    stated = re.search(r"with at least (\d+) losses before them", row)
     assert stated is not None
     losses = noise(250)
     losses[[150, 200]] += 0.5
     found = value("spike_score", small_run(tmp_path / "x", {"loss": losses.tolist()}))
     assert found == pytest.approx(100 * 2 / (250 - int(stated[1])))
-    assert found != pytest.approx(100 * 2 / 250)  # the control: the share of all losses is another number
+    assert found != pytest.approx(100 * 2 / 250)  # the control: the share among all 250 losses differs
 
 
 def test_spike_rate_is_that_of_a_median_filter(tmp_path):

@@ -56,8 +56,8 @@ def smallest_p(null, metrics, first, last, orders):
 
 
 def test_seeds_that_are_added_are_paid_for(null):
-    """The pipeline decides as scipy's t-tests at the level of a look do. These tests err in at most 6.5 % of 20,000
-    splits; without the correction for looks, they err in more than 8 %."""
+    """The verdicts of the pipeline equal those of scipy's t-tests at the level of a look. These tests err in at most
+    6.5 % of 20,000 splits; without the correction for looks, they err in more than 8 %."""
     metrics = ("largest_attention_logit", "final_norm", "final_excess/text")
     rng = np.random.default_rng(7)
     orders = np.argsort(rng.random((20_000, len(null.SEEDS))), axis=1)

@@ -29,7 +29,8 @@ def run(logit: float, seed: int, failed: bool, spread: float = 0.3) -> Planted:
 
 
 def arm(failed_logit: float, logit: float = 10.0, base: float = 1.0):
-    """Return an arm in which every second run diverges; the logit is ``base`` times ``failed_logit`` or ``logit``."""
+    """Return an arm in which every second run diverges; the logit is ``base`` times ``failed_logit`` in these runs,
+    and ``base`` times ``logit`` in the others."""
 
     def planted(seed: int) -> Planted:
         failed = seed % 2 == 0

@@ -16,7 +16,8 @@ from mmqk.report.ranking import ranking_csv, ranking_rows
 from tests.analysis.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)
-# The final loss of the selection run at each learning rate; the losses of the verdict runs follow the lowest one.
+# SELECTION has the final loss of the selection run at each learning rate, VERDICT the final losses of the verdict
+# runs.
 SELECTION = {
     "plain": (4.9, 4.7, 5.2, 5.7),
     "good": (4.8, 4.6, 4.5, 4.7),
@@ -89,7 +90,7 @@ def test_the_numbers_of_the_ranking(tmp_path):
     assert good.difference.high - good.difference.value == pytest.approx(half)
     assert good.sensitivity == pytest.approx(np.mean([0.3, 0.1, 0.0, 0.2]))
     assert (good.rate, good.at_edge) == (0.03, False) and good.trains == dict.fromkeys(RATES, True)
-    # True for losses at most 0.25 nat above 4.7, the best loss of the arm without a remedy.
+    # A learning rate trains if its loss is at most 0.25 nat above 4.7, the best loss of the arm without a remedy.
     assert made.controls[0].trains == {0.003: True, 0.01: True, 0.03: False, 0.1: False}
     # The median of the last three probes.
     assert good.logit == pytest.approx(10.0) and math.exp(good.logit_ratio.value) == pytest.approx(0.25)

@@ -40,7 +40,7 @@ def test_the_effect_of_each_choice_is_plain_arithmetic(tmp_path):
     control = [Planted(20.0 + seed, spread=0, excess=low) for seed in range(5)]
     study = study_of(tmp_path, treated, control)
     made = {(one.metric, one.window, one.runs): one.effect for one in specifications(study)}
-    assert {runs for *_, runs in made} == {"all"}  # no run diverged and all are at the floor
+    assert {runs for *_, runs in made} == {"all"}  # no run diverged, and every loss is near its floor
     logs = [np.log([planted.logit for planted in arm]) for arm in (treated, control)]
     effect = made["largest_attention_logit", "last 3 probes", "all"]
     assert effect.value == pytest.approx(logs[0].mean() - logs[1].mean(), abs=1e-6)
@@ -55,7 +55,7 @@ def test_the_effect_of_each_choice_is_plain_arithmetic(tmp_path):
     half = {key: np.log(of[steps >= 0.5 * steps[-1]]).mean() for key, of in runs.items()}
     means = [np.mean([half[arm, seed] for seed in range(5)]) for arm in ("treated", "control")]
     assert made["largest_attention_logit", "second half", "all"].value == pytest.approx(means[0] - means[1])
-    # The control: another window gives another number.
+    # The control: a different window gives a different number.
     other = made["largest_attention_logit", "after warm-up", "all"].value
     assert other != pytest.approx(means[0] - means[1], abs=1e-3)
 

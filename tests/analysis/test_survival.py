@@ -1,4 +1,5 @@
-"""Compare Kaplan-Meier curves and the log-rank test with their definitions, and check which claims have them."""
+"""Compare Kaplan-Meier curves and the log-rank test with their definitions, and check for which claims they are
+computed."""
 
 import numpy as np
 import pytest

@@ -22,7 +22,8 @@ LEARNED, DECLARED, SEEDS = "modalities learned", "arms differ only as declared",
 
 
 def plain(**fields):
-    """Return a change of the grid: C2 has no regime, like the claims in the docs, and gets these fields."""
+    """Return a change of the grid that removes the regime of C2, because the claims in the docs have none, and sets
+    these fields of C2."""
 
     def change(grid):
         grid["claims"][0].pop("regime")
@@ -163,8 +164,8 @@ def test_a_check_is_not_turned_off_without_a_name_and_a_reason(tmp_path, fields,
 
 @pytest.mark.parametrize(("metric", "passed"), [("lr_sensitivity/text", True), ("final_loss/text", False)])
 def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(tmp_path, metric, passed):
-    """For a metric of learning rates, each seed must have learned at one learning rate; for any other metric, every
-    run must have learned."""
+    """For a metric of learning rates, each seed must have learned at one or more learning rates; for any other
+    metric, every run must have learned."""
 
     def sweep(folder, losses):
         runs = []
@@ -189,7 +190,7 @@ def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(
 
 
 def test_runs_of_equivalent_code_are_compared_and_others_are_not(tmp_path):
-    """The hashes of one line of equivalent_code.txt name code with equal golden runs."""
+    """The hashes on one line of equivalent_code.txt are those of code versions with equal golden runs."""
     first, *others = next(line for line in EQUIVALENT.read_text().splitlines() if line[:1] != "#").split()
     for name, code, passes in (("same", others[-1], True), ("other", "0123456789", False)):
         made = study(tmp_path / name, {"a": Planted(20), "b": Planted(10)}, [BASIC])

@@ -1,4 +1,4 @@
-"""Turns, failures, memory and ratios of the benchmark harness, for candidates with known numbers."""
+"""Turns, failures, memory and ratios of the benchmark harness, for candidates whose times and memory are known."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rows_are_chosen_by_name_and_rounds_end_when_the_time_is_over():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.harness.time.monotonic", lambda: next(clock))
         rows = compare(candidates, Context(until=50), repeat=1, rounds=2)
-    assert [row["seconds"] for row in rows] == [[1.0]] * 3  # one counted round, not two
+    assert [row["seconds"] for row in rows] == [[1.0]] * 3  # the time limit ends the run after one counted round
 
     rows = compare(candidates, Context(until=-math.inf), repeat=1, rounds=2)
     assert {row["status"] for row in rows} == {FAILED} and "--minutes" in rows[0]["reason"]
@@ -163,5 +163,5 @@ def test_memory_of_a_way_is_watched_where_nothing_is_compiled():
     watched, compiled = compare(
         [Candidate("watched", build), Candidate("compiled", build, compiled=True)], CONTEXT, repeat=1, rounds=1
     )
-    assert watched["peak_bytes"] == 5000 + 4  # 4 bytes are the sum
+    assert watched["peak_bytes"] == 5000 + 4  # the 4 bytes are the result of `sum`
     assert compiled["peak_bytes"] is None

@@ -106,7 +106,7 @@ def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "archives"
     folder.mkdir()
     index = json.dumps(ENTRIES).encode()
-    # Both flags have the same image, as from some vendors.
+    # Both flags have the same image, as some vendors draw them.
     seeds = {e["unified"].lower(): (3 if "1F1" in e["unified"] else 10 + i) for i, e in enumerate(ENTRIES)}
     for vendor in ("google", "twitter"):
         images = {f"img/{vendor}/64/{c}.png": encoded(draw(64, s), "PNG") for c, s in seeds.items()}
@@ -208,7 +208,7 @@ def test_a_modifier_alone_is_its_own_base() -> None:
 
 def test_split_share_is_about_five_percent() -> None:
     share = sum(split_of(f"{i:x}") == "val" for i in range(4000)) / 4000
-    assert 0.035 < share < 0.065  # 4.4 standard deviations of a binomial at 0.05
+    assert 0.035 < share < 0.065  # 4.4 standard deviations around 0.05, for 4,000 independent groups
 
 
 def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = CLDR) -> Any:
@@ -219,7 +219,7 @@ def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = C
 def test_gloss_of_the_fitting_sense() -> None:
     exact = make_caption("1f98a", ENTRIES[0])
     assert (exact.gloss, exact.synset) == ("alert carnivorous mammal", "n00000002")
-    # The category Objects allows substances, so it gets the first sense, fur.
+    # The category Objects allows substances, so the gloss is the first sense of "fox", its fur.
     other = make_caption("1f98a", emoji_entry("1F98A", "FOX FACE", "Objects", "clothing"))
     assert other.synset == "n00000001"
 

@@ -107,7 +107,7 @@ def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
     quantile = Quantile(ends, order)
     assert (quantile(places) == expected).all()
     assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
-    # The places include the edges of the intervals.
+    # The control: the places include the edges of the intervals, where a search from the other side differs.
     assert (order[np.searchsorted(edges, places, side="left")] != expected).any()
 
 

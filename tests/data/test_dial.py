@@ -126,7 +126,7 @@ def test_counts_find_the_mutual_information(order):
     pairs = np.array([[counted_information(t, i) for i in parts["image"].T[:6]] for t in parts["text"].T[:6]])
     tied = np.arange(3)
     assert pairs[tied, tied].sum() == pytest.approx(1.6, abs=0.03)
-    # Only the children of tied roots depend on each other, and less strongly.
+    # Of the other tokens only the children of tied roots depend on the other modality, and less strongly.
     assert pairs[0, 1] < 0.002 and pairs[3, 3] < 0.002
     assert 0.002 < pairs[3, 0] < pairs[0, 0]
     none = by_modality(
@@ -222,7 +222,7 @@ def test_what_is_no_document_is_refused_and_what_cannot_follow_is_impossible():
     other = dial.log_prob(np.where(np.arange(48) == 7, (ids + 1) % 13, ids))[:, 7]
     assert (
         np.isneginf(other).any() and (other < -30).all()
-    )  # 13 does not divide the units: a pair may have a probability of 1e-15
+    )  # 13 does not divide the units, so an impossible pair may have a probability of 1e-15
     with pytest.raises(ValueError, match="have 48 tokens"):
         dial.log_prob(ids[:, :-1])
     for wrong in (np.roll(ids, 1, axis=1), np.roll(ids, -1, axis=1), ids + 12):

@@ -129,7 +129,8 @@ def test_occurrences_are_what_counting_finds():
     p = np.bincount(ids.ravel(), minlength=12) / ids.size
     by_chance = np.outer(p, p).ravel()
     tied = pairs / pairs.sum() > by_chance
-    # A share ρ of the pairs is drawn from the coupling, the others independently, which gives some of the same pairs.
+    # A share ρ of the pairs is drawn from the coupling. The others are drawn independently, and some of these are
+    # pairs of the coupling by chance.
     rho = (pairs[tied].sum() / pairs.sum() - by_chance[tied].sum()) / (1 - by_chance[tied].sum())
     assert row["transitions"] == 23 and pairs.sum() == 2_000 * 21
     assert rho * pairs.sum() / 23 == pytest.approx(row["seen"], rel=0.05)

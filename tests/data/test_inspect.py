@@ -1,4 +1,5 @@
-"""Check that the page agrees with the batches. The tests count tokens in the tensors and decode them again."""
+"""Check that the page of `mmqk.inspect` agrees with the batches: the tests count and decode the tokens of the
+tensors themselves."""
 
 from __future__ import annotations
 
@@ -324,7 +325,7 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     assert page.numbers["dropped"]["interleaved"] == dropped
     assert "image cannot be decoded 3" in page.text and "document is <empty> 1" in page.text
     assert page.numbers["modalities"]["text"]["duplicates"] == 5 / 6
-    # A row shorter than its document holds a part of the document, and the page names the part.
+    # A row that is shorter than its document has a part of the document, and the page says which tokens.
     pieces = inspected(tmp_path / "pieces", tiny_args, *more[:-1], "--data.seq_len=88", "--data.val_sequences=2",
                        "--monitor.probe_sequences=2")  # fmt: skip
     assert re.search(r"Document \d, tokens 0 to \d+ of \d+", pieces.text)

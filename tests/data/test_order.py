@@ -57,8 +57,8 @@ def test_weights_are_met_in_every_cycle():
 
 
 def furthest(slots, weights, window):
-    """Return the largest difference between the number of samples of a kind in a window of this length and the
-    number by its share, over all kinds and windows."""
+    """Return the largest difference, over all kinds and windows of this length, between the number of samples of a
+    kind in the window and the number that its share predicts."""
     return max(
         max(
             abs(sum(s == slot for s in slots[i : i + window]) - share * window)
@@ -200,7 +200,7 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
 def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
     builder = builder_of(tiny_data, "val")
     rows = validation_rows(builder, 100)
-    # There are 12 pairs, and a text in every fourth place.
+    # There are 12 held-out pairs, and every fourth row is text.
     assert len(rows) == 16 and len({tuple(row.ids) for row in rows}) == 16
     assert sum(BEGIN_IMAGE in row.ids for row in rows) == 12
     assert [r.ids.tolist() for r in rows] == [r.ids.tolist() for r in validation_rows(builder, 16)]
@@ -215,7 +215,7 @@ def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
 
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
-    """Such a source is not trained on, not validated on, and not part of the identity."""
+    """A source that is not in ``data.mix`` is not trained on, not validated on, and not part of the identity."""
     folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers")}
 
     def of(mix, cache, **others):
@@ -363,7 +363,7 @@ def test_text_is_one_stream_over_all_parts():
     ]
     rows = [[order.row(i).ids.tolist() for i in range(200)] for order in orders]
     assert rows[0] == rows[1] and {len(row) for row in rows[0]} == {88}
-    # An epoch reads all tokens except fewer than two windows of them.
+    # An epoch leaves out fewer tokens than two windows have.
     epoch = orders[0].rows_of_an_epoch["text"]
     assert len({tuple(row) for row in rows[0][:epoch]}) == epoch == 7000 // 87 - 1
     assert [many.stream(140, 25).tolist()] == [list(range(145, 170))]

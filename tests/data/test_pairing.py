@@ -65,8 +65,8 @@ def module(tiny_data, **more) -> TokenDataModule:
 
 @pytest.mark.parametrize("pack", ["none", "documents"])
 def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
-    """Over an epoch, shuffled pairs have the token counts of the pairs, and captions without images have those of the
-    captions."""
+    """Over an epoch, shuffled pairs have the same token counts as matched pairs, and captions without images have the
+    same counts of text tokens."""
     rows = {}
     for pairing in ("matched", "shuffled", "captions"):
         data = module(tiny_data, pairing=pairing, mix={"pair": 1.0}, pack=pack)

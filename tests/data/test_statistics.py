@@ -99,7 +99,7 @@ def test_a_parent_further_back_is_found_at_its_distance_only(transitions):
     near, far = (one(ids_DT[:1000], ids_DT[1000:], contexts=[c]) for c in [(1, 2, 3, 4), (1, 8)])
     above = one(ids_DT[:1000], ids_DT[1000:], contexts=[(8,), (1, 2)])
     assert near.model > 0.97 * near.unigram
-    # The first 8 tokens of a document have no parent; they are 7 of its 95 targets.
+    # The first 8 tokens of a document have no parent; 7 of them are among its 95 targets.
     known = (88 * exact + 7 * near.unigram) / 95
     assert known - 3 * above.model_error < above.model < 1.03 * known and above.model_context == (8,)
     assert above.model <= far.model < 0.9 * near.model
@@ -107,8 +107,10 @@ def test_a_parent_further_back_is_found_at_its_distance_only(transitions):
 
 
 def brute_force(train, val, size: int, edge: int, context: int) -> list[float]:
-    """Return -log p of the held-out tokens by interpolated absolute discounting, computed with dictionaries. Ids from
-    ``edge`` on are another modality."""
+    """Return -log p of the held-out tokens by interpolated absolute discounting, computed with dictionaries.
+
+    Ids of at least ``edge`` belong to a second modality.
+    """
     tables = []
 
     def key(row, t: int, length: int) -> tuple:

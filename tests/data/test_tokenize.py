@@ -217,7 +217,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
         ("../../i\x1b[2J.gif", b"x"),
         ("README", b"no sample"),
     ]  # fmt: skip
-    # Seven more samples have no image; the examples of a reason are five keys.
+    # Seven more samples without an image, so that there are more keys than the five that are kept as examples.
     write_tar(tmp_path / "a.tar", members)
     write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
     folder, printed = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
@@ -374,7 +374,7 @@ def test_documents_of_a_broken_shard_do_not_enter_the_next(run: Any, tmp_path: P
 
 
 def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
-    # The same 40 images are in two shards, with other names and captions.
+    # Two shards have the same 40 images, under different names and with different captions.
     for shard in range(2):
         members = [
             member
@@ -417,7 +417,7 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
     assert kept == ["00000.json", "00002.json", "00003.json"]
     with pytest.raises(UserError, match="not finished"):
         open_tokens(out)
-    # webdataset alone reads the four remaining samples and reports nothing.
+    # webdataset alone reads the four remaining samples and reports no error.
     assert len(list(wds.WebDataset([str(shards / "00001.tar")], shardshuffle=False))) == 4
     assert "1 of 4 shards" in refused(run, *pattern(shards))
     (shards / "00001.tar").write_bytes(whole)

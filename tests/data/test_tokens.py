@@ -78,7 +78,7 @@ def test_an_unfinished_or_damaged_folder_is_named(tmp_path):
 
 
 def flip(path, place=-1):
-    """Flip one bit of a file, which also changes its modification time."""
+    """Flip one bit of a file, and increase its modification time by one second."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
@@ -97,7 +97,7 @@ def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
     whole = path.read_bytes()
     if what == "ids":
         flip(path, -2)
-    else:  # as many tokens, in documents of other lengths
+    else:  # the same number of tokens, in documents of other lengths
         np.save(path, np.array([3, 3, 2, 4], dtype=np.uint32))
     for _ in range(2):  # a damaged file is never stored as one that matched
         with pytest.raises(UserError, match=rf"00001\.{what}\.npy differs from tokens\.json .*make the folder again"):
@@ -182,7 +182,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     for do in refused:
         with pytest.raises(UserError, match=r"is a pipe and not a regular file|it is not a file"):
             within_a_minute(do)
-    link = tmp_path / "link.tar"  # a link to a file is a file
+    link = tmp_path / "link.tar"  # a link to a regular file is accepted
     (tmp_path / "a.bin").write_bytes(b"")
     link.symlink_to(tmp_path / "a.bin")
     assert tars.expand([str(link)]) == [link]

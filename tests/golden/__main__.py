@@ -1,9 +1,9 @@
 """Golden runs: nine short runs whose losses, norms and logits are compared with stored values.
 
-``python -m tests.golden`` (`make golden`) trains the runs and compares them; ``--write`` stores the current values,
-and ``--equivalent HASH`` lists a code hash in ``mmqk/store/equivalent_code.txt`` if all runs are equal. On a platform
-with stored digests every value must be equal, bit for bit. On another platform, where kernels sum in another order,
-losses, norms and logits may differ by `TOLERANCE`.
+``python -m tests.golden`` (`make golden`) trains the runs and compares them with the stored values; ``--write``
+stores the current values, and ``--equivalent HASH`` lists HASH in ``mmqk/store/equivalent_code.txt`` as equivalent to
+the current code if all runs are equal. On a platform with stored digests every value must be equal, bit for bit. On
+another platform, where kernels sum in another order, losses, norms and logits may differ by `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ KEPT = HERE / "values.json"
 RUNS = ("plain", "chameleon", "capped", "sigmoid", "untied", "clipped", "gated", "dial", "ids")
 TIMES = {"tokens_per_s"}
 # The tolerance of losses, norms and logits on another platform, relative to the larger value. Differences of nearly
-# equal numbers (offsets, biases) and maxima of a clipped run amplify rounding and are not compared there.
+# equal numbers (offsets, biases) and maxima of a clipped run amplify rounding, so they are not compared on another
+# platform.
 TOLERANCE = 2e-2
 COMPARED_ELSEWHERE = (
     "loss",
@@ -95,7 +96,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
 
 
 def this_platform() -> dict[str, str]:
-    """Return the properties of this machine that decide which kernels run, and therefore the last bits."""
+    """Return the properties of this machine that decide which kernels run, and so the last bits of the results."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
@@ -138,7 +139,7 @@ def digests_of(kept: dict[str, Any]) -> dict[str, str]:
 
 
 def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
-    """Store the results of runs. If the values of a run have changed, remove its digests of other platforms."""
+    """Store the results of runs. If the values of a run have changed, remove its digests on other platforms."""
     here = this_platform()
     for name, run in new.items():
         old = kept["runs"].get(name)
@@ -153,7 +154,7 @@ def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the runs and compare them; return 1 if a value differs."""
+    """Train the runs and compare them with the stored values; return 1 if a value differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the current values")
     parser.add_argument(

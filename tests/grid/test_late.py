@@ -1,4 +1,5 @@
-"""Test the grids of late failure: what each arm changes, that targets match, and that claims can be decided."""
+"""Test the grids of late failure: what each arm changes, that the numbers of targets match, and that claims can be
+decided."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_targets_per_step_are_matched(study):
     }
     for arm, count in counts.items():
         assert count == pytest.approx(total, rel=0.01), arm
-    assert mixed.batch_size * of_text != pytest.approx(total, rel=0.1)  # the control: the batch of the mixed arm
+    assert mixed.batch_size * of_text != pytest.approx(total, rel=0.1)  # the control: batch size of the mixed arm
 
 
 def test_claims_can_be_decided(study):

@@ -20,8 +20,8 @@ def study():
 
 
 def trained_targets(run: RunConfig) -> int:
-    """Return the targets per step that have a loss; each document fills a row, and its first token is not
-    predicted."""
+    """Return the number of trained targets per step; each document fills a row, and its first token is not a
+    target."""
     dial, weights = run.data.dial, run.loss.weights
     per_row = sum(n for m, n in dial.tokens.items() if weights.get(m, 1.0) > 0)
     return run.data.batch_size * per_row
@@ -40,7 +40,8 @@ def test_the_primary_contrasts_change_one_thing_each(study):
         assert floors["mid"]["image"] == pytest.approx(floors["mid"]["text"])
         assert floors["hi"]["image"] - floors["hi"]["text"] > 1.5
         assert sum(floors["hi"].values()) == pytest.approx(sum(floors["mid"].values()))
-    # The controls: other arms differ in more fields, and an arm that differs only in batch size has other targets.
+    # The controls: other arms differ in more fields, and an arm that differs only in batch size has a different
+    # number of targets.
     assert unequal(runs["mid-low"], runs["hi-high"]) > entropies
     assert trained_targets(runs["mid-low"]) != trained_targets(runs["hi_batch"])
 

@@ -232,7 +232,7 @@ def test_the_tournament_has_every_remedy_and_an_arm_without_one_for_each_backend
     assert set(backends.values()) == set(without) and settings["plain"] == {}
     assert settings[without["math"]] == {"backend": "math"}
     assert len(grid.raw["quick"]) == 10 and not {1, 2, 3} & set(grid.arms[0].lr.seeds)
-    # The control: a remedy with another value is missing.
+    # The control: a remedy whose arm has a different value counts as missing.
     raw = yaml.safe_load(path.read_text())
     raw["base"] = [str(ROOT / "configs/demo.yaml")]
     raw["arms"]["qk_clip"]["set"]["optim.qk_clip"] = 50.0

@@ -49,8 +49,8 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1
 
 
 def logits_of(hf_model, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a model; for Chameleon the logits before those of image ids are set to the lowest
-    number."""
+    """Return the logits of a model. Chameleon's forward sets the logits of image ids to the lowest number; here they
+    are unchanged."""
     if type(hf_model).__name__.startswith("Chameleon"):
         return hf_model.lm_head(hf_model.model(ids_BT).last_hidden_state)
     return hf_model(ids_BT).logits

@@ -1,4 +1,4 @@
-"""`python -m mmqk.interop` converts folders both ways, and refuses a folder that it cannot convert with one
+"""`python -m mmqk.interop` converts folders both ways. If it cannot convert a folder, it refuses the folder with one
 sentence."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def convert(source: Path, to: Path, *more: str) -> int:
 
 
 def refuses(capsys, source: Path, to: Path, *more: str) -> str:
-    """Return the one sentence on stderr, and check that nothing was written."""
+    """Check that a conversion fails and writes nothing; return the one sentence that it prints to stderr."""
     before = sorted(to.parent.rglob("*"))
     assert convert(source, to, *more) == 2
     out, err = capsys.readouterr()
@@ -133,7 +133,7 @@ def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
 
 
 def copy(source: Path, to: Path, **changed) -> Path:
-    """Write a Hugging Face folder with other values in its config.json."""
+    """Copy a Hugging Face folder, and change these fields of its config.json."""
     to.mkdir()
     for path in source.iterdir():
         (to / path.name).write_bytes(path.read_bytes())

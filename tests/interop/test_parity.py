@@ -184,7 +184,10 @@ def theirs_of(index: int):
 
 
 def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfig) -> Result:
-    """Return mmqk's logits, and gradients by the names of transformers; a tied matrix has the sum of both uses."""
+    """Return mmqk's logits, and the gradients under the names of transformers.
+
+    The gradient of a tied matrix is the sum of the gradients as embedding and as head.
+    """
     logits_BTV = model(some_ids())
     mean_loss(logits_BTV).backward()
     names = {n: hf_name(moved(n, model.config, config), architecture, config) for n in model.state_dict()}
@@ -192,7 +195,8 @@ def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfi
 
 
 def moved(name: str, there: ModelConfig, here: ModelConfig) -> str:
-    """Return the name in configuration `here` of a parameter of `there`, if the two have another norm placement."""
+    """Translate a parameter name of configuration `there` to configuration `here`: pre-norm and post-norm models name
+    their norms differently."""
     if there.pre_norm == here.pre_norm:
         return name
     was, now = ("pre", "post") if there.pre_norm else ("post", "pre")
@@ -231,7 +235,7 @@ def test_one_detail_away_fails(peer, control):
 
 
 def changed(model: EarlyFusionTransformer, config: ModelConfig) -> EarlyFusionTransformer:
-    """Return a model of another configuration with the weights of `model`; norms are renamed by their placement."""
+    """Return a model of another configuration with the weights of `model`; norms in other places are renamed."""
     weights = {moved(name, model.config, config): weight for name, weight in model.state_dict().items()}
     other = EarlyFusionTransformer(config).double()
     # A control without biases has no biases to load; every other parameter must exist.
@@ -273,8 +277,8 @@ def test_every_model_has_controls():
 
 
 def test_weights_do_not_say_where_chameleon_norms():
-    """A model with another swin_norm loads every key of the weights, so only the configuration distinguishes the two
-    models."""
+    """A model with the other swin_norm loads the weights without an error, so only the configuration distinguishes
+    the two models."""
     index = PEERS.index(next(p for p in PEERS if p.fields.get("swin_norm")))
     swin, *theirs = theirs_of(index)
     flipped = tiny(CHAMELEON, swin_norm=False)
@@ -297,7 +301,8 @@ def test_sdpa_and_math_are_the_same_import():
     assert gemma.config.attn_softcap == 1.0 and gemma.blocks[0].attention.backend == "math"
 
 
-# Bounds relative to the root mean square of the logits; measured: 0.009 to 0.020 and 0.04 to 0.11.
+# Bounds of the root mean square (RMS) and of the maximum of the difference, both relative to the RMS of the logits.
+# Measured: 0.009 to 0.020 and 0.04 to 0.11.
 BF16_RMS, BF16_MAX = 0.03, 0.2
 
 
@@ -322,7 +327,7 @@ def test_bf16_logits_are_near(peer):
         assert_near(plain(some_ids()).float(), theirs.float())
 
 
-# Norms that round as mmqk's, (w * x).to(bf16), are "same"; norms that round x first are "first".
+# "same": the norm rounds like mmqk's, (w * x).to(bf16). "first": the norm rounds x before the product with w.
 ROUNDING = [
     ("olmo2", "Olmo2RMSNorm", "same"),
     ("gemma2", "Gemma2RMSNorm", "same"),
@@ -337,8 +342,8 @@ ROUNDING = [
 @pytest.mark.parametrize(("module", "name", "order"), ROUNDING)
 @torch.no_grad()
 def test_rounding_order_of_norms(module, name, order):
-    """The values equal mmqk's bit for bit, or equal mmqk's if x is rounded before the gain (and, for LayerNorm, the
-    bias)."""
+    """For "same", the values equal mmqk's bit for bit. For "first", they equal those of mmqk's norm with x rounded
+    before the gain (and, for LayerNorm, the bias) is applied."""
     import importlib
 
     kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
@@ -362,6 +367,6 @@ def test_rounding_order_of_norms(module, name, order):
     if order == "same":
         assert differ == 0
         return
-    assert 0.1 < differ < 0.6  # about a quarter for RMS
+    assert 0.1 < differ < 0.6  # about a quarter of the elements for RMSNorm
     rounded = ours.normalize(x.float()).bfloat16() * ours.weight
     assert torch.equal(rounded if ours.bias is None else rounded + ours.bias, expected)

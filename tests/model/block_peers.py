@@ -28,7 +28,7 @@ from tests.model.written_out import WrittenOut
 
 
 def renamed(function, old, new):
-    """Return the function with a part of the names of its leaves replaced."""
+    """Return a function that replaces `old` by `new` in the names of its leaves and passes them to `function`."""
     return lambda leaves: function({name.replace(old, new): leaf for name, leaf in leaves.items()})
 
 
@@ -47,7 +47,7 @@ def written(**fields):
 
 
 def scaled_rows(*factors):
-    """Return the function of a model without embedding scale, with embedding rows scaled directly by modality."""
+    """Return the function of a model without embedding scale, with each embedding row times its modality's factor."""
     rows = [factor for factor, size in zip(factors, BLOCKS.values(), strict=True) for _ in range(size)]
     factor_V1 = torch.tensor(rows, dtype=torch.float64)[:, None]
     return lambda leaves: model()[1]({**leaves, "embed.weight": factor_V1 * leaves["embed.weight"]})
@@ -64,7 +64,7 @@ def matrix_norm_2(leaves):
 
 
 def scaled_gains(factor, norms="_pre_norm", **fields):
-    """Return the function of a plain block whose gains are scaled directly."""
+    """Return the function of a block without depth scale whose norm gains are multiplied by `factor`."""
     return lambda leaves: block(**fields)[1](
         {n: factor * leaf if norms in n else leaf for n, leaf in leaves.items()}
     )
@@ -125,7 +125,7 @@ BLOCK_PEERS: list[Comparison] = [
     ),
 ]  # fmt: skip
 
-# Parts of a block by themselves.
+# Single parts of a block.
 BLOCK_PEERS += [
     compare(
         ("residual_gate",), "transformers MuseSparkResidualGate", EXACT, residual_gate, {"temperature": 0.3},
@@ -203,7 +203,7 @@ BLOCK_PEERS += [
     ),
 ]  # fmt: skip
 
-# σReparam, and initial sizes as factors of 1 / sqrt(fan_in).
+# σReparam, and standard deviations of initial weights divided by 1 / sqrt(fan_in).
 SIZES = "measured standard deviations"
 BLOCK_PEERS += [
     Comparison(

@@ -1,7 +1,7 @@
 """Compares two differentiable functions of named tensors, and builds small modules to compare.
 
-Both functions take the same leaves under the names of our parameters. A peer whose matrices are stacked or permuted
-builds them from the leaves, so its gradients have the same names.
+Both functions take the same leaf tensors under the names of our parameters. A peer whose matrices are stacked or
+permuted builds them from these leaves, so the gradients of both functions have the same names.
 """
 
 import math
@@ -27,7 +27,7 @@ IDS_BT = torch.tensor([[1, 12, 2, 18, 3, 13, 20, 4], [11, 11, 0, 5, 19, 6, 7, 14
 EXACT = 1e-11  # tolerance of peers that compute in fp64 throughout
 FP32_INSIDE = 5e-6  # tolerance of peers whose softmax, norms or rotary tables are in fp32
 MEASURED = 1e-2  # tolerance of standard deviations of random numbers
-TINY = 1e-30  # epsilon for a comparison with peers that have none
+TINY = 1e-30  # epsilon of our norms for a comparison with peers without epsilon
 
 Leaves = Mapping[str, Tensor]
 Function = Callable[[Leaves], Tensor]
@@ -86,7 +86,7 @@ def rope64(positions: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def causal(config: ModelConfig) -> Tensor:
-    """Return the mask of the first layer."""
+    """Return the attention mask of the first layer."""
     return mask_of("math", T, torch.device("cpu"), config.window_of(0))
 
 
@@ -216,7 +216,10 @@ def compare(
     wrong: Mapping[str, dict | Function],
     spread: float = 0.3,
 ) -> Comparison:
-    """Return a comparison of our module with `theirs`. A control in `wrong` changes some fields, or is a function."""
+    """Return a comparison of our module with `theirs`.
+
+    A control in `wrong` is a change of the fields of our module, or another function of the leaves.
+    """
     make, ours = build(**fields)
     inputs = {} if build is model else {"x": (B, T, D)}
     if build is residual_gate:
@@ -236,7 +239,7 @@ def compare(
 
 
 def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
-    """Return the value, and the gradients of its product with a fixed random tensor for every leaf."""
+    """Return the value, and for every leaf the gradient of the value's dot product with a fixed random tensor."""
     inputs = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     value = function(inputs)
     if not inputs:

@@ -11,11 +11,11 @@ from tests.model.comparison import LAYERS, D, Function, H, K, Leaves, T, rope64,
 
 INTERLEAVED = (
     torch.arange(K).view(2, K // 2).T.flatten()
-)  # our channel i pairs with i + K/2, that of x-transformers with i + 1
+)  # RoPE rotates channels i and i + K/2 together in mmqk, i and i + 1 in x-transformers
 
 
 def _tables() -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, (T, K), in the half-split layout."""
+    """Return cosine and sine, each of shape (T, K), in the half-split layout."""
     cos, signed_sin = (table[:, 0] for table in rope64())
     return cos, torch.cat((signed_sin[:, K // 2 :], signed_sin[:, K // 2 :]), -1)
 
@@ -26,7 +26,7 @@ def projections(leaves: Leaves, *names: str) -> dict[str, Tensor]:
 
 
 def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **options) -> Function:
-    """Return timm's AttentionRope with QK-Norm by head (gain and bias shared by the heads)."""
+    """Return timm's AttentionRope with QK-Norm per head (the heads share gain and bias)."""
 
     def forward(leaves: Leaves) -> Tensor:
         from timm.layers import AttentionRope
@@ -58,7 +58,8 @@ def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **opt
 def timm_block(kind: str, init_values: float | None = None, seed: int | None = None, **options) -> Function:
     """Return timm's causal Block or ResPostBlock (LayerNorm, exact GELU, no positions).
 
-    With `init_values` ResPostBlock keeps timm's initial gains, and the gradients still reach the leaves.
+    With `init_values`, ResPostBlock uses timm's initial gains instead of the leaves' values, but the gradients still
+    go to the leaves.
     """
 
     def forward(leaves: Leaves) -> Tensor:
@@ -69,7 +70,7 @@ def timm_block(kind: str, init_values: float | None = None, seed: int | None = N
         ).double()
         module.train(seed is not None)
         module.attn.fused_attn = False
-        module.mlp.drop1.p = 0.0  # our blocks drop only what is added to the residual stream
+        module.mlp.drop1.p = 0.0  # our blocks apply dropout only to the output of a branch
         ours = "post" if kind == "ResPostBlock" else "pre"
         parameters = {
             "attn.qkv.weight": torch.cat([leaves[f"attention.w_{n}.weight"] for n in "qkv"]),
@@ -255,7 +256,7 @@ def gpt_oss_attention(leaves: Leaves) -> Tensor:
 
 
 def muse_glimmer_attention(leaves: Leaves) -> Tensor:
-    """Run the eager attention layer of transformers' Muse Glimmer: a gate by channel, QK-Norm without gain."""
+    """Run the eager attention layer of transformers' Muse Glimmer: one gate per channel, QK-Norm without gain."""
     import transformers
     from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextAttention
 

@@ -1,4 +1,5 @@
-"""Every variant trains on every kind of row; one token, windows and copies by modality give the expected values."""
+"""Every variant trains on every kind of row. Rows of one token, windows and per-modality copies give the expected
+values."""
 
 from dataclasses import replace
 

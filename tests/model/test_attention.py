@@ -153,7 +153,7 @@ def test_rope_keeps_lengths_and_depends_on_distance_alone():
 
 
 def watched(config, scale_w_q=1.0, autocast=False):
-    """Return the tensor of each site of an attention layer with random gains, and the layer."""
+    """Return the tensors at all sites of an attention layer with random gains, by site, and the layer."""
     torch.manual_seed(5)
     layer = Attention(config, "math")
     with torch.no_grad():
@@ -208,7 +208,7 @@ def test_every_arm_attends_in_the_same_precision(kind):
 
 
 def test_math_keeps_large_bf16_logits_exact_between_its_inputs_and_its_output():
-    # The logits are about 64, and the keys differ by less than the spacing of bf16 numbers at that size.
+    # The logits are about 64 and differ between keys by less than the spacing of bf16 numbers near 64.
     q, k, v = ((shift + x).bfloat16() for shift, x in zip((4, 4, 0), qkv(torch.float32, 0.05), strict=True))
     exact = attention(q.double(), k.double(), v.double(), scale=1.0)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Attention backends: the named kernel runs and no other, and unsupported attention is refused."""
+"""Attention backends: only the named kernel runs, and attention that a backend does not support is refused."""
 
 import pytest
 import torch

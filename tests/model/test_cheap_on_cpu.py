@@ -34,7 +34,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "plain"), [(RMSNorm, plain_rms), (LayerNorm, plain_layer)])
-@pytest.mark.parametrize("width", [64, 24])  # a division that is exact, and one that rounds
+@pytest.mark.parametrize("width", [64, 24])  # a division by 64 is exact, a division by 24 rounds
 def test_norms(kind, plain, width):
     torch.manual_seed(0)
     norm = kind((width,), 1e-6)

@@ -1,4 +1,5 @@
-"""Compiled and recomputed blocks equal the eager model bit for bit, because torch's own kernels run."""
+"""Compiled and recomputed blocks equal the eager model bit for bit, because the compile backends of these tests run
+torch's eager kernels."""
 
 import copy
 import functools
@@ -60,7 +61,7 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [-1] * 3])
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """Run `compile_blocks` with dynamo only, after a reset of the graphs of other tests."""
+    """Remove the graphs of other tests, and let `compile_blocks` use dynamo only."""
     captured_by(monkeypatch, "eager")
     limit, donated = dynamo.config.recompile_limit, functorch_config.donated_buffer
     dynamo.reset()
@@ -257,7 +258,7 @@ def test_recomputed_blocks_give_the_same_step_to_the_bit(dropped, and_compiled, 
 
 
 def test_recomputing_with_other_masks_would_show(monkeypatch):
-    """The control of the test above: without dropout's random state the gradients differ."""
+    """The control of the test above: if the recomputation does not restore the random state, the gradients differ."""
 
     def forgetful(block, *inputs, preserve_rng_state, use_reentrant):
         return checkpoint(block, *inputs, preserve_rng_state=False, use_reentrant=use_reentrant)

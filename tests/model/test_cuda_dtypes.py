@@ -38,7 +38,7 @@ VARIANTS = {
 
 @contextmanager
 def cuda_autocast():
-    """Enable CUDA's autocast to bf16. `torch.autocast("cuda", torch.bfloat16)` needs a GPU."""
+    """Enable CUDA's autocast to bf16 without a GPU; `torch.autocast("cuda", torch.bfloat16)` would need one."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", NARROW)

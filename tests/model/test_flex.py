@@ -94,7 +94,7 @@ def flex_on_cpu(monkeypatch):
 
 
 def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
-    """Return each query's largest raw logit and log-sum-exp of capped logits, one query at a time, in float64."""
+    """Return the largest raw logit and the log-sum-exp of the capped logits, query by query, in fp64."""
     logits = SCALE * q.double() @ shared(k).double().transpose(-1, -2)
     largest, lse = torch.empty(B, H, T).double(), torch.empty(B, H, T).double()
     for b in range(B):
@@ -113,7 +113,7 @@ def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
 def test_rows_of_flex_are_the_written_out_maxima_and_sums(name, flex_on_cpu):
     options = dict(CASES[name])
     if "softcap" in options:
-        options["softcap"] = 4.0  # so that the largest logit is below 5 times the cap
+        options["softcap"] = 4.0  # the raw logit is recovered accurately only below 6 times the cap
     q, k, v = (x.requires_grad_() for x in qkv())
     mask = kernels.mask_of("flex", T, CPU, options.get("window", 0), options.get("document_BT"))
     out, rows = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex", softcap=options.get("softcap"))
@@ -156,7 +156,8 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
 
 @pytest.fixture
 def graphs_on_cpu(monkeypatch):
-    """Compile blocks with flex on a CPU into torch's dense graphs, without torch's check of the device."""
+    """Compile blocks with flex on a CPU: aot_eager runs flex as dense operations, and torch's check of the device is
+    off."""
     options, compile_ = torchs._apply_kernel_options, torch.compile
 
     def with_statistics(q, k, v, return_lse, given, return_aux=None):
@@ -199,11 +200,11 @@ def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
 
 
 def test_a_mask_made_while_validating_serves_training():
-    """Lightning validates in inference mode; a backward pass cannot save tensors of that mode."""
+    """Lightning validates in inference mode, and autograd cannot save tensors that were created in this mode."""
     flex._same_for_all.cache_clear()
     with torch.inference_mode():
         flex.flex_mask(T, CPU, window=50)
-        own = flex.flex_mask(T, CPU, 50, DOCUMENT_BT)  # a mask of this batch only
+        own = flex.flex_mask(T, CPU, 50, DOCUMENT_BT)  # depends on the batch, so it is not reused
     kept, own = (
         [x for x in mask.as_tuple() if torch.is_tensor(x)] for mask in (flex.flex_mask(T, CPU, 50), own)
     )

@@ -1,4 +1,4 @@
-"""Compares models with random configurations with the written-out forward pass."""
+"""Compares models of random configurations to the forward pass in tests/model/written_out.py."""
 
 import random
 

@@ -38,8 +38,8 @@ KERNELS = [
     *((backend, torch.float32, case) for backend in ("sdpa", "sdpa_efficient") for case in CASES),
     *(("flex", dtype, case) for dtype in (torch.bfloat16, torch.float32) for case in CASES | CAPPED),
 ]
-# Tolerance relative to the norm of the compared tensor. The kernels sum products in 16 bits, or in fp32 and perhaps
-# on tensor cores.
+# Tolerance relative to the norm of the compared tensor. The kernels compute with inputs in 16 bits,
+# or in fp32 and perhaps on tensor cores.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 0.005}
 
 
@@ -58,7 +58,7 @@ def qkv(T, K, dtype, heads=H):
 
 
 def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=SCALE):
-    """Return the output and gradients, and the row statistics. Key heads are repeated except with flex."""
+    """Return the output and gradients, and the row statistics. Except for flex, repeat shared key and value heads."""
     q, k, v = leaves
     if backend != "flex":
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
@@ -212,7 +212,7 @@ def test_the_kernel_that_is_named_runs(backend, kernel):
 
 @pytest.mark.parametrize(("backend", "kernel"), NAMED)
 def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
-    """Compiled graphs keep the name of the kernel. Without it a Hopper GPU may use cuDNN's kernel."""
+    """Compiled graphs keep the choice of the kernel. Without this choice, a Hopper GPU may use cuDNN's kernel."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
     other = "sdpa_efficient" if "flash" in kernel else "sdpa_flash"
     ids_BT, found = ids_of(B, 256).to(DEVICE), []

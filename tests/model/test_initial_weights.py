@@ -72,7 +72,7 @@ def test_gains_scales_and_power_vectors_have_the_first_values_that_they_say():
         qk_norm=QKNormConfig("l2", gain="per_head", scale_init=20.0, scale_max=100.0),
     )  # fmt: skip
     first = {
-        "pre_norm.weight": 0.0,  # w of the gain 1 + w
+        "pre_norm.weight": 0.0,  # the parameter w; the gain is 1 + w
         "post_norm.weight": -0.75,
         "final_norm.weight": 0.0,
         "layer_scale.weight": 0.1,
@@ -93,7 +93,8 @@ def test_sigma_reparam_starts_at_the_largest_singular_value():
         sigma = keeps[name] @ keeps[matrix] @ keeps[name[:-1] + "v"]
         assert sigma == pytest.approx(float(torch.linalg.matrix_norm(keeps[matrix], 2)), rel=0.05)
         assert keeps[name].norm() == pytest.approx(1.0, rel=1e-5)
-        # gamma starts at sigma(W), so that the first forward pass equals the plain model's, or at 1.
+        # gamma starts at sigma(W), so that the first forward pass equals the plain model's; with
+        # reparam_gamma "one" it starts at 1.
         assert keeps[gamma] == pytest.approx(float(sigma), rel=1e-6) and one[gamma] == 1
         assert sigma > 1.3
 

@@ -81,7 +81,7 @@ def test_without_gain_no_logit_exceeds_the_root_of_the_head_width(name):
         assert logits.abs().max() <= math.sqrt(K) * (1 + 1e-6)
         free, _ = logits_of(QKNormConfig(), adversaries(), aligned)
         assert free.abs().max() > 100 * math.sqrt(K)
-    assert logits.abs().max() > 0.999 * math.sqrt(K)  # reached where query and key are equal
+    assert logits.abs().max() > 0.999 * math.sqrt(K)  # a query that equals its key reaches the bound
 
 
 def test_over_all_heads_only_the_sum_over_heads_is_bounded():
@@ -89,7 +89,7 @@ def test_over_all_heads_only_the_sum_over_heads_is_bounded():
     for aligned in (False, True):
         logits_BHTS, _ = logits_of(qk, adversaries(), aligned)
         assert logits_BHTS.abs().sum(1).max() <= H * math.sqrt(K) * (1 + 1e-6)
-    # One head can have the norm of all heads, so its logits can be H times those with a norm per head.
+    # One head can hold the whole norm of the vector, so its logits can be H times those with a norm per head.
     assert logits_BHTS.abs().max() > 0.999 * H * math.sqrt(K)
     by_head, _ = logits_of(replace(qk, scope="head"), adversaries(), True)
     assert by_head.abs().max() < 1.001 * math.sqrt(K)
@@ -111,11 +111,11 @@ TIGHT = [qk for qk in EVERY_QK_NORM if not qk.bias and qk.scale_max is None]
 
 @pytest.mark.parametrize("qk", TIGHT, ids=say)
 def test_aligned_vectors_reach_the_bound(qk):
-    # All initial gains are equal. An input in one channel, or for LayerNorm of signs with mean 0, then gives the
-    # longest possible vector. At distance 0 this vector is both query and key.
+    # All initial gains are equal. An input with one nonzero channel (for LayerNorm: of alternating signs, with mean
+    # 0) then gives the longest possible vector. At distance 0, query and key are both this vector.
     logits, model = logits_of(qk, adversaries(), aligned=True, noise=False)
     bound = float(logit_bound(model, 0))
-    if qk.scope == "full" and qk.kind == "layer":  # subtracting the mean moves norm to other heads
+    if qk.scope == "full" and qk.kind == "layer":  # subtracting the mean moves a part of the norm to other heads
         assert 0.9 * bound / H < logits.abs().max() <= bound
     else:
         assert 0.999 * bound < logits.abs().max() <= bound * (1 + 1e-6)
@@ -217,7 +217,7 @@ def test_sigma_reparam_undoes_any_scale_of_its_matrix_exactly():
             before = model(ids_BT)
             for module in model.modules():
                 if isinstance(module, torch.nn.Linear) and module is not model.head:
-                    module.weight *= 4  # a power of two is exact in binary
+                    module.weight *= 4  # multiplying by a power of two is exact
             outputs[reparam] = torch.equal(model(ids_BT), before)
     assert outputs == {"sigma": True, "none": False}
 
@@ -257,7 +257,7 @@ def test_softmax_attention_is_unmoved_by_a_row_shift_and_sigmoid_attention_is_no
     def out(keys):
         return attention(q, keys, v, scale=0.5, kind=kind, softcap=softcap)
 
-    # A component that all keys share adds q.shared to each logit of a row.
+    # A component that all keys share adds the same number, scale * (q · shared), to all logits of a row.
     difference = (out(k + 3 * shared_K) - out(k)).abs().max()
     assert bool(difference > 1e-2) == moves
     assert moves or difference < 1e-12
@@ -303,7 +303,7 @@ def test_sigma_stays_fp32_under_autocast():
         inside = layer.sigma()
     assert inside.dtype == torch.float32 and torch.equal(inside, outside)
     rounded = layer.u.bfloat16() @ (layer.weight.bfloat16() @ layer.v.bfloat16())
-    assert rounded.item() != outside.item()  # the control: bf16 would be detected
+    assert rounded.item() != outside.item()  # the control: in bf16 sigma has another value
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-25])

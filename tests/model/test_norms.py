@@ -1,4 +1,7 @@
-"""Norms equal torch's in value and gradient, and keep the dtype and round once; `test_peers` tests their variants."""
+"""Norms equal torch's in value and gradient, keep the dtype of the input, and round once.
+
+`test_peers` tests their variants.
+"""
 
 import pytest
 import torch

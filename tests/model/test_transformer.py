@@ -10,7 +10,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeSc
 from tests.model.small import BLOCKS, VARIANTS, V, build, ids_of, refuses_sdpa
 from tests.model.written_out import WrittenOut
 
-# For each variant, changed fields with which the same parameters give other logits.
+# For each variant, changes of the configuration; the same parameters then give other logits.
 WRONG = {
     "llama": [{"rope_theta": 10.0}, {"norm_eps": 0.1}, {"attn_scale": "inverse"}, {"norm": "layer"}],
     "chameleon": [
@@ -95,7 +95,7 @@ def test_an_untied_model_gives_each_token_the_copy_of_its_modality():
     [((1, 0), {0}), ((1, 1), {0}), ((2, 0), {0, 1}), ((2, 1), {0, 1, 2}), ((0, 3), {0, 1, 2}), ((0, 2), set())],
 )
 def test_no_image_token_reaches_a_text_token_in_separated_layers(backend, ends, apart):
-    """A changed image token changes no bit of the text tokens until the first shared layer."""
+    """Before the first shared layer, a changed image token changes no bit of the residual stream of text tokens."""
     model = build(backend=backend, separate_first=ends[0], separate_last=ends[1])
     ids_T = torch.tensor([1, 12, 2, 13, 3, 4, 14, 5])
     other_T, text_T = ids_T.clone(), ids_T < BLOCKS["text"]

@@ -1,7 +1,7 @@
 """The forward pass of the model, written with other operations, as the reference for the tests of the model.
 
 It processes one sequence, one token at a time outside attention and one head at a time in attention, with an `if` for
-each choice of the configuration. It reads the state dict of a model and shares no code with the model.
+each choice of the configuration. It uses the state dict of a model and shares no code with the model.
 """
 
 import math
@@ -16,7 +16,7 @@ def capped(x, cap):
 
 
 def rope_angles(T, c, local):
-    """Return the angle of every position and pair, by the rule of Llama 3.1 or by linear interpolation."""
+    """Return the RoPE angle of every position and channel pair, with the frequency scaling of the configuration."""
     half = c.head_dim // 2
     theta = c.local_rope_theta if local and c.local_rope_theta else c.rope_theta
     frequencies = []
@@ -40,7 +40,7 @@ class WrittenOut:
     """`WrittenOut(state, config)(ids_T)` returns the logits (T, V) of one sequence.
 
     Args:
-        state: Parameters and buffers by name; in fp64 for more digits.
+        state: Parameters and buffers by name; fp64 gives more accurate logits.
         config: The `ModelConfig` of the model.
         modalities: Modality number of each token; by default from the ranges of ids.
     """
@@ -95,7 +95,7 @@ class WrittenOut:
         return y if bias is None else y + bias
 
     def norm(self, module, x, t):
-        """Apply a norm of the residual stream; return x if the configuration has no such norm."""
+        """Apply a norm of the residual stream; return x if the configuration has no norm in this place."""
         c, kind = self.c, module.split("_")[-2]
         if (kind == "pre" and not c.pre_norm) or (kind == "post" and not c.post_norm):
             return x

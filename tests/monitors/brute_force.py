@@ -73,7 +73,7 @@ def attention(
 ) -> dict[str, float]:
     """Return all statistics of one layer's attention call by tag; `sees(b, t, s)` is True for visible pairs.
 
-    `sinks` has one logit for each head. It is in the softmax like the logit of a key, and its weight is dropped.
+    `sinks` has one logit for each head. The logit enters the softmax like that of a key, and its weight is dropped.
     """
     B, H, T, _ = q.shape
     valid = np.ones((B, T), dtype=bool) if valid is None else valid
@@ -133,7 +133,7 @@ def weights(z, cap: float | None, sink: float | None):
 def row(
     rows: Means, z, of_key, a: str, names, at: str, cap: float | None, softmax: bool, sink: float | None
 ) -> None:
-    """Add the parts of the logits and weights of one query by key modality."""
+    """Split the logits and weights of one query by key modality, and add the statistics to `rows`."""
     blocks = sorted(set(of_key))
     block_mean = {m: z[of_key == m].mean() for m in blocks}
     own = np.array([block_mean[m] for m in of_key])
@@ -159,7 +159,10 @@ def row(
 
 
 def growth(q_BTK, k_BTK, modality, valid, a: int, c: int, seen_sq: list[float]) -> dict[str, float]:
-    """Return the growth parts of one head, over all pairs of a sequence, visible or not."""
+    """Return the parts of logit growth of one head, over all pairs of a sequence, visible or not.
+
+    Only the part `masked` compares the visible pairs, `seen_sq`, with all pairs.
+    """
     q_sq, k_sq, dot_sq = [], [], []
     for b in range(len(q_BTK)):
         queries = [q_BTK[b, t] for t in range(len(q_BTK[b])) if valid[b, t] and modality[b, t] == a]

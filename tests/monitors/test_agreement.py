@@ -39,8 +39,7 @@ def test_the_parts_equal_vectors_written_out():
 
 
 def documented(formula: str, vectors: dict[tuple[str, str], torch.Tensor]) -> float:
-    """Return the value of a formula in docs/statistics.md, which has products ⟨g_a^A, g_b^B⟩, a fraction and a
-    root."""
+    """Evaluate a formula of docs/statistics.md that consists of products ⟨g_a^A, g_b^B⟩, a fraction and a root."""
     code = formula.replace("½ ", "0.5 * ").replace("√", "sqrt").replace("⟩ ⟨", "⟩ * ⟨")
     product = r"⟨g_(\w)\^(\w), g_(\w)\^(\w)⟩"
     code = re.sub(product, r"dot(('\1', '\2'), ('\3', '\4'))", code)

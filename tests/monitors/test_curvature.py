@@ -1,4 +1,5 @@
-"""Compares the curvature with known Hessians, differences of gradients, and the limits at which Adam diverges."""
+"""Compares the curvature with known Hessians, with differences of gradients, and with the learning rates above which
+Adam diverges."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LOSS = LossConfig(z_loss=1e-2, weights={"image": 0.5})
 
 
 def quadratic(n: int, seed: int = 0):
-    """Return a symmetric matrix with eigenvalues of both signs, a slope and a point, in fp64."""
+    """Return a symmetric matrix with eigenvalues of both signs, a linear term and a point, in fp64."""
     random = torch.Generator().manual_seed(seed)
     a, b, w = (torch.randn(size, generator=random, dtype=torch.float64) for size in ((n, n), (n,), (n,)))
     return a + a.T, b, w
@@ -48,8 +49,8 @@ def test_a_quadratic_has_its_known_curvature():
 @pytest.mark.parametrize(("share", "grows"), [(0.97, False), (1.03, True)])
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_adam_diverges_above_two_over_it(share, grows, beta1):
-    """With a large epsilon Adam's preconditioner is constant, so a quadratic loss of one weight has an exact
-    limit."""
+    """With a large epsilon Adam's preconditioner is constant, so the limit of the learning rate is known exactly for
+    a quadratic loss of one weight."""
     h, eps, betas = 3.0, 1e6, (beta1, 0.95)
     w = torch.nn.Parameter(torch.full((1,), 1e-150, dtype=torch.float64))  # v stays far below epsilon
     scale = adam_scale(torch.zeros(1), 10**6, betas, eps).double()

@@ -77,7 +77,7 @@ def test_what_grew_is_what_is_reported(grown, by):
     q, k, modality_BT, valid_BT = case()
     of, visible = selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
     before = growth(q, k, of, visible).parts()
-    if by == "line":  # keep the lengths, use one direction
+    if by == "line":  # keep the lengths, and give all vectors one direction
         q, k = (x.norm(dim=-1, keepdim=True) * torch.full((K,), K**-0.5) for x in (q, k))
     after = growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, of, visible).parts()
     for name in ("q_power", "k_power", "alignment"):
@@ -166,7 +166,7 @@ def test_attention_rank_equals_the_singular_values(softcap):
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window, causal):
-    """There are more queries than in one slice, with and without a causal mask."""
+    """The queries are split into several slices, with and without a causal mask."""
     n = 150
     q, k = (torch.randn(2, 3, n, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     valid_BT = torch.ones(2, n, dtype=torch.bool)

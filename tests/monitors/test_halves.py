@@ -41,7 +41,7 @@ def parts(model, batch) -> torch.Tensor:
 
 
 def written_out(model, batch) -> dict[str, float]:
-    """Return the expected values, from backward passes into the `.grad` of a copy for each half and modality."""
+    """Return the expected values, from one backward pass on a fresh copy of the model for each half and modality."""
     vectors = {}
     for half in (0, 1):
         rows = list(range(half, len(batch.ids_BT), 2))

@@ -51,7 +51,7 @@ def make_model(seed=0, **changes) -> EarlyFusionTransformer:
 
 
 def expected_of(model, batch) -> dict[str, float]:
-    """Return every statistic in float64, from the tensors that the forward passes to its sink."""
+    """Return every statistic in float64, from the tensors that `forward` hands to its sink."""
     c, sites = model.config, {}
     model.double()(
         batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy())
@@ -174,8 +174,8 @@ def test_masses_and_sink_sum_to_one_and_a_sink_without_weight_changes_nothing():
         parts = sink[f"attn_entropy_block/{place}"] + sink[f"attn_entropy_within/{place}"]
         assert parts == pytest.approx(sink[f"attn_entropy/{place}"], rel=1e-5)
     assert {tag for tag in sink if tag not in plain} == {tag for tag in sink if tag.startswith("sink_mass")}
-    # A sink with a logit far below all others has no effect. A sink with a logit far above takes all weight, and the
-    # rank of the matrix stays finite.
+    # A sink with a logit far below all others has no effect. A sink with a logit far above all others takes all
+    # weight, and the rank of the matrix stays finite.
     model = with_sinks(-1e4, attn_gate="element")
     weightless = probe(model, batch).flat()
     assert all(v == 0 for tag, v in weightless.items() if tag.startswith("sink_mass"))

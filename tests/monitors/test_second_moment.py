@@ -1,4 +1,5 @@
-"""Compares the gradient over Adam's second moment with loops, StableAdamW's update, and a training loop in torch."""
+"""Compares the ratio of the gradient to Adam's second moment with loops, StableAdamW's update, and a training loop in
+torch."""
 
 from __future__ import annotations
 

@@ -319,7 +319,8 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(demo, tmp_path):
     rows = {row["arms"]: row for row in data_rows(load_study(other)) if row["modality"] == "image"}
     assert rows["image loss off, no QK-Norm"]["unigram"] == "3.21" and len(rows) == 2
     assert rows["image loss off, no QK-Norm"]["floor"] == "2.50"
-    # No run of this arm trains the modality, so it has no best loss. In the other row the best loss is the lowest.
+    # No run of this arm trains the image modality, so the arm has no best image loss. In the other row, the best loss
+    # is the lowest of all its runs.
     assert rows["image loss off, no QK-Norm"]["best"] == "–"
     others = next(row for arms, row in rows.items() if arms != "image loss off, no QK-Norm")
     assert 4.4 < float(others["best"]) < 4.6

@@ -32,8 +32,8 @@ def rows_of(figure):
 
 
 def parameters(width):
-    """Return the parameters of 2 layers: attention has 4 d², a gated MLP has width 8/3 d, rounded up to a multiple of
-    16."""
+    """Return the number of parameters of 2 layers: attention has 4 d², and a gated MLP has width 8/3 d, rounded up to
+    a multiple of 16."""
     return 2 * (4 * width**2 + 3 * width * 16 * math.ceil(8 * width / 3 / 16))
 
 

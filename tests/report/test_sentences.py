@@ -52,7 +52,7 @@ def test_digits_are_those_of_the_error(error, value, shown):
 
 
 def with_effect(verdict, value, half, df=2.0):
-    """Return the verdict with another effect, whose 95 % interval extends by ``half`` to each side."""
+    """Return the verdict with this effect, whose 95 % interval extends by ``half`` to each side."""
     effect = verdict.effect
     scale = half / (effect.high - effect.value)
     made = dataclasses.replace(effect, value=value, error=effect.error * scale)

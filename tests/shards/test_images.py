@@ -88,7 +88,7 @@ def test_crop_keeps_the_centre_of_the_longer_side() -> None:
     for array in (wide, wide.transpose(1, 0, 2)):
         square = pixels(load_image(encoded(Image.fromarray(np.ascontiguousarray(array)), "PNG"), 20))
         assert (square[3:-3, 3:-3] == 120).all()
-    # Without scaling the crop is exact; for an odd remainder the extra pixel is at the far end.
+    # Without scaling the crop is exact; if the number of rows to cut is odd, the far end loses one more.
     image = noise(64, 69)
     assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(image)[2:66]).all()
 
@@ -381,7 +381,7 @@ def test_cut_short_anywhere(file_format: str) -> None:
     cuts = sorted({0, 1, 2, 8, 20, 60, *np.linspace(0, len(whole) - 40, 25).astype(int).tolist()})
     for cut in cuts:
         if cut and file_format == "TIFF":
-            continue  # its directory may be at the end or at the start; see below
+            continue  # the directory of a TIFF may be at either end, so only the cuts below are tested
         assert reason(whole[:cut]) in (images.EMPTY, images.UNKNOWN, images.BROKEN), cut
     assert reason(whole[: len(whole) // 2]) in (images.UNKNOWN, images.BROKEN)
     # Some formats end with bytes that no pixel needs. Without them the image is complete, or it is dropped.

@@ -1,7 +1,7 @@
 """Random configurations on the command line: each trains two steps, or is refused by a sentence that names a field.
 
-A run that trains is trained again from the config.yaml that it wrote, and must have the same identity and numbers.
-Paths, ranks, devices and compilation are left out.
+If a configuration trains, a second run is trained from the config.yaml of the first one; both must have the same id
+and metrics. Fields of paths, ranks, devices and compilation are not changed.
 """
 
 from __future__ import annotations

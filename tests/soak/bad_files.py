@@ -278,7 +278,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         what, still = damage(rng, path)
         paths.append(path)
         done.append(f"{path}: {what}")
-        # A tokenizer has no checksum: if it changes, the data are tokenized again. Models of other tools have none.
+        # A tokenizer has no checksum: if it changes, the data are tokenized again. Models of other tools
+        # have no checksum either.
         unchecked = name != "resume" and path.parent.name in ("tokenizers", "model")
         plausible |= still or unchecked
     fault = f"{name} after {'; '.join(done)}"

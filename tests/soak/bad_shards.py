@@ -1,10 +1,10 @@
-"""Damaged shards are tokenized into a token folder. Pairs are also read while training; pairs and text also through
-the token cache of a manifest.
+"""Damaged shards are tokenized into a token folder. Shards of pairs are also read as during training, and some shards
+of pairs and of text are also read through the token cache of a manifest.
 
 Each shard has good samples and a few damaged ones (`shard_damage`). If mmqk reads the shard, it must keep every good
-sample with the ids of the undamaged shard, and count every other sample. It may refuse the shard, in one sentence
-that names it, only if the archive itself is damaged. Nothing is written beside the output, and memory stays below
-`bound`.
+sample with the ids of the undamaged shard, and count every other sample as dropped. It may refuse the shard, in one
+sentence that names it, only if the archive itself is damaged. It must write nothing outside the output and cache
+folders, and use less memory than `bound`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ from tests.tiny import documents, samples, write_tiny_data
 CASES, QUICK, SECONDS = 5000, 60, 30.0
 GOOD = 16
 MiB = 2**20
-# Most growth of resident memory for a shard of small files: the tokenizers and torch's first call (about 60 MiB), the
-# text that Pillow unpacks from one PNG (at most 64 MiB), and a line or JSON at its limit of 16 MiB with its copies.
+# Largest allowed growth of resident memory for a shard of small files: the tokenizers and torch's first call (about
+# 60 MiB), the text that Pillow unpacks from one PNG (at most 64 MiB), and a line or JSON at its limit of 16 MiB with
+# its copies.
 MEMORY = 256 * MiB
 # A decoded image has 4 bytes per pixel, and the conversions to 8 bits make up to five copies.
 BYTES_A_PIXEL = 24
@@ -189,7 +190,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         content, kept, refusable, count = jsonl(rng)
     else:
         content, kept, refusable, count, images = tar(kind, rng)
-    folder = work / "a/b/c"  # so that a name with .. leads into the work folder
+    folder = work / "a/b/c"  # a file name with .. then still leads into the work folder
     folder.mkdir(parents=True)
     (work / "here").mkdir()
     os.chdir(work / "here")
@@ -289,7 +290,10 @@ def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str
 
 
 def cached(kind: str, shard: Path, shared: Path, work: Path) -> str:
-    """Build the token cache of a manifest, as mmqk.train does, and return the outcome; it has all samples or none."""
+    """Build the token cache of a manifest, as mmqk.train does, and return the outcome.
+
+    The shard is refused, or the cache has all documents of the token folder.
+    """
     folder, stores = shard.parent, dict[str, Any]()
     val = shared / ("pairs/val-00000.tar" if kind == "pair" else "text/val.jsonl.xz")
     shutil.copy(val, folder)

@@ -34,7 +34,7 @@ from tests.soak import kills
 from tests.soak.kills import BASE, DIAL, age_events, compare
 
 CASES, QUICK, SECONDS = 3000, 24, 120.0
-MOST = 12  # faults at one site, spread evenly over its calls: a checkpoint needs 1,800 writes
+MOST = 12  # the largest number of faults at one site, spread evenly over its calls: a checkpoint needs 1,800 writes
 KINDS = ("full disk", "input/output error", "stays full", "short write", "crash")
 
 
@@ -50,7 +50,7 @@ class Lying(Disk):
         self.kind, self.rng, self.short = kind, rng, False
         self.removed: Counter[int] = (
             Counter()
-        )  # how often each inode was removed, because the system reuses inodes
+        )  # how often each inode was removed, because the system reuses inode numbers
         self.synced: dict[Inode, bytes] = {}
         self.names: dict[str, dict[str, Inode]] = {}  # by folder
         for folder, _, files in os.walk(root):  # the files of earlier calls are on the disk
@@ -160,7 +160,7 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-SCANDIR, OPEN = os.scandir, os.open  # the originals; a mounted disk replaces those in os
+SCANDIR, OPEN = os.scandir, os.open  # the original functions; a mounted disk replaces those of `os`
 AFTER = ".after-crash"
 
 

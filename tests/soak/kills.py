@@ -1,7 +1,8 @@
-"""Kill a run with SIGKILL at any moment, then resume it: the result must equal a run that was never killed.
+"""Kill a run with SIGKILL at any moment, then resume it: the result must equal that of a run that was never killed.
 
-Some kills come at a random time, the others in a chosen file operation, when a write is half done. The kinds of runs:
-one batch per step, accumulated micro-batches, a fork, two loader workers, two ranks, a grid.
+Some kills come at a random time, the others at a chosen file operation; if this is a write, half of its bytes are
+already written. The kinds of runs: one batch per step, accumulated micro-batches, a fork, two loader workers,
+two ranks, a grid.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def arguments(kind: str, shared: Path) -> list[str]:
 
 
 def prepare(shared: Path) -> None:
-    """Train a run of each kind that is not killed, and record its file operations."""
+    """Train one run of each kind without a kill, and record its file operations."""
     (shared / "data").mkdir()
     write_tiny_data(shared / "data")
     in_child(lambda: main([*arguments("plain", shared), "--checkpoint.keep=9", f"--out={shared / 'parent'}"]))
@@ -83,8 +84,8 @@ def prepare(shared: Path) -> None:
 
 
 def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: float = 0.0) -> bool:
-    """Call a function in a forked process, and return whether the process was killed. Fail if it ended with an exit
-    code other than 0."""
+    """Call a function in a forked process, and return whether the process was killed. Fail if the process
+    ended by itself with an exit code other than 0."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -121,7 +122,7 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
 
     Args:
         kind: one of `KINDS`.
-        shared: the folder of `prepare`.
+        shared: the folder that `prepare` filled.
         out: the run folder.
         disk: kills the process at a file operation.
         record: file for the file operations, each with the index of its last call.
@@ -203,7 +204,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
-    """Kill the pool of a grid. Its runs end by themselves, and a second call trains the remaining steps."""
+    """Kill the main process of a grid. Its runs end by themselves, and a second call trains the remaining steps."""
     out = work / "grid"
     pool = grid(shared, out)
     while not any(out.glob("*/*/metrics.jsonl")) and pool.poll() is None:

@@ -1,4 +1,4 @@
-"""NaN and infinity in activations, the loss, gradients, the optimizer's state and weights, at any step.
+"""Plant NaN or infinity in an activation, the loss, a gradient, the optimizer's state or a weight, at any step.
 
 The run must end as diverged and name the site of the first value that is not finite. Its newest checkpoint must be
 the last one before the fault, with finite weights.

@@ -63,7 +63,7 @@ def animated(rng: Rng) -> bytes:
 
 
 def exif(rng: Rng) -> bytes:
-    """Return a JPEG whose EXIF has orientations above 8, 60 kB of tags, or folders of tags that are loops."""
+    """Return a JPEG whose EXIF has orientations above 8, 60 kB of tags, or a tag directory that refers to itself."""
     entry = rng.choice(((0x0112, 3, 1, rng.randrange(10)), (0x8769, 4, 1, 8), (0x8825, 4, 2**30, 8),
                         (0x0112, rng.randrange(14), rng.choice((0, 1, 2**31)), 2**31)))  # fmt: skip
     tags = b"Exif\0\0II*\0" + struct.pack("<IHHHII", 8, rng.choice((1, 60000)), *entry)
@@ -88,7 +88,7 @@ def bomb(rng: Rng) -> bytes:
 
 
 def scans(rng: Rng) -> bytes:
-    """Return a progressive JPEG whose last scan is repeated: each repetition costs time, whatever its length."""
+    """Return a progressive JPEG whose last scan is repeated: each scan costs decoding time, even a short one."""
     side = rng.choice((64, 1000))
     whole = encoded(noise(side, side), "JPEG", progressive=True, quality=5)
     start = whole.rindex(b"\xff\xda")
@@ -152,7 +152,7 @@ def member(name: str, content: bytes = b"", form: int = tarfile.GNU_FORMAT, **fi
 
 
 def edited(blob: bytes, place: int, value: bytes, checksum: bool = True) -> bytes:
-    """Return the archive with other bytes in its first header, and the matching checksum if ``checksum``."""
+    """Return the archive with other bytes in its first header; ``checksum`` also updates the header's checksum."""
     header = bytearray(blob[:BLOCK])
     header[place : place + len(value)] = value
     if checksum:
@@ -195,7 +195,7 @@ def odd(rng: Rng, name: str = "") -> bytes:
 
 
 def broken(rng: Rng) -> bytes:
-    """Return a member because of which a reader may refuse the archive."""
+    """Return a damaged member; a reader may refuse the archive that contains it."""
     blob, size = (
         member("odd.jpg", bytes(700)),
         rng.choice((2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**90, -1, -512, -(2**62))),

@@ -1,4 +1,5 @@
-"""The simulated crash of `file_layer` loses exactly what is not synced, and its checks detect a bad end."""
+"""The simulated crash of `file_layer` loses exactly what is not synced, and `judge` detects a command that ends
+wrongly."""
 
 from __future__ import annotations
 

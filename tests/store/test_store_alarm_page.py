@@ -68,7 +68,8 @@ def test_the_words_of_a_rule_have_its_numbers():
 
 
 def series_of(cell: str) -> set[str]:
-    """Return example tags for the series in a cell, each for one modality, pair and layer."""
+    """Return a tag for each series in a cell, with an example modality or pair and an example layer if it needs
+    them."""
     kinds = {"attn_logit_absmax": "text-text/layer00", "final_norm": "text", "attn_entropy": "text/layer00"}
     kinds |= dict.fromkeys(("q_norm", "k_norm", "resid_norm"), "text/layer00")
     names = [name.replace("TARGET", "text") for name in re.findall(r"`([^`]+)`", cell)]
@@ -77,8 +78,8 @@ def series_of(cell: str) -> set[str]:
 
 @pytest.mark.parametrize("alarm", ["spike", "spike_median", "growth", "collapse", "divergence"])
 def test_the_series_of_a_rule_are_those_that_ring_it(alarm):
-    """A rule gives an alarm for the series that its row names, and for no other series, if a series has every
-    event."""
+    """Each series has every event; the rule gives an alarm for the series that its row names, and for no other
+    series."""
     named = series_of(rows(TEXT)[alarm][0])
     others = {
         "lr",

@@ -184,8 +184,8 @@ def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
 def test_growth_in_the_first_hundred_steps_is_that_of_every_model_and_a_line_needs_fifty():
     first = fed(Growth(5, 220), [2 ** (min(step, 60) / 10) for step in range(221)], start=0)
     assert not first
-    # Continued growth gives an alarm as soon as the fitted line covers enough steps, also without a maximum number of
-    # steps.
+    # Continued growth gives an alarm as soon as the fitted line covers enough steps, even if the run has no maximum
+    # number of steps.
     for max_steps in (220, 0):
         found = fed(Growth(5, max_steps), [2 ** (step / 10) for step in range(400)], start=0)
         assert len(found) == 1 and 150 <= found[0].step <= 153
@@ -248,7 +248,7 @@ EXPECTED = {
     ("growth", "attn_logit_absmax/image-text/layer01"): 400,
     ("collapse", "attn_entropy/image/layer01"): 800,
     ("non_finite", "grad_norm"): 1150,
-    ("non_finite", "k_norm/text/layer00"): 1160,  # the lowest of two layers
+    ("non_finite", "k_norm/text/layer00"): 1160,  # the lower of the two layers with a NaN
 }
 
 
@@ -304,7 +304,7 @@ def test_a_resume_midway_gives_the_same_alarms(cut):
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     after = feed(second, lines[cut:])
     assert repr(before + after) == repr(whole)
-    # The control: rules without the stored state give other alarms.
+    # The control: rules without the stored state give different alarms.
     if 300 < cut < 1100:
         assert repr(before + feed(AlarmRules(100, 1200), lines[cut:])) != repr(whole)
 

@@ -87,5 +87,5 @@ def test_a_resume_midway_gives_the_same_answer(losses, cut):
     resumed = DivergenceRule(20)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert first_reason(resumed, rest, start=cut) == whole
-    # The control: a rule without the stored state gives another result.
+    # The control: a rule without the stored state gives a different result.
     assert first_reason(DivergenceRule(20), rest, start=cut) != whole

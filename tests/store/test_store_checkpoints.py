@@ -141,8 +141,8 @@ def test_setting_aside_loses_nothing(tmp_path):
 
 @pytest.mark.parametrize("site, error", [(("write", "step0.partial"), OSError), (None, RuntimeError)])
 def test_the_error_of_a_write_is_not_hidden_by_that_of_the_writer(tmp_path, site, error):
-    """torch.save turns a failed write into a RuntimeError: the OSError is raised instead. Other RuntimeErrors are
-    kept."""
+    """torch.save turns a failed write into a RuntimeError; `write_checkpoint` raises the OSError instead. Other
+    RuntimeErrors are kept."""
 
     def as_torch_does(file):
         try:

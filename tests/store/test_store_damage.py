@@ -68,7 +68,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 
 
 def test_a_file_of_more_than_2_gib_is_not_read(tmp_path):
-    """The file is sparse; to read it would fill the memory."""
+    """The file is sparse; reading it would take 2 GiB of memory."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     assert read_regular(path) == b'{"step": 1}\n'

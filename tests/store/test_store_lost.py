@@ -1,4 +1,4 @@
-"""A sentence counts the missing steps and alarms of a run, and damaged lines are kept."""
+"""Messages give the number of missing steps and alarms of a run, and damaged lines are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_alarms():
 
 
 def record(folder: Path, written: Written | None = None) -> dict:
-    """Write ten steps with two alarms at step 4; return what a checkpoint of step 10 stores about the two files."""
+    """Write ten steps with two alarms at step 4; return what a checkpoint of step 10 stores about metrics.jsonl and
+    alarms.jsonl."""
     writer = MetricsWriter(folder / "metrics.jsonl")
     for step in range(11):
         writer.write(step, {"loss": 5.0 - step / 10} | ({"alarm/spike": 2} if step == 4 else {}))

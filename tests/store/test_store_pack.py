@@ -38,7 +38,7 @@ def test_the_report_of_a_pack_is_that_of_the_folder(folder, packed, tmp_path):
     for runs, out in ((folder, "a"), (packed, "b")):
         assert report([str(runs), "--out", str(tmp_path / out)]) == 0
     assert files(tmp_path / "a") == files(tmp_path / "b") != {}
-    # The control: a changed number in a metrics file gives another report.
+    # The control: a changed number in a metrics file changes the report.
     changed = tmp_path / "changed/demo"
     shutil.copytree(folder, changed)
     metrics = next(changed.glob("mixed-0*/seed0/metrics.jsonl"))
@@ -73,7 +73,7 @@ def test_a_run_alone_can_be_packed(folder, tmp_path):
 
 @pytest.fixture
 def long(folder, tmp_path):
-    """Copy the grid with 2,500 steps per run, and add a value per step that no report reads."""
+    """Copy the grid, lengthen its runs to 2,500 steps, and add to each step a value that no report reads."""
     shutil.copytree(folder, tmp_path / "long/demo")
     for path in (tmp_path / "long").rglob("metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

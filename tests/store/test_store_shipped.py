@@ -26,7 +26,7 @@ def test_a_file_of_the_working_directory_comes_first(empty):
     assert find_file("data/emoji") == ROOT / "data/emoji"
     (empty / "data/emoji").mkdir(parents=True)
     assert find_file("data/emoji") == Path("data/emoji")
-    assert find_file("data/text") == ROOT / "data/text"  # only existing files of the user come first
+    assert find_file("data/text") == ROOT / "data/text"  # the user has no data/text
 
 
 @pytest.mark.parametrize("path", ["data/none", "mmqk/train.py", "README.md", "/data/emoji", "", "../data/emoji"])

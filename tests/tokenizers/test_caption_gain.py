@@ -1,4 +1,5 @@
-"""The measured caption gain is positive if it was planted and 0 otherwise; images with one caption count once."""
+"""The measured caption gain is positive if the model uses the caption and 0 otherwise; images with the same caption
+count as one sample."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def test_partners_have_another_caption():
 
 
 class Oracle(torch.nn.Module):
-    """Predict the codes of an image after its own caption; after any caption if ``use_caption`` is False."""
+    """Predicts the codes of an image only after its own caption; after any caption if ``use_caption`` is False."""
 
     def __init__(self, rows, vocab_sizes, use_caption):
         super().__init__()

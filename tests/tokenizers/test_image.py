@@ -78,7 +78,7 @@ def test_codes_do_not_depend_on_the_batch(shipped_image):
     images = torch.rand(5, 3, 64, 64)
     together = shipped_image.encode(images)
     alone = torch.cat([shipped_image.encode(image[None]) for image in images])
-    # rounding differs by batch shape and may change a code only if two codes are nearly as close
+    # rounding differs between batch shapes and may change a code only if two codes are almost equally close
     assert (together == alone).float().mean() > 0.99
     assert torch.equal(together, shipped_image.encode(images))
 

@@ -1,4 +1,4 @@
-"""Codebooks and grids other than the shipped ones: 16x16 of 8,192 at 64 px and at 256 px."""
+"""Codebooks and grids other than the shipped ones: 16x16 codes and a codebook of 8,192, at 64 px and at 256 px."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     loaded = ImageTokenizer.load(tmp_path)
     assert loaded.config == LARGE and loaded.to_bytes() == trained.to_bytes()
     torch.testing.assert_close(loaded.decode(codes), again, rtol=1e-2, atol=1e-2)
-    # In fp16 a vector halfway between two codes can get the other code, but the vector of a code still gets its own.
+    # In fp16 a vector halfway between two codes can get either code, but the vector of a code still gets that code.
     own = loaded.codebook_VD[codes[0]].T[None, :, None]
     assert torch.equal(loaded.codebook_VD[loaded.quantize(own)[0]], loaded.codebook_VD[codes[0]])
     # The control: other codes give other images.

@@ -32,7 +32,7 @@ def gone(pid: int) -> bool:
 
 
 def stop_at_import(module: str, folder: Path) -> None:
-    """Pause this process at its first import of ``module``, as `pause` does."""
+    """Call `pause` at the first import of ``module`` in this process."""
 
     class Gate:
         def find_spec(self, name: str, *_: object) -> None:

@@ -86,7 +86,7 @@ def test_a_healthy_run_of_60_steps_has_no_growth_alarm_live_or_afterwards(report
     assert read_status(folder).status == "completed"
     assert not any(alarm.name == "growth" for alarm in read_alarms(folder)) and "growth" not in said
     assert "growth" not in afterwards(folder)
-    # The control: its norms grow fast enough for an alarm of a rule that needs fewer steps.
+    # The control: the norms of the run grow fast enough for an alarm of a rule that needs fewer steps.
     monkeypatch.setattr(probes, "GROWTH_START_STEPS", 1)
     monkeypatch.setattr(probes, "GROWTH_STEPS", 0)
     assert "growth" in afterwards(folder)
@@ -159,7 +159,8 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     for name in ("acting", "none"):
         other = weights(tmp_path / name)
         assert all(torch.equal(one[k], other[k]) for k in one), name
-    # The actions were taken: the 3 steps after the first spike alarm are probed, and one checkpoint is kept.
+    # The actions were taken: the 3 steps after the flush that raised the first spike alarm are probed, and one
+    # checkpoint is kept.
     spike = next(alarm for alarm in read_alarms(tmp_path / "acting") if alarm.name == "spike")
     probed = [
         line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line

@@ -1,4 +1,5 @@
-"""Runs of the demonstration's arms: image loss off, one modality alone, ends by a signal or an error, and loading."""
+"""Runs of the demonstration's arms: image loss off, one modality alone, runs that a signal or an error ends, and the
+loading of models."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def kept() -> dict[Path, training.TrainingModule]:
 
 @pytest.fixture(scope="module")
 def args(tiny_args) -> list[str]:
-    """Return a command line whose probes read the training batch: a run on one modality has no statistic of the other
-    modality."""
+    """Return a command line whose probes read the training batch, so that a run on one modality has no statistic of
+    the other modality."""
     return [*tiny_args, "--monitor.probe_split=current"]
 
 
@@ -124,7 +125,7 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
     assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(off, whole, strict=True))
     for a, b, c in zip(whole, text, image, strict=True):
         torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
-    # Dividing by the number of text targets alone would give another gradient.
+    # Dividing by the number of text targets alone would give a different gradient.
     assert any(
         float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True)
     )
@@ -142,7 +143,7 @@ def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
     one, off = (next(line for line in training_series(f) if line["step"] == 1) for f in (mixed, image_off))
     for tag in ("loss/text", "loss/image", "log_z/text", "log_z/image"):
         assert off[tag] == pytest.approx(one[tag], rel=1e-6)
-    # The share of text targets.
+    # The share of text targets, computed from the losses of the mixed run.
     share = (one["loss"] - one["loss/image"]) / (one["loss/text"] - one["loss/image"])
     assert 0 < share < 1
     assert off["loss"] == pytest.approx(share * off["loss/text"], rel=1e-3)
@@ -153,7 +154,7 @@ def test_image_loss_off_never_moves_toward_images(mixed, image_off):
     """Text targets lower the logits of all image codes, so the image loss, which is measured but not trained, stays
     high.
 
-    Each step has other images, so the image loss is compared with that of the mixed run at the same steps.
+    Each step has different images, so the image loss is compared with that of the mixed run at the same steps.
     """
     off, on = by_step(image_off, "loss/image"), by_step(mixed, "loss/image")
     assert off.keys() == on.keys() and off[1] == pytest.approx(on[1], rel=1e-6)
@@ -265,7 +266,7 @@ def test_loaded_model_is_the_trained_one(mixed, kept):
         expected = trained(ids_BT)
         assert torch.equal(loaded(ids_BT), expected)
         torch.testing.assert_close(load_model(mixed)(ids_BT), expected, rtol=1e-4, atol=1e-5)
-        # The control: an untrained model gives other logits.
+        # The control: an untrained model gives different logits.
         fresh = type(trained)(trained.config, "sdpa", seed=0)(ids_BT)
         assert float((fresh - expected).abs().max()) > 1e-2
 
@@ -295,7 +296,7 @@ def test_a_cut_checkpoint_is_refused_with_one_sentence(mixed, tmp_path, part):
         load_model(tmp_path)
     said = str(refused.value)
     assert str(path) in said and "\n" not in said and said.endswith(".")
-    assert "cannot be read" in said or "is damaged" in said  # damaged: only the sha256 at its end is cut
+    assert "cannot be read" in said or "is damaged" in said  # "is damaged" if only the sha256 at its end is cut
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_stray_names_are_left_alone(whole, tmp_path, capsys):
     assert main([*args, f"--out={out}"]) == 0
     said = capsys.readouterr().err
     assert all(f"{stray} is ignored" in said and stray.exists() for stray in strays)
-    assert "resuming from step 8" in said and "alarm_spike" not in said  # a file name that mmqk writes itself
+    assert "resuming from step 8" in said and "alarm_spike" not in said  # mmqk itself writes such a file
     assert series(out) == series(whole)
     load_model(out)
     assert load_checkpoint(strays[0])["global_step"] == 8  # any file name is read if its path is given
@@ -211,7 +211,8 @@ def test_an_older_one_without_a_digest_is_used_and_says_so(whole, tmp_path, caps
     fork = [f"--fork={step(out, 4)}", "--loss.z_loss=1e-3", "--quiet"]
     assert main([*fork, f"--out={tmp_path / 'fork'}"]) == 0
     assert capsys.readouterr().err.count(f"{step(out, 4)} has no sha256") == 1
-    # The control: a checkpoint with a digest prints no line, and a checkpoint that lost its digest is refused.
+    # The control: for a checkpoint with a digest no line is printed, and a checkpoint that lost its digest is
+    # refused.
     assert main([f"--fork={step(out, 12)}", "--trainer.max_steps=13", "--quiet", f"--out={tmp_path / 'b'}"]) == 0
     assert "sha256" not in capsys.readouterr().err
     torch.save(torch.load(step(out, 12), weights_only=True), step(out, 12))

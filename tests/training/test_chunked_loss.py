@@ -85,7 +85,7 @@ def test_equals_the_dense_form_for_any_chunk(chunk, dtype, tolerance, z_loss, so
     close(parts, expected_parts)
     for m in range(M):
         close(gradients(parts[m], hidden, head), gradients(expected_parts[m], hidden, head))
-    # The controls: with another softcap, another mask or another z-loss, the loss differs.
+    # The controls: with a different softcap, mask or z-loss, the loss differs.
     for other, z in (
         (dense(hidden, head, *of, softcap=1.0), z_loss),
         (dense(hidden, head, of[0].clamp_min(0), of[1], of[2].roll(1, 1), softcap), z_loss),
@@ -118,7 +118,7 @@ def test_the_total_is_the_same_bit_for_bit_with_and_without_parts():
     plain, asked = (gradients(total_loss(sums, *given, 7.0), hidden, head) for sums in both)
     assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
     by_parts = gradients(loss_parts(both[1], *given, 7.0).sum(), hidden, head)
-    assert not torch.equal(by_parts[1], asked[1])  # the control: added in another order, the sum differs
+    assert not torch.equal(by_parts[1], asked[1])  # the control: the order of addition changes the sum
 
 
 def test_what_it_cannot_do_is_refused():
@@ -362,7 +362,7 @@ def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_moda
         measured = chunked_losses(*arguments, compiled=True)
     torch.testing.assert_close(measured.ce, there.ce.detach(), rtol=0, atol=1e-12)
     assert not total_loss(measured, *weighing).requires_grad
-    # The control: with other arguments the compiled form gives another value.
+    # The control: with a different softcap the compiled form gives a different value.
     other = chunked_losses(*arguments[:-2], 1.0, by_modality, compiled=True)
     assert abs(float((total_loss(other, *weighing) - losses[1]).detach())) > 1e-3
 

@@ -67,7 +67,8 @@ def eager(tiny_args, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tiny_args, tmp_path_factory) -> Path:
-    """Return the folder of a compiled run, which the first test that needs it trains while its `traced` is active."""
+    """Return the folder of a compiled run. The first test that needs this run trains it, so that its `traced` records
+    the compiled functions."""
     return tmp_path_factory.mktemp("compiled") / "run"
 
 
@@ -120,7 +121,7 @@ def test_probes_change_no_bit_and_see_a_compiled_model_as_an_eager_one(tiny_args
     for step in range(13):
         assert ours[step] == pytest.approx(theirs[step], rel=1e-4, abs=1e-5)
     trained(tmp_path / "seed", tiny_args, "--monitor.every_n_steps=0", "--seed=1")
-    # The control: another seed gives other weights.
+    # The control: a different seed gives different weights.
     assert not same(tmp_path / "seed", off)
 
 

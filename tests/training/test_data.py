@@ -88,7 +88,7 @@ def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, step
     assert found == pytest.approx(
         dict(zip(("text", "image"), (counts_M / steps / 4).tolist(), strict=True)), rel=1e-6
     )
-    # The control: another number of sequences gives another mean number of targets.
+    # The control: a different number of sequences has a different mean number of targets.
     assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)
 
 

@@ -165,8 +165,8 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_default_groups_are_those_that_checkpoints_have(variant):
-    """Checkpoints store optimizer state by position, so the default groups must not change. Before gains could have
-    two axes, the number of axes separated matrices from gains."""
+    """Checkpoints store optimizer state by position, so the default groups must not change. Older versions grouped
+    parameters by their number of axes."""
     config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config)
     by_axes = [

@@ -256,7 +256,7 @@ def test_compile_is_of_the_identity_where_it_is_on_and_recompute_never(tiny_args
 def test_the_demonstration_is_the_run_that_it_was():
     demo = resolve([f"--config={DEMO}"])
     assert demo.id == "249a79196a"
-    # The control: another seed gives another id.
+    # The control: a different seed gives a different id.
     assert resolve([f"--config={DEMO}", "--seed=1"]).id != demo.id
 
 

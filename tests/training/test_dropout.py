@@ -40,7 +40,8 @@ def test_it_is_a_function_of_seed_and_micro_batch(kind, backend):
     torch.manual_seed(1234)  # the state of the global generator has no effect
     torch.rand(7)
     assert first_loss(module) == first
-    # The controls: another micro-batch, another seed with the same weights, and no dropout give other values.
+    # The controls: a different micro-batch, a different seed with the same weights, and no dropout give different
+    # values.
     assert first_loss(module, index=1) != first
     module.seed = 1
     assert first_loss(module) != first

@@ -81,7 +81,7 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
 
 
 def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
-    """A fork cannot use its parent's folder, or the folder of a fork that skips one batch less."""
+    """A fork cannot use its parent's folder, or the folder of a fork that skips one batch fewer."""
     fields = [f"--fork={parent}/checkpoints/step00000004.ckpt", "--trainer.max_steps=6"]
     assert "fork.parent" in said(capsys, *fields, f"--out={parent}")
     assert main([*fields, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0
@@ -94,7 +94,8 @@ def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
 
 
 def test_a_checkpoint_that_was_written_over_since_is_refused(parent, tmp_path, capsys):
-    """The parent's checkpoint is overwritten after a first try, which failed before the fork's own checkpoint."""
+    """The parent's checkpoint is overwritten after a first call, which failed before it wrote a checkpoint of the
+    fork."""
     checkpoint, out = tmp_path / "step00000004.ckpt", tmp_path / "fork"
     checkpoint.write_bytes((parent / "checkpoints/step00000004.ckpt").read_bytes())
     fields = [f"--fork={checkpoint}", "--trainer.max_steps=6", "--quiet", f"--out={out}"]

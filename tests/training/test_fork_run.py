@@ -72,7 +72,7 @@ def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
         "parent": theirs["id"], "step": STEP, "skip_batches": 0, "noise": 0.0, "seed": 0,
     }  # fmt: skip
     assert ours["identity"] == theirs["identity"] and ours["id"] != theirs["id"]
-    # The control: the comparison detects another data order.
+    # The control: the comparison detects a different data order.
     fork(parent, tmp_path / "skipped", "--fork_skip_batches=1")
     assert not same(tensors(tmp_path / "skipped"), tensors(parent))
 
@@ -102,7 +102,7 @@ def test_a_run_with_muon_goes_on_with_the_moments_of_both_optimizers(tiny_args, 
     fork(out, tmp_path / "fork")
     assert same(tensors(tmp_path / "fork"), tensors(out)) and series(tmp_path / "fork") == series(out)
     assert any(name.endswith("momentum_buffer") for name in tensors(out))
-    # The control: without the momentum of one matrix, the fork is another run.
+    # The control: without the momentum of one matrix, the fork differs from its parent.
     content = saved(out, STEP)
     buffer = next(own for own in content["optimizer_states"][0]["state"].values() if "momentum_buffer" in own)
     buffer["momentum_buffer"].zero_()
@@ -114,7 +114,8 @@ def test_a_run_with_muon_goes_on_with_the_moments_of_both_optimizers(tiny_args, 
 
 
 def test_a_fork_of_an_adagc_run_may_add_parameters(tiny_args, tmp_path):
-    """Gammas follow their parameters; new parameters, and matrices into which gains are folded, start without one."""
+    """Each parameter keeps its AdaGC gamma; new parameters, and matrices into which gains are folded, start without a
+    gamma."""
     out = tmp_path / "parent"
     fields = ["--optim.adagc=1.05", "--monitor.every_n_steps=0", "--checkpoint.keep=9"]
     assert main([*tiny_args, *fields, f"--out={out}"]) == 0

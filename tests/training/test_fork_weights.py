@@ -105,7 +105,7 @@ def test_gains_of_values_go_into_the_matrix_behind_them(gain):
     assert distance(old, new) < 2e-6
     name = "blocks.0.attention.v_norm.weight"
     assert carried.dropped[name] == "into blocks.0.attention.w_o.weight"
-    # The control: another gain changes the function.
+    # The control: a different gain changes the function.
     with torch.no_grad():
         old.get_parameter(name).mul_(1.2)
     assert distance(old, new) > 1e-3
@@ -140,7 +140,7 @@ def test_function_is_nearer_than_with_gains_at_their_first_values(before, after)
     plain.load_state_dict(old.state_dict(), strict=False)
     carried = carry(old, new, BATCH)
     assert distance(old, new) < 0.8 * distance(old, plain)
-    # The reported change is the measured one.
+    # The reported change equals the measured change.
     change = change_of_function(old, new, BATCH)
     assert change.logits == pytest.approx(distance(old, new), rel=1e-4)
     known = {name for name, _ in new.named_parameters()}

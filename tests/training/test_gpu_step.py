@@ -53,7 +53,7 @@ def inductor():
 
 
 def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
-    """256 tokens in chunks of 96: the last chunk is shorter and needs another graph."""
+    """256 tokens in chunks of 96: the last chunk is shorter and needs a second graph."""
     V, D, M, generator = 1003, 64, 3, torch.Generator().manual_seed(0)
     hidden_BTD = torch.randn(4, 64, D, generator=generator).to(DEVICE).requires_grad_()
     head_VD = (0.5 * torch.randn(V, D, generator=generator)).to(DEVICE).requires_grad_()
@@ -86,7 +86,7 @@ def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
     assert all(x.dtype == torch.float32 for x in ours)
     assert all(apart(a, b) < 0.01 for a, b in zip(ours[1:], exact[1:], strict=True))
 
-    # The controls: without the softcap, with another softcap, and without z-loss.
+    # The controls: without the softcap, with a different softcap, and without z-loss.
     capless, more = dense(None, 0.05), dense(6.0, 0.05)
     for other_sums, other in (capless, more):
         assert all(
@@ -129,7 +129,7 @@ def test_recomputed_blocks_give_the_same_step(monkeypatch, narrow, tolerance):
     def forgetful(block, *inputs, preserve_rng_state, use_reentrant):
         return checkpoint(block, *inputs, preserve_rng_state=False, use_reentrant=use_reentrant)
 
-    # The control: recomputed blocks draw other dropout masks.
+    # The control: recomputed blocks draw different dropout masks.
     monkeypatch.setattr(transformer, "checkpoint", forgetful)
     assert furthest(step(model, False, narrow)) < tolerance
     assert furthest(step(model, True, narrow)) > 10 * tolerance

@@ -1,4 +1,4 @@
-"""The TensorBoard files have few tags, each chart matches tags, and the values are those of metrics.jsonl."""
+"""The TensorBoard files have few tags, each chart has tags, and the values are those of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_tag_stands_in_a_chart(scalars):
 
 
 def test_all_that_could_be_shown_is_sixty_tags_at_most():
-    """The values include every option that adds tags: a known floor, QK-Clip, and all probe statistics."""
+    """The values include those of every option that adds tags: a known floor, QK-Clip, and all probe statistics."""
     layer = {
         f"{statistic}/{kind}/layer{i:02d}": 1.0
         for statistic in [*HEAT_MAPS, "attn_mass", "logit_alignment", "some_statistic"]
@@ -148,7 +148,7 @@ def test_a_resume_writes_a_step_once_by_modality(resumed_at, first_step, twice, 
         for step in range(first, last + 1):
             logger.log_metrics({"loss": 1.0, "loss/text": 2.0, **({"loss/image": 3.0} if step < 8 else {})}, step)
         logger.finalize("success")
-        for path in tmp_path.rglob("events.out.tfevents.1[1-9]*"):  # file names hold the second of the start
+        for path in tmp_path.rglob("events.out.tfevents.1[1-9]*"):  # the name has the start time in seconds
             path.rename(path.with_name("events.out.tfevents.1000000000" if first == 1 else "events.out.tfevents.2"))
     for run, end in (("", 12), ("text", 12), ("image", 7)):
         steps = [event.step for event in accumulated(tmp_path / run).Scalars("loss")]

@@ -60,7 +60,7 @@ def test_total_and_its_gradient_equal_the_formula_over_valid_targets():
         torch.autograd.grad(formula(mask), logits),
         **exactly,
     )
-    # A z-loss mask that is not shifted with the targets, a known bug in other projects, gives another value.
+    # A z-loss mask that is not shifted with the targets, a known bug in other projects, gives a different value.
     assert abs(loss - formula(mask.roll(1, 1))) > 1e-2
 
 
@@ -170,7 +170,7 @@ def test_bf16_logits_are_summed_in_fp32():
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_the_compiled_form_equals_the_eager_one(softcap, z_loss):
-    """The compiled form uses another formula, without a gather."""
+    """The compiled form uses a different formula, without a gather."""
     torch.compiler.reset()
     compiled = torch.compile(modality_losses, fullgraph=True, backend="aot_eager")
     logits, *rest = batch()
@@ -184,7 +184,7 @@ def test_the_compiled_form_equals_the_eager_one(softcap, z_loss):
 
     eager = value_and_gradient(modality_losses)
     torch.testing.assert_close(value_and_gradient(compiled), eager, rtol=1e-12, atol=1e-12)
-    # Without z-loss, a log Z without a gradient changes nothing; with z-loss it must change the gradient.
+    # Without z-loss, detaching log Z changes nothing; with z-loss, it must change the gradient.
     detached = value_and_gradient(compiled, log_z_grad=False)
     assert torch.allclose(detached, eager, rtol=1e-12, atol=1e-12) == (z_loss == 0)
 

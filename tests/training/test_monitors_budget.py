@@ -112,11 +112,11 @@ def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run
             rounding = {"abs": 1e-12 * square} if matrices == "adamh" else {}
             assert line[f"{name}_growth_total/{layer}"] == pytest.approx(change, **rounding)
             assert sum(parts.values()) == pytest.approx(change, **rounding)
-            if matrices == "adamh":  # AdamH keeps the norm: the change is 0, but no part is
+            if matrices == "adamh":  # AdamH keeps the norm: the change is 0, but its parts are not
                 assert abs(change) < 1e-12 * square
                 assert min(abs(parts[p]) for p in ("text", "image", "decay", "step")) > 1e-7 * square
             if "qk_clip" in optim:
-                assert parts["rest"] < -0.1 * square  # only the rest contains QK-Clip
+                assert parts["rest"] < -0.1 * square  # only the rest contains the effect of QK-Clip
             else:
                 assert abs(parts["rest"]) < 1e-9 * size
             moments = start > 0 and "split_second_moment" not in optim
@@ -143,8 +143,8 @@ def test_the_step_of_a_clipped_update_is_not_that_of_adamw(logged, monkeypatch):
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
-    """The loop computes losses, clipping and first moments itself and takes torch's AdamW for the weights. The run
-    has two micro-batches per step, the loop one batch."""
+    """The loop computes losses, clipping and first moments itself and updates the weights with torch's AdamW. The run
+    has two micro-batches per step, the loop has one batch."""
     module = module_of(weight_decay=0.1)
     fit(module, batches_of(3, 2), accumulate=2, clip=clip, callbacks=[RunMonitor(EVERYTHING)])
 
@@ -247,7 +247,7 @@ def test_a_watched_run_has_the_weights_of_one_that_nobody_watches(logged, accumu
         for module, callbacks in zip(modules, ([], [RunMonitor(EVERYTHING)]), strict=True)
     ]
     assert apart(*map(weights, modules)) == 0 and records[0] == records[1] and len(logged[6]) > 100
-    # The control: a run with other weights is detected.
+    # The control: a run with different weights is detected.
     other = module_of(model, **extra, eps=1e-7)
     fit(other, batches, accumulate, clip=0.5)
     assert apart(weights(other), weights(modules[0])) > 0

@@ -88,7 +88,7 @@ def test_two_ranks_measure_what_one_does(tmp_path):
         tolerance = 1e-6 if "growth_rest" in tag else 1e-9  # the rest is only rounding errors
         assert both[0][tag] == pytest.approx(value, rel=1e-3, abs=tolerance), tag
     assert both[0]["sequences"] == SEQUENCES
-    # The control: one rank alone measures other values.
+    # The control: one rank alone measures different values.
     alone = measure([3, 4, 5], collective=False)
     for tag in ("attn_mass/text-image/layer00/head01", "grad_noise/text", "w_q_growth/image/layer01"):
         assert alone[tag] != pytest.approx(expected[tag], rel=1e-2), tag

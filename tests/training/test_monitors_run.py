@@ -58,7 +58,7 @@ def test_every_monitor_leaves_every_bit_of_the_weights(off, on):
     common = {s: {k: v for k, v in line.items() if k in series(off)[s]} for s, line in series(on).items()}
     assert common == series(off)
     saved = torch.load(on / "checkpoints/step00000004.ckpt", weights_only=True)["state_dict"]
-    assert not same(saved, state(on))  # the control: other weights are detected
+    assert not same(saved, state(on))  # the control: different weights are detected
 
 
 def test_what_a_run_without_them_does_not_write(off, on):

@@ -34,7 +34,7 @@ def test_warm_up_is_linear_from_its_first_share_to_the_peak(schedule):
     expected = [k / WARMUP for k in range(1, WARMUP + 1)]
     assert found == pytest.approx(expected, rel=0, abs=SCHEDULE.tolerance)
     assert found[0] > 0  # a learning rate of 0 would train nothing
-    # The control: a warm-up of another length gives another ramp.
+    # The control: a warm-up of a different length gives a different ramp.
     assert shares(OptimConfig(schedule=schedule, warmup_steps=WARMUP + 1))[:WARMUP] != pytest.approx(found)
 
 
@@ -51,7 +51,7 @@ def test_schedules_are_their_formulas(final):
     }
     for name, formula in written_out.items():
         assert found[name][WARMUP:] == pytest.approx(list(formula.values())), name
-        # The control: each of the other two schedules gives another curve.
+        # The control: each of the other two schedules gives a different curve.
         assert all(found[o][WARMUP:] != pytest.approx(list(formula.values())) for o in found if o != name)
 
 

@@ -142,14 +142,14 @@ def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
     after = logits_by_head(model, batch)[0]
     expected = gamma[:, None, None, None] * before
     torch.testing.assert_close(after, expected, rtol=0, atol=WRITTEN_OUT.tolerance)
-    # The controls: gamma squared, or no gamma, gives other logits.
+    # The controls: gamma squared, or no gamma, gives different logits.
     for wrong in (gamma.square(), torch.ones_like(gamma)):
         assert float((after - wrong[:, None, None, None] * before).abs().max()) > 1e-3
 
 
 def test_it_is_the_clip_of_x_transformers():
-    """Each head is a module: with several heads, x-transformers 2.31 scales the columns of W_q and W_k, not the rows.
-    """
+    """The reference has a module for each head, because with several heads x-transformers 2.31 scales the columns of
+    W_q and W_k, not the rows."""
     from x_transformers.x_transformers import Attention
 
     D, T, batch = MODEL.d_model, 12, toy_batch(3)
@@ -173,7 +173,7 @@ def test_it_is_the_clip_of_x_transformers():
     clip_heads(attention.w_q, attention.w_k, gamma_of(largest_H, tau), MODEL.n_heads)
     after = torch.stack([attention.w_q.weight, attention.w_k.weight]).detach()
     torch.testing.assert_close(after, torch.cat(expected, 1), rtol=0, atol=X_TRANSFORMERS.tolerance)
-    # The controls: heads in another order, and another threshold.
+    # The controls: a different order of heads, and a different threshold.
     for wrong in (torch.cat(expected[::-1], 1), torch.cat(other, 1)):
         assert float((after - wrong).abs().max()) > 1e-3
 
@@ -192,7 +192,7 @@ def test_weights_take_the_root_each_and_shared_keys_stay_as_they_are():
             torch.testing.assert_close(w.weight.detach(), expected, rtol=0, atol=WRITTEN_OUT.tolerance)
             assert torch.equal(w.weight[4:8], old[4:8]) == (factors[1] == 1.0)  # a factor of 1 changes no bit
             assert (w.weight.abs() <= old.abs()).all()  # no weight grows
-            # The control: heads in another order.
+            # The control: a different order of heads.
             assert min(factors) == 1.0 or float((w.weight.detach() - expected.roll(4, 0)).abs().max()) > 1e-3
         assert torch.equal(attention.w_v.weight, before[2])
 
@@ -215,7 +215,7 @@ def test_a_step_is_the_update_and_then_the_clip():
         for name in ("w_q", "w_k"):
             expected[f"blocks.{layer}.attention.{name}.weight"] *= gamma.sqrt().repeat_interleave(4)[:, None]
     assert apart(weights(clipped), expected) < WRITTEN_OUT.tolerance
-    # The controls: clipping before the update, or none, gives other weights.
+    # The controls: clipping before the update, or no clipping, gives different weights.
     before = weights(start)
     for layer, S_H in enumerate(largest):
         root = (tau / S_H).clamp(max=1.0).sqrt().repeat_interleave(4)[:, None]
@@ -257,7 +257,7 @@ def test_micro_batches_equal_one_batch():
     assert [line.keys() for line in one] == [line.keys() for line in two]
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
-    # The control: at some step the largest logit of one half alone differs.
+    # The control: for some batch, the largest logit of one half differs from that of the whole batch.
     of_all, of_first, of_last = (
         [fit(module_of(qk_clip=0.3), [part(b)])[0]["qk_clip_logit/layer01"] for b in batches]
         for part in (lambda b: b, lambda b: cut(b, 2)[0], lambda b: cut(b, 2)[1])

@@ -86,7 +86,8 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
     ]
     expected = by_hand(rows, batch)
     assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
-    assert {parse_tag(t).modality for t in expected} == ({only} if only else set(NAMES))  # absent: no tag
+    # An absent modality has no tag.
+    assert {parse_tag(t).modality for t in expected} == ({only} if only else set(NAMES))
     # `add` returns the largest logit of each head over all modalities, which QK-Clip uses.
     kept = torch.stack([r.max_BHT.masked_fill(~batch.valid_BT[:, None], -math.inf) for r in rows])
     torch.testing.assert_close(torch.stack(heads).amax(0), kept.amax((1, 3)), rtol=0, atol=0)
@@ -164,7 +165,7 @@ def test_a_step_logs_the_attention_that_it_computed(flex, variant):
     [line] = fit(module, cut(batch, 2), accumulate=2)
     found = {name: value for name, value in line.items() if name.startswith("attn_row")}
     assert found == pytest.approx(expected, rel=1e-5)  # the values of a step are fp32
-    other = by_hand(dense_rows(module.model, batch), batch)  # the control: the updated weights give other values
+    other = by_hand(dense_rows(module.model, batch), batch)  # the control: the updated weights differ
     assert found != pytest.approx(other, rel=1e-5)
 
 

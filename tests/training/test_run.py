@@ -106,7 +106,7 @@ def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path,
     assert main([*args, f"--out={tmp_path / 'straight'}"]) == 0
     assert same_weights(tmp_path / "stopped", tmp_path / "straight")
     assert series(tmp_path / "stopped") == series(tmp_path / "straight")
-    # The control: the run of another seed differs, so the comparison can fail.
+    # The control: a run with a different seed differs, so the comparison can fail.
     assert main([*args, "--seed=1", f"--out={tmp_path / 'other'}"]) == 0
     assert not same_weights(tmp_path / "other", tmp_path / "straight")
 
@@ -122,7 +122,7 @@ def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
 
 
 def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
-    """Accumulation divides by the number of targets of the whole step, not of each micro-batch."""
+    """Accumulation divides the loss by the number of targets of the whole step, not of each micro-batch."""
     for n in (1, 4):
         assert main([*tiny_args, f"--trainer.accumulate_grad_batches={n}", f"--out={tmp_path / str(n)}"]) == 0
     one, four = weights(tmp_path / "1"), weights(tmp_path / "4")

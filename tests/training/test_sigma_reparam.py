@@ -32,7 +32,7 @@ def trained(steps: int = 8):
 
 
 def errors(module) -> list[float]:
-    """Return the relative distance of sigma from the largest singular value."""
+    """Return the relative distance of sigma from the largest singular value, by matrix."""
     return [
         abs(1 - float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]))
         for m in matrices(module).values()
@@ -70,7 +70,7 @@ def test_value_and_gradient_equal_torch_spectral_norm(gamma):
     torch.testing.assert_close(grad, expected_grad, rtol=0, atol=TORCH.tolerance)
     (gamma_grad,) = torch.autograd.grad((out * direction).sum(), ours.gamma)
     torch.testing.assert_close(gamma_grad, (out * direction).sum() / gamma)
-    # The controls: a constant sigma gives another gradient, and the plain matrix gives another value.
+    # The controls: a constant sigma gives a different gradient, and the plain matrix gives a different value.
     constant = gamma * (x @ ours.weight.T) / ours.sigma().detach()
     torch.testing.assert_close(constant, expected)
     (wrong,) = torch.autograd.grad((constant * direction).sum(), ours.weight)
@@ -189,7 +189,7 @@ def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):
     found = module_of(SIGMA)
     fit(found, cut(toy_batch(0), 2), accumulate=2)
     assert apart(weights(found), weights(expected)) == 0
-    # The controls: no power step, and one power step more.
+    # The controls: no power step, and an additional power step.
     assert apart(weights(found), before) > 1e-6
     for m in matrices(expected).values():
         m.power_step()

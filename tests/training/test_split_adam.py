@@ -1,4 +1,4 @@
-"""Second moments by modality equal torch's AdamW where they must, and a written-out formula where they differ."""
+"""AdamW with second moments by modality equals torch's AdamW where it must, and a written-out formula elsewhere."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_micro_batches_equal_one_batch(untied):
     assert apart(weights(whole), weights(parts)) < 1e-9
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
-    # The control: the second halves alone give another run.
+    # The control: training on the second halves alone gives different weights.
     alone = module_of(config, split_second_moment=True)
     fit(alone, [cut(batch, 2)[1] for batch in batches], clip=0.5)
     assert apart(weights(whole), weights(alone)) > 1e-3
@@ -301,7 +301,8 @@ def test_the_switch_makes_it_with_the_same_groups():
 
 
 def held(found_inf: float | None, steps: int = 4, moments: bool = False):
-    """Return the model (and the moments) after steps with ``found_inf`` of the optimizer set, or unset if None."""
+    """Return the model (and the moments) after a few steps; ``found_inf`` is set on the optimizer unless it is
+    None."""
     model = Three()
     optimizer = SplitAdamW(model.parameters(), **SETTING)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Batches and training runs of a few steps without data, files or a command line, in fp64."""
+"""Batches and training runs of a few steps in fp64, without data sets, files or a command line."""
 
 from __future__ import annotations
 

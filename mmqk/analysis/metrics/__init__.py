@@ -1,9 +1,9 @@
 """The metrics that a claim can name, computed from the files of a run.
 
-A name is a key of `METRICS` (of one run) or `FAMILY_METRICS` (of the runs of a family at one seed), with
-``/modality`` for one modality: ``largest_attention_logit``, ``largest_attention_logit/text`` (text
-queries), ``final_loss/image``, ``lr_sensitivity/text``, ``dose_response(q_norm/image,
-data.dial.entropy.image)``. `docs/metrics.md` lists all of them.
+A name is a key of `METRICS` (metrics of one run) or `FAMILY_METRICS` (metrics of the runs of a family at one seed).
+The suffix ``/modality`` selects one modality. Examples: ``largest_attention_logit``,
+``largest_attention_logit/text`` (text queries), ``final_loss/image``, ``lr_sensitivity/text``,
+``dose_response(q_norm/image, data.dial.entropy.image)``. `docs/metrics.md` lists all metrics.
 
 metric        the classes of metrics
 probes        attention logits, entropy, norms and their slopes

@@ -19,8 +19,8 @@ LATE_SHARE = 0.5
 
 
 def window_means(run: Run, modality: str) -> Series:
-    """Return (last step, mean training loss) of each complete window of 500 steps; steps without this loss are left
-    out of the mean."""
+    """Return (last step, mean training loss) of each complete window of 500 steps. Steps at which this loss was not
+    measured do not count in the mean."""
     steps, values = run.series(f"loss/{modality}")
     windows = (steps - 1) // WINDOW_STEPS
     complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * WINDOW_STEPS <= run.last_step]
@@ -31,9 +31,9 @@ def window_means(run: Run, modality: str) -> Series:
 def failure_step(run: Run) -> int | None:
     """Return the step at which the run failed permanently; None if it did not fail.
 
-    The earlier of two steps: the divergence (`divergence_step`), and the end of the first window of 500 steps from
-    which on, up to the end of the run and in at least two windows, the mean loss of a trained modality exceeds its
-    lowest earlier window by more than 0.1 nat.
+    A run fails if it diverges (`divergence_step`). It also fails if in its last windows of 500 steps (two or more)
+    the mean loss of a trained modality is always more than 0.1 nat above the lowest mean of the earlier windows. The
+    step of this failure is the end of the first of these last windows. If both happen, the earlier step is returned.
     """
     candidates = [divergence_step(run)]
     for modality in trained_modalities(run):
@@ -52,8 +52,8 @@ def late_failure(run: Run, modality: str | None = None) -> float:
     """Return 1 if the run failed permanently (`failure_step`) and had improved for at least half of the steps before
     the failure, else 0.
 
-    The run improved until its best window of 500 steps; with several trained modalities, the earliest best window
-    counts. NaN for a run that was stopped early for another reason.
+    The improvement ends with the window of 500 steps that has the lowest mean loss before the failure; with several
+    trained modalities, the earliest of these windows counts. NaN if the run did not fail but was stopped early.
     """
     step = failure_step(run)
     if step is None:
@@ -69,7 +69,7 @@ def late_failure(run: Run, modality: str | None = None) -> float:
 def time_of_failure(run: Run, modality: str | None = None) -> float:
     """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
 
-    The mean over runs is the restricted mean time to failure. NaN for a run that was stopped for another reason.
+    The mean over runs is the restricted mean time to failure. NaN if the run did not fail but was stopped early.
     """
     step = failure_step(run)
     if step is not None:

@@ -11,7 +11,7 @@ from mmqk.analysis.runs.load import Run, Series
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1
-# Modalities of each kind of sequence in data.mix; the other kinds (dial, tokens) have modalities of any name.
+# Modalities of each kind of sequence in data.mix; the other kinds (dial, tokens) can have any modalities.
 MODALITIES_OF = {
     "pair": ("text", "image"),
     "text": ("text",),
@@ -49,7 +49,7 @@ def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
 
 
 def log_z_series(run: Run, modality: str | None = None) -> Series:
-    """Return the mean log Z of the output softmax on held-out data by step, in nats."""
+    """Return the mean log Z of the output softmax on held-out data at each evaluation, in nats."""
     return run.series(f"val_log_z/{modality}")
 
 
@@ -77,7 +77,8 @@ def unigram_entropy(run: Run, modality: str) -> float:
 
 
 def best_loss(run: Run, modality: str) -> float:
-    """Return the lowest loss of the run: on held-out data after step 0, or a mean over 50 training steps."""
+    """Return the lowest loss of the run: of the held-out losses after step 0 and the means over 50 successive
+    training steps."""
     steps, held_out = run.series(f"val_loss/{modality}")
     training = run.series(f"loss/{modality}")[1]
     training = training[np.isfinite(training)]
@@ -97,10 +98,11 @@ def learned(run: Run, modality: str) -> bool:
 
 
 def is_trained(run: Run, modality: str) -> bool:
-    """Return whether the run trains this modality: it has a loss, is part of the data mix, and has a weight above 0.
+    """Return whether the run trains this modality: the modality has a loss, a share of the data mix and a weight
+    above 0.
 
-    The special tokens around an image are text, but a mix of images alone does not train text. A mix with the dial or
-    with token folders may contain any modality, because their modalities can have any name.
+    The special tokens around an image are text, but a mix of images alone does not train text. The dial and token
+    folders can have any modalities, so a mix that contains one of them counts as containing every modality.
     """
     if not len(run.series(f"loss/{modality}")[0]):
         return False

@@ -36,7 +36,7 @@ class _Quantity:
 
     Attributes:
         label: the name of the metric in a sentence.
-        unit: empty for a pure number.
+        unit: the unit; empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
         worst: the bad end of the scale; a value that is not finite ranks at this end.
     """
@@ -59,8 +59,8 @@ class Metric(_Quantity):
     """A number of a run.
 
     Attributes:
-        measure: computes the number; infinite if the last value of the run is not finite, NaN without a value.
-        series: the series over steps whose end the metric measures; `alone` for a metric without a series.
+        measure: computes the number; infinite if the last value of the run is not finite, NaN if there is no value.
+        series: returns the series over steps whose end the metric measures; if there is none, the result of `alone`.
         by_modality: whether the metric needs a modality.
         counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
     """
@@ -71,7 +71,7 @@ class Metric(_Quantity):
     counts_failures: bool = False
 
     def worst_seen(self, run: Run, modality: str | None) -> float:
-        """Return the worst finite value of the whole run; NaN without one."""
+        """Return the worst finite value of the whole run; NaN if no value is finite."""
         values = self.series(run, modality)[1]
         values = values[np.isfinite(values)]
         if not len(values):
@@ -81,12 +81,12 @@ class Metric(_Quantity):
 
 @dataclass(frozen=True)
 class FamilyMetric(_Quantity):
-    """A number of a family: it is computed from the runs of one arm over its axes, at one seed.
+    """A number of a family. It is computed at one seed, from the runs at all values of the family's axes.
 
     Attributes:
         compute: function of the runs, in any order, and a modality.
         of_rates: whether it measures the learning rates at which runs fail. A run that learned nothing then still
-            counts if another run with the same seed and axis values learned.
+            counts if a run at another learning rate, with the same seed and the same other axes, learned.
     """
 
     compute: Callable[[Sequence[Run], str | None], Measured]
@@ -121,7 +121,8 @@ class FamilyMetric(_Quantity):
 
 
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """Return a series of one value, the metric at the last step of the run, for a metric without a series."""
+    """Return a function for the field ``series`` of a metric that has no series: it returns the metric as a single
+    value at the last step of the run."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return np.array([run.last_step]), np.array([measure(run, modality)])
@@ -130,7 +131,7 @@ def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
 
 
 def warmup_steps(run: Run) -> int:
-    """Return the number of learning rate warm-up steps; 0 if not recorded."""
+    """Return the number of warm-up steps of the learning rate; 0 if not recorded."""
     return run.setting("optim.warmup_steps", 0)
 
 

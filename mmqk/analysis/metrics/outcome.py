@@ -21,7 +21,7 @@ class Outcome:
 
     Attributes:
         finished: whether it completed or diverged; otherwise the other fields have no meaning.
-        diverged: step of the divergence; None without one.
+        diverged: step of the divergence; None if the run did not diverge.
         above_best: final loss minus the final loss of the best run on the same data, in nats, by modality; infinite
             if the run diverged.
         unlearned: trained modalities that it did not learn (`learned`).

@@ -11,17 +11,18 @@ from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps,
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
-# The window of a slope starts at this share of the run, as that of the growth alarm does. Earlier in the run, norms
-# also grow in healthy runs.
+# The window of a slope starts at this share of the run, like the window of the growth alarm. Earlier in the run,
+# norms also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
-# The window of an early slope ends at this share of the run. In Chameleon, the norms already differ by then.
+# The window of an early slope ends at this share of the run. At this point, the norms of the runs that Chameleon
+# compares (arXiv 2405.09818, Fig. 5a) already differ.
 EARLY_SHARE = 0.25
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
 
 
 def _end(series: Series, worst: float) -> float:
-    """Return the median of the last three probes; ``worst`` if the last one is not finite, NaN without probes."""
+    """Return the median of the last three probes; ``worst`` if the last one is not finite, NaN if there are none."""
     values = series[1][-LAST_PROBES:]
     if not len(values):
         return math.nan
@@ -31,7 +32,7 @@ def _end(series: Series, worst: float) -> float:
 
 
 def logit_series(run: Run, modality: str | None = None) -> Series:
-    """Return the largest absolute attention logit over layers, heads and modality pairs, by probe."""
+    """Return the largest absolute attention logit over layers, heads and modality pairs, at each probe."""
     return run.combined("attn_logit_absmax", np.max, modality)
 
 
@@ -42,13 +43,13 @@ def growth_series(run: Run, modality: str | None = None) -> Series:
 
 
 def entropy_series(run: Run, modality: str | None = None) -> Series:
-    """Return the attention entropy of the layer with the lowest value, in nats, by probe."""
+    """Return the attention entropy of the layer with the lowest value, in nats, at each probe."""
     return run.combined("attn_entropy", np.min, modality)
 
 
 def norm_series(statistic: str) -> BySeries:
-    """Return a function that computes the mean of a norm by probe: over the tokens of each layer and modality, then
-    over layers and modalities with equal weight."""
+    """Return a function that computes the mean of a norm at each probe: first over the tokens of each layer and
+    modality, then over layers and modalities with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.combined(statistic, np.mean, modality)
@@ -57,8 +58,8 @@ def norm_series(statistic: str) -> BySeries:
 
 
 def norm_product_series(run: Run, modality: str | None = None) -> Series:
-    """Return the product of mean query norm and mean key norm, by probe: the geometric mean over layers and
-    modalities."""
+    """Return the product of the query norm and the key norm at each probe. Each norm is a mean over tokens, then a
+    geometric mean over layers and modalities."""
     (steps, q), (_, k) = (run.combined(name, _geometric_mean, modality) for name in ("q_norm", "k_norm"))
     return steps, q * k
 
@@ -69,8 +70,8 @@ def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
-    """Return query power times key power divided by their alignment, by probe: the geometric mean over layers and
-    pairs.
+    """Return query power times key power divided by their alignment at each probe, as the geometric mean over layers
+    and modality pairs.
 
     The mean squared logit is the product of these three factors. So if one run has larger logits and a larger value
     of this metric than another run, the norms explain more than half of the difference on a log scale.
@@ -81,8 +82,8 @@ def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
 
 
 def deviation_series(variance: str) -> BySeries:
-    """Return a function that computes the square root of a logit variance by probe. The variance is averaged over
-    heads, layers and modalities with equal weight."""
+    """Return a function that computes the square root of a logit variance at each probe. The variance is an average
+    over heads, layers and modalities with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         steps, values = run.combined(variance, np.mean, modality)
@@ -92,7 +93,7 @@ def deviation_series(variance: str) -> BySeries:
 
 
 def logit_mean_series(run: Run, modality: str | None = None) -> Series:
-    """Return the mean logit of a row of the attention matrix, as root mean square over layers, by probe."""
+    """Return the mean logit of a row of the attention matrix at each probe, as the root mean square over layers."""
     return run.combined("attn_logit_mean", _root_mean_square, modality)
 
 
@@ -102,7 +103,7 @@ def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
 
 
 def mass_other_series(run: Run, modality: str | None = None) -> Series:
-    """Return the attention mass of queries on keys of other modalities, by probe: the mean over layers and query
+    """Return the attention mass of queries on keys of other modalities at each probe, averaged over layers and query
     modalities."""
     sums: dict[tuple[str, int | None], dict[int, float]] = {}
     for name, tag in run.tags.items():
@@ -120,39 +121,39 @@ def mass_other_series(run: Run, modality: str | None = None) -> Series:
 
 
 def attention_mass_other(run: Run, modality: str | None = None) -> float:
-    """Return `mass_other_series` at the end of the run, the median of the last three probes."""
+    """Return the end of `mass_other_series`: the median of the last three probes of the run."""
     return _end(mass_other_series(run, modality), -math.inf)
 
 
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
-    """Return `logit_series` at the end of the run, the median of the last three probes.
+    """Return the end of `logit_series`: the median of the last three probes of the run.
 
-    For a run that diverged, the end is the step at which it was stopped.
+    A run that diverged ends at the step at which it was stopped.
     """
     return _end(logit_series(run, modality), math.inf)
 
 
 def attention_entropy(run: Run, modality: str | None = None) -> float:
-    """Return `entropy_series` at the end of the run, the median of the last three probes."""
+    """Return the end of `entropy_series`: the median of the last three probes of the run."""
     return _end(entropy_series(run, modality), -math.inf)
 
 
 def norm_slope(
     run: Run, statistic: str, modality: str | None = None, start: float = SLOPE_FROM_SHARE, end: float = 1.0
 ) -> float:
-    """Return the growth rate of a norm: least-squares slope of its logarithm over the step, per 1,000 steps.
+    """Return the growth rate of a norm: the least-squares slope of its logarithm against the step, per 1,000 steps.
 
     Args:
         run: the run.
-        statistic: a norm such as ``q_norm``, averaged as in `norm_series`, or ``attn_logit_absmax``, as the maximum
-            over layers and heads.
-        modality: modality of the tokens; None for all with equal weight.
-        start: start of the window as a share of the configured run length; never within warm-up.
-        end: end of the window as a share.
+        statistic: a norm such as ``q_norm``, which is averaged as in `norm_series`, or ``attn_logit_absmax``, for the
+            maximum over layers and heads.
+        modality: modality of the tokens; None for all modalities, with equal weight.
+        start: start of the window as a share of the configured run length; the window never includes warm-up steps.
+        end: end of the window as a share of the configured run length.
 
     Returns:
-        0.69 if the norm doubles every 1,000 steps. Infinite if a value in the window is not finite, NaN with fewer
-        than three probes or with a value that is not positive.
+        The slope; 0.69 means that the norm doubles every 1,000 steps. Infinite if a value in the window is not
+        finite, NaN if the window has fewer than three probes or a value that is not positive.
     """
     series = logit_series if statistic == "attn_logit_absmax" else norm_series(statistic)
     steps, values = series(run, modality)

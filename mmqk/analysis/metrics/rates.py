@@ -47,10 +47,11 @@ class Ended:
 
 
 def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended], str]:
-    """Return the losses of a family's runs by ascending learning rate, and the reason if they cannot be compared.
+    """Return the losses of a family's runs by ascending learning rate, and why they cannot be compared (empty if they
+    can).
 
-    The loss is the held-out loss, or the excess loss if every run has a floor. If ``modality`` is None, it is the
-    mean over the trained modalities, weighted as in the training loss.
+    The loss is the held-out loss, or the excess loss if every run has a floor. If ``modality`` is None, the loss is
+    the mean over the trained modalities, weighted as in the training loss.
     """
     trained = {(modality,) if modality else trained_modalities(run) for run in runs}
     if len(trained) > 1:
@@ -98,8 +99,8 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
     """Return the mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
     This is the metric of Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate.
-    Infinite if no run ended below its loss at initialization, because the formula would give 0, the value of a
-    perfect arm.
+    Infinite if no run ended below its loss at initialization: the formula would give 0, which means that no learning
+    rate is worse than the best.
     """
     ended_runs, why = ends(runs, modality)
     if why:
@@ -114,8 +115,8 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
 def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """Return the lowest learning rate at which the run diverged (`divergence_step`).
 
-    If no run diverged, the result is a bound (`Measured.towards` is 1): the next learning rate if the grid were
-    continued.
+    If no run diverged, the result is a bound (`Measured.towards` is 1): the learning rate that would come next if the
+    grid were continued.
     """
     ended_runs, why = ends(runs, modality)
     return Measured(math.nan, why) if why else _first(ended_runs, "diverged", lambda end: end.diverged)
@@ -160,8 +161,9 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
 
     Args:
         runs: at least three, one per value of the axis.
-        measure: returns the number on the scale of the fit; infinite if it is the worst, NaN if it was not measured.
-        axis: the dotted field; if empty, the only axis of the points.
+        measure: returns the number on the scale of the fit; infinite if the run ranks worst, NaN if it was not
+            measured.
+        axis: the dotted field that varies; if empty, the only axis of the points.
         slope: True for the least-squares slope per unit of the axis, which needs finite responses. False for
             Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere).
     """

@@ -21,10 +21,12 @@ FEWEST_FITTED = 3
 
 
 def model_size(run: Run) -> float:
-    """Return the parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
+    """Return the number of parameters in the matrices of the blocks (attention and MLP), without embeddings, head,
+    gains and biases.
 
-    The count is that of Wortsman et al., where 3 layers of width 256 have 2.4M. If a matrix has a copy per modality,
-    one copy counts, because a token passes through one copy. NaN if the configuration does not define the size.
+    Wortsman et al. count in the same way; their 3 layers of width 256 have 2.4M parameters. If a matrix has a copy
+    per modality, one copy counts, because a token passes through one copy. NaN if the configuration does not define
+    the size.
     """
     model = run.setting("model", {})
     try:
@@ -45,10 +47,10 @@ class Extrapolation:
 
     Attributes:
         rate: the learning rate.
-        sizes: parameters of every model (`model_size`), ascending; the last model is held out.
-        logits: largest attention logit of every model at the step.
-        step: the step of the logits.
-        predicted: logit of the largest model, predicted from the others.
+        sizes: parameters of every model (`model_size`), ascending; the fit does not use the last model.
+        logits: largest attention logit of every model at ``step``.
+        step: the step at which the logits were measured.
+        predicted: logit of the largest model, predicted from the logits of the other models.
     """
 
     rate: float
@@ -65,12 +67,13 @@ class Extrapolation:
 
 
 def extrapolate(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Extrapolation], str]:
-    """For each learning rate, fit log logits of all models but the largest by a quadratic in log size.
+    """For each learning rate, fit a quadratic in log size to the log logits of all models except the largest, and
+    predict the logit of the largest model.
 
     The logits are those of block 0 at the last probe in the first fifth of the run.
 
     Args:
-        runs: runs of one family at one seed; with three smaller sizes the quadratic passes through all of them.
+        runs: runs of one family at one seed. With four sizes, the quadratic passes through the three smaller ones.
         modality: modality of the queries.
 
     Returns:

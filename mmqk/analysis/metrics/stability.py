@@ -31,7 +31,7 @@ def spike_score(run: Run, modality: str | None = None) -> float:
 
 
 def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
-    """Return `spike_score` of the global gradient norm; NaN for a modality."""
+    """Return `spike_score` of the global gradient norm; NaN if a modality is given."""
     return math.nan if modality else score_of(run.series("grad_norm")[1].tolist())
 
 
@@ -51,8 +51,8 @@ def _loss(modality: str | None) -> str:
 def divergence_step(run: Run) -> int | None:
     """Return the optimizer step at which the run diverged, None if it did not.
 
-    This is the first step at which `DivergenceRule` fires on the training excess (without a floor: the loss) of the
-    trained modalities, or at which the run ended as diverged.
+    This is the first step at which `DivergenceRule` fires on the training excess loss of the trained modalities (on
+    the loss if there is no floor), or the step at which the run ended as diverged, whichever comes first.
     """
     rule, steps = DivergenceRule(warmup_steps(run)), []
     by_step: dict[int, dict[str, float]] = {}
@@ -81,8 +81,8 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
     """Return `divergence_step` as a share of the configured run length; 1 for a run that completed without
     divergence.
 
-    The mean over runs is the restricted mean time to divergence. NaN for a run that was stopped early for another
-    reason.
+    The mean over runs is the restricted mean time to divergence. NaN if the run did not diverge but was stopped
+    early.
     """
     step = divergence_step(run)
     if step is not None:
@@ -106,7 +106,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
     Args:
         run: the run.
-        modality: use only warnings of series of this modality (for a pair, of its queries).
+        modality: count only warnings about series of this modality; for a modality pair, that of the queries counts.
         names: the alarms that count as warnings.
 
     Returns:
@@ -121,7 +121,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
 
 def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
-    """Return the step of the first alarm with one of these names; None without one."""
+    """Return the step of the first alarm with one of these names; None if there is none."""
     steps = [alarm.step for alarm in alarms(run) if alarm.name in names and _is_of(alarm, modality)]
     return min(steps, default=None)
 

@@ -59,7 +59,7 @@ def _loss(label: str, name: str) -> Metric:
 
 
 def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], float], worst: End) -> Metric:
-    """Return a metric without a series; the value of a diverged run is exact, not a bound."""
+    """Return a metric that has no series and whose value in a diverged run is exact, not a bound."""
     return Metric(label, unit, "linear", worst, measure, alone(measure), counts_failures=True)
 
 
@@ -129,8 +129,9 @@ _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     """Return the metric and the modality that a claim names.
 
-    ``q_norm/image``; ``alarm_lead_time(growth)/text``, for one kind of warning; ``dose_response(q_norm/image)`` or
-    ``dose_response(q_norm/image, data.dial.entropy.image)``, for a metric of a run along an axis.
+    Examples of names: ``q_norm/image``; ``alarm_lead_time(growth)/text`` (one kind of warning);
+    ``dose_response(q_norm/image)`` or ``dose_response(q_norm/image, data.dial.entropy.image)`` (a metric of one run
+    along an axis).
 
     Raises:
         UserError: no metric has this name, or it needs a modality.

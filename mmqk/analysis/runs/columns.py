@@ -31,7 +31,7 @@ class Columns:
     Attributes:
         series: (steps, values) by tag. Steps ascend; if a step was written twice, the later value is used.
         steps: the steps of all lines.
-        last_step: the last step with a number; 0 without numbers.
+        last_step: the last step with a number; 0 if there are no numbers.
         truncated: whether a line could not be read.
     """
 
@@ -57,13 +57,13 @@ class Columns:
 
 
 def read_columns(path: str | os.PathLike[str]) -> Columns:
-    """Return the columns of a metrics file, without lines that cannot be read; if there is no file, no columns."""
+    """Return the columns of a metrics file without the lines that cannot be read; empty if there is no file."""
     try:
         lines = read_regular(path).splitlines()
     except OSError:
         return Columns(())
     try:
-        # One call of the JSON scanner is faster than one per line and reuses the strings of the tags.
+        # One call of the JSON parser is faster than one call per line, and it creates each tag string only once.
         records = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         records = []

@@ -57,21 +57,21 @@ class Run:
 
     Attributes:
         path: the folder.
-        name: its path inside the folder of the study, e.g. ``mixed-0123456789/seed0``.
+        name: path of the run inside the folder of the study, e.g. ``mixed-0123456789/seed0``.
         arm: name of the arm.
         seed: the seed.
-        id: hash of the identity; empty without a readable run.json.
+        id: hash of the identity; empty if run.json is missing or cannot be read.
         code: hash of the code of the run.
         identity: the fields that define the run.
         details: versions, command, machine and resolved configuration.
         status: content of status.json; "failed" with a reason if the file cannot be read.
-        remarks: sentences about what is missing or unusual in its records; `notes` also covers its metrics.
+        remarks: sentences about what is missing or unusual in the records; `notes` also covers the metrics.
         family: name of the arm in the grid, before it is crossed with axes.
-        point: the values of the axes by dotted field; empty without axes.
+        point: the values of the axes by dotted field; empty if the grid has no axes.
         role: "verdict", "selection" (a run that selects a learning rate; no verdict uses it) or "replay".
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
-        replay: for a replay, the name of the replayed run, the depth and the numerics, else None.
-        forked: content of fork.json; empty without one.
+        replay: the name of the replayed run, the depth and the numerics; None if the run is not a replay.
+        forked: content of fork.json; empty if there is none.
         cache: results of the functions with the decorator `once_per_run`.
     """
 
@@ -146,7 +146,7 @@ class Run:
 
     @cached_property
     def tags(self) -> dict[str, Tag]:
-        """The parsed tag of every series by name."""
+        """The parsed tag of each series, by the name of the series."""
         parsed = ((name, _parsed(name)) for name in self._columns.series)
         return {name: tag for name, tag in parsed if tag is not None}
 
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Statistics of the data by modality, from data.json; empty without the file."""
+        """Statistics of the data by modality, from data.json; empty if there is no such file."""
         return self._data_read[0]
 
     @property
@@ -192,7 +192,7 @@ class Run:
         modality: str | None = None,
         layer: int | None = None,
     ) -> Series:
-        """Return a statistic reduced over layers (and key modalities), by step.
+        """Return a statistic at each step, reduced over layers (and over key modalities).
 
         Args:
             statistic: e.g. ``attn_logit_absmax``.
@@ -243,8 +243,8 @@ def _parsed(name: str) -> Tag | None:
 def load_runs(folder: str | Path) -> list[Run]:
     """Return all runs under ``folder``: an ablation folder, an arm folder, or a run folder.
 
-    If the folder has an ``ablation.json``, these are the listed runs that have a folder, in the listed order.
-    Otherwise they are all folders with a ``run.json`` or ``metrics.jsonl``, up to three levels down.
+    If the folder has an ``ablation.json``, return the runs that it lists and that have a folder, in the listed order.
+    Otherwise, every folder with a ``run.json`` or ``metrics.jsonl``, up to three levels down, is a run.
 
     Raises:
         UserError: the folder does not exist or has no run.

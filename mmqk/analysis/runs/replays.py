@@ -8,10 +8,10 @@ dynamics    at every depth all replays diverge, and the fp32 divergence steps li
 numerics    at every depth all bf16 replays diverge and all fp32 replays reach the end of their horizon
 undecided   every other case
 
-"Among" means: not all before the earliest bf16 divergence and not all after the latest, with a tolerance of
-`SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 steps come from one distribution, 2
-of their 84 possible orders fail this condition at a depth. With 3 and 3 steps (soft-capped or sigmoid attention has
-no fused kernel), 2 of 20 orders fail the condition.
+"Among" means that the fp32 steps are neither all before the earliest bf16 step nor all after the latest, with a
+tolerance of `SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 steps come from one
+distribution, 2 of their 84 possible orders fail this condition at each depth. With 3 and 3 steps (soft-capped or
+sigmoid attention has no fused kernel), 2 of 20 orders fail the condition.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class Times:
     """The divergence steps of the replays with one depth and one kind of numerics.
 
     Attributes:
-        depth: distance from their first step to the divergence, as a share of the steps up to the divergence.
-        step: their first step.
+        depth: distance from the first step of the replays to the divergence of the original run, as a share of the
+            steps up to that divergence.
+        step: first step of the replays.
         numerics: bf16-fused, bf16-math or fp32.
-        diverged: sorted steps of their divergences.
-        survived: number of replays that reached the end of the horizon.
-        horizon: last step of the horizon.
+        diverged: steps of the divergences of the replays, sorted.
+        survived: number of replays that reached the step ``horizon``.
+        horizon: the step at which a replay that does not diverge ends.
         runs: names of the replays.
     """
 
@@ -70,7 +71,7 @@ class ReplayVerdict:
         of: name of the diverged run.
         label: dynamics, numerics or undecided.
         sentence: the reason, in one or two sentences.
-        rows: times by depth and numerics, smallest depth first.
+        rows: one `Times` for each depth and numerics, smallest depth first.
     """
 
     of: str
@@ -80,7 +81,7 @@ class ReplayVerdict:
 
 
 def replay_verdicts(runs: Iterable[Run]) -> list[ReplayVerdict]:
-    """Return a verdict for every run with replays among ``runs``, in their order."""
+    """Return one verdict for each run that has replays among ``runs``, in the order of the replays."""
     runs = list(runs)
     by_name = {run.name: run for run in runs}
     replays: dict[str, list[Run]] = {}

@@ -1,7 +1,7 @@
 """Area under the ROC curve (AUROC) of a number as the predictor of failed runs.
 
-A learning rate that is too high raises norms and also makes runs fail. So only runs of one stratum, for example of
-one learning rate, are compared: a pair has one failed run and one survivor.
+A learning rate that is too high raises norms and also makes runs fail. So only runs of the same stratum, for example
+with the same learning rate, are compared. A pair consists of one failed run and one survivor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Auroc(WithInterval):
     It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
 
     Attributes:
-        value: the share, where ties count half; NaN without a pair.
-        error: jackknife standard error over runs; NaN without an interval.
+        value: the share, where ties count half; NaN if too few runs are in a pair.
+        error: jackknife standard error over runs; NaN if there is no interval.
         failures: number of failed runs that are in a pair.
         survivors: number of other runs that are in a pair.
         pairs: number of pairs.
@@ -66,8 +66,8 @@ class Auroc(WithInterval):
         return low, high
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of the hypothesis that the true AUROC is ``threshold``. The interval at
-        confidence 1 - p ends at ``threshold``."""
+        """Return the two-sided p-value of the hypothesis that the true AUROC is ``threshold``. ``threshold`` is an
+        end of the interval at confidence 1 - p."""
         if not self.has_interval or not 0 < threshold < 1:
             return math.nan
         if self._trials:
@@ -91,16 +91,16 @@ def auroc(
 ) -> Auroc:
     """Return the AUROC over the pairs within strata, with equal weight for every pair.
 
-    The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale; in one
-    stratum this is DeLong's variance. If the scores separate the runs perfectly, that variance is 0. Then the
-    interval is Wilson's, with the number of runs of the smaller group as the number of trials; this binomial has the
-    largest possible variance (Birnbaum and Klose).
+    The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale. If there is
+    one stratum, the jackknife variance is DeLong's. If the scores separate the runs perfectly, the variance is 0.
+    Then the interval is Wilson's, with the number of runs of the smaller group as the number of trials. No AUROC has
+    a larger variance than a binomial share of that many trials (Birnbaum and Klose).
 
     Args:
         scores: one per run; infinite for the worst score, never NaN.
         failed: whether each run failed.
         strata: the stratum of each run; by default one for all.
-        fewest: the AUROC needs this many failures and this many survivors that are in a pair.
+        fewest: smallest number of failures and of survivors in pairs; with fewer of either, the AUROC is NaN.
 
     Raises:
         ValueError: lengths differ, or a score is NaN.
@@ -128,8 +128,8 @@ def auroc_difference(
 def _pairs(
     scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return two arrays, [failure, survivor]: 1 for a win, 0.5 for a tie, else 0; and whether both runs are in one
-    stratum."""
+    """Return two arrays with one row per failure and one column per survivor: the score of the pair (1 if the failure
+    has the higher score, 0.5 for a tie, else 0), and whether both runs are in the same stratum."""
     x, failure = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
     names = [0] * len(x) if strata is None else list(strata)
     if not len(x) == len(failure) == len(names):

@@ -3,9 +3,9 @@
 An effect is the mean difference of an outcome over shared seeds, on the scale of the outcome: the logarithm for
 ratios, nats for a loss. Three seeds estimate the spread of an arm poorly. A spread pooled over all arms has more
 degrees of freedom, but is wrong for arms with different spreads. So the interval uses the pooled spread, unless the
-standard error of the two arms alone is larger; then the interval is Welch's. With three seeds and standard deviations
-of 1, 0.3 and 0.3, 6 % of the intervals by this rule miss a true effect of 0, and 10 % if Bartlett's test at p = 0.1
-chooses the interval.
+standard error of the two arms alone is larger; then the interval is Welch's. For three arms with three seeds each and
+standard deviations of 1, 0.3 and 0.3, 6 % of the intervals by this rule miss a true effect of 0. If Bartlett's test
+at p = 0.1 chose the interval instead, 10 % would miss it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Spread:
         sd: pooled standard deviation on the scale of the outcome.
         df: degrees of freedom of ``sd``, the sum over arms of (seeds - 1).
         by_arm: standard deviation of each arm.
-        p_equal: Bartlett's p-value for equal spread in all arms.
+        p_equal: p-value of Bartlett's test that all arms have the same variance.
     """
 
     sd: float
@@ -46,7 +46,7 @@ class Effect(WithInterval):
 
     Attributes:
         value: mean over seeds of treatment - control.
-        error: standard error; NaN without a spread.
+        error: standard error; NaN if no spread can be estimated.
         n: number of shared seeds.
         df: degrees of freedom of the interval.
         of: source of the standard error: the spread "pooled" over arms, the "two arms" alone, or the "differences".
@@ -71,8 +71,8 @@ class Effect(WithInterval):
         return self.value - half, self.value + half
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of the hypothesis that the true effect is ``threshold``. The interval at
-        confidence 1 - p ends at ``threshold``."""
+        """Return the two-sided p-value of the hypothesis that the true effect is ``threshold``. ``threshold`` is an
+        end of the interval at confidence 1 - p."""
         distance = abs(self.value - threshold)
         if self.error == 0:
             return float(distance == 0)
@@ -80,7 +80,7 @@ class Effect(WithInterval):
 
     def beyond(self, alpha: float, power: float = POWER) -> float:
         """Return how far beyond a threshold the true effect must lie, so that the interval at confidence 1 - alpha
-        excludes the threshold with this power; NaN without a spread."""
+        excludes the threshold with this power; NaN if there is no standard error."""
         return (quantile_t(1 - alpha / 2, self.df) + quantile_t(power, self.df)) * self.error
 
 
@@ -127,9 +127,9 @@ def paired_effect(
 ) -> Effect | None:
     """Return the effect, treatment - control, over the shared seeds; None if there are none.
 
-    The interval treats the two means as independent, although the arms share data order and initial weights: a paired
-    interval would have only n - 1 degrees of freedom. If the outcomes of a seed are positively correlated between
-    arms, the interval is too wide; if negatively, too narrow.
+    The interval treats the two means as independent, although runs with the same seed share data order and initial
+    weights, because a paired interval would have only n - 1 degrees of freedom. If the outcomes of the arms are
+    positively correlated over seeds, the interval is too wide; if they are negatively correlated, it is too narrow.
 
     Args:
         treatment: outcome of the treatment by seed.

@@ -1,9 +1,9 @@
 """Exact tests for few runs: counts of runs, and signs of paired differences.
 
-Counts are compared by their shares. Fisher's test tests equal shares. The interval of the difference inverts the
-exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the maximum over all pairs of true
-shares, so the interval has at least its nominal coverage for every pair. The interval of one share is Clopper and
-Pearson's.
+Counts are compared by their shares. Fisher's test tests whether the shares are equal. The interval of the difference
+inverts the exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the maximum over all pairs
+of true shares, so the interval has at least its nominal coverage for every pair. The interval of one share is Clopper
+and Pearson's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float
 
 
 def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
-    """Return the two-sided p-value of the exact sign-flip test for paired differences that are symmetric about 0.
+    """Return the two-sided p-value of the exact sign-flip test that paired differences are symmetric about 0.
 
     This is the share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN for more
     than `MOST_FLIPPED` differences.
@@ -61,10 +61,10 @@ def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
-    """Return, for every outcome [a, b], the probability of a difference of the shares at least as large as in this
-    outcome.
+    """Return, for every outcome [a, b], the probability that the difference of the shares is at least as large as in
+    this outcome.
 
-    It is the maximum over all true shares with the difference ``delta``.
+    The probability is the maximum over all pairs of true shares whose difference is ``delta``.
     """
     second = NUISANCE * (1 - abs(delta)) + max(0.0, -delta)
     i, j = np.arange(n + 1), np.arange(m + 1)
@@ -128,9 +128,11 @@ class Counts(WithInterval):
         return float(min(1.0, 2 * min(above, below)))
 
     def detectable(self, threshold: float, alpha: float, power: float) -> float:
-        """Return the smallest true difference above ``threshold`` that is significant with this power, or NaN.
+        """Return the smallest true difference above ``threshold`` that is significant with this power; NaN if there
+        is none.
 
-        The share of the control is the observed one. For a threshold below 0 the arms swap and the sign is reversed.
+        The share of the control is the observed one. For a threshold below 0, the arms are swapped and the sign is
+        reversed.
         """
         if threshold < 0:
             return -Counts(self.b, self.m, self.a, self.n_treatment).detectable(-threshold, alpha, power)

@@ -1,4 +1,4 @@
-"""The interface of all effects: a value with an interval at a level."""
+"""The interface of all effects: a value with an interval at any confidence level."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class WithInterval(ABC):
 
     @property
     def low(self) -> float:
-        """Lower end of the 95 % interval; NaN without one."""
+        """Lower end of the 95 % interval; NaN if there is no interval."""
         return self.interval(1 - CONFIDENCE)[0]
 
     @property
     def high(self) -> float:
-        """Upper end of the 95 % interval; NaN without one."""
+        """Upper end of the 95 % interval; NaN if there is no interval."""
         return self.interval(1 - CONFIDENCE)[1]

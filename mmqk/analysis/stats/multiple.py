@@ -2,12 +2,13 @@
 
 The confirmatory claims of a family share a level of 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979).
 The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995). The
-intervals of exploratory claims have the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least
-95 %.
+intervals of exploratory claims have the confidence that corresponds to this rate (Benjamini and Yekutieli, JASA 100,
+2005), but at least 95 %.
 
-If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have the
-same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated once
-with t-tests of two arms, because the limits for normal means give 5.6 % with looks at 3, 4, 5 and 6 seeds.
+If seeds may be added, every number of seeds from the smallest to the largest registered number is a look. All looks
+have the same nominal level, chosen so that the total error over the looks is 5 % (Pocock, Biometrika 64, 1977). The
+total error is computed from simulated t-tests of two arms. Pocock's own levels assume normal means with a known
+variance; with looks at 3, 4, 5 and 6 seeds they would give a total error of 5.6 %.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from scipy import special, stats
 
 FAMILY_LEVEL = 0.05
 DISCOVERY_LEVEL = 0.10
-# Number of simulated pairs of arms. If fewer than FEWEST of them have a p-value as small as the given one, the
-# Bonferroni bound is used instead of their share.
+# Number of simulated pairs of arms. If fewer than FEWEST pairs have a p-value as small as the given one, the
+# Bonferroni bound is used instead of the share of these pairs.
 PAIRS, FEWEST = 60_000, 60
 
 

@@ -54,8 +54,8 @@ class Assessment:
     Attributes:
         claim: the claim as registered.
         compared: the compared runs.
-        effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
-            shares; for a prediction the AUROC); None if it was not measured.
+        effect: effect of treatment over control on the metric's scale (log ratio or difference); for counts a
+            difference of shares, for a prediction the AUROC; None if it was not measured.
         spread: spread over seeds within arms.
         medians: median of the metric over the finished runs, by arm or family; for counts the share.
         controls: the checks that need no other claim.
@@ -87,7 +87,8 @@ class Assessment:
 
     @property
     def p_in_family(self) -> float:
-        """The p-value that the family correction uses: corrected for all looks, and 1 if the runs cannot decide."""
+        """The p-value that the family correction uses: corrected for all looks, and 1 if the runs cannot
+        decide the claim."""
         if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
             return 1.0
         return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
@@ -149,7 +150,7 @@ def _flipped(effect: Effect, threshold: float) -> float:
 
 
 def _registered(compared: Compared) -> str:
-    """Return why the runs differ from the registered ones; empty if they do not."""
+    """Return how the numbers of runs or seeds differ from the registered numbers; empty if they do not."""
     claim = compared.claim
     for members in compared.groups.values():
         done = len(members.all)
@@ -189,7 +190,7 @@ def _without(unmeasured: Sequence[str]) -> str:
 
 def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
     """Return why the unknown values of failed runs could change the verdict; empty if they could not."""
-    # Directions in which the true effect may differ, and the direction that would cross the threshold.
+    # Directions in which the true effect may lie from the bound, and the direction that would cross the threshold.
     towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
     towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
     if claim.test == "equivalence":
@@ -235,7 +236,7 @@ def _counted(compared: Compared) -> Assessment:
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
-    # Fisher's test must also find different shares. It decides the claim if min_effect is small.
+    # Fisher's test must also reject equal shares. If min_effect is small, its p-value is the larger one.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
     open_ = _registered(compared) or _without(unmeasured)
@@ -246,7 +247,7 @@ def _counted(compared: Compared) -> Assessment:
 
 
 def _predicted(compared: Compared) -> Assessment:
-    """Assess a claim that a metric predicts which runs of an arm fail."""
+    """Assess the claim that a metric predicts which runs of an arm fail."""
     claim, prediction = compared.claim, predict(compared)
     controls = tuple(filter(None, [within_bound(compared.runs), numerics_agree(compared)]))
     assessment = Assessment(
@@ -261,7 +262,7 @@ def _predicted(compared: Compared) -> Assessment:
 def _counts(claim: Claim, run: Run) -> bool | None:
     """Return whether the run diverged or reached the value of the claim; None if its value was not measured.
 
-    If the metric has an exact value for diverged runs, only this value decides, and the divergence does not count."""
+    If the metric has an exact value for diverged runs, only this value decides whether a diverged run counts."""
     if run.lost:
         return None
     metric, _ = find_metric(claim.metric)

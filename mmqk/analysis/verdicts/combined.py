@@ -23,7 +23,7 @@ from mmqk.analysis.verdicts.verdicts import Verdict, judge
 from mmqk.grid.hypotheses import Hypothesis
 from mmqk.store.pack import unpacked
 
-# With more arms than colors and no grid, arms are sorted by their largest logit.
+# If there is no grid and there are more arms than colors, arms are sorted by their largest logit.
 MANY_ARMS = 8
 _LISTS = ("hero", "shown", "cannot_tell", "figures", "headline")
 
@@ -94,7 +94,7 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
         paths_of_arm: defaultdict[str, set[Path]] = defaultdict(set)
         for run in study.runs:
             paths_of_arm[run.arm].add(run.path.resolve())
-        # An arm with the name of an earlier arm is the same arm if all its runs are runs of that arm.
+        # An arm with the name of an earlier arm is the same arm if all its runs are also runs of the earlier arm.
         new_arms = _Names(
             (old, f"{name}/{old}")
             for old in (*study.arms, *study.families)

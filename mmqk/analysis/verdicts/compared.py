@@ -1,4 +1,4 @@
-"""The metric of the arms that a claim compares: by seed, on the metric's scale, with failures ranked worst."""
+"""The metric of the arms that a claim compares, by seed and on the metric's scale; failed runs rank worst."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Group:
 
     @property
     def all(self) -> tuple[Run, ...]:
-        """All its runs, sorted by seed."""
+        """All runs of the group, sorted by seed."""
         return tuple(run for seed in sorted(self.runs) for run in self.runs[seed])
 
     @property
     def seeds(self) -> int:
-        """The largest number of planned seeds of its arms."""
+        """The number of planned seeds per arm; the largest number if the arms differ."""
         return max((len(arm.seeds) for arm in self.arms), default=0)
 
 
@@ -50,7 +50,7 @@ class Outcomes:
         values: values on the metric's scale, by group and seed; a failed run has the worst finite value of all
             groups.
         raw: the measured values by group.
-        bounds: the values that are bounds, by group and seed: 1 if the true value is higher, -1 if it is lower.
+        bounds: for each value that is a bound, by group and seed: 1 if the true value is higher, -1 if it is lower.
         unmeasured: the runs without a value, with the reason if it is known.
     """
 
@@ -173,7 +173,7 @@ def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
-    """Return 1 if the true value is higher than its substitute, -1 if it is lower, 0 if the value was measured."""
+    """Return 1 if the true value is higher than the value that replaces it, -1 if lower, 0 if it was measured."""
     if math.isinf(value):
         return 1 if value > 0 else -1
     if isinstance(metric, FamilyMetric) or metric.counts_failures:
@@ -183,8 +183,8 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
 
 
 def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
-    """Return the outcomes from which the spread over seeds is computed: those of the compared groups and of every
-    other arm of the same block and point.
+    """Return the outcomes from which the spread over seeds is computed: the outcomes of the compared groups and of
+    all other arms of the same block at the same point.
 
     An arm that does not train the modality of the metric is left out. Of several arms whose runs are identical until
     a fork, only the first is used.

@@ -39,7 +39,7 @@ def regime_reached(compared: Compared) -> Control:
     """Check that every compared run trains at least one modality and learned every modality that it trains.
 
     Otherwise the claim would compare a run that learned with one that did not. For a metric of the learning rates at
-    which runs fail, one run per seed and point must have learned.
+    which runs fail, it is enough that for every seed and point of the other axes a run at some learning rate learned.
     """
     study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
@@ -79,8 +79,8 @@ def regime_reached(compared: Compared) -> Control:
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Return groups of runs, each of which must have a run that learned. A group is one run or, with ``of_rates``,
-    the runs of one seed at all learning rates."""
+    """Return groups of runs; in each group at least one run must have learned. A group is a single run or, with
+    ``of_rates``, the runs that differ only in their learning rate."""
     units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
         other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
@@ -143,7 +143,7 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
 
 
 def enough_seeds(compared: Compared) -> Control:
-    """Check that the arms share at least `FEWEST_SEEDS` seeds; for a count, that each arm has as many."""
+    """Check that the arms share at least `FEWEST_SEEDS` seeds; for a count, that each arm has that many seeds."""
     seeds = [members.runs.keys() for members in compared.groups.values()]
     n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
     few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
@@ -155,12 +155,12 @@ def _place(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _covers(declared: str, field: str) -> bool:
-    # If the mapping is empty in one arm, ``field`` is the whole mapping, and ``declared`` is a field inside it.
+    # If a mapping is empty in one arm, ``field`` is the whole mapping, and ``declared`` is a field inside it.
     return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 
 def within_bound(runs: Sequence[Run]) -> Control | None:
-    """Check that no finite logit exceeds the QK-Norm bound of its layer; None without a bound.
+    """Check that no finite logit exceeds the QK-Norm bound of its layer; None if no layer has a bound.
 
     A failure means an error in mmqk.
     """
@@ -186,14 +186,14 @@ def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> 
 
 
 def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
-    """Check that the median of every arm of a control reaches ``at_least``; for a negative control, that no median
-    does.
+    """Check that the median of every arm of a control reaches ``at_least``; for a negative control, that no arm's
+    median reaches it.
 
     Args:
         study: the study with its runs.
         control: the claim of status "control".
         name: "positive control", "negative control" or "manipulation check".
-        reached: True if every arm must reach ``at_least``, False (negative control) if no arm may.
+        reached: True if every arm must reach ``at_least``, False (negative control) if no arm may reach it.
     """
     metric, modality = find_metric(control.metric)
     assert isinstance(metric, Metric)
@@ -218,7 +218,7 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
 
 
 def numerics_agree(compared: Compared) -> Control | None:
-    """Check by replays that no compared divergence comes from numerics; None if no run diverged."""
+    """Check with replays that numerics caused none of the compared divergences; None if no run diverged."""
     diverged = [run.name for run in compared.runs if run.status.status == "diverged"]
     if not diverged:
         return None
@@ -230,7 +230,7 @@ def numerics_agree(compared: Compared) -> Control | None:
 
 
 def rates(compared: Compared) -> tuple[list[Control], str]:
-    """Return the checks of the learning rates against the rule of the claim, and a note with the learning rates.
+    """Return the checks that the learning rates follow the rule of the claim, and a note with the learning rates.
 
     Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
     """
@@ -269,7 +269,8 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
 
 
 def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]:
-    """Check that the selection runs distinguish the different learning rates of two arms, paired by their points."""
+    """Check that the selection runs distinguish the learning rates of treatment and control at each point; empty if
+    the learning rates are equal everywhere."""
     study, first, second = compared.study, *compared.pair
     pairs = list(zip(first.arms, second.arms, strict=False))
     close = []

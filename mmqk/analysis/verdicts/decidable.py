@@ -42,7 +42,7 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
     warnings = []
     for claim in claims:
         if claim.test == "prediction":
-            continue  # its number of runs is checked at registration
+            continue  # check_decidable checks the number of runs
         arms = [
             {job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)
         ]
@@ -56,7 +56,7 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
 
 
 def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
-    """Return why no result could support the claim, and what to do; empty if one could."""
+    """Return why no result could support the claim, and what to do; empty if a result could support it."""
     if claim.test == "prediction":
         return _predicted(claim, jobs)
     treatment, control = (_runs(claim, name, jobs) for name in (claim.treatment, claim.control))
@@ -108,7 +108,7 @@ def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
 
 
 def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs: Iterable[Job]) -> str:
-    """Return why the planned seeds give no interval; an effect is a mean over the seeds that both arms have."""
+    """Return why the planned seeds give no interval; empty if they do. An effect is a mean over shared seeds."""
     both = {job.seed for job in treatment} & {job.seed for job in control}
     arms = f"{claim.treatment} and {claim.control}"
     if treatment and control and not both:
@@ -123,7 +123,7 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
 
 
 def _predicted(claim: Claim, jobs: Sequence[Job]) -> str:
-    """Return why the planned runs of the arms are too few for an AUROC."""
+    """Return why the planned runs of the arms are too few for an AUROC; empty if they are not."""
     n, needed = sum(len(_runs(claim, name, jobs)) for name in claim.arms), 2 * FEWEST_OF_EACH
     if n >= needed:
         return ""

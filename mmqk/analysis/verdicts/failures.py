@@ -20,13 +20,14 @@ EVENTS: dict[str, Callable[[Run], int | None]] = {
 
 
 def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], list[bool]]:
-    """Return the step of the event of each run, or its last step, and whether the event happened."""
+    """Return, for each run, the step of the event (the last step if there was none), and whether the event
+    happened."""
     steps = [(EVENTS[metric](run), run.last_step) for run in runs]
     return [float(last if step is None else step) for step, last in steps], [step is not None for step, _ in steps]
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return a sentence with the number of failed runs per arm and the log-rank test; empty for other metrics."""
+    """Return a sentence with the failed runs per arm and the log-rank test; empty for other claims."""
     claim = compared.claim
     if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
         return []

@@ -1,12 +1,13 @@
 """The verdict of a hypothesis: whether the effects of several claims have the pattern that it predicts.
 
-A hypothesis of a grid predicts for some claims where the effect of treatment over control lies: above the smallest
-effect of interest, none (within it on both sides), or below it in the other direction. The 95 % interval of an effect
-leaves one or more of these three states possible. A prediction allows one or two of the states. Its verdict is
+A hypothesis of a grid predicts, for some claims, the state of the effect of treatment over control: "above" (higher
+than the smallest effect of interest), "none" (smaller than it in both directions) or "below" (beyond it in the other
+direction). The 95 % interval of an effect leaves one or more of these three states possible. A prediction allows one
+or two of the states. Its verdict is
 
 contradicted    if it allows none of the possible states
 supported       if it allows all of the possible states
-not told apart  otherwise, and if the claim has no interval or failed a check
+not told apart  in all other cases, and if the claim has no interval or failed a check
 
 A hypothesis is contradicted if one of its predictions is contradicted, supported if all are supported, and otherwise
 not told apart.
@@ -44,7 +45,7 @@ class Pattern:
 
 
 def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
-    """Return the verdict of every hypothesis of the grid, in its order."""
+    """Return the verdict of every hypothesis, in the order of the grid."""
     of_claims = {verdict.claim.id: possible_states(verdict) for verdict in verdicts}
     results = []
     for hypothesis in study.hypotheses:
@@ -63,7 +64,8 @@ def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
 def possible_states(verdict: Verdict) -> tuple[str, ...]:
     """Return the states (`STATES`) that the 95 % interval of the effect overlaps.
 
-    Empty if a check failed, if the effect has no interval, or if it is a bound because a run diverged.
+    Empty if a check failed (negative controls do not count), if the effect has no interval, or if it is a bound
+    because a run failed.
     """
     effect, size = verdict.effect, verdict.claim.min_effect
     if verdict.open or verdict.bounds or not isinstance(effect, Effect) or not effect.has_interval:

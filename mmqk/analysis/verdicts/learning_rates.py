@@ -21,7 +21,8 @@ from mmqk.analysis.verdicts.compared import metric_value
 from mmqk.analysis.verdicts.study import RATE_METRIC, Study, StudyArm
 from mmqk.store import UserError
 
-# Probability of calling two equally good learning rates different, over all pairs that two arms may choose.
+# Probability of declaring two equally good learning rates different, over all pairs of learning rates that two arms
+# may choose.
 ERROR = 0.01
 _BY_MODALITY = ("final_loss", "final_excess")
 
@@ -32,7 +33,7 @@ class BestRate:
 
     Attributes:
         rate: the best learning rate.
-        means: mean of the metric over seeds, by learning rate; infinite at the bad end if a run diverged.
+        means: mean of the metric over seeds, by learning rate; if a run diverged, inf or -inf, whichever is worse.
         values: the metric of each seed, by learning rate.
         high_is_bad: whether a higher value of the metric is worse.
     """
@@ -48,7 +49,7 @@ class BestRate:
         return self.rate in (min(self.means), max(self.means))
 
     def loss(self, rate: float) -> float:
-        """Return how much worse a learning rate is than the best; infinite if a run diverged or it was not tried."""
+        """Return how much worse a learning rate is than the best; infinite if it was not tried or a run diverged."""
         bad = self.means.get(rate, math.inf if self.high_is_bad else -math.inf)
         return (bad - self.means[self.rate]) * (1 if self.high_is_bad else -1)
 
@@ -57,8 +58,8 @@ class BestRate:
 def value_of(run: Run, metric: str) -> float:
     """Return the value of ``metric`` in one run, to select a learning rate.
 
-    The value is infinite at the bad end of the metric if the run diverged or has no finite value. A metric by
-    modality that is named without a modality is averaged over the trained modalities.
+    If the run diverged or has no finite value, the value is inf or -inf, whichever is worse. If a metric that needs a
+    modality is named without one, it is averaged over the trained modalities.
     """
     worst = math.inf if _high_is_bad(metric) else -math.inf
     names = [f"{metric}/{m}" for m in trained_modalities(run)] if metric in _BY_MODALITY else [metric]
@@ -101,7 +102,7 @@ def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[
     Args:
         first: the choice of one arm.
         second: the choice of the other arm.
-        verdict_values: for each arm, the values of the same metric in its verdict runs.
+        verdict_values: for each arm, the values of the selection metric in its verdict runs.
     """
     if first.rate == second.rate:
         return True
@@ -127,5 +128,5 @@ def metric_of(study: Study, arm: StudyArm) -> str:
 
 
 def chosen(study: Study, arm: StudyArm) -> BestRate | None:
-    """Return the choice of an arm; None without finished selection runs."""
+    """Return the learning rate that the selection runs of an arm choose; None if none has finished."""
     return choose(study.selection(arm), metric_of(study, arm))

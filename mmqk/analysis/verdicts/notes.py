@@ -19,7 +19,7 @@ from mmqk.grid.claims import Claim
 from mmqk.store.formatting import percent, plain
 
 ENOUGH_SEEDS = 6
-# Smaller relative differences are not reported: they arise because seeds read different sequences.
+# Smaller relative differences are not reported, because they arise when runs train on different sequences.
 ALIKE = 0.01
 
 
@@ -91,7 +91,7 @@ def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> lis
 
 def about_power(claim: Claim, size: str) -> str:
     """Return a note with the true effect that these seeds detect with 80 % power; for an equivalence, with the
-    smallest min_effect."""
+    smallest min_effect that has 80 % power."""
     if not size:
         return ""
     if claim.test == "equivalence":

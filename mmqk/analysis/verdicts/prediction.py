@@ -17,7 +17,7 @@ class Prediction:
     """How well the metric of a claim separates failed runs from the other runs of their arm.
 
     Attributes:
-        effect: the AUROC; None without a value.
+        effect: the AUROC; None if it has no value.
         medians: median of the metric by arm.
         counts: (failed runs, all runs) by arm.
         why: why there is no AUROC, or no interval; else empty.
@@ -30,7 +30,7 @@ class Prediction:
 
 
 def predict(compared: Compared) -> Prediction:
-    """Return the AUROC of the claim's metric for failed runs, over pairs of runs of the same arm.
+    """Return the AUROC of the claim's metric as a predictor of failed runs, over pairs of runs of the same arm.
 
     A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.analysis.metrics.outcome`, relative
     to the compared runs). A metric that differs between arms but not within an arm, such as the learning rate, has an

@@ -19,13 +19,14 @@ from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_sp
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, metric_of, value_of
 from mmqk.analysis.verdicts.study import Study, StudyArm
 
-# An arm trains with a learning rate if its runs end at most this many nats above the best mean loss of the control.
+# An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best
+# mean loss of the control.
 TRAINS_NATS = 0.25
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """One arm beside its control. Losses are means over the trained modalities, in nats per token.
+    """One arm and its comparison with its control. Losses are means over the trained modalities, in nats per token.
 
     Attributes:
         arm: name of the arm.
@@ -34,8 +35,8 @@ class Ranked:
         rate: the chosen learning rate.
         at_edge: whether the chosen learning rate is the lowest or highest one that was tried.
         loss: mean final loss over seeds; infinite if a run diverged.
-        difference: loss minus the control's loss over shared seeds; None for a control or without shared seeds.
-        trains: for each learning rate that was tried, whether the arm trains with it (`TRAINS_NATS`).
+        difference: loss minus the control's loss over shared seeds; None for a control, or if no seed is shared.
+        trains: for each learning rate that was tried, whether the arm trains at it (see `TRAINS_NATS`).
         sensitivity: learning-rate sensitivity of the selection runs (Wortsman et al., arXiv 2309.14322).
         logit: largest attention logit at the end, geometric mean over seeds.
         logit_ratio: logarithm of the ratio of ``logit`` to the control's.
@@ -45,7 +46,7 @@ class Ranked:
         runs: number of finished runs, at all learning rates.
         time: logarithm of the ratio of the time per step to the control's; None if the machines differ
             (`time_ratio`).
-        parameters: number of trained parameters minus the control's; None if a record has no number.
+        parameters: number of trained parameters minus the control's; None if the number is not recorded.
     """
 
     arm: str
@@ -73,7 +74,7 @@ class Ranking:
     Attributes:
         rows: the arms with a remedy, by ascending loss difference to their control.
         controls: the arms without a remedy.
-        unfinished: names of arms without enough runs.
+        unfinished: names of the arms that are not ranked, because they or their controls lack finished runs.
         front: the arms of the Pareto front (`pareto_front`).
     """
 
@@ -84,7 +85,7 @@ class Ranking:
 
 
 def ranking(study: Study) -> Ranking | None:
-    """Return the ranking that the grid names; None without one, or if no arm and its control have finished runs."""
+    """Return the ranking that the grid names; None if it names none or if no arm can be compared with a control."""
     named = study.report.get("ranking") or ()
     names = [named] if isinstance(named, str) else [str(name) for name in named]
     controls = {_backend(study, study.arms[name]): name for name in names if name in study.arms}
@@ -189,7 +190,7 @@ def _ranked(
 
 
 def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
-    """Return `paired_effect`, infinite and without an interval if a run of the treatment diverged."""
+    """Return `paired_effect`; if a run of the treatment diverged, the effect is infinite and has no interval."""
     if not all(map(math.isfinite, treatment.values())):
         return Effect(math.inf, math.nan, len(treatment), 0.0, "two arms")
     return paired_effect(treatment, control, spread)
@@ -203,7 +204,7 @@ def _sensitivity(runs: Sequence[Run]) -> float:
 
 def _growth(runs: Sequence[Run], modality: str) -> float:
     """Return the geometric mean over runs of the ratio of the last-layer output norm at the end to the norm at the
-    start; infinite if a last value is not finite."""
+    start; infinite if the last value of a run is not finite."""
     logs = []
     for run in runs:
         _, values = METRICS["final_norm"].series(run, modality)

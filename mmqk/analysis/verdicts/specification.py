@@ -1,7 +1,8 @@
 """The specification curve: the effect of claims under every reasonable choice of metric, window and runs.
 
-Simonsohn, Simmons and Nelson, Nature Human Behaviour 4 (2020). ``report.specification`` of the grid names the claims:
-the same contrast at several learning rates, sizes or lengths. Specifications share runs, so they are not independent.
+Simonsohn, Simmons and Nelson, Nature Human Behaviour 4 (2020). ``report.specification`` of the grid names the claims.
+They should make the same comparison at several learning rates, sizes or lengths. Specifications share runs, so they
+are not independent.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Study:
         return tuple(a for a in self.arms.values() if a.family == name and at(a.point, point or {}))
 
     def of_arm(self, arm: str) -> tuple[Run, ...]:
-        """Return the verdict runs of an arm by seed, without selection runs and replays."""
+        """Return the verdict runs of an arm, sorted by seed, without selection runs and replays."""
         of_arm = (run for run in self.runs if run.arm == arm and run.role == "verdict")
         return tuple(sorted(of_arm, key=lambda run: run.seed))
 
@@ -134,7 +134,7 @@ class Study:
 
 
 def load_study(folder: str | Path) -> Study:
-    """Return the study of a folder. Without a grid it has runs and arms only.
+    """Return the study of a folder. If the folder has no grid, the study has runs and arms only.
 
     Raises:
         UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
@@ -150,7 +150,8 @@ def load_study(folder: str | Path) -> Study:
 
 
 def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
-    """Return the study of these runs with the record of their ablation; ``where`` names it in error messages.
+    """Return the study of these runs; ``ablation`` is the content of ablation.json, and error messages name
+    ``where``.
 
     Raises:
         UserError: a claim is invalid.

@@ -7,10 +7,10 @@ contradicted    the interval lies short of min_effect (equivalence: beyond it on
 not run         an arm has no finished run, or the claim has not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown
 
-The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
-value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does not count
-in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim with a
-finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
+The level of the interval is corrected for the other claims of the family (`multiple`). A run that diverged, or whose
+last value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does not
+count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim stays
+inconclusive if a finished run has no value. `docs/evidence.md` describes the rules.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def judge(study: Study) -> list[Verdict]:
 
 
 def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str, Adjusted]:
-    """Return the corrected level of every decided claim. Claims that the runs cannot decide count in the correction
-    of their family too."""
+    """Return the corrected level of every decided claim. Claims that the runs cannot decide also count in the
+    correction of their family."""
     adjusted: dict[str, Adjusted] = {}
     for status, method, rule in (
         ("confirmatory", "Holm", holm),

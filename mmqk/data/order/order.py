@@ -21,7 +21,7 @@ TEXT_WINDOWS, TEXT_OFFSET = 2, 4
 
 @dataclass(frozen=True)
 class Content:
-    """One document of a row: tokens ``start`` to ``end`` of document ``item`` of a source of kind ``kind``."""
+    """One document of a row: tokens ``start`` to ``end`` of document number ``item`` of the source ``kind``."""
 
     kind: str
     item: int
@@ -30,7 +30,7 @@ class Content:
 
 
 class Windows(IndexedCache):
-    """Text rows: windows over the concatenated documents. Each epoch starts them at another offset."""
+    """Text rows: windows over the concatenated documents. In each epoch the windows start at another offset."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
         self.builder, self.kind, self.seed = builder, kind, seed
@@ -113,7 +113,7 @@ class TrainingOrder:
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
         self._sources: dict[str, Windows | DialRows] = {}  # kinds whose source returns whole rows
-        self._orders: dict[str, Epochs | Packing] = {}  # kinds with rows of items: pairs, images or pieces
+        self._orders: dict[str, Epochs | Packing] = {}  # kinds whose rows are made of items: pairs, images or pieces
         self._pieces: dict[str, np.ndarray] = {}
         room, stores = builder.seq_len, builder.stores
         for kind in (kind for kind, weight in weights.items() if weight > 0):
@@ -187,8 +187,9 @@ class TrainingOrder:
         return self.builder.piece(kind, self._pieces[kind][item])
 
 
-# Of four rows three are pairs, alternately image first and caption first, and one is text, so that the first few rows
-# have both modalities and both orders. Kinds without samples are left out.
+# Order of the kinds of validation rows; kinds without held-out samples are left out. With pairs and text, three of
+# four rows are pairs, alternately image first and caption first, so that the first few rows have both modalities and
+# both orders.
 VALIDATION_SEED = 1
 VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 
@@ -202,7 +203,7 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
         ValueError: a kind has no held-out rows.
     """
     if dial is not None:
-        # Seeds of training runs are even.
+        # Training runs use even seeds for the dial (2 * seed), so no run trains on validation documents.
         rows_of = DialRows(dial, builder.seq_len, VALIDATION_SEED, pack=False)
         return [rows_of.row(i) for i in range(n)]
     held_out = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
@@ -242,7 +243,7 @@ class HeldOut:
         return self._n
 
     def row(self, k: int, wanted: int) -> Row:
-        """Return row k of ``wanted`` rows. They are evenly spaced, because the rows may come from many sources."""
+        """Return row k of ``wanted`` rows. They are spread evenly over the split, which may be sorted by source."""
         item = k * self._n // wanted
         if self.kind == "pair":
             return self.builder.pair(item, image_first=k % 2 == 0)

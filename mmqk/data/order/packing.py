@@ -1,6 +1,6 @@
 """Packing: which documents share a row, so that rows have little padding.
 
-The lengths alone decide which lengths share a row. Seed and epoch decide which documents of these lengths they are,
+The lengths alone decide which lengths share a row. Seed and epoch decide which documents of these lengths a row gets,
 and the order of the rows. So every epoch has the same number of rows, each document is in exactly one row, and any
 row can be computed from its number.
 """
@@ -100,7 +100,7 @@ class Packing(IndexedCache):
         return len(self._ends_R)
 
     def _make(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (order of the rows, document of every slot, rank of every document) of an epoch."""
+        """Return (order of the rows, document of every slot, random rank of every document) of an epoch."""
         random = random_stream(self.seed, self.stream, epoch)
         shuffled_N = random.permutation(len(self._lengths_N))
         by_length = shuffled_N[np.argsort(self._lengths_N[shuffled_N], kind="stable")]

@@ -2,7 +2,7 @@
 
 The row of a pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``.
 An image row is ``<bos> <image> codes </image> <eos>``. A text row is ``<bos>`` and a window of the concatenated text
-documents. The row of any other document is ``<bos>`` and the document, or a piece of it if it is longer than a row.
+documents. The row of any other document is ``<bos>`` and the document or, if it is longer than a row, a piece of it.
 Short rows are padded at the end; under causal attention no token attends to the padding after it.
 """
 
@@ -55,8 +55,8 @@ def joined(rows: Sequence[Row]) -> Row:
 class SequenceBuilder:
     """Builds rows of at most ``seq_len`` tokens from one split of the sources.
 
-    A caption that does not fit beside its image is cut on the right: ``caption_room`` is its largest length, and
-    ``captions_cut`` the fraction of captions that are cut.
+    A caption that does not fit into a row with its image is cut at its end: ``caption_room`` is the largest length of
+    a caption, and ``captions_cut`` the fraction of captions that are cut.
 
     Args:
         stores: documents by kind of source (pair, text, interleaved or tokens), each a `TokenStore` or `OnlinePairs`.
@@ -90,7 +90,7 @@ class SequenceBuilder:
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
-        """Return the row of pair ``item``; with ``caption``, the row has the caption of that other pair."""
+        """Return the row of pair ``item``; if ``caption`` is the number of another pair, with the caption of that."""
         image, words = self._pair(item)
         if caption is not None:
             words = self._pair(caption)[1]
@@ -158,7 +158,7 @@ class SequenceBuilder:
             modality_BT=torch.from_numpy(self.layout.modality(ids_BT)),
             target_mask_BT=torch.from_numpy(target_mask_BT),
             valid_BT=torch.from_numpy(document_BT >= 0),
-            step_targets=torch.tensor(max(1, step_targets)),  # a divisor
+            step_targets=torch.tensor(max(1, step_targets)),  # not 0, because it is a divisor
             document_BT=torch.from_numpy(document_BT) if documents else None,
             surprise_BT=torch.from_numpy(surprise_BT) if all(row.surprise is not None for row in rows) else None,
         )
@@ -167,7 +167,7 @@ class SequenceBuilder:
 def pieces(store: TokenStore, room: int) -> np.ndarray:
     """Split documents into pieces (document, start, end) of at most ``room`` tokens, never inside an image.
 
-    Without ``<bos>`` the first token of a piece cannot be a target, so these pieces overlap by one token.
+    Without ``<bos>`` the first token of a piece cannot be a target, so pieces of one document overlap by one token.
 
     Raises:
         ValueError: an image is longer than ``room``, or a document has no target.

@@ -21,11 +21,11 @@ _INNER, _TIE = 0, 1  # transitions and ties have different random token orders
 
 @dataclass(frozen=True)
 class DialConfig:
-    """Statistics of a synthetic source. All fields by modality have the same modalities.
+    """Statistics of a synthetic source. All dictionaries have the same modalities; only ``grid`` may leave some out.
 
-    ``entropy`` changes only the entropy gap between modalities: unigrams, shares and lags do not change, and the mean
-    entropy does not change if one modality gains as much as the other loses. Modalities with equal values have equal
-    statistics over disjoint tokens, so their gap is exactly 0.
+    ``entropy`` changes only the entropy gap between modalities: unigrams, shares and lags do not change. The mean
+    entropy of two modalities does not change either if one gains as many nats as the other loses. Modalities with
+    equal values have equal statistics over disjoint tokens, so their gap is exactly 0.
 
     Args:
         vocabulary: number of ids of each modality; the order of names is the order of modalities in a document.
@@ -33,12 +33,12 @@ class DialConfig:
         entropy: entropy of a token given its parent, nats.
         tokens: number of tokens of each modality in a document.
         lag: distance from a token to its parent. With 1 the parent is the previous token; with 2 or more the model
-            needs attention. The first ``lag`` tokens of a modality are roots. If the lag is at least ``tokens``, all
-            tokens are roots and independent.
-        grid: number of columns of a grid that is read row by row: the parent is ``lag`` rows above, or in the first
-            rows ``lag`` columns to the left. With 0, or without a number, a modality is a chain.
-        mutual_information: mutual information of each modality and the previous one, nats per document, all of it
-            between their tied roots.
+            needs attention. The first ``lag`` tokens of a chain have no parent: they are roots. If the lag is at
+            least ``tokens``, all tokens are roots and independent.
+        grid: number of columns of a grid that is read row by row: the parent is ``lag`` rows above or, in the first
+            ``lag`` rows, ``lag`` columns to the left. A modality with 0, or without an entry, is a chain.
+        mutual_information: mutual information of each modality and the modality before it, nats per document. All
+            of it is between their tied roots.
         order: order of the modalities: forward, backward, or both (each in a random half of the documents).
         language: seed of the random token orders of the transitions, independent of the seed of the run.
 
@@ -112,7 +112,7 @@ class DialConfig:
         """Return the least and greatest feasible ``entropy`` of a modality, nats."""
         high = unigram_entropy(zipf(*self.unigram(m)))
         low = high - self.inner(m).greatest
-        return (low if low > 1e-5 else 0.0), high  # rounding of uniform vocabularies
+        return (low if low > 1e-5 else 0.0), high  # for uniform vocabularies low is 0 up to rounding
 
     def greatest_mutual_information(self) -> tuple[float, str]:
         """Return the greatest feasible ``mutual_information``, nats, and the condition that sets it, in words."""
@@ -148,7 +148,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class Level(NamedTuple):
-    """Tokens of one depth of a forest and their parents, as positions within the modality; -1 for roots."""
+    """Tokens of one depth of a forest and their parents, as positions within the modality; a root has parent -1."""
 
     child: np.ndarray
     parent: np.ndarray
@@ -158,9 +158,9 @@ class Level(NamedTuple):
 def forest(tokens: int, lag: int, width: int) -> list[Level]:
     """Return the parents of the tokens of a modality, by depth; roots first.
 
-    In a grid the parent is above, except in the first rows. So all other tokens have one distance to the parent,
-    ``lag`` times the width, and attention is equally useful for each of them. The first rows have parents to the
-    left, which connects the columns.
+    In a grid the parent is above, except in the first ``lag`` rows. So below these rows every token has the same
+    distance to its parent, ``lag`` times the width, and attention is equally useful for every token. In the first
+    rows the parents are to the left, which connects the columns.
     """
     place = np.arange(tokens)
     if width:

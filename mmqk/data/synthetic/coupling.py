@@ -1,12 +1,12 @@
 """Pairs of tokens with a chosen mutual information and exact marginals, in closed form and in O(V) memory.
 
-The distribution of a pair is J = ρ N + (1−ρ) π_a π_bᵀ. N is the north-west-corner (quantile) coupling: the tokens of
-each unigram are intervals of [0, 1) in a fixed random order, and N(i, j) is the length of the overlap of token i of a
-and token j of b. J has the marginals π_a and π_b for every ρ, and its mutual
-information grows from 0 at ρ = 0 to that of N at ρ = 1.
+The distribution of a pair of tokens (a, b) with unigrams π_a and π_b is J = ρ N + (1−ρ) π_a π_bᵀ. N is the
+north-west-corner (quantile) coupling: the tokens of each unigram are intervals of [0, 1) in a fixed random order, and
+N(i, j) is the length of the overlap of the intervals of a = i and b = j. J has the marginals π_a and π_b for every ρ,
+and its mutual information grows from 0 at ρ = 0 to that of N at ρ = 1.
 
 Probabilities are whole multiples of 2⁻⁵², so that sums, intervals and marginals are exact in float64.
-Shapes: V vocabulary, S segments (pairs with N > 0), N pairs.
+Shapes: V vocabulary, S segments (pairs with N(i, j) > 0), N (in names such as ``place_N``) number of drawn pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def zipf(vocabulary: int, skew: float) -> np.ndarray:
     weight_V = (np.arange(vocabulary) + 1.0) ** -skew
     units_V = np.maximum(1, np.floor(weight_V / weight_V.sum() * UNITS).astype(np.int64))
     left = int(UNITS - units_V.sum())
-    # Correct each by at most one unit, so that equal probabilities stay as equal as possible, which entropy 0 needs.
+    # Give the units left over by rounding to the first ids, one each, so that equal probabilities stay as equal as
+    # possible; entropy 0 is feasible only then.
     units_V[: max(0, left) % vocabulary] += 1
     units_V[0] += UNITS - units_V.sum()
     units_V.flags.writeable = False
@@ -64,20 +65,20 @@ class Coupling:
         b_S = order_b_V[np.searchsorted(ends_b_V, ends_S)]
         self._coupled_S = np.diff(ends_S, prepend=0) / UNITS
         self._product_S = units_a_V[a_S] / UNITS * (units_b_V[b_S] / UNITS)
-        # Leave out overlaps of a few units, which only rounding makes between tokens of equal probability.
+        # Do not count overlaps of a few units: they come from rounding, between tokens of equal probability.
         self.transitions = int((self._coupled_S > (len(units_a_V) + len(units_b_V)) / UNITS).sum())
         self.greatest = self.information(1.0)
 
     def information(self, rho: float) -> float:
         """Return the mutual information of J, nats; convex and increasing in ρ, 0 at ρ = 0."""
-        # All pairs with N = 0 have J / (π_a π_b) = 1 − ρ, so no sum runs over V² pairs.
+        # All pairs with N = 0 have the same ratio J / (π_a π_b) = 1 − ρ, so a sum over all V² pairs is not needed.
         ratio_S = rho * self._coupled_S / self._product_S + (1 - rho)
         outside = (1 - rho) * (1 - self._product_S.sum())
         rest = outside * np.log1p(-rho) if rho < 1 else 0.0
         return float((self._product_S * ratio_S * np.log(ratio_S)).sum() + rest)
 
     def draw_b(self, place_N: np.ndarray) -> np.ndarray:
-        """Return the tokens of b whose intervals contain these numbers of [0, 1)."""
+        """Return the tokens of b whose intervals contain the numbers ``place_N``, which are in [0, 1)."""
         return self._quantile_b(place_N)
 
     def solve(self, information: float) -> float:
@@ -115,8 +116,9 @@ def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: in
 class Quantile:
     """Finds the token whose interval of [0, 1) contains a number.
 
-    A guide table has the interval at the start of each cell of [0, 1). It is usually the right interval or the one
-    before it (Chen & Asau 1974). This takes 8 ns per token for any vocabulary; bisection takes 40 to 130 ns.
+    A guide table divides [0, 1) into equal cells and lists the interval at the start of each cell. A number in the
+    cell is usually in that interval or in the next one (Chen & Asau 1974). A look-up takes 8 ns per token for any
+    vocabulary; bisection takes 40 to 130 ns.
     """
 
     def __init__(self, ends_V: np.ndarray, order_V: np.ndarray):
@@ -147,11 +149,11 @@ class Edge:
     def __init__(self, coupling: Coupling, information: float):
         self.coupling, self.rho = coupling, coupling.solve(information)
         self.information = coupling.information(self.rho)
-        # The width is half a unit shorter, so that rounding cannot move a number out of the interval of the parent.
+        # Half a unit less than the interval, so that rounding cannot move a number out of the interval of the parent.
         self._width_V = coupling.high_a_V - coupling.low_a_V - 0.5 / UNITS
 
     def draw(self, parent_N: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
-        """Return a child of each parent, drawn with one uniform number of [0, 1) per parent."""
+        """Return a child of each parent, drawn with one uniform random number in [0, 1) per parent."""
         if self.rho == 0:
             return self.coupling.draw_b(uniform_N)
         place_N = uniform_N * (1 / self.rho)

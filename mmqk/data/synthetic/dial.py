@@ -26,14 +26,15 @@ from mmqk.data.synthetic.coupling import UNITS, Edge, unigram_entropy, zipf
 
 __all__ = ["Dial", "DialConfig"]
 
-_CHUNK = 512  # documents drawn together, fewer if they are long; another value gives other documents
+_CHUNK = 512  # number of documents drawn together (fewer if they are long); another number gives other documents
 _CHUNK_TOKENS = 2**19
 _DOCUMENTS = 101  # random stream of the documents; the order of samples uses other streams
 # Smallest number of times that the average transition must occur in training. In a trial (2 layers, d_model 64,
-# vocabularies of 512, AdamW at 3e-3) a model learned two thirds of the predictability at 115 times with lag 1, and
-# almost nothing below 30 times; with lag 4 it needed 370 times. So 100 is necessary but may not suffice.
+# vocabularies of 512, AdamW at 3e-3) with lag 1 a model learned two thirds of the predictability if the average
+# transition occurred 115 times, and almost nothing below 30 times; with lag 4 it needed 370 times. So 100 is
+# necessary but may not suffice.
 SEEN = 100
-_ROWS = 512  # documents evaluated together, which fit into the cache of a core
+_ROWS = 512  # number of documents evaluated together; they fit into the cache of a core
 
 
 class _Modality(NamedTuple):
@@ -81,7 +82,7 @@ class Dial:
         self._backward_T = np.concatenate(places[::-1])  # canonical position of each position in a backward document
         self._canonical_T = np.argsort(self._backward_T)
         self._last = int(starts[-2])  # first position of the last modality, with which a backward document begins
-        # With one modality the order is fixed, so it adds no entropy of ln 2.
+        # With one modality there is only one order, so the order has no entropy.
         share = {"forward": 0.0, "backward": 1.0, "both": 0.5}[config.order]
         self._backward_share = share if len(tokens) > 1 else 0.0
         self._chunk_size = min(_CHUNK, max(1, _CHUNK_TOKENS // self.length))
@@ -183,7 +184,7 @@ class Dial:
             nats_TN[m.places] = m.log_unigram_V[ids_TN[m.places]]
             nats_TN[m.child_T] += m.inner.gain(ids_TN[m.parent_T], ids_TN[m.child_T])
         for tie in self._ties:
-            # Add the mutual information to the root of the tie that comes later in the sequence.
+            # Add the gain to the tied root that comes later in the sequence.
             gain_TN = tie.edge.gain(ids_TN[tie.before_T], ids_TN[tie.after_T])
             nats_TN[tie.after_T] += np.where(backward_N, 0, gain_TN)
             nats_TN[tie.before_T] += np.where(backward_N, gain_TN, 0)

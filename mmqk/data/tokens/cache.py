@@ -56,7 +56,7 @@ def open_source(
 ) -> dict[str, TokenStore]:
     """Open the documents of a source by split, from a token folder or from the token cache of shards.
 
-    A missing token cache is made.
+    If the token cache does not exist, it is made.
 
     Args:
         kind: pair, text or interleaved.

@@ -51,7 +51,7 @@ class Layout:
         vocab_sizes: name and number of ids of each modality, in order; the first modality starts at id 0.
         bos: id of the token that begins a row; None for documents without one.
         eos: id that ends a document, or None.
-        pad: id that pads rows; None pads with 0, because padding is neither attended to nor trained on.
+        pad: id that pads rows; None pads with 0. Any id can pad, because padding is neither attended to nor a target.
         begin_image: id before the codes of an image, or None.
         end_image: id after the codes of an image, or None.
     """
@@ -139,7 +139,7 @@ class TokenWriter:
 
         Args:
             dropped: number of dropped samples by reason.
-            about: metadata in free form, which is not part of the folder's hash.
+            about: free-form metadata, which is not part of the folder's hash.
         """
         splits = {split: self._parts(split) for split in SPLITS}
         record = {
@@ -236,12 +236,12 @@ class TokenStore:
 def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, TokenStore]:
     """Open a token folder by split.
 
-    The arrays are compared with the hashes in tokens.json, and their ids with the layout. With ``cache`` the names
-    of files that matched are stored, and a file is compared again only after its size or modification time changes.
+    The arrays are compared with the hashes in tokens.json, and their ids with the layout. ``cache`` stores which
+    files matched; such a file is compared again only after its size, inode or modification time changes.
 
     Args:
         folder: the token folder.
-        cache: folder in which these names are stored.
+        cache: folder of these records; None compares all files at each call.
 
     Raises:
         UserError: the folder is unfinished, a part is missing, or a part differs from tokens.json.

@@ -48,7 +48,7 @@ class Account:
         import torch
 
         self.total = total
-        # 0: not read yet, 1: used, 2 and more: a reason.
+        # 0: not read yet; 1: used; 2 and more: unusable, with the index of the reason plus 2.
         self._state_N = torch.zeros(total, dtype=torch.uint8).share_memory_()
 
     def used(self, number: int) -> None:
@@ -96,15 +96,15 @@ class Account:
 class OnlinePairs:
     """Pairs of one split as documents that are encoded at each access. N documents.
 
-    It replaces a `TokenStore` of kind pair, but has no lengths. An unusable sample is replaced by the next usable
-    sample of the split, so that a document depends only on its index.
+    It can be used in place of a `TokenStore` of kind pair, but has no lengths. An unusable sample is replaced by the
+    next usable sample of the split, so that a document depends only on its index.
 
     Args:
         shards: indices of the shards.
         samples_N2: shard and sample of each document.
         tokenizers: folder of the tokenizers.
-        account: account of the samples of all splits.
-        number: index in the account of the first document of this split.
+        account: records which samples of all splits were read and which are unusable.
+        number: index of the first document of this split in ``account``.
     """
 
     kind = "pair"
@@ -142,7 +142,7 @@ class OnlinePairs:
         return read_config(self.tokenizers).grid ** 2 + 2
 
     def unread(self) -> list[str]:
-        """Return the lines to print about files in the shards that belong to no pair; empty if all were read."""
+        """Return the lines to print about files in the shards that belong to no pair; empty if there are none."""
         unread = Unread()
         for shard in self.shards:
             unread.take(shard.unread, f"{shard.path.name}: ")
@@ -242,9 +242,10 @@ class _StoredIndex:
 
     Attributes:
         index: the index, with the files that belong to no pair.
-        digests_N: uint64, the first 8 bytes of the sha256 of each sample's image file, or of its key without one.
+        digests_N: uint64, the first 8 bytes of the sha256 of each sample's image file, or of the sample's key if it
+            has no image file.
         content: sha256 of all keys, fields and files.
-        sha256: sha256 of the shard after a comparison with a manifest, or empty.
+        sha256: sha256 of the shard if it matched a manifest; empty if it was not compared with one.
     """
 
     index: TarIndex

@@ -1,6 +1,7 @@
 """Pairs with the captions of other pairs, or captions without their images: ``data.pairing``.
 
-Both classes read the arrays of the pairs, so the token cache does not depend on ``data.pairing``.
+Both classes make their documents from the token arrays of the pairs, so the token cache does not depend on
+``data.pairing``.
 """
 
 from __future__ import annotations

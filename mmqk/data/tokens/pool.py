@@ -29,7 +29,7 @@ _NAMED = 3
 # Arguments: a shard and its result. The result is ("done", record), ("broken", sentence) if the shard cannot be read,
 # or ("unwritable", reason) if the part cannot be written.
 Handle = Callable[[ShardPart, tuple[str, Any]], None]
-# Samples, dropped samples and share of the file read, by shard.
+# Argument: number of samples, number of dropped samples and share of the file read, by shard.
 Tick = Callable[[np.ndarray], None]
 
 
@@ -108,7 +108,7 @@ def _final(counts_3: np.ndarray, result: tuple[str, Any]) -> tuple[float, float,
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: the workers share the cores, and results do not depend on the number of cores."""
+    """Run torch on one thread, because the workers share the cores and results must not depend on their number."""
     import torch
 
     threads = torch.get_num_threads()

@@ -41,7 +41,7 @@ class AttentionStatistics:
 
     Attributes:
         count: visible pairs by query and key modality, (M, M).
-        max: largest signed logit, (M, M); -inf without a pair.
+        max: largest signed logit, (M, M); -inf if there is no pair.
         absmax: largest absolute logit, (M, M).
         tail: for each query modality and key modality, the largest absolute logits: as many as one pair in a
             thousand, and at least one. If the pairs are `collective`, the pairs of all ranks are counted.
@@ -49,7 +49,8 @@ class AttentionStatistics:
             large for one chunk. The column of a sink is not part of the matrix.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
         rows: the F statistics of the rows, as listed above.
-        sink: weight of the sink by query modality, (M,), over rows with at least 8 visible keys; None without a sink.
+        sink: weight of the sink by query modality, (M,), over rows with at least 8 visible keys; None if there is no
+            sink.
     """
 
     count: Tensor
@@ -85,7 +86,7 @@ def attention_statistics(
         scale: factor on the dot product.
         pairs: visible pairs of query and key, and their modalities.
         softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
-        sink_H: logit of each head's sink, which is not capped; None without sinks.
+        sink_H: logit of each head's sink, which is not capped; None if there are no sinks.
     """
     # Heads first, so that an index into (B, C, S) selects from a contiguous slice of each head.
     q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
@@ -154,7 +155,7 @@ def _rows(
     logits_HBCS: Tensor, chunk: Chunk, softcap: float | None, sink_H: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return four tensors: the F statistics of every row (`AttentionStatistics`), the sums of squared logits by
-    block, the weights up to one factor for each matrix, and the weight of the sink.
+    block, the weights (up to a constant factor for each matrix), and the weight of the sink.
 
     The logits are overwritten. Passes over the T x T values take most of a probe's time, so there are few of them.
     """
@@ -179,7 +180,7 @@ def _rows(
         raw.div_(softcap).tanh_().mul_(softcap)
     shifted = raw.add_(chunk.mask.fill)
     largest_HBC1 = shifted.amax(-1, keepdim=True)
-    shifted -= largest_HBC1  # otherwise large logits cancel in the entropy
+    shifted -= largest_HBC1  # otherwise the entropy is a difference of large logits
     weight = torch.softmax(shifted, -1, out=rest)
     mass_HBMC = key_BMS @ weight.mT
     log_z_HBC = -weight.amax(-1).log()

@@ -77,8 +77,8 @@ class RadialBudget:
         """Add one step.
 
         Args:
-            gradients: gradient of each modality's part of the loss, clipped by the factor of the step; their sum is
-                the step's gradient. None if the part does not depend on the tensor.
+            gradients: gradient of each modality's part of the loss, times the clipping factor of the step. The sum of
+                these gradients is the step's gradient. None if the part does not depend on the tensor.
             update: the step.
         """
         beta1, beta2 = update.betas

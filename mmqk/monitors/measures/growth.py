@@ -40,7 +40,7 @@ class LogitGrowth:
     visible: Tensor
 
     def parts(self) -> dict[str, Tensor]:
-        """Return four natural logarithms, each averaged over heads, (M, M); NaN without a pair.
+        """Return four natural logarithms, each averaged over heads, (M, M); NaN if there is no pair.
 
         ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked`` is exact for the raw visible logits z.
 
@@ -48,7 +48,8 @@ class LogitGrowth:
         k_power: log of the mean squared length of the keys.
         alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
             directions, 0 if all lie on one line.
-        masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs, which the other parts use.
+        masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs. The other parts are over all
+            pairs.
         """
         pairs, visible = self.pairs[..., None], self.visible[..., None]
         q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
@@ -135,7 +136,7 @@ def attention_rank(
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
     with a high rank is benign (each query attends to a different key); low entropy with a low rank is collapse (Qi et
     al. 2025, arXiv 2505.21910). The function is for softmax attention only. It computes at most 2^24 logits, or one
-    matrix, at a time. The ratio is NaN for a sequence of padding alone.
+    matrix, at a time. The ratio is NaN for a sequence of padding only.
 
     Args:
         q_BHTK: queries of the dot product.
@@ -145,7 +146,7 @@ def attention_rank(
         softcap: cap on the logits before the softmax, or None.
         reach: `Pairs.reach`, which saves most of the work of causal attention; with None, all keys of every query are
             computed.
-        sink_H: logit of each head's sink, whose column is not part of the matrix; None without sinks.
+        sink_H: logit of each head's sink, whose column is not part of the matrix; None if there are no sinks.
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()
     B, H, T, _ = q.shape

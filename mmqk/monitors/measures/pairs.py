@@ -16,9 +16,9 @@ from mmqk.distributed import summed
 from mmqk.model.backends import visible_keys
 from mmqk.monitors.measures.reduce import selection
 
-# Rows with fewer visible keys are left out of row statistics: the log of the number of keys bounds the entropy.
+# Rows with fewer visible keys are left out of row statistics, because the log of this number bounds their entropy.
 FEWEST_KEYS = 8
-CHUNK_ELEMENTS = 2**24  # logits of all heads at a time
+CHUNK_ELEMENTS = 2**24  # largest number of logits, over all heads, to compute at a time
 CACHED_ELEMENTS = 2**26  # largest number of pairs whose chunks are stored for the next layer
 # Used instead of -inf at hidden keys: its exp is 0, and its product with 0 is 0, not NaN.
 HIDDEN = -1e30
@@ -135,12 +135,12 @@ class Pairs:
 
     @cached_property
     def nonempty_B(self) -> Tensor:
-        """Sequences with a visible pair: those that are not only padding."""
+        """Sequences with a visible pair: those that contain more than padding."""
         return self.visible_BTS.any((1, 2))
 
     @cached_property
     def reach(self) -> list[tuple[slice, int]]:
-        """Slices of queries, each with the number of first keys that include all keys it sees."""
+        """Slices of queries, each with the smallest n such that its queries see no keys but the first n."""
         visible_TS = self.visible_BTS.any(0)
         T, S = visible_TS.shape
         size = max(FEWEST_ROWS, -(-T // ROW_BLOCKS))

@@ -41,7 +41,7 @@ class Call:
         softcap: cap c on the logits z: c tanh(z / c); None for no cap.
         score_mod: function of (logits of one head (B, T, S), head number) that adds a bias or applies the score_mod
             of flex_attention, after the cap and before the softmax; None if there is none.
-        sink_H: logit of each head's sink, which takes weight in the softmax but has no value vector; None if none.
+        sink_H: logit of each head's sink, which takes weight in the softmax but has no value vector; or None.
         no_weights: why the attention weights cannot be computed; None if they can.
         weights_BHTS: the weights that the call returned, to compare with the computed ones; None if it returned none.
     """

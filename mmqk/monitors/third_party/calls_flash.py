@@ -110,7 +110,10 @@ def of_transformers_flash(
     position_ids: Tensor | None = None,
     **ignored: Any,
 ) -> Call:
-    """Read transformers' flash-attention call. A mask (B, T) marks padding; a lower position id starts a document."""
+    """Read transformers' flash-attention call.
+
+    A mask (B, T) marks padding. A position id below the previous one starts a new document.
+    """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # The window of transformers counts the token itself; the window of the kernel does not.
     left = sliding_window - 1 if sliding_window else -1

@@ -1,8 +1,8 @@
-"""Intercepts the attention calls and modules of a third-party model while its forward runs.
+"""Intercepts the attention calls and modules of a third-party model during a forward pass.
 
-`Capture` is a TorchFunctionMode: it gets every torch function of the forward. It recognizes attention calls by their
+`Capture` is a TorchFunctionMode: it gets every torch function of the pass. It recognizes attention calls by their
 function (scaled_dot_product_attention, flex_attention, `nn.MultiheadAttention`) or operator (flash_attn, torch's
-varlen_attn). The attention functions of transformers are patched during the forward, and global module hooks track
+varlen_attn). The attention functions of transformers are patched during the pass, and global module hooks track
 the running module. Attention written with matmul and softmax cannot be measured; the modules that use it are
 reported.
 """
@@ -61,19 +61,19 @@ def reader_of(func: Any) -> Callable[..., Call] | None:
 
 
 class Capture(TorchFunctionMode):
-    """Passes each attention call, embedding and module of a forward to a `Measurement`.
+    """Passes each attention call, embedding and module of a forward pass to a `Measurement`.
 
     Args:
         root: the model.
         rows: number of sequences in the batch, to read packed calls, which have no batch axis.
         measurement: gets each attention call before it runs, the ids of each embedding, and each module after it ran.
-        origins: origins of this forward's tensors.
+        origins: origins of the tensors of this forward pass.
 
     Attributes:
         stream: the residual stream.
         modules: modules that ran on the main side's tokens, by path.
         softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
-        products: paths of modules that multiplied two activations to a token-by-token matrix.
+        products: paths of modules that computed a token-by-token matrix as a product of two activations.
         cross_products: paths of modules that multiplied two activations of different origins, as in cross-attention.
         attention_types: types of the modules that made attention calls.
     """
@@ -237,16 +237,15 @@ class Capture(TorchFunctionMode):
         if self.measurement.may_be_main(origin):
             self.modules[path] = module
         for x in flat(output):
-            # An output without an origin: torch does not pass autograd.Functions and scripted code to a
-            # TorchFunctionMode.
+            # An output has no origin if an autograd.Function or scripted code computed it, because torch does not
+            # pass these to a TorchFunctionMode.
             if self.origins.of(x) is None and origin is not None and origin.inputs:
                 self.origins.set(x, origin)
         self.stream.leave(path, module, module_input, first_output)
         if self.measurement.may_be_main(self.origins.of(first_output)):
             self.measurement.module(path, module_input, first_output)
 
-    # After the forward
-
+    # After the forward pass
     def layers(self) -> Layers:
         """Return the layers with and without measured attention."""
         calls = [record for record in self.measurement.records if record.is_call]

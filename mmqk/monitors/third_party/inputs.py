@@ -52,7 +52,8 @@ class LastCall:
         return {"args": None, "kwargs": None, "autocast": False}
 
     def wrap(self, model: nn.Module) -> None:
-        """Wrap a forward that `Module.compile` compiled in place, since it ignores hooks that are added later."""
+        """Wrap a forward that `Module.compile` compiled in place: a compiled forward ignores hooks that are added
+        later."""
         compiled = getattr(model, "_compiled_call_impl", None)
         if compiled is None or any(wrapper.last_call is self for wrapper in _wrappers(compiled)):
             return
@@ -101,7 +102,7 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name."""
+    """Return the arguments of a call of the model by name."""
     module = unwrapped(model)
     while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
         module = unwrapped(inner)
@@ -210,13 +211,13 @@ class Modalities:
 
     Args:
         modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Instead of
-            ranges, a function that maps the forward's inputs by name to modality numbers (B, T), one for each token
+            ranges, a function that maps the model's inputs by name to modality numbers (B, T), one for each token
             of the attention. A token with a number outside 0 to M - 1 has no modality.
         names: with a function, the names of the modality numbers 0 to M - 1; ignored with ranges.
 
     Attributes:
         names: the M names.
-        ranges: id ranges by modality; None with a function.
+        ranges: id ranges by modality; None if ``modality`` is a function.
 
     Raises:
         UserError: a range that overlaps another, is empty or has a step, or a name that is not a valid tag.

@@ -37,7 +37,8 @@ def isolated(
 
     Args:
         full_precision: disable autocast, even if the model enters autocast itself.
-        autocast: whether the training call used autocast; it is enabled again unless ``full_precision``.
+        autocast: whether the training call used autocast. If it did, autocast is enabled again unless
+            ``full_precision`` is true.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -80,7 +81,7 @@ def _disable_cache(root: nn.Module, stack: ExitStack) -> None:
 
 @contextmanager
 def _no_autocast(device: torch.device) -> Iterator[None]:
-    """Disable autocast, also where the model, or a trainer that replaced its forward, enters it."""
+    """Disable autocast, even if the model enables it, or a trainer that has replaced the model's forward."""
     enter = torch.autocast.__enter__
 
     def enter_disabled(self: Any) -> Any:
@@ -100,9 +101,9 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _buffers(root: nn.Module) -> Iterator[None]:
-    """Restore the buffers that a forward writes (a cache of keys, running means).
+    """Restore the buffers that a forward pass writes (a cache of keys, running means).
 
-    A buffer that the forward replaced by one of the same shape is restored too. A replacement of another shape is
+    A buffer that the pass replaced by one of the same shape is restored too. A replacement of another shape is
     kept, because it is a table that the model extended.
     """
     saved = [

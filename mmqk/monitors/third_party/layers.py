@@ -13,7 +13,7 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 def layer_of(path: str) -> tuple[str, int] | None:
     """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn;
-    None without an integer."""
+    None if the path has no integer."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -22,8 +22,8 @@ def layer_of(path: str) -> tuple[str, int] | None:
 
 
 def block_of(path: str) -> str:
-    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path without
-    an integer."""
+    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path if it has
+    no integer."""
     parts = path.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
@@ -47,7 +47,7 @@ class Layers:
 
 def layer_numbers(paths: Sequence[str]) -> list[int]:
     """Return the layer number of each call: the first integer of its path, or its position in call order
-    if two of these integers are equal."""
+    if two of these integers are equal or a path has none."""
     layers = [layer_of(path) for path in paths]
     numbers = [layer[1] for layer in layers if layer is not None]
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
@@ -75,7 +75,7 @@ def find_layers(
         modules: modules that ran, by path.
         attention_types: types of the modules that made attention calls.
         softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
-        products: paths of modules that multiplied two activations to a token-by-token matrix.
+        products: paths of modules that computed a token-by-token matrix as a product of two activations.
     """
     blocks = {block_of(path) for path in calls}
     hidden = {*not_measured, *softmaxes}

@@ -15,7 +15,9 @@ from mmqk.store import UserError, tag
 
 
 def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:
-    """Add norm, spectral norm and stable rank of every matrix of every layer, as ``self_attn_q_proj_norm/layer03``.
+    """Add norm, spectral norm and stable rank of every matrix of every layer.
+
+    A tag is, for example, ``self_attn_q_proj_norm/layer03``.
 
     A matrix is a parameter with two axes that is not an embedding. Its name in the tag is its path in the layer.
 

@@ -38,7 +38,7 @@ CallOrigins = tuple[Origin | None, Origin | None]
 class SiteRecord:
     """One attention call, or one site of an adapter.
 
-    Until the end of the forward, tags contain the index in `Measurement.records` as the layer number.
+    Until the end of the forward pass, tags contain the index in `Measurement.records` as the layer number.
 
     Attributes:
         path: path of the module.
@@ -47,7 +47,7 @@ class SiteRecord:
         other_tokens: whether the call was not measured because its tokens belong to no declared side.
         no_weights: why the call has no entropy, mass and rank; None if it has them.
         cross: whether the call is measured as cross-attention, with statistics named ``cross_...``.
-        number: number of the call in the forward, from 1; 0 for an adapter's site.
+        number: number of the call in the forward pass, from 1; 0 for an adapter's site.
     """
 
     path: str
@@ -60,7 +60,7 @@ class SiteRecord:
 
 
 class Measurement:
-    """Measures one forward: adds attention calls and an adapter's sites to the `Collector` of each side.
+    """Measures one forward pass: adds attention calls and an adapter's sites to the `Collector` of each side.
 
     Args:
         main: the side whose tokens ``modality`` describes.
@@ -138,7 +138,7 @@ class Measurement:
     def attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> int:
         """Measure one attention call, or record why not; all ranks leave out a call that one rank cannot measure.
 
-        The statistics are computed in fp32, even if the forward runs under autocast.
+        The statistics are computed in fp32, even if the forward pass runs under autocast.
 
         Returns:
             The number of the call.
@@ -280,8 +280,7 @@ class Measurement:
                 self.records.append(SiteRecord(path, is_call=False))
                 self.main.collector.norms(site.name, len(self.records) - 1, tensor)
 
-    # After the forward
-
+    # After the forward pass
     def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
         """Add the statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
         V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities

@@ -1,4 +1,4 @@
-"""Origins: the forward inputs that each tensor's token axis comes from, traced through every torch function.
+"""Origins: the model inputs that each tensor's token axis comes from, traced through every torch function.
 
 `attach` uses origins to tell self-attention (queries and keys have the same origin) from cross-attention, and the
 decoder's tokens from the encoder's. The output of attention has the origin of its queries, since it has a row for
@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     """The origin of one tensor.
 
     Attributes:
-        inputs: names of the forward inputs whose tokens are its positions; empty for parameters and constants.
+        inputs: names of the model inputs whose tokens are its positions; empty for parameters and constants.
         call: number of the last attention call that the tensor depends on, except through the residual stream; 0 if
             none.
     """
@@ -52,10 +52,10 @@ NO_INPUTS = Origin(frozenset())
 
 
 class Origins:
-    """The origins of the tensors of one forward.
+    """The origins of the tensors of one forward pass.
 
     Args:
-        inputs: the forward's inputs by name.
+        inputs: the model's inputs by name.
         constants: a module whose buffers are constants, with the origin `NO_INPUTS`.
         bools: whether to trace bool tensors; otherwise the origin of masks and comparisons is `NO_INPUTS`.
     """

@@ -26,7 +26,7 @@ from mmqk.monitors.third_party.origins import Origin
 from mmqk.store.errors import UserError
 from mmqk.store.tags import parsed_tag, tag
 
-# Name of a side in tags -> the forward input with the side's tokens, or (input, modality) for several modalities.
+# Name of a side in tags -> the model input with the side's tokens, or (input, modality) for several modalities.
 Sides = Mapping[str, "str | tuple[str, Modality]"]
 
 
@@ -37,10 +37,10 @@ class Side:
     Attributes:
         name: name in tags; empty for the main side.
         names: names of its modalities.
-        inputs: names of the forward inputs that its tokens come from; None until the first attention call.
+        inputs: names of the model inputs that its tokens come from; None until the first attention call.
         modalities: maps its token ids to modalities; None if the side has one modality or a modality function.
         modality_BT: modality of each token; None until its ids or its length are known.
-        padding_BT: 0 or False at padding; None without padding.
+        padding_BT: 0 or False at padding; None if there is no padding.
         pairs: the visible pairs of query and key, one entry for each mask so far.
     """
 
@@ -116,7 +116,7 @@ def sides_of_batch(
     """Return the declared sides for one batch.
 
     Raises:
-        UserError: an input that the forward does not get, or that ``modality`` already describes.
+        UserError: an input that the model does not get, or that ``modality`` already describes.
     """
     by_name, sides = dict(tensors(inputs)), []
     for name, (source, modalities) in declared.items():

@@ -1,4 +1,4 @@
-"""Detects the residual stream of any model by tracing the additions of a forward.
+"""Detects the residual stream of any model by tracing the additions of a forward pass.
 
 A numbered module (``layers.3``) is a layer if its output is its input plus other terms; norms may follow the
 additions, as in a post-norm layer. The output is then the residual stream after the layer. The added term that
@@ -38,7 +38,7 @@ class Term:
     Attributes:
         tensor: its value; None before the first addition.
         call: the ``call`` of its `Origin`.
-        parts: the terms whose sum became this term, by a norm or as the input of a layer.
+        parts: the terms of the sum that this term stands for, if it is a layer's input or a norm's output.
     """
 
     tensor: Tensor | None
@@ -50,7 +50,7 @@ class Stream:
     """Stores, for each tensor of the stream's shape, the terms that sum to it.
 
     Args:
-        origins: origins of the forward's tensors.
+        origins: origins of the tensors of the forward pass.
         is_stream: returns whether a tensor is (B, T, D) with the main side's tokens.
         calls: returns the numbers of the main side's self-attention calls so far.
 

@@ -23,15 +23,15 @@ def first_bad_site(
     """Return a description of the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image
     tokens, is infinite``.
 
-    The function first checks the weights, then the sites of a forward (`EarlyFusionTransformer.forward` lists them)
-    and its attention logits. If ``loss`` is given, it then checks the loss, the gradients at the sites from last to
-    first, and the gradients of the parameters. It runs in the caller's mode and precision, does not write ``.grad``,
-    and synchronizes with the host.
+    The function first checks the weights, then the sites of a forward pass (`EarlyFusionTransformer.forward` lists
+    them) and the attention logits. If ``loss`` is given, it then checks the loss, the gradients at the sites from the
+    last to the first, and the gradients of the parameters. It runs in the caller's mode and precision, does not write
+    ``.grad``, and synchronizes with the host.
 
     Args:
         model: the model with its current weights.
         batch: the input.
-        loss: gets a sink, runs ``model`` on ``batch`` with it, and returns the loss. None checks only a forward.
+        loss: gets a sink, runs ``model`` on ``batch`` with it, and returns the loss. None checks only a forward pass.
 
     Returns:
         The description, or None if everything is finite.
@@ -86,7 +86,7 @@ def _bad_kind(tensor: Tensor) -> str | None:
 
 
 class _Sites:
-    """Checks the sites of a forward and their gradients, and describes the first bad one."""
+    """Checks the sites of a forward pass and their gradients, and describes the first bad one."""
 
     def __init__(self, model: EarlyFusionTransformer, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
@@ -98,7 +98,7 @@ class _Sites:
         self.final_BTD: Tensor | None = None
 
     def check(self, site: str, layer: int, tensor: Tensor) -> None:
-        """Check one tensor; this is the sink of the forward."""
+        """Check one tensor; this is the sink of the forward pass."""
         self._check(site, layer, [tensor.detach()])
         if self.first_bad is not None:
             return
@@ -113,7 +113,7 @@ class _Sites:
 
     @torch.no_grad()
     def check_missing_logits(self) -> None:
-        """Check the logits if the forward stopped before the head, as with a chunked loss."""
+        """Check the logits if the forward pass stopped before the head, as with a chunked loss."""
         if self.final_BTD is not None:
             self._check("logits", -1, self._logits(self.final_BTD))
 

@@ -29,7 +29,7 @@ class RunMonitor(L.Callback):
     The number of ranks does not change the sequences of a probe: the first rank probes and logs while the others
     wait.
 
-    Put it before the callback that writes checkpoints. A checkpoint then contains the open window of the radial
+    Put this callback before the one that writes checkpoints. A checkpoint then contains the open window of the radial
     budget, which continues after a resume. With ``config.matrices`` it also contains the latest probe's W_q and W_k.
 
     Args:

@@ -47,19 +47,19 @@ def gradient_curvature(
     z_loss: float,
     optimizer: Optimizer | None = None,
 ) -> dict[str, float]:
-    """Return `curvature` along the gradient of `batch_loss`, as tags; empty without a trained target.
+    """Return `curvature` along the gradient of `batch_loss`, as tags; empty if no target is trained.
 
     ``curvature_adam`` is the curvature with Adam's preconditioner. It needs Adam's second moment of every parameter,
     so it is left out before the first step, with split or sharded moments, and with another optimizer. The function
-    costs a forward pass, a backward pass and a pass through both, and the memory of their graph. It changes no
-    weight, mode, ``.grad`` or random state.
+    costs a forward pass, a backward pass and a backward pass through both, and the memory of their graph. It changes
+    no weight, mode, ``.grad`` or random state.
 
     Args:
         model: the trained model.
         batch: all of its sequences are used.
         weights_M: loss weight of each modality.
         z_loss: coefficient of log(Z)^2.
-        optimizer: the optimizer of the run; None for no ``curvature_adam``.
+        optimizer: the optimizer of the run; None to leave out ``curvature_adam``.
     """
     if not batch.target_mask_BT.any():
         return {}

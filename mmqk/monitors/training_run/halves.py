@@ -1,4 +1,7 @@
-"""Measures the agreement of the modalities' gradients with forwards over the two halves of a batch. M modalities."""
+"""Measures the agreement of the modalities' gradients with passes over the two halves of a batch.
+
+Shapes: M modalities.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def gradient_agreement(
 
     The halves are the even and the odd sequences of all ranks together; every rank has a batch of the same size. The
     call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective with several ranks.
-    It costs two forwards, and for each half and modality a backward pass and the memory of all gradients.
+    It costs a forward pass for each half, and for each half and modality a backward pass and the memory of all
+    gradients.
 
     A modality without a target in one of the halves is left out, and so is a cosine that is NaN (`Agreement.cosine`).
 
@@ -46,7 +50,7 @@ def gradient_agreement(
             "monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size."
         )
     names = model.config.modalities
-    before = rank() * len(batch.ids_BT)  # sequences on the ranks before this one
+    before = rank() * len(batch.ids_BT)  # number of sequences on the ranks before this one
     halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
     counts_2M = [
         summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2))) for half in halves

@@ -25,7 +25,7 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     """Return `Absorption` by layer and modality of the token, over the additions of attention and MLP outputs.
 
     For a stream that is not bf16 it measures the error that bf16 would have, and the tags end in ``_if_bf16``. It
-    runs one forward in the caller's precision and does not change the model.
+    runs one forward pass in the caller's precision and does not change the model.
 
     Args:
         model: runs in evaluation mode.
@@ -38,7 +38,7 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     first: dict[int, Absorption] = {}
     blocks = [cast(Block, block) for block in model.blocks]
 
-    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # each sublayer's pre-norm reads the stream
+    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # the input of a pre-norm is the stream
         stream["x"] = inputs[0]
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class StepMonitor:
-    """Measures the configured steps; `after_step`, `close` and `sizes` return the numbers.
+    """Measures the steps that the configuration selects; `after_step`, `close` and `sizes` return the numbers.
 
     Args:
         model: the trained model.
         config: uses ``budget_every_n_steps``, ``budget_steps``, ``parameters``, ``second_moment`` and
             ``every_n_steps``.
         max_steps: steps of the run; the last step is measured too.
-        trained: indices of the modalities whose loss is trained; empty for no budget by modality.
+        trained: indices of the modalities whose loss is trained; if empty, the budget has no parts by modality.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StepMonitor:
         for p, (before, lr) in self._before.items():
             state, group, name = optimizer.state.get(p), groups[p], self.named[p]
             if not state:
-                continue  # no loss has depended on it yet
+                continue  # no loss has depended on this parameter yet
             over_lr, relative = update_size(before, p.detach(), lr)
             step = torch.as_tensor(state["step"], dtype=torch.float32)
             share = below_epsilon(state["exp_avg_sq"], step, group["betas"][1], group["eps"])
@@ -158,7 +158,7 @@ class StepMonitor:
         return sizes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the open window; empty without one."""
+        """Return the state of the open window; empty if no window is open."""
         return {} if self.window is None or not self.window.steps else {"window": self.window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Computes the radial budget of W_q and W_k over a window of optimizer steps. M modalities."""
+"""Computes the radial budget of W_q and W_k over a window of optimizer steps. Shapes: M modalities."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class BudgetWindow:
     Each optimizer step calls, in this order: `add_gradients` (for each micro-batch, before its backward pass),
     `before_update`, `after_update`, `settle`.
 
-    The modality of a gradient is that of the target. The window neither synchronizes with the host nor writes
-    ``.grad``. Changes after the optimizer's update (QK-Clip) count in `rest`, so that the parts sum to the measured
-    change; `step` covers only the optimizer's update.
+    The modality of a gradient is that of the targets whose loss it comes from. The window neither synchronizes with
+    the host nor writes ``.grad``. Changes after the optimizer's update (QK-Clip) count in `rest`, so that the parts
+    sum to the measured change; `step` covers only the optimizer's update.
 
     Args:
         model: the trained model.
-        trained: indices of the modalities whose loss is trained; empty for no parts by modality.
+        trained: indices of the modalities whose loss is trained; if empty, there are no parts by modality.
     """
 
     def __init__(self, model: EarlyFusionTransformer, trained: list[int]) -> None:
@@ -78,7 +78,7 @@ class BudgetWindow:
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer, factor: Tensor | None) -> None:
-        """Store the weights; ``factor`` is the factor of gradient clipping, or None without clipping."""
+        """Store the weights; ``factor`` is the factor of gradient clipping, or None if gradients are not clipped."""
         self._factor = 1.0 if factor is None else factor.double()
         if not self.budgets:
             for p in self.parameters:
@@ -97,7 +97,7 @@ class BudgetWindow:
         ):
             state = optimizer.state.get(p)
             if not state:
-                continue  # no loss has depended on it yet
+                continue  # no loss has depended on this parameter yet
             if "exp_avg" not in state:  # the state of Muon
                 settings = self._settings[p]
                 budget.add_whole(before, p.detach(), settings["lr"] * settings["weight_decay"])

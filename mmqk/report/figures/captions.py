@@ -61,7 +61,7 @@ def of_medians(study: Study, arms: Collection[str], before: str = "; medians ove
 
 
 def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
-    """Return the arms by their largest logit, highest first."""
+    """Return the arms sorted by their largest logit, highest first."""
     ends = {arm: at_end(study, arm, LOGIT) for arm in arms}
     return sorted(arms, key=lambda arm: (math.isnan(ends[arm]), -ends[arm]))
 
@@ -69,7 +69,8 @@ def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
 def ends_by_modality(
     study: Study, arms: Sequence[str], measure: Callable, noun: str, form: Callable[[float], str]
 ) -> str:
-    """Return the range by modality, ``between 1 (a) and 2 (b) for text tokens; at 3 for image tokens``.
+    """Return the range of the arms' values by modality: ``between 1 (a) and 2 (b) for text tokens; at 3 for image
+    tokens``.
 
     Empty if no value is finite.
     """

@@ -14,7 +14,8 @@ from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Line
 
-# Most points of a line, most points of a figure (300 runs must fit in a page of 5 MB), fewest points of a line.
+# Largest number of points of a line, largest number of points of a figure (so that a page with 300 runs is below
+# 5 MB), and smallest number to which the points of a line are thinned.
 POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
 COLUMNS = 160
 
@@ -56,7 +57,8 @@ def binned(series: Series, width: int) -> Series:
 
 
 def bin_width(study: Study, points: int = POINTS) -> int:
-    """Return how many steps a point of a per-step curve averages; all curves of the study use this number."""
+    """Return the number of steps over which each point of a per-step curve is averaged; all curves use this
+    number."""
     return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
 
 
@@ -65,7 +67,7 @@ def arm_lines(
 ) -> tuple[Line, ...]:
     """Return a thin line per run and the median of each arm, up to the last step that all its runs reached.
 
-    Each line has at most ``points`` points: the lowest and highest of every interval.
+    Each line is thinned to at most ``points`` points (`thinned`).
     """
     lines: list[Line] = []
     for arm in arms:
@@ -141,8 +143,8 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
             runs.append(by_layer)
     if not runs:
         return None
-    # Use the union of the steps within a run, because a pair is missing from probes without its tokens. Use the
-    # intersection between runs, because otherwise the end of the map would show only the longest runs.
+    # Use the union of the steps within a run, because a modality pair is missing in probes without its tokens. Use
+    # the intersection between runs, because otherwise the end of the map would show only the longest runs.
     unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
     steps = functools.reduce(np.intersect1d, unions)
     if not len(steps):
@@ -155,7 +157,7 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
                 _, column, index = np.intersect1d(steps, at, return_indices=True)
                 row[column] = np.fmax(row[column], _worst(values[index]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # cells without a seed
+        warnings.simplefilter("ignore", RuntimeWarning)  # cells that no seed measured
         return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))
 
 

@@ -1,7 +1,7 @@
 """Draw figures on the axes of published figures, for comparison.
 
-A grid names them: ``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``. The other
-figures are drawn if the runs have the numbers for them.
+A grid can name such figures: ``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``.
+Figures that the grid does not name are drawn if the runs have the numbers for them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
         ]
     keys = legend(study, arms)
     if len(arms) > 1 and len({study.arms[arm].family for arm in arms}) == 1:
-        # The points of a single family get a color scale instead of shades of one color.
+        # If all arms belong to one family, they get a color scale instead of shades of one color.
         colors = dict(zip(arms, ramp(len(arms)), strict=True))
         panels = [
             replace(p, lines=tuple(replace(line, color=colors[line.arm]) for line in p.lines)) for p in panels
@@ -214,7 +214,7 @@ KINDS: dict[str, tuple[Maker, str]] = {
     "logit_by_size": (logit_by_size, "Wortsman Fig. 9"),
 }
 SWEEPS = ("lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
-# Training losses of arms that differ in these fields only, if the condition holds.
+# Figures of the training loss: (the only fields in which the arms may differ, condition for drawing the figure).
 LOSSES: dict[str, tuple[Sequence[str], Condition]] = {
     "Chameleon Fig. 5b": (("model.qk_norm",), _qk_norm),
     "Chameleon Fig. 5c": (DROPOUT, _vary(DROPOUT)),

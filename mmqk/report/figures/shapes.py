@@ -24,7 +24,7 @@ class Line:
         diverged: whether the run diverged at the end of the line.
         run: name of the run; empty for a line over several runs.
         color: color of the line; empty for the color of the arm.
-        marker: marker of points without a line; empty for a line without markers.
+        marker: marker, if points are drawn instead of a line; else empty.
     """
 
     arm: str
@@ -117,7 +117,7 @@ class Figure:
         rows: the panels; the panels of a row share their y-axis.
         arms: the arms whose runs it shows.
         legend: the meaning of its colors and dashes; may be empty.
-        like: the published figure to compare it with; empty without one.
+        like: the published figure to compare it with; empty if there is none.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Style of the figures: color shows the arm, line style the modality, the same on all figures of a page.
+"""Style of the figures: color shows the arm and line style the modality, in the same way in all figures of a page.
 
-If the arms are points of a few families, each family has a color, and its points have shades of it: darker further
-along the axis. If there are more arms than colors, the arms that no figure or claim names are gray.
+If the arms are points of a few families, each family has a color, and its arms have shades of this color, which
+become darker along the axis. If there are more arms than colors, the arms that no figure or claim names are gray.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mmqk.report.figures.style import legend
 
 
 def survival_figure(study: Study) -> Figure | None:
-    """Draw the Kaplan-Meier curve of each arm in a claim about a time of failure; None without such a claim."""
+    """Draw the Kaplan-Meier curve of each arm in a claim about a time of failure; None if there is no such claim."""
     claims = [claim for claim in study.claims if claim.metric in EVENTS and claim.compared]
     if not claims:
         return None
@@ -24,7 +24,7 @@ def survival_figure(study: Study) -> Figure | None:
     for arm in arms:
         times, failed = times_to_failure(study.finished(arm), metric)
         steps, shares = kaplan_meier(times, failed)
-        # Stairs: each share lasts until the next failure.
+        # Draw a step function: each share holds until the next failure.
         lines.append(Line(arm, "", None, np.repeat(steps, 2)[1:], np.repeat(shares, 2)[:-1], "median"))
         counts.append(f"{sum(failed)} of {len(failed)} ({study.label(arm)})")
     if not lines:

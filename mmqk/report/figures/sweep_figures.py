@@ -108,7 +108,7 @@ def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[
 
 
 def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
-    """Return the learning rates of a sweep at a size, planned ones included."""
+    """Return the learning rates of all existing and planned runs of a sweep at a size."""
     runs = sweep.at(size=size)
     families = {run.family for run in runs}
     planned = {arm.point.get(RATE["x"]) for arm in study.arms.values() if arm.family in families}
@@ -163,7 +163,8 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
 def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None:
     """Draw the largest attention logit against parameters: Wortsman Fig. 9.
 
-    Fit one quadratic per learning rate, with the largest size held out. This needs four sizes: three for the fit.
+    Fit one quadratic per learning rate, with the largest size held out. This needs at least four sizes: three for the
+    fit and the held-out one.
     """
     groups = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES][:MOST_SWEEPS]
     if not groups:
@@ -222,7 +223,7 @@ def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
 
 
 def _over(runs: Iterable[Run], key: Value, value: Value, color: str) -> list[Line]:
-    """Return one point per run, × if it diverged, and the line of the medians."""
+    """Return one point per run (× if it diverged) and the line through the medians."""
     done = [run for run in runs if run.status.finished and math.isfinite(value(run))]
     lines = []
     if len({key(run) for run in done}) > 1:

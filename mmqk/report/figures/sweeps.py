@@ -74,8 +74,8 @@ def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
 
 
 def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
-    """Return the groups with at least three learning rates, the largest first; only of ``arms`` (or families) if
-    given."""
+    """Return the groups with at least three learning rates, the largest group first. If ``arms`` (or families) are
+    given, use only their runs."""
     runs = [
         run
         for run in study.runs
@@ -91,8 +91,8 @@ def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
 
 
 def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return the label of each group: its only family, its only arm, or the fields in which it differs from the
-    others."""
+    """Return the label of each group: its only family, its only arm, or the fields in which it differs from the other
+    groups."""
     labels = []
     settings = [flatten(group[0].identity) for group in groups]
     for group, fields in zip(groups, settings, strict=True):

@@ -38,8 +38,8 @@ class Alarm:
 
     @property
     def where(self) -> str:
-        """Return the modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; empty for a whole
-        run."""
+        """Return the modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; empty for a
+        series of the whole run."""
         parsed = parse_tag(self.tag)
         pair = parsed.pair
         modality = f"{pair[0]} to {pair[1]}" if pair else parsed.modality
@@ -66,7 +66,7 @@ def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: str | os.PathLike[str], after: int | None = None) -> list[Alarm]:
-    """Return the alarms of a run folder; empty without a file. Unreadable lines are skipped.
+    """Return the alarms of a run folder; an empty list if it has no alarms.jsonl. Unreadable lines are skipped.
 
     Args:
         folder: the run folder.

@@ -16,9 +16,9 @@ NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
 
 # Thresholds without a published source. In the first fifth of a run every norm grows many times over, most of all in
 # healthy runs, so the rule starts after it. The slope is fitted to five or more probes over at least a twentieth of
-# the run, and must be at least four standard errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not
+# the run, and must be more than four standard errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not
 # count. The initial growth of norms lasts about the same number of steps in short and in long runs, so the rule never
-# starts before step 100, which in a short run is later than a fifth.
+# starts before step 100, which in a short run is later than a fifth of the run.
 GROWTH_START_SHARE = 0.2
 GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5
@@ -34,15 +34,15 @@ COLLAPSE_SHARE = 0.1
 
 
 class Growth(Rule):
-    """Rule: a norm or largest logit has doubled since a fifth of the run and will double again before the end of the
-    run.
+    """Rule: a norm or largest logit has doubled since the rule's start, and will double again before the end of the
+    run if it continues to grow as fast.
 
     The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
-    line by least squares to the logarithm of the last probes, five or more, over at least a twentieth of the run and
-    50 steps. The slope must be four standard errors above 0, and the line's end twice the median of the first three
-    probes after the start. A run of 150 steps or fewer has no growth alarm, because norms grow at the start of every
-    run. A run without a set length is assumed to continue for as many steps as have passed since the rule's start.
-    Values that are not positive are skipped.
+    line by least squares to the logarithm of the last probes: five or more probes, over at least a twentieth of the
+    run and at least 50 steps. The slope must be more than four standard errors above 0. At the last probe, the
+    value on the line must be at least twice the median of the first three probes after the start. A run of 150 steps
+    or fewer has no growth alarm, because norms grow at the start of every run. A run without a set length is assumed
+    to continue for as many steps as have passed since the rule's start. Values that are not positive are skipped.
     """
 
     STATE = ("first", "points", "on")

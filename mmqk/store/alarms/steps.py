@@ -99,10 +99,10 @@ class Stall(Rule):
     """Rule: a loss stays above a loss that any learning model reaches, and no longer improves.
 
     The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (at least 200 steps; 1000 steps
-    in a run without a set length), all after warm-up, and it lies above a ceiling. The ceiling is an excess loss of
-    0.1 nat if the floor is known, otherwise the modality's unigram loss minus 0.1 nat: a model reaches the unigram
-    loss without using the context. A constant loss below its ceiling counts as converged. Without a ceiling there is
-    no alarm.
+    in a run without a set length), not counting the warm-up, and it lies above a ceiling. The ceiling is an excess
+    loss of 0.1 nat if the floor is known, otherwise the modality's unigram loss minus 0.1 nat: a model reaches the
+    unigram loss without using the context. A constant loss below its ceiling counts as converged. Without a ceiling
+    there is no alarm.
     """
 
     STATE = ("window", "level", "since", "on")
@@ -137,10 +137,10 @@ class Stall(Rule):
 
 
 def spike_score(values: Sequence[float]) -> float:
-    """Return the spike score of OLMo 2: the percentage of the judged values that are spikes (see `Spike`).
+    """Return the spike score of OLMo 2: the percentage of the checked values that are spikes (see `Spike`).
 
-    It is nan if no value is judged. The first `SPIKE_FEWEST` finite values are not judged and not counted (without a
-    published source: OLMo 2 gives no rule for fewer than 1000 values).
+    It is nan if no value is checked. The first `SPIKE_FEWEST` finite values are not checked (without a published
+    source: OLMo 2 gives no rule for fewer than 1000 values).
     """
     window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
     for value in values:

@@ -1,6 +1,6 @@
-"""Sliding windows over a series: median and quartiles, mean and standard deviation, updated per value.
+"""Sliding windows over a series: median and quartiles, mean and standard deviation, updated with each value.
 
-The state of both classes is plain data, and both continue from it bit for bit.
+The state of both classes is plain data. After a resume from it, the results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ RECOMPUTE_ABOVE = 1e6
 class RunningMoments:
     """Mean and sample standard deviation of the last ``size`` values.
 
-    They come from running sums of the differences from a reference value, which changes at intervals.
+    They are computed from running sums of the differences from a reference value, which is replaced at intervals.
     """
 
     def __init__(self, size: int):

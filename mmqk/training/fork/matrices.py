@@ -21,7 +21,7 @@ class Carried:
         added: Parameters that the parent does not have, with a description of their initial value.
         dropped: Parameters that the fork does not have, with a description of where they are folded.
         from_name: For each parameter of the fork, the parent's parameter that it is copied from.
-        scale: Factor between a copied parameter and the parent's, if it is not 1.
+        scale: For each copied parameter, the factor on the parent's values, if it is not 1.
     """
 
     added: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Matrices:
         return [n for n, m in self.new.items() if isinstance(m, nn.Linear) and tied_name(n) == layer]
 
     def write(self) -> None:
-        """Write the parent's effective matrices times the folded factors, in the fork's parametrization."""
+        """Write the parent's effective matrices times the folded factors, in the fork's parameterization."""
         for name, fork in self.new.items():
             if not isinstance(fork, nn.Linear):
                 continue

@@ -17,7 +17,7 @@ from mmqk.model.linear import ByModality
 from mmqk.model.norms import LayerNorm, Norm
 from mmqk.training.step.losses import modality_losses
 
-CHUNK = 4  # sequences per forward
+CHUNK = 4  # sequences per forward pass
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Sizes:
 
 
 def _parts(batch: TokenBatch) -> Iterator[tuple[int, TokenBatch]]:
-    """Yield the batch in parts of `CHUNK` sequences, each with the number of its first sequence."""
+    """Yield the batch in parts of `CHUNK` sequences, each with the index of its first sequence."""
     for start in range(0, len(batch.ids_BT), CHUNK):
         yield start, batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
 
@@ -66,7 +66,7 @@ def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
 def sizes_at_norms(
     old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
 ) -> dict[str, Sizes]:
-    """Return the `Sizes` at every norm of the parent or the fork by name of the norm, without padding.
+    """Return the `Sizes` at every norm of the parent or the fork, by the norm's name. Padding is excluded.
 
     Args:
         old: The parent, which runs a forward pass.

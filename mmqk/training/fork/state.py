@@ -16,8 +16,8 @@ from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 
-# If the change raises a loss by more than this (nats), the loss history starts again, because this rise does not
-# count as a divergence.
+# If the changed fields raise a loss by more than this (nats), the loss history starts again, because such a rise does
+# not count as a divergence.
 JUMP_NATS = 0.1
 SAME_DATA = ("data.val_", "data.batch_size")
 
@@ -40,7 +40,8 @@ def optimizer_state(
     If a matrix is scaled by c, its gradients and first moments are scaled by 1 / c, and its second moments by
     1 / c^2. If the fork sets `optim.split_second_moment`, each modality starts with an equal part of the shared first
     moment and with the whole second moment. With zero gradients, the next step then equals the parent's. If the fork
-    unsets the field, the moments are summed over modalities; for second moments this assumes uncorrelated gradients.
+    turns the field off, the moments are summed over modalities; for second moments this assumes that the gradients of
+    the modalities are uncorrelated.
 
     Args:
         saved: Optimizer state of the parent.
@@ -113,7 +114,8 @@ def _resplit(
 def guards_state(
     saved: Mapping[str, Any], old: EarlyFusionTransformer, new: EarlyFusionTransformer, carried: Carried
 ) -> dict[str, Any]:
-    """Return the parent's history of the spike guards; AdaGC has no history of new and of rescaled parameters."""
+    """Return the parent's history of the spike guards; AdaGC starts without a history for new and rescaled
+    parameters."""
     if "adagc" not in saved:
         return dict(saved)
     gamma_of = dict(zip(dict(old.named_parameters()), saved["adagc"]["gamma_P"].tolist(), strict=True))
@@ -168,11 +170,11 @@ def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Cha
     """Return the parts of the parent's callback state that apply to the fork.
 
     The divergence rule keeps the parent's initial loss and best median, so that the same thresholds hold for a fork,
-    its parent and its siblings. The rule drops the best median and the last losses of a modality whose loss the
-    change raises by more than `JUMP_NATS`, and of all modalities if the data changes. Alarms compare a statistic with
-    its recent values, so they start again if the model or the data changes or a loss rises by more than `JUMP_NATS`;
-    they keep the unigram losses. An open window of the radial budget starts again if anything that affects the update
-    changes.
+    its parent and its siblings. The rule drops the best median and the last losses of a modality whose loss rises by
+    more than `JUMP_NATS` at the fork, and those of all modalities if the data changes. Alarms compare a statistic
+    with its recent values, so they start again if the model or the data changes or a loss rises by more than
+    `JUMP_NATS`; they keep the unigram losses. An open window of the radial budget starts again if anything that
+    affects the update changes.
     """
     states = copy.deepcopy(dict(saved))
     states.pop("Checkpoints", None)  # describes the parent's folder

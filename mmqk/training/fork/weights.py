@@ -4,7 +4,7 @@ Parameters of both models are copied by name. Where the norms differ, the parent
 determine the gain:
 
 ```
-g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  normalization of parent and fork (the identity without a norm)
+g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  normalization of parent and fork (the identity if there is no norm)
                                          g, g'  gains; f  factor on q and k for another attention scale
 ```
 
@@ -69,7 +69,8 @@ class _Carrying(Matrices):
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
         super().__init__(old, new)
         self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
-        # Factor on q and k that corrects for another scale of the attention logits; 1 unless kind l2 changed it.
+        # Factor on q and k that corrects for another scale of the attention logits; 1 unless only one of the two
+        # models has a QK-Norm of kind l2.
         cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
         ratio = self.before.attn_scale_value / self.config.attn_scale_value
         self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
@@ -187,7 +188,8 @@ class _Carrying(Matrices):
     def _start_gain(
         self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module
     ) -> None:
-        """Set the gain of a norm. If heads share one gain, average theirs with the measured sizes as weights."""
+        """Set the gain of a norm. If the heads share one gain, average the gains of the heads, weighted with the
+        measured sizes."""
         assert copy.weight is not None
         shape = copy.weight.shape
         if shape.numel() == gain_HK.numel():

@@ -64,7 +64,7 @@ class History:
                 query = tag.pair[0] if tag.pair else tag.modality
                 if tag.statistic == statistic and tag.layer is not None and query == modality:
                     at = (tag.layer, column)
-                    cells[at] = float(np.maximum(cells.get(at, -math.inf), value))  # NaN if one is NaN
+                    cells[at] = float(np.maximum(cells.get(at, -math.inf), value))  # NaN if either is NaN
         layers = 1 + max((layer for layer, _ in cells), default=-1)
         table = np.full((layers, len(self.probes)), np.nan)
         for (layer, column), value in cells.items():

@@ -41,9 +41,9 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
     """Return the loggers of ``run.logging`` other than TensorBoard, in the first process of a run.
 
     ``loggers.json`` stores the ids of the W&B run and the MLflow run, so that a resume continues them, and the last
-    step that these runs may have received. A resume repeats the steps after its checkpoint, and these are not
-    logged twice. MLflow can report its last step. W&B in offline mode cannot, so after a kill the W&B run
-    lacks the steps that were not written.
+    step that these runs may have received. A resume repeats the steps after its checkpoint; the steps that a
+    logger has received are not logged again. MLflow reports the last step that it has received. W&B in offline mode
+    cannot report it, so after a kill the W&B run lacks the steps that were not written.
 
     Args:
         run: The resolved configuration.
@@ -79,7 +79,7 @@ class Integration(RunLogger):
         folder: The run folder.
         name: csv, wandb or mlflow.
         logger: Lightning's logger.
-        step: Last step that the logger has received. Later steps in metrics.jsonl are logged first.
+        step: Last step that the logger has received. If metrics.jsonl has later steps, they are logged first.
     """
 
     def __init__(self, folder: Path, name: str, logger: Any, step: int):
@@ -165,7 +165,7 @@ def _wandb(run: RunConfig, run_id: str | None) -> tuple[Logger, str, None]:
         dir=run.out,
         id=run_id,
         resume="allow",
-        reinit="create_new",  # leave a run that the caller has begun unchanged
+        reinit="create_new",  # do not change a run that the caller has begun
         config=run.nested(),
         settings=wandb.Settings(silent=run.quiet),
     )
@@ -182,7 +182,7 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
         "alembic",
         "mlflow",
         "lightning.pytorch.loggers.mlflow",
-    ):  # they print how a database is set up
+    ):  # they print messages while they set up a database
         logging.getLogger(name).setLevel(logging.ERROR)
 
     given = os.environ.get("MLFLOW_TRACKING_URI")
@@ -199,7 +199,7 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
         logger.experiment.update_run(run_id, status="RUNNING")
         last = max((metric.step for metric in logger.experiment.get_metric_history(run_id, "loss")), default=None)
     assert logger.run_id is not None
-    if given is None:  # Lightning sets it, but another run in this process must not use it
+    if given is None:  # Lightning sets the variable, but another run in this process must not use it
         os.environ.pop("MLFLOW_TRACKING_URI", None)
     return logger, logger.run_id, last
 

@@ -26,7 +26,8 @@ FIRST_PICTURES = 4
 
 
 class RunLogger(Logger):
-    """Writes all values to metrics.jsonl, one line per step; an alarm of an earlier step adds another line."""
+    """Writes all values to metrics.jsonl, one line per step; an alarm of an earlier step adds another line
+    for that step."""
 
     def __init__(self, path):
         super().__init__()
@@ -54,7 +55,7 @@ class RunLogger(Logger):
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Log ``alarm/<name>``, the number of tags on which the alarm begins at its step, and flush."""
+        """Log ``alarm/<name>``, the number of tags for which the alarm begins at its step, and flush."""
         began = [(alarm.step, alarm.name) for alarm in alarms]
         self._alarms.update(began)
         for step, name in sorted(set(began), reverse=True):  # the current step comes first
@@ -88,8 +89,8 @@ class StoryLogger(TensorBoardLogger):
         folder: The run folder; events are written into it and into a folder per modality.
         modalities: Names of the vocabulary blocks, in order.
         layers: Whether to write all tags, including those by layer and head.
-        resumed_at: Step of a resume. TensorBoard discards the events of earlier processes after this step, or all of
-            them if it is None.
+        resumed_at: Step of a resume. TensorBoard discards the events of earlier processes after this step, or all
+            events of earlier processes if ``resumed_at`` is None.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class StoryLogger(TensorBoardLogger):
             self._scalars({"alarms": self._alarms}, step)
 
     def save(self) -> None:
-        """Flush the events; no hparams.yaml, because config.yaml has the configuration."""
+        """Flush the events. Do not write hparams.yaml, because config.yaml has the configuration."""
         with naming(self._folder / "events.out.tfevents"):
             for writer in (self.experiment, *self._writers.values()):
                 writer.flush()
@@ -142,7 +143,7 @@ class StoryLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         if self._begun:
             self._scalars({"alarms": self._alarms}, self._step)
-        elif self._resumed_at is not None and status == "success":  # killed after the last checkpoint
+        elif self._resumed_at is not None and status == "success":  # the run was killed after its last checkpoint
             self._begin(self._resumed_at)
             self._drawn = 0
         if self._begun:

@@ -91,7 +91,7 @@ class Alarms(L.Callback):
         self.step_log, self.monitor, self.checkpoints = step_log, monitor, checkpoints
         self.tap = _Tap()
         self._probe_until, self._first_step = -1, 0
-        self._waiting: list[Alarm] = []  # alarms that no step has acted on yet
+        self._waiting: list[Alarm] = []  # alarms whose actions have not been taken yet
         self._printed: Counter[tuple[str, ...]] = Counter()
         self._loggers: list[Logger] = []
         self._first_rank = True
@@ -115,7 +115,7 @@ class Alarms(L.Callback):
         if not self.config.acts:
             return
         new = self.step_log.flushes(step, trainer.max_steps) or step <= self._probe_until
-        if new or step == self._first_step:  # alarms of an interrupted step act at the first step after the resume
+        if new or step == self._first_step:  # a resume acts on the alarms of the interrupted step
             # Only the first rank has the probes, but all ranks must act on their alarms.
             self._act(trainer, pl_module, trainer.strategy.broadcast(alarms))
         else:  # between flushes there are no new values, and a broadcast synchronizes with the device

@@ -23,7 +23,8 @@ PLACES = {
 
 
 class LeanTorchmetrics(ModuleType):
-    """The package torchmetrics before its ``__init__`` has run. A name that is not in `PLACES` runs it."""
+    """The package torchmetrics before its ``__init__`` has run. Access to a name that is not in `PLACES` runs the
+    ``__init__``."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in PLACES:
@@ -44,7 +45,7 @@ class LeanTorchmetrics(ModuleType):
 def use_lean_torchmetrics() -> None:
     """Install `LeanTorchmetrics`, unless torchmetrics is already imported or is not installed.
 
-    Only commands call this. A script that imports mmqk decides for itself what it imports.
+    Only the commands of mmqk call this, so that a script that imports mmqk gets the complete torchmetrics.
     """
     if "torchmetrics" in sys.modules or (spec := find_spec("torchmetrics")) is None:
         return

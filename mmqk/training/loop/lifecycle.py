@@ -1,4 +1,4 @@
-"""Writes the status of a run to status.json, shows its progress, and ends it on Ctrl-C, SIGTERM and SIGUSR1."""
+"""Writes the status of a run to status.json, shows its progress, and ends the run on Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 

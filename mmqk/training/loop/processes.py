@@ -69,7 +69,7 @@ class Ranks:
         self.several = self.trainer.world_size > 1
         if not self.several:
             ENDING.until(lambda: False)
-            # A single run inside a cluster job with several tasks is not a rank.
+            # A run with one process, inside a cluster job with several tasks, is not a rank of a larger run.
             rank_zero_only.rank = 0  # type: ignore[attr-defined]
             return
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
 
     Args:
         run: The resolved configuration.
-        folder: Its run folder.
+        folder: The run folder.
         first_step: First step of the run: 0, or the step at which a fork starts.
 
     Returns:
@@ -110,7 +110,7 @@ def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Pa
 
 @contextlib.contextmanager
 def restoring(checkpoint: Path | None) -> Iterator[None]:
-    """Turn an error of Lightning while it loads a checkpoint into a UserError; do not change other errors.
+    """Turn an error that Lightning raises while it loads a checkpoint into a UserError; do not change other errors.
 
     Raises:
         UserError: a part of the checkpoint is malformed.

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mmqk.store import RunFolder
 
-# A cluster sends SIGUSR1 some time before its time limit (docs/cluster.md).
+# A cluster sends SIGUSR1 some time before the time limit of the job (docs/cluster.md).
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Id of the process that started this one as a rank of its run.
+# Environment variable with the id of the process that started this process as a rank of its run.
 PARENT = "MMQK_PARENT"
 _PARENT_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -66,7 +66,7 @@ class Ending:
         threading.Thread(target=self._listen, args=(reader,), name="mmqk-signals", daemon=True).start()
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for signum in SIGNALS:
-            # Python writes to the pipe for signals that have a handler.
+            # Python writes a signal to the pipe only if the signal has a handler.
             signal.signal(signum, _nothing)
         os.register_at_fork(after_in_child=self._forked)
         self.installed = True
@@ -92,8 +92,8 @@ class Ending:
 
     @contextlib.contextmanager
     def starting_ranks(self) -> Iterator[None]:
-        """End the processes that are started in the block when this one ends, and block signals until they call
-        `install`."""
+        """If this process ends, end the processes that are started in the block. Signals to these processes are
+        blocked until they call `install`."""
         os.environ[PARENT] = str(os.getpid())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self.installed else ())
         try:

@@ -35,7 +35,7 @@ class StepLog(L.Callback):
     Args:
         flush_at: Flush at every multiple of each of these numbers of steps; 0 is ignored.
         at_start: Values that are known before the first step, logged at `first_step`.
-        first_step: First step of the run: 0, or the step of the checkpoint of a fork.
+        first_step: First step of the run: 0, or for a fork the step of the checkpoint that it starts from.
 
     Attributes:
         divergence: (step, reason) if the run has diverged, otherwise None.
@@ -156,7 +156,7 @@ class Validation(L.Callback):
     Lightning's own loop would skip a validation that is due at the step of a resume.
 
     Args:
-        batches: Creates the fixed validation batches.
+        batches: Returns an iterator over the fixed validation batches.
         every_n_steps: N; 0 to validate only at the end.
     """
 
@@ -197,7 +197,8 @@ class Checkpoints(L.Callback):
         self.saved, self._written = -1, Written(folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lengths and hashes of the record files, which a resume checks, and a list of lost records."""
+        """Return the lengths and hashes of the record files, which a resume checks, and the sentences on lost
+        records."""
         lost = ""
         with contextlib.suppress(UserError):  # the resume reports a damaged file
             status = read_status(self.folder.parent)

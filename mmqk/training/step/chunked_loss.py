@@ -34,9 +34,9 @@ def chunked_losses(
     """Return `modality_losses` of these hidden states, with the logits of one chunk in memory at a time.
 
     The forward pass computes each chunk's logits once, and from them the gradients of the hidden states, (B, T, D),
-    and of the head, (V, D), in at least fp32. The weights and the z-loss must therefore be known, and only
-    `LossSums.objective`, which `total_loss` uses, has a gradient. Matrix products run in the autocast dtype, and all
-    other operations in at least fp32, as in `modality_losses`.
+    and of the head, (V, D), in at least fp32. The weights and the z-loss must therefore be known in
+    the forward pass, and only `LossSums.objective`, which `total_loss` uses, has a gradient. Matrix products run in
+    the autocast dtype, and all other operations in at least fp32, as in `modality_losses`.
 
     The loss of a target depends only on the hidden state of its position, so all modalities share one gradient of the
     hidden states. The head needs one gradient per modality, (M, V, D), and M more products per chunk. `by_modality`

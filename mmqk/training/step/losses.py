@@ -87,8 +87,9 @@ def modality_losses(
         ce_BT = log_sum_BT - torch.where(is_target_BTV, shifted_BTV, 0.0).sum(-1)
         log_z_BT = largest_BT1[..., 0] + log_sum_BT
     else:
-        # One softmax pass gives both: log Z is the target's logit minus its log-probability. With z_loss 0 no
-        # gradient flows through log Z, and the backward pass costs as much as that of a plain cross-entropy.
+        # One softmax pass gives cross-entropy and log Z: log Z is the target's logit minus its log-probability. With
+        # z_loss 0 no gradient flows through log Z, and the backward pass costs as much as that of a plain
+        # cross-entropy.
         ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
         log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT
     if not log_z_grad:
@@ -165,7 +166,7 @@ def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
 
 
 def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """Return the mean loss, log Z and excess loss by modality, as tags; a modality without a target has no key.
+    """Return the mean loss, log Z and excess loss by modality, as tags; a modality without a target is left out.
 
     The excess loss is the loss minus the floor of the same targets.
     """

@@ -378,7 +378,7 @@ class TrainingModule(L.LightningModule):
         ``model`` keeps its mode (training or evaluation), which turns dropout on or off; None is the trained model.
         """
         with self.trainer.precision_plugin.train_step_context():
-            # A sink makes the blocks run eagerly. Otherwise each half of a batch would compile another graph.
+            # A sink makes the blocks run eagerly. Without it, each half of a batch would compile another graph.
             sums = self.losses(batch, lambda *_: None, by_modality=True, model=model)
             return loss_parts(sums, *self.loss_weighting(batch))
 

@@ -19,7 +19,8 @@ def orthogonalize(model: EarlyFusionTransformer) -> None:
 
 
 def orthogonal(weight: Tensor) -> Tensor:
-    """Return the orthogonal polar factor at the Frobenius norm of ``weight``; return a non-finite matrix as it is."""
+    """Return the orthogonal polar factor, scaled to the Frobenius norm of ``weight``; return a non-finite matrix
+    unchanged."""
     wide = weight.float()
     if not wide.isfinite().all():
         return weight

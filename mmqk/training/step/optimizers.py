@@ -27,7 +27,8 @@ def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
-    """Return the parameters with weight decay, chosen by the type of their module: gains may have two axes too.
+    """Return the parameters with weight decay, chosen by the type of their module and not by their number of
+    axes, because gains may also have two axes.
 
     Matrices are the weights of linear layers; a tied head counts as the embedding.
     """

@@ -44,7 +44,7 @@ def largest_logits(
         window: A query attends to this many tokens, itself included; 0 for all.
 
     Returns:
-        largest_H, in at least fp32: -inf without a visible pair, NaN if a visible logit is NaN.
+        largest_H, in at least fp32: -inf if there is no visible pair, NaN if a visible logit is NaN.
     """
     B, H, T, _ = q_BHTK.shape
     causal = visible_keys(T, q_BHTK.device, window, document_BT)
@@ -77,7 +77,7 @@ class QKClip:
 
     Args:
         model: The model to clip, in place.
-        threshold: tau, for logits after scaling and before cap and mask.
+        threshold: tau, for the visible logits after scaling and before the softcap.
     """
 
     def __init__(self, model: EarlyFusionTransformer, threshold: float) -> None:
@@ -124,7 +124,7 @@ class QKClip:
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
     def values(self, measured: list[float]) -> dict[str, float]:
-        """Return `QKClip.measured` by tag; a layer without a visible pair has no key."""
+        """Return `QKClip.measured` by tag; a layer without a visible pair is left out."""
         largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
         values: dict[str, float] = {}
         for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):

@@ -17,8 +17,8 @@ class StepRecord:
     Attributes:
         step: Number of updates, including this one. The losses are those before the update.
         lr: Learning rate of the update.
-        values: Loss; gradient norm before clipping; `RowLog.measured` and `QKClip.measured`, if on; `modality_sums`,
-            flattened. `TrainingModule.named_values` reads them.
+        values: Loss; gradient norm before clipping; `RowLog.measured` and `QKClip.measured`, if in use;
+            `modality_sums`, flattened. `TrainingModule.named_values` returns them by tag.
     """
 
     step: int
@@ -27,7 +27,7 @@ class StepRecord:
 
 
 class StepWatch(Protocol):
-    """Receives the tensors of an optimizer step, with calls in the order of its methods, and does not change them.
+    """Receives the tensors of an optimizer step and does not change them. Its methods are called in the order below.
 
     Attributes:
         attributing: Whether `before_backward` needs the loss by modality in this step.
@@ -42,7 +42,8 @@ class StepWatch(Protocol):
     def before_update(
         self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
     ) -> None:
-        """Called after clipping with the clipping factor and, by parameter, the gradient norms before clipping."""
+        """Called after clipping. ``factor`` is the clipping factor, and ``grad_norms`` has the gradient norm of each
+        parameter before clipping."""
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after the update and before QK-Clip and the power step change the weights."""

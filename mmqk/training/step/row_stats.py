@@ -62,7 +62,7 @@ class RowLog:
         return torch.cat([max_LM.flatten(), (sums[:-1] / sums[-1:]).flatten()])
 
     def values(self, measured: Sequence[float]) -> dict[str, float]:
-        """Return `measured` by tag; a modality without a query has no key."""
+        """Return `measured` by tag; a modality without a query is left out."""
         half, M = len(measured) // 2, len(self.modalities)
         tags: dict[str, float] = {}
         for i, (largest_logit, lse) in enumerate(zip(measured[:half], measured[half:], strict=True)):

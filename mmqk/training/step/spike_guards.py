@@ -1,7 +1,7 @@
 """Guards against spikes of the gradient: AdaGC clips the gradient of each tensor, SkipStep skips updates.
 
 Both keep their history in buffers, which `TrainingModule` writes into checkpoints beside the model, so that a resumed
-run takes the same decisions as an uninterrupted run. Neither synchronizes with the host.
+run makes the same decisions as an uninterrupted run. Neither synchronizes with the host.
 """
 
 from __future__ import annotations

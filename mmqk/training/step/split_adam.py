@@ -77,7 +77,7 @@ class SplitAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale every modality's gradients by torch's clipping factor for their sum, which has this norm."""
+        """Scale every modality's gradients by torch's clipping factor; ``norm`` is the norm of their sum."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for by_modality in self._gradients.values():
             by_modality.mul_(factor)
@@ -91,7 +91,7 @@ class SplitAdamW(optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients of `backward`. A parameter without a gradient is unchanged, as in AdamW.
 
-        If ``found_inf`` is set and true, no parameter changes; the moments may.
+        If ``found_inf`` is set and true, no parameter changes, but the moments may change.
         """
         result = None
         if closure is not None:

@@ -1,4 +1,4 @@
-"""Defines small third-party models in plain PyTorch, with several ways to call attention and without mmqk."""
+"""Defines small models in plain PyTorch, without mmqk, that call attention in several ways."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_ca
     beyond = ("attn_in_", "q_raw_", "k_raw_", "q_weight_", "k_weight_")
     assert measured.keys() - plain.keys() == {name for name in expected if name.startswith(beyond)}
     assert same(measured, expected) and len(expected) == 8 * 28 + 4
-    # Without the adapter, the residual stream is also measured.
+    # The residual stream is measured without the adapter too.
     assert same(plain, {name: x for name, x in expected.items() if not name.startswith(beyond)})
     # Control: with the layers of the sites in reverse order, the comparison fails.
     turned = {(site, 7 - layer if layer >= 0 else layer): x for (site, layer), x in arrays.items()}

@@ -81,7 +81,7 @@ def test_a_cache_of_the_loop_is_refused_and_left_alone():
 
 
 def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
-    """In evaluation mode transformers uses a cache, and then its mask lets documents see each other."""
+    """In evaluation mode transformers uses a cache, and its attention mask then lets documents see each other."""
     (ids,) = batches(1, B=3, T=20)
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None].expand(3, -1)
     model = llama()
@@ -146,7 +146,7 @@ def test_an_empty_batch_puts_the_probe_off(lengths):
     for n in lengths:
         maybe(ids[:n])
         watch.step()
-    # The probe is due at step 2, whose batch may be empty.
+    # The probe is due at step 2. If the batch of step 2 is empty, the probe waits for the next batch with sequences.
     assert steps == ([4] if lengths[1] == 0 else [2])
 
 
@@ -164,7 +164,7 @@ def test_steps_that_a_trainer_counts_by_more_than_one():
     for number in range(96, 121):
         model(ids)
         again.step(number)
-    assert steps == [100, 110, 120]  # the first probe, at step 100
+    assert steps == [100, 110, 120]  # step 100 counts as the first probe, so step 105 has none
 
 
 def test_a_probe_keeps_nothing_of_the_batch():
@@ -234,7 +234,7 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
     model, (ids,) = Pictured(["sdpa"]), batches(1)
     images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
     attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
-    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six tensors with the whole batch is not sliced
+    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six tensors that each have the whole batch is not sliced
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     )
     images = torch.randn(2, 3, 64, 64)
 
-    def regions(inputs):  # the class token has no modality; each half of the image is one
+    def regions(inputs):  # the class token has no modality; each half of the image is a modality
         number = torch.tensor([-1] + [0] * 8 + [1] * 8)
         return number.expand(len(inputs["x"]), -1)
 

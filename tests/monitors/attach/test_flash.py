@@ -1,5 +1,5 @@
-"""Tests calls of flash-attention, whose operators need a GPU. Stand-in operators with the same names refuse fp32
-too."""
+"""Tests calls of flash-attention. Its operators need a GPU, so stand-ins with the same names are defined for the CPU;
+like the real operators, they refuse fp32."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ DOCUMENTS = torch.tensor([0, 5, 16, 24, 32, 48])  # document borders in three pa
 
 
 class Flash(SelfAttention):
-    """Calls flash_attn_func in an autograd function, or its packed variant, or torch's function for the same
-    attention."""
+    """Calls the operator of flash_attn_func in an autograd function, or its packed variant, or torch's function for
+    the same attention."""
 
     def forward(self, x, mask=None):
         q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))

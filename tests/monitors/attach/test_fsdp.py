@@ -1,4 +1,4 @@
-"""Tests with two processes on a CPU that a probe covers both ranks and does not change the weights."""
+"""Tests with two processes on a CPU: a probe covers both ranks and does not change the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that attention that cannot be measured is reported, in every form and place."""
+"""Tests that `attach` reports attention that it cannot measure, however it is written and in every place."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_beside_one_that_is_seen():
 
 
 def test_other_products_are_no_attention():
-    """Products for rotations, experts, relative positions and token mixing are not reported as attention."""
+    """Matrix products for rotations, experts, relative positions and token mixing are not reported as attention."""
 
     class Busy(Mixer):
         def __init__(self):

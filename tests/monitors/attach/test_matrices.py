@@ -1,4 +1,4 @@
-"""Compares the sizes of a third-party model's matrices with numpy's singular values."""
+"""Compares norm, spectral norm and stable rank of a third-party model's matrices with numpy's singular values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests that the tokens of an attention call are traced from its queries and keys, for inputs of any length."""
+"""Tests that `attach` traces the queries and keys of an attention call back to the input that they come from, even if
+two inputs have the same length."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
                 lambda m, x, out, at=(site, n): recorded.update({at: out[0] if isinstance(out, tuple) else out})
             )
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
-    for n in range(L - 1):  # the last hidden state is after the final norm
+    for n in range(L - 1):  # the last of the model's hidden states comes after the final norm
         torch.testing.assert_close(recorded["resid", n], states[n + 1])
     if final:
         recorded["final", -1] = recorded["resid", L - 1]
@@ -134,7 +134,7 @@ def test_however_it_is_added(kind, wrapped):
     layers = [kind(SelfAttention()) for _ in range(L)]
     net.layers = nn.ModuleList(layers if not wrapped else [Chain(layer) for layer in layers])
     random_(net)
-    # If wrapped, all layers are in one numbered module, and each layer contains another numbered module.
+    # If wrapped, a module path has two more numbers: one before that of the layer, and one after it.
     whole = nn.Sequential(net) if wrapped else net
     measured = attach(whole, modality=IMAGE).probe(**({"input": ids} if wrapped else {"ids": ids})).flat()
     x, sites = net.embed(ids), {}
