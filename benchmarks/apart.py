@@ -22,7 +22,7 @@ class Apart:
         threads: number of CPU threads of the process.
 
     Raises:
-        RuntimeError: on a call, if the process failed; the message has the reason.
+        RuntimeError: when called, if the process has failed; the message gives the reason.
     """
 
     def __init__(self, build: Callable[[], Callable[[int], float]], threads: int):

@@ -1,4 +1,6 @@
-"""Floating-point operations of a training step, for the model FLOPs utilization (MFU): their share of the peak.
+"""Floating-point operations of a training step, for the model FLOPs utilization (MFU).
+
+MFU is the number of these operations per second, divided by the peak of the device.
 
 A forward pass of one token takes 2 operations for each weight of the matrices in blocks and head (the embedding is a
 look-up) and, in each layer, `4 * heads * head_dim` for each key that the token's query sees: q.k and the sum over the

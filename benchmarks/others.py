@@ -69,7 +69,7 @@ def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
     """Return a loop of mmqk's blocks with a plain cross-entropy, without Lightning, data or monitors: a lower bound
     of the time.
 
-    If the run has `compile`, blocks and loss are compiled separately, as in training. With `whole`, forward and loss
+    If `run.compile` is true, blocks and loss are compiled separately, as in training. With `whole`, forward and loss
     are compiled as one graph.
     """
     model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device).train()

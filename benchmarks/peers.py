@@ -75,7 +75,7 @@ def _apart(context: Context) -> dict[str, Any]:
 
 
 def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Candidate]:
-    """Return the candidates. The candidates of mmqk are compiled if the run has `compile`.
+    """Return the candidates. The candidates of mmqk are compiled if `run.compile` is true.
 
     Args:
         run: the run whose model, data and optimizer are measured.

@@ -109,7 +109,7 @@ class Pool:
         """Return the seconds from the common start to the end of the last process.
 
         Raises:
-            RuntimeError: a process failed; the message has the reason.
+            RuntimeError: a process failed; the message gives the reason.
         """
         try:
             for end in self.ends[:n]:
@@ -129,7 +129,7 @@ class Pool:
 
 
 def _work(end: Connection, context: Context, seed: int, gates: dict[int, Any]) -> None:
-    """Run one process, which continues its run in each turn. `time.monotonic` is one clock for all processes."""
+    """Train one run in this process, some steps in each turn. `time.monotonic` is one clock for all processes."""
     import torch
 
     from benchmarks.loops import Stack

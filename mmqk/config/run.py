@@ -46,7 +46,7 @@ class RunConfig:
         logging: names of the loggers besides metrics.jsonl; not part of the identity.
         identity: the fields that identify the run (see `mmqk.store.identity`), as plain data.
         out: the run folder.
-        fork: the start of a fork; None for a run from initial weights.
+        fork: the checkpoint and the changes that a fork starts with; None for a run from initial weights.
     """
 
     model: ModelConfig

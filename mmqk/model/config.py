@@ -407,7 +407,7 @@ class ModelConfig:
         return {"rsqrt": self.head_dim**-0.5, "inverse": 1 / self.head_dim, "none": 1.0}[self.attn_scale]
 
     def window_of(self, layer: int) -> int:
-        """Return the number of tokens that a query of this layer attends to, itself included; 0 for all."""
+        """Return the number of tokens that a query of this layer attends to, itself included; 0 means all tokens."""
         return 0 if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
     def separates(self, layer: int) -> bool:

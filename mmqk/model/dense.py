@@ -1,4 +1,4 @@
-"""The arithmetic of attention in plain PyTorch: backend math, the reference for tests of all other kernels.
+"""Attention in plain PyTorch: the backend math, which is also the reference in the tests of all other kernels.
 
 Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
 """

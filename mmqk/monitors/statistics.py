@@ -115,7 +115,9 @@ _LOGIT_RANGE = (
     " loss worsens from about 1e3, and all runs above 1e4 diverged (Wortsman et al. 2023, arXiv 2309.14322, Fig. 10"
     " and 9 [V])"
 )
-_TWICE = "by step 1,000 below twice that of a run that converges (Rybakov et al. 2024, arXiv 2410.16682, Table 1 [S])"
+_TWICE = (
+    "at step 1,000 below twice the value in a run that converges (Rybakov et al. 2024, arXiv 2410.16682, Table 1 [S])"
+)
 _OUTPUT_DRIFT = (
     "near 0 under z-loss; without weight decay the output logits drift to very negative values late in training"
     " (Wortsman et al. 2023, arXiv 2309.14322, Fig. 3 and 4 [V])"
@@ -282,7 +284,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(("logit_alignment/QUERY-KEY/layerNN",),
             "log tr(C_q C_k) / (tr C_q · tr C_k), C the uncentered second moments", "log", PAIR,
             "−log head_dim for random directions [I]; the norms grow, not the alignment (Wortsman et al. 2023, arXiv"
-            " 2309.14322, E.1 [V])", "queries and keys align to one direction", "growth"),
+            " 2309.14322, E.1 [V])", "queries and keys align along one direction", "growth"),
         Statistic(("logit_masked/QUERY-KEY/layerNN",),
             "log mean (q·k)² over visible pairs − log mean (q·k)² over all pairs", "log", PAIR, "near 0 [I]",
             "visible pairs differ from the others, so the three parts above are less reliable", "growth"),

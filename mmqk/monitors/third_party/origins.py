@@ -79,7 +79,7 @@ class Origins:
         return self._of.get(value) if isinstance(value, Tensor) else None
 
     def set(self, value: Any, origin: Origin | None) -> None:
-        """Set the origin of every tensor in ``value``; None changes nothing."""
+        """Set the origin of every tensor in ``value``; do nothing if ``origin`` is None."""
         if origin is None:
             return
         for x in flat(value):

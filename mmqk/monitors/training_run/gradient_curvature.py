@@ -22,8 +22,8 @@ def batch_loss(model: EarlyFusionTransformer, batch: TokenBatch, weights_M: Tens
     It runs eagerly and with dense attention, in evaluation mode (so without dropout) and outside autocast.
 
     Args:
-        model: its mode is restored.
-        batch: at least one trained target.
+        model: the trained model; its mode is restored.
+        batch: has at least one trained target.
         weights_M: loss weight of each modality.
         z_loss: coefficient of log(Z)^2.
     """

@@ -39,7 +39,7 @@ def gradient_agreement(
 
     Args:
         model: its parameters ``blocks.N...`` belong to layer N.
-        batch: at least 2 sequences.
+        batch: has at least 2 sequences.
         loss_parts: runs ``model`` as in training.
 
     Raises:

@@ -55,7 +55,7 @@ class StepMonitor:
     # During a step
 
     def before_step(self, step: int) -> None:
-        """Call it before each micro-batch of step number ``step``; steps count from 1."""
+        """Start to measure step number ``step``, counted from 1. Call this before each micro-batch of the step."""
         c = self.config
         if c.budget_every_n_steps and self.window is None and (step - 1) % c.budget_every_n_steps == 0:
             self.window = BudgetWindow(self.model, self.trained)
@@ -69,15 +69,20 @@ class StepMonitor:
         return self._in_window and bool(self.trained)
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """Call it before the backward pass; ``parts_M`` is the part of each modality in the micro-batch's loss."""
+        """Compute the gradients by modality. Call this before the backward pass.
+
+        ``parts_M`` is the part of each modality in the micro-batch's loss.
+        """
         if self.window is not None:
             self.window.add_gradients(parts_M)
 
     def before_update(
         self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
     ) -> None:
-        """Call it after gradients are clipped by ``factor``; ``grad_norms`` are the norms before clipping, by
-        parameter."""
+        """Store the weights before the update. Call this after gradients are clipped by ``factor``.
+
+        ``grad_norms`` are the norms before clipping, by parameter.
+        """
         if self.window is not None:
             self.window.before_update(optimizer, factor)
         if self._probe_due and self.config.parameters:
@@ -90,7 +95,7 @@ class StepMonitor:
             self._sizes = {tag("grad_norm", name): norm for name, norm in grad_norms.items()}
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Call it right after the optimizer's update, before QK-Clip."""
+        """Measure the optimizer's update. Call this right after the update, before QK-Clip."""
         if self.window is not None:
             self.window.after_update(optimizer)
         if self._probe_due:
