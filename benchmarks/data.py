@@ -67,7 +67,7 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
 
 
 class Take:
-    """A candidate for the harness. It stores the work of its latest repetition."""
+    """A candidate for the harness. It stores the numbers of samples and tokens of its latest repetition."""
 
     def __init__(self, make: Make):
         self.make, self.work = make, (0, 0)

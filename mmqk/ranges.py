@@ -117,8 +117,8 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
 
 @lru_cache
 def _choices_of(kind: type) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Return the choices of each field whose type is a `Literal`, or a union with one, and True if the
-    field accepts no other values."""
+    """For each field whose type is a `Literal`, or a union with one, return its choices and whether they are the only
+    values that it accepts."""
     choices = {}
     for name, hint in get_type_hints(kind).items():
         for part in (hint, *get_args(hint)):

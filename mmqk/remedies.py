@@ -42,7 +42,7 @@ class Remedy:
         source: Paper, arXiv number, equation or section, and how it was read (`MARKS`).
         acts_on: The softmax, the matrices or the part of the residual stream that it changes.
         cost: The cost besides parameters and matrix products: passes over tensors, state, a lost fused kernel.
-        group: Its section of the page.
+        group: Its section in docs/remedies.md.
         purpose: What it is for, in one line.
     """
 
@@ -366,7 +366,7 @@ _PURPOSES = {
     "final_softcap": "bounds the output logits",
     "qk_clip": "shrinks W_q and W_k of a head only when its logits exceed a threshold; the model stays as it is",
     "sigma_reparam": "bounds the largest singular value of every matrix by a learned number",
-    "sigmoid_attention": "removes the softmax over keys: a test of the explanation by shift invariance",
+    "sigmoid_attention": "removes the softmax over keys: tests whether its shift invariance causes norm growth",
     "attn_gate_element": "lets a head be silent without large logits, by channel",
     "attn_gate_head": "lets a head be silent without large logits",
     "attn_sink": "lets a head attend to nothing without large logits",

@@ -4,8 +4,8 @@ The rules are in docs/metrics.md and docs/evidence.md.
 
     python norm_competition_check.py RUNS_OR_ZIP GRID.yaml [--compare verdicts.json]
 
-The script does not recompute the check `declared`, the QK-Norm bound, lost alarms, or the false discovery rate of
-exploratory claims (it uses their 95 % interval instead).
+The script leaves out four parts of a verdict: the check `declared`, the QK-Norm bound, the search for lost alarms,
+and the false discovery rate of exploratory claims (it uses their 95 % interval instead).
 """
 
 import argparse

@@ -101,7 +101,8 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
                     new.append(name)
             first = first or {**packed, "runs": []}
             registered, now = _registered(packed), claims_hash(grid.raw)
-            if _registered(first) == now:  # otherwise the claims have changed in this folder
+            # If the hashes differ, the claims of this folder have changed, so keep its own registration.
+            if _registered(first) == now:
                 first["registered"] = registered
             entries = [
                 {**run, "claims": run.get("claims", registered)}

@@ -84,7 +84,7 @@ class Job:
 
     Attributes:
         arm: name with the values of its axes.
-        seed: None if the run has the seed stored in a checkpoint.
+        seed: the seed; None if the run takes it from the checkpoint that it is forked from.
         args: command line for ``python -m mmqk.train``, without ``--fork``.
         family: the arm of the grid before it is crossed with axes.
         point: values of the axes by dotted field.

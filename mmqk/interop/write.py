@@ -38,9 +38,9 @@ def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
 
     Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, because mmqk's model has none. Copy it,
     with `vq_config` and `vocabulary_map`, from the checkpoint whose image tokenizer made the ids (docs/interop.md).
-    The forward of Chameleon sets the logits of image ids to the smallest number; apply `lm_head` to the last hidden
-    state to get these logits. The fields for residual dropout and initial values, which matter in training only, are
-    dropped.
+    Chameleon's `forward` sets the logits of image ids to the smallest number of the dtype; apply `lm_head` to the
+    last hidden state to get these logits. The fields for residual dropout and initial values, which matter in
+    training only, are dropped.
 
     Raises:
         UserError: a field (named with its value) has no counterpart in the layout, or transformers is not installed.

@@ -143,7 +143,7 @@ class Watch:
         """Count a step, and probe if a probe is due. Call this after each optimizer step, on every rank.
 
         Args:
-            number: the trainer's step number; None counts the calls of this method.
+            number: the trainer's step number; by default, the number of calls of this method.
 
         Raises:
             UserError: a probe is due but the model was not called, or ``out`` contains steps of another run.

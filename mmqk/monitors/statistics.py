@@ -116,7 +116,8 @@ _LOGIT_RANGE = (
     " and 9 [V])"
 )
 _TWICE = (
-    "at step 1,000 below twice the value in a run that converges (Rybakov et al. 2024, arXiv 2410.16682, Table 1 [S])"
+    "at step 1,000, less than twice the value in a run that converges (Rybakov et al. 2024, arXiv 2410.16682,"
+    " Table 1 [S])"
 )
 _OUTPUT_DRIFT = (
     "near 0 under z-loss; without weight decay the output logits drift to very negative values late in training"
@@ -337,12 +338,12 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             " last probe; mean over heads; at most log(2 head_dim)", "nats", NONE,
             f"{UNKNOWN}; compare with a run that trains: the entropy changed thousands of steps before a divergence"
             " (arXiv 2606.28116 [A])",
-            "near 0: the updates of queries and keys have one direction", "matrices"),
+            "near 0: the change of W_q W_kᵀ is close to rank 1", "matrices"),
         Statistic(tuple(f"{s}_rms/MODALITY/layerNN" for s in CHANNELED),
             "root mean square over tokens and channels, before dropout", "–", INPUT, UNKNOWN,
             "as for the norm of this site", "channels"),
         Statistic(tuple(f"{s}_kurtosis/MODALITY/layerNN" for s in CHANNELED),
-            "mean over tokens of the fourth central moment of the channels over their squared variance", "–", INPUT,
+            "fourth central moment of the channels divided by their squared variance, mean over tokens", "–", INPUT,
             "3 for a normal distribution; large with outlier channels (arXiv 2306.12929 [M])",
             "few channels carry the activation; 8-bit formats lose the others", "channels"),
         Statistic(tuple(f"{s}_channel_share/MODALITY/layerNN" for s in CHANNELED),
@@ -420,7 +421,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     ),
     "Precision": (
         Statistic(("absorb_error/MODALITY/layerNN", "absorb_error_if_bf16/MODALITY/layerNN"),
-            "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, at the additions to the residual stream x, with deep_norm α x;"
+            "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, for each y added to the residual stream x (α x with deep_norm);"
             " _if_bf16: the error that a stream in bf16 would have", "–", INPUT, "far below 1 [I]",
             "near 1: the addition is mostly noise", "precision"),
         Statistic(("absorb_bias/MODALITY/layerNN", "absorb_bias_if_bf16/MODALITY/layerNN"), "−⟨e, y⟩ / ‖y‖²", "–",

@@ -1,4 +1,4 @@
-"""A hash of the files that can change a run's numbers, which identifies the code of the run.
+"""Identify the code of a run by a hash of the files that can change the run's numbers.
 
 A finished run whose hash differs from that of the current code is stale. `equivalent_code.txt` lists hashes whose
 golden runs are equal bit for bit (`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not

@@ -30,7 +30,7 @@ ABLATION = "ablation.json"
 THINNED = "thinned.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
-# Statistics that a report reads; it also reads those that start with val_. All their values are packed.
+# A report reads these statistics and those that start with val_. A pack has all of their values.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
     "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",

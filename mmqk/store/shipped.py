@@ -1,6 +1,6 @@
 """The files that ship with mmqk: configs/ and data/.
 
-In a checkout they are beside the package, in an installed package in ``mmqk/shipped``.
+In a checkout they are beside the package. In an installed package they are in ``mmqk/shipped``.
 """
 
 from __future__ import annotations

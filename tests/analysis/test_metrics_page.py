@@ -47,7 +47,7 @@ def test_a_row_says_what_the_metric_is(name):
     [
         (r"median of the last (\d+) probes \|", probes.LAST_PROBES),
         (r"mean of the last (\d+) training steps", losses.LOSS_WINDOW),
-        (r"never came ([\d.]+) nat below", losses.LEARNED_NATS),
+        (r"never fell ([\d.]+) nat below", losses.LEARNED_NATS),
         (r"per ([\d,]+) steps \| linear \| high \| 3 probes", probes.SLOPE_STEPS),
         (r"\| (\d+) probes in the window", probes.FEWEST_PROBES),
         (r"at least (\d+) standard deviations", steps.SPIKE_STDS),

@@ -1,4 +1,4 @@
-"""Compares effects of bf16 rounding and Adam's epsilon with Python floats and known answers."""
+"""Checks the measured effects of bf16 rounding and of Adam's epsilon against Python floats and known answers."""
 
 import math
 

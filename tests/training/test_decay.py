@@ -158,7 +158,7 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
         decays_ = {"matrix": True, "embedding": embeddings, "rest": gains}[kinds[name]]
         expected = before[name] * (1 - 0.5 * 0.2 * decays_)
         torch.testing.assert_close(p.detach(), expected, rtol=0, atol=ADAMW.tolerance)
-        # The control: only parameters that decay change.
+        # The control: a parameter changes only if weight decay applies to it.
         assert torch.equal(p.detach(), before[name]) is not decays_, name
     assert ("head.weight" in before) is not config.tie_embeddings
 

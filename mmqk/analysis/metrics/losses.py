@@ -77,8 +77,7 @@ def unigram_entropy(run: Run, modality: str) -> float:
 
 
 def best_loss(run: Run, modality: str) -> float:
-    """Return the lowest loss of the run: of the held-out losses after step 0 and the means over 50 successive
-    training steps."""
+    """Return the lowest of the held-out losses after step 0 and of the means over 50 successive training steps."""
     steps, held_out = run.series(f"val_loss/{modality}")
     training = run.series(f"loss/{modality}")[1]
     training = training[np.isfinite(training)]

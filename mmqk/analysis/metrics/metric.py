@@ -56,7 +56,7 @@ class _Quantity:
 
 @dataclass(frozen=True)
 class Metric(_Quantity):
-    """A number of a run.
+    """A metric with one value for each run.
 
     Attributes:
         measure: computes the number; infinite if the last value of the run is not finite, NaN if there is no value.
@@ -81,7 +81,7 @@ class Metric(_Quantity):
 
 @dataclass(frozen=True)
 class FamilyMetric(_Quantity):
-    """A number of a family. It is computed at one seed, from the runs at all values of the family's axes.
+    """A metric with one value for each family and seed, from the runs at all values of the family's axes.
 
     Attributes:
         compute: function of the runs, in any order, and a modality.

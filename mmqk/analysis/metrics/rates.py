@@ -163,7 +163,7 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
         runs: at least three, one per value of the axis.
         measure: returns the number on the scale of the fit; infinite if the run ranks worst, NaN if it was not
             measured.
-        axis: the dotted field that varies; if empty, the only axis of the points.
+        axis: the dotted field that varies; if empty, the only axis of the runs.
         slope: True for the least-squares slope per unit of the axis, which needs finite responses. False for
             Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere).
     """

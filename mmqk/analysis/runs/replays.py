@@ -121,10 +121,10 @@ def _not_judged(
         return f"{len(unfinished)} of {plural(len(replays), 'replay')} have not finished."
     control = next((run for run in replays if _replay(run)["numerics"] == CONTROL), None)
     if control is None or original is None:
-        return "There is no control replay (the run again without a change)."
+        return "There is no control replay (a rerun without changes)."
     if (control.status.status, control.status.step) != (original.status.status, original.status.step):
         return (
-            f"The control replay (the run again without a change) {control.status.status} at step"
+            f"The control replay (a rerun without changes) {control.status.status} at step"
             f" {control.status.step}, the run {original.status.status} at step {original.status.step}: the run is not"
             " reproducible."
         )

@@ -26,7 +26,7 @@ class Auroc(WithInterval):
     It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
 
     Attributes:
-        value: the share, where ties count half; NaN if too few runs are in a pair.
+        value: the share, where ties count half; NaN if the pairs contain too few failed runs or too few survivors.
         error: jackknife standard error over runs; NaN if there is no interval.
         failures: number of failed runs that are in a pair.
         survivors: number of other runs that are in a pair.

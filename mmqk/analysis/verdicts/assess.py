@@ -164,7 +164,7 @@ def _registered(compared: Compared) -> str:
         if claim.seeds and members.seeds > claim.max_seeds:
             return (
                 f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; {members.label} has "
-                f"{members.seeds}: adding seeds after a look needs stopping in the claim."
+                f"{members.seeds}: to add seeds after seeing results, set stopping in the claim."
             )
     return ""
 
@@ -195,14 +195,14 @@ def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> s
     towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
     if claim.test == "equivalence":
         if holds and towards:
-            return "The true effect may be larger, because failed runs count with a bound."
+            return "The true effect may be larger, because values of failed runs are bounds."
         away = -1 if effect.value > 0 else 1
     else:
         away = -claim.sign if holds else claim.sign
     if away not in towards:
         return ""
     smaller = holds or claim.test == "equivalence"
-    return f"The true effect may be {'smaller' if smaller else 'larger'}, because failed runs count with a bound."
+    return f"The true effect may be {'smaller' if smaller else 'larger'}, because values of failed runs are bounds."
 
 
 def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:

@@ -56,7 +56,7 @@ def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
     if isinstance(effect, Auroc):
         of = f"{plural(effect.failures, 'failed run')} and {plural(effect.survivors, 'other run')}"
         return [
-            f"{plural(effect.pairs, 'pair')} of runs of one arm, {of}; the interval is a jackknife over runs."
+            f"{plural(effect.pairs, 'pair')} of runs of the same arm ({of}); the interval is a jackknife over runs."
         ]
     if spread is None or effect is None or not effect.has_interval:
         return []

@@ -39,12 +39,12 @@ class Ranked:
         trains: for each learning rate that was tried, whether the arm trains at it (see `TRAINS_NATS`).
         sensitivity: learning-rate sensitivity of the selection runs (Wortsman et al., arXiv 2309.14322).
         logit: largest attention logit at the end, geometric mean over seeds.
-        logit_ratio: logarithm of the ratio of ``logit`` to the control's.
+        logit_ratio: logarithm of ``logit`` divided by the control's ``logit``.
         growth: ratio of the last-layer output norm at the end to its value at the start, by modality, geometric mean
             over seeds.
         failed: number of runs that diverged, at all learning rates.
         runs: number of finished runs, at all learning rates.
-        time: logarithm of the ratio of the time per step to the control's; None if the machines differ
+        time: logarithm of the time per step divided by the control's time per step; None if the machines differ
             (`time_ratio`).
         parameters: number of trained parameters minus the control's; None if the number is not recorded.
     """
@@ -215,7 +215,7 @@ def _growth(runs: Sequence[Run], modality: str) -> float:
 
 
 def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
-    """Return the logarithm of the ratio of the time per step to the time per step of the runs ``against``.
+    """Return the logarithm of the time per step of ``runs`` divided by that of the runs ``against``.
 
     The time per step of a run is its median over the steps. None if a side has fewer than two runs, or if the
     machines differ. Machines count as equal if their system, processor type, number of cores and device agree,

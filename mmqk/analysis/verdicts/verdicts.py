@@ -251,7 +251,8 @@ def _detectable(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted) -> f
     if effect is None or isinstance(effect, Auroc) or not effect.has_interval:
         return math.nan
     if claim.test == "equivalence":
-        # At a true effect of 0 both ends of the interval must lie within min_effect, so each end needs 90 % power.
+        # Both ends of the interval must lie within ±min_effect. At a true effect of 0, 90 % power for each end gives
+        # 80 % for both.
         return effect.beyond(adjusted.alpha, 0.9)
     return claim.sign * (claim.min_effect + effect.beyond(adjusted.alpha))
 

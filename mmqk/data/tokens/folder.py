@@ -104,7 +104,7 @@ class TokenWriter:
 
     Args:
         folder: made if it does not exist.
-        kind: kind of the documents.
+        kind: kind of the documents, one of `KINDS`.
         layout: layout of the ids.
         tokenizers: hash of mmqk's tokenizers that made the ids; empty for ids of other tokenizers.
     """
@@ -178,7 +178,7 @@ class TokenStore:
     """N documents of one split, read from memory-mapped parts.
 
     Attributes:
-        kind: kind of the documents.
+        kind: kind of the documents, one of `KINDS`.
         layout: layout of the ids.
         parts: ids of each part.
         lengths_N: tokens of each document, int64.

@@ -34,10 +34,11 @@ def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
 def channel_statistics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return four numbers for each modality, (M,) each, from the sums of `channel_sums`.
 
-    ``rms``: root mean square over tokens and channels. ``kurtosis``: mean over tokens of the channels' fourth central
-    moment over their squared variance; 3 for a normal distribution, about D if one channel dominates (Bondarenko
-    et al. 2023, arXiv 2306.12929). ``channel_share``: the largest channel's share of the sum of squares, 1 / D if all
-    are equal (massive activations: Sun et al. 2024, arXiv 2402.17762). ``channel``: the index of the largest channel.
+    ``rms``: root mean square over tokens and channels. ``kurtosis``: fourth central moment of the channels divided by
+    their squared variance, mean over tokens; 3 for a normal distribution, about D if one channel dominates
+    (Bondarenko et al. 2023, arXiv 2306.12929). ``channel_share``: the largest channel's share of the sum of squares,
+    1 / D if all are equal (massive activations: Sun et al. 2024, arXiv 2402.17762). ``channel``: the index of the
+    largest channel.
     """
     square_MD, count_M = sums["square_MD"], sums["count_M"]
     total_M = square_MD.sum(1)

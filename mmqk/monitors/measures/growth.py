@@ -106,10 +106,11 @@ def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
 
 
 def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
-    """Return the share of the mean key in the keys' squared length, by modality.
+    """Return the squared length of the mean key divided by the mean squared length of the keys, by modality.
 
     ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head: 1 if all keys are equal,
-    1/n for n random keys. The mean key adds the same number to all logits of a row and key modality.
+    1/n for n random keys. In a row, the mean key adds the same number to the logits of all keys of
+    its modality.
     """
     k_MBHSK = _by_modality(k_BHSK, token_MBT)
     n_MB1 = token_MBT.sum(-1, keepdim=True)

@@ -65,7 +65,7 @@ class Capture(TorchFunctionMode):
 
     Args:
         root: the model.
-        rows: number of sequences in the batch, to read packed calls, which have no batch axis.
+        rows: number of sequences in the batch; packed calls, which have no batch axis, are read with it.
         measurement: gets each attention call before it runs, the ids of each embedding, and each module after it ran.
         origins: origins of the tensors of this forward pass.
 

@@ -33,8 +33,8 @@ class LastCall:
     """A forward pre-hook that stores the arguments of the last call with gradients enabled, which excludes
     evaluation.
 
-    It does nothing else, so that torch.compile can trace it. A copy of the model, such as a moving average of the
-    weights, gets a copy of the hook; the copy is not used.
+    It does nothing else, so that torch.compile can trace it. If the model is copied, for example for a moving average
+    of its weights, the hook is copied too. Nothing reads the copied hook.
     """
 
     def __init__(self) -> None:

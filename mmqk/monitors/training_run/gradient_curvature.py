@@ -76,7 +76,8 @@ def gradient_curvature(
 
 @torch.no_grad()
 def _adam_scales(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return `adam_scale` of each parameter; None with AdamH, or if one has no second moment of its shape."""
+    """Return `adam_scale` of each parameter; None with AdamH, or if a parameter has no second moment of
+    the parameter's shape."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     scales = []
     for p in parameters:

@@ -40,7 +40,7 @@ def gradient_agreement(
     Args:
         model: its parameters ``blocks.N...`` belong to layer N.
         batch: has at least 2 sequences.
-        loss_parts: runs ``model`` as in training.
+        loss_parts: returns the loss of each modality's targets, computed with ``model`` as in training.
 
     Raises:
         ValueError: the batch has one sequence.

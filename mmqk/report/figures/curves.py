@@ -144,7 +144,7 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     if not runs:
         return None
     # Use the union of the steps within a run, because a modality pair is missing in probes without its tokens. Use
-    # the intersection between runs, because otherwise the end of the map would show only the longest runs.
+    # the intersection across runs, because otherwise the end of the map would show only the longest runs.
     unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
     steps = functools.reduce(np.intersect1d, unions)
     if not len(steps):

@@ -24,7 +24,7 @@ PLACES = {
 
 class LeanTorchmetrics(ModuleType):
     """The package torchmetrics before its ``__init__`` has run. Access to a name that is not in `PLACES` runs the
-    ``__init__``."""
+    ``__init__``, unless the name starts with two underscores: then it raises AttributeError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in PLACES:

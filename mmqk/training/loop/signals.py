@@ -82,8 +82,8 @@ class Ending:
 
     @contextlib.contextmanager
     def of(self, folder: RunFolder) -> Iterator[None]:
-        """Record a signal in the status of ``folder`` inside the `with` block. After the block the process ends
-        anyway."""
+        """Record a signal in the status of ``folder`` inside the `with` block. After the block, a first signal does
+        not end the process, because the process is about to end."""
         self.folder, self.step = folder, lambda: folder.status().step
         try:
             yield
