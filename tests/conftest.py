@@ -20,6 +20,21 @@ import pytest
 
 from tests import tiny
 
+# The slowest files, which start first, so that no worker is left with one of them at the end.
+SLOW = (
+    "report/test_shipped_pages.py", "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
+    "report/test_page.py", "store/test_store_damage.py", "training/test_run.py", "monitors/attach/test_fsdp.py",
+    "analysis/test_null_arms.py", "model/test_transformer.py", "data/test_tokenize.py", "training/test_ending.py",
+    "benchmarks/test_harness.py", "training/test_compiled_run.py", "test_config.py", "training/test_disk_errors.py",
+    "test_imports.py", "report/test_several_folders.py", "model/test_compiled.py", "monitors/attach/test_trainers.py",
+    "test_add_a_norm.py", "training/test_own_trainer.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {Path(__file__).parent / name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
+
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:

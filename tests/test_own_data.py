@@ -50,10 +50,11 @@ def photograph(random: np.random.Generator, encoding: str) -> bytes:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Write shards/00000.tar to 00003.tar with 12 samples each, of which one has a broken image, beside links to
-    configs and data."""
+    configs, data and the token cache."""
     root = tmp_path_factory.mktemp("own")
     (root / "shards").mkdir()
-    for name in ("configs", "data"):
+    (REPO / ".cache").mkdir(exist_ok=True)
+    for name in ("configs", "data", ".cache"):
         (root / name).symlink_to(REPO / name)
     random = np.random.default_rng(0)
     for shard in range(4):
