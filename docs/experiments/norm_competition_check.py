@@ -9,8 +9,10 @@ and the false discovery rate of exploratory claims (it uses their 95 % interval 
 """
 
 import argparse
+import io
 import json
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -23,9 +25,9 @@ NOT_ABOVE, NOT_BELOW = {"none", "below"}, {"none", "above"}
 def reader(source):
     if source.suffix != ".zip":
         return lambda name: (source / name).read_text() if (source / name).exists() else ""
-    names = set((pack := zipfile.ZipFile(source)).namelist())
-    root = next(n for n in names if n.endswith("ablation.json"))[: -len("ablation.json")]
-    return lambda name: pack.read(root + name).decode() if root + name in names else ""
+    with tarfile.open(fileobj=io.BytesIO(zipfile.ZipFile(source).read("runs.tar"))) as pack:
+        texts = {member.name: pack.extractfile(member).read().decode() for member in pack}
+    return lambda name: texts.get(name, "")
 
 def diverged(rows, warmup, trained):
     """Return whether a run diverged, by the rule of docs/metrics.md, from the excess loss if it is logged, else from

@@ -1,8 +1,10 @@
 """A pack of runs gives the report of their folder, a grid continues from it, and unpacking writes no file outside its
 folder."""
 
+import io
 import json
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -140,23 +142,53 @@ def test_a_report_reads_no_series_that_is_thinned(monkeypatch, tmp_path):
     assert not missing, "add them to mmqk.store.pack.REPORTED"
 
 
+def write_zip(path: Path, *members: tarfile.TarInfo, content: bytes = b"{}") -> None:
+    """Write a pack with these members, without the checks of `write_pack`."""
+    runs = io.BytesIO()
+    with tarfile.open(fileobj=runs, mode="w") as tar:
+        for member in members:
+            member.size = len(content) if member.isreg() else 0
+            tar.addfile(member, io.BytesIO(content))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("runs.tar", runs.getvalue())
+
+
 @pytest.mark.parametrize("name", ["../run.json", "/run.json", "a/../../run.json", "a/shell.sh", "a\\..\\run.json"])
 def test_a_name_that_no_pack_has_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
-        archive.writestr(zipfile.ZipInfo(name), "{}")
+    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/status.json"), tarfile.TarInfo(name))
     with pytest.raises(UserError, match="which no pack has"):
         unpacked(tmp_path / "bad.zip")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.zip"]
+    # The control: without that name the file is a pack.
+    write_zip(tmp_path / "good.zip", tarfile.TarInfo("a/status.json"))
+    assert (unpacked(tmp_path / "good.zip") / "a/status.json").read_text() == "{}"
 
 
-def test_a_link_is_refused(tmp_path):
-    link = zipfile.ZipInfo("a/run.json")
-    link.external_attr = 0o120777 << 16
-    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
-        archive.writestr(link, "/etc/passwd")
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
+def test_what_is_no_regular_file_is_refused(kind, tmp_path):
+    member = tarfile.TarInfo("a/run.json")
+    member.type, member.linkname = kind, "/etc/passwd"
+    write_zip(tmp_path / "bad.zip", member)
     with pytest.raises(UserError, match="which no pack has"):
         unpacked(tmp_path / "bad.zip")
+
+
+def test_a_zip_file_of_other_files_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("a/run.json", "{}")
+    with pytest.raises(UserError, match=r"cannot be read as a pack \(its only file is not runs\.tar\)"):
+        unpacked(tmp_path / "other.zip")
+
+
+def test_a_tar_that_is_cut_is_refused(tmp_path):
+    write_zip(tmp_path / "whole.zip", tarfile.TarInfo("a/run.json"), content=b" " * 5000)
+    with zipfile.ZipFile(tmp_path / "whole.zip") as archive:
+        runs = archive.read("runs.tar")
+    with zipfile.ZipFile(tmp_path / "cut.zip", "w") as archive:
+        archive.writestr("runs.tar", runs[:2000])
+    with pytest.raises(UserError, match="cannot be read as a pack"):
+        unpacked(tmp_path / "cut.zip")
 
 
 @pytest.mark.parametrize("change", [
