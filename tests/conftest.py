@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 # ruff: noqa: E402
-import functools
 import os
 from pathlib import Path
 
@@ -59,21 +58,6 @@ def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
 def without_figures(monkeypatch):
     """Leave the figures out of reports, because they take most of the time; for tests of text and tables."""
     leave_figures_out(monkeypatch)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_parser():
-    """Cache the parser of `resolve` by program name, because building the parser takes half of the time."""
-    from mmqk.config import parse
-    from mmqk.store import OneSentenceParser
-
-    build = parse.build_parser
-    kept = functools.cache(lambda program, help_all: build(help_all))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            parse, "build_parser", lambda help_all=False: kept(OneSentenceParser.program, help_all)
-        )
-        yield
 
 
 def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
