@@ -155,7 +155,7 @@ def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_pat
     args = [a for a in args if not a.startswith(WHERE)]
     assert main([*args, f"--out={tmp_path / 'alone'}"]) == 0
     said = capsys.readouterr().err
-    assert f"2 processes ({strategy}) and the run continues with one process" in said and "not bit for bit" in said
+    assert f"2 processes ({strategy}) and the run continues with one process" in said and "up to rounding" in said
     close(series(tmp_path / "alone"), series(one))
     if strategy == "fsdp":
         rewind(one, tmp_path / "more", 4)
