@@ -42,10 +42,11 @@ demo: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.report runs/demo --out reports/demo
 
 # One pool of runs, about 94 minutes on two cores. MINUTES=50 stops after 50 minutes; the next call continues.
+# FROM=reports/examples/claims.zip copies the runs of the repository first.
 claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/claims/learning_rates.yaml --config configs/claims/modalities.yaml \
 		--config configs/claims/placement.yaml --config configs/claims/competition.yaml \
-		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES))
+		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES)) $(if $(FROM),--from $(FROM))
 	$(PYTHON) -m mmqk.report runs/claims --out reports/claims
 
 # About 14 core hours. MINUTES=50 stops after 50 minutes; the next call continues.

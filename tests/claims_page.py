@@ -1,0 +1,40 @@
+"""Write the table of results of docs/claims.md from the page of the claims.
+
+``python -m tests.claims_page`` writes the table; a test compares the committed page with a new one.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/claims.md"
+REPORT = ROOT / "reports/examples/claims/report.md"
+
+
+def table() -> str:
+    """Return the effect and the verdict of every claim with runs, in the order of the report."""
+    lines = ["| id | statement | effect (95 % interval) | verdict |", "| --- | --- | --- | --- |"]
+    for line in REPORT.read_text(encoding="utf-8").splitlines():
+        claim = re.match(r"\| \*\*([\w-]+)\*\* (.*?)\.? \| ", line)
+        if claim is None or "**not run**" in line:
+            continue
+        cells = line.split(" | ")
+        effect = re.match(r"\*\*(.+?)\*\*", cells[3])
+        verdict = re.match(r"\*\*(.+?)\*\*", cells[4])
+        assert verdict is not None, line
+        shown = effect[1] if effect else "–"
+        exploratory = ", exploratory" if "Exploratory:" in cells[4] else ""
+        lines.append(f"| {claim[1]} | {claim[2]} | {shown} | {verdict[1]}{exploratory} |")
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """Return the text of the page with the table between its markers."""
+    place = re.compile(r"(<!-- results -->\n).*?(\n<!-- /results -->)", re.DOTALL)
+    return place.sub(lambda match: match[1] + table() + match[2], text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
