@@ -29,13 +29,13 @@ from mmqk.ablation.record import check_out, take_runs
 from mmqk.ablation.replays import arm_of, plan_of_run
 from mmqk.ablation.resolver import Resolver
 from mmqk.ablation.session import Session
-from mmqk.analysis.formatting import plural
 from mmqk.grid.claims import check_arms
 from mmqk.grid.grid import Grid
 from mmqk.grid.merge import load_grids
 from mmqk.grid.record import read_ablation
 from mmqk.grid.rules import ReplayRule
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
+from mmqk.store.formatting import plural
 from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
 
 DESCRIPTION = """\

@@ -51,8 +51,7 @@ README = """\
     mmqk report runs/{name} --out report    # verdict, figures and tables: report/index.html
 
 To train on your data, run `mmqk tokenize --shards 'path/{{00..99}}.tar' --out tokens`, then set `pairs: tokens` under
-`data:` in config.yaml. Paths in config.yaml are relative to that file. `mmqk remedies` lists all remedies with their
-fields.
+`data:` in config.yaml. Its paths are relative to the file. `mmqk remedies` lists all remedies with their fields.
 """
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from statistics import median
 
 from mmqk.ablation.task import Task, TaskOutcome
-from mmqk.analysis.formatting import plural
 from mmqk.store import clock
+from mmqk.store.formatting import plural
 
 
 def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:

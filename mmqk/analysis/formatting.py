@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from mmqk.store.formatting import plain
+from mmqk.store.formatting import plural as plural  # for the modules that import it from here
 
 DASH = "–"
 
@@ -48,11 +49,6 @@ def fixed(value: float, places: int, sign: str = "-") -> str:
 def nats(value: float) -> str:
     """Return a loss or an entropy in nats, with two decimals."""
     return f"{value:.2f}" if math.isfinite(value) else number(value)
-
-
-def plural(count: int, noun: str, nouns: str = "") -> str:
-    """Return a count with its noun: ``1 seed``, ``3 seeds``; ``nouns`` is an irregular plural."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {nouns or noun + 's'}"
 
 
 def listed(items: Sequence[str], last: str = "and") -> str:

@@ -33,6 +33,11 @@ def percent(share: float, digits: int = 2) -> str:
     return "less than 0.01 %" if 0 < share < 1e-4 else f"{plain(100 * share, digits)} %"
 
 
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Return a count with its noun: ``1 seed``, ``3 seeds``; ``nouns`` is an irregular plural."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {nouns or noun + 's'}"
+
+
 def dashboards(folder: str | os.PathLike[str]) -> str:
     """Return the command that opens the dashboards of a folder of runs.
 
