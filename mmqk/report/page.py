@@ -129,6 +129,8 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
 
 # If more claims than this are not run, one sentence names all of them.
 FEW_UNRUN = 3
+# More claims than this are rows of a list instead of cards, and the title is the question.
+MOST_CARDS = 6
 ABOUT_DATA = (
     "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
     "Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the "
@@ -153,6 +155,7 @@ def page_content(
         | {
             "figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None,
             "bar": effect_bar(study, verdict),
+            "exploratory": verdict.claim.status == "exploratory",
             "shown": finding(study, verdict),
         }
         for row, verdict in zip(verdict_rows(study, verdicts), verdicts, strict=True)
@@ -178,7 +181,10 @@ def page_content(
         "numbers": about_numbers(verdicts),
         "data": ABOUT_DATA,
         "totals": totals(study),
+        "listed": len(verdicts) - len(_unrun(verdicts)) > MOST_CARDS,
     }
+    if page["listed"]:
+        page |= {"title": page["question"], "standfirst": [_unrun_sentence(verdicts)] if _unrun(verdicts) else []}
     content = {
         "figures": views,
         "verdicts": claims,
@@ -248,10 +254,13 @@ def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str
     sentences = [
         {"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest if v.claim.id not in unrun
     ]
-    if unrun:
-        text = f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}."
-        sentences.append({"text": text, "href": "#verdicts"})
-    return sentences
+    return [*sentences, _unrun_sentence(verdicts)] if unrun else sentences
+
+
+def _unrun_sentence(verdicts: Sequence[Verdict]) -> dict[str, str]:
+    unrun = _unrun(verdicts)
+    text = f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}."
+    return {"text": text, "href": "#verdicts"}
 
 
 def _unrun(verdicts: Sequence[Verdict]) -> list[str]:

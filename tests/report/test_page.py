@@ -390,6 +390,21 @@ def test_many_claims_that_are_not_run_share_a_sentence(unrun, tmp_path, without_
     assert all(f'id="claim-U{i}"' in html.replace("claim-u", "claim-U") for i in range(unrun))
 
 
+@pytest.mark.parametrize("count", [6, 7])
+def test_more_than_six_claims_are_rows_of_a_list(count, tmp_path, without_figures):
+    runs = [({"arm": arm, "seed": 0}, Planted(logit), {}) for arm, logit in (("a", 20.0), ("b", 10.0))]
+    alike = {"treatment": "a", "control": "b", "min_effect": 0.2, "unchecked": {"declared": "planted numbers"}}
+    claims = [{"id": f"N{i}", "status": "exploratory", **alike} for i in range(count)]
+    grid = {"arms": {"a": {}, "b": {}}, "claims": claims, "report": {"question": "Which hold?"}}
+    write_report(write_grid(tmp_path / "runs", grid, runs), tmp_path / "page")
+    html, plain = ((tmp_path / "page" / name).read_text(encoding="utf-8") for name in ("index.html", "report.md"))
+    cards, rows = (html.count(f'<article class="{name}"') for name in ("card", "row"))
+    assert (cards, rows) == ((6, 0) if count == 6 else (0, 7))
+    assert plain.startswith("# Which hold?\n") == (count == 7)
+    assert html.count('<svg class="bar"') == count
+    assert html.count('<span class="sub">N6, exploratory</span>') == (count == 7)
+
+
 def test_the_grid_may_word_a_finding(tmp_path):
     def change(grid):
         grid["claims"][2]["finding"] = {"contradicted": "Image loss: ×{ratio} ({low} to {high}), {seeds}."}
