@@ -2,7 +2,7 @@
 
 Some kills come at a random time, the others at a chosen file operation; if this is a write, half of its bytes are
 already written. The kinds of runs: one batch per step, accumulated micro-batches, a fork, two loader workers,
-two ranks, a grid.
+two ranks with DDP or FSDP, a grid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tests.tiny import tiny_args, write_tiny_data
 from tests.training.ranks import RANKS, _rank
 
 CASES, QUICK, SECONDS = 1000, 20, 120.0
-KINDS = (*["plain"] * 9, *["accumulation"] * 4, *["fork"] * 4, "workers", "ranks", "grid")
+KINDS = (*["plain"] * 8, *["accumulation"] * 4, *["fork"] * 4, "workers", "ddp", "fsdp", "grid")
+STRATEGIES = ("ddp", "fsdp")  # runs of two ranks
 STEPS = 8
 LAST = f"checkpoints/step{STEPS:08d}.ckpt"
 BASE = ["--data.batch_size=4", "--data.val_sequences=8", "--model.d_model=16", "--model.n_layers=2",
@@ -68,7 +69,8 @@ def arguments(kind: str, shared: Path) -> list[str]:
         "accumulation": [*BASE, *DIAL, "--trainer.accumulate_grad_batches=2"],
         "fork": [f"--fork={shared / 'parent/checkpoints/step00000004.ckpt'}", "--optim.lr=0.02", "--quiet"],
         "workers": [*tiny_args(data), *BASE, "--data.read=shards", "--data.workers=2"],
-        "ranks": [*BASE, *DIAL],
+        "ddp": [*BASE, *DIAL],
+        "fsdp": [*BASE, *DIAL],
     }[kind]
 
 
@@ -130,8 +132,8 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
     """
     args = [*arguments(kind, shared), f"--out={out}"]
     begun, seconds = (out / "run.lock", kill_after) if kill_after is not None else (None, 0.0)
-    if kind == "ranks":
-        return waited(ranks(args, out.parent), begun, seconds)
+    if kind in STRATEGIES:
+        return waited(ranks(args, out.parent, kind), begun, seconds)
 
     def call() -> int:
         nonlocal disk
@@ -146,11 +148,11 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
     return in_child(call, begun, seconds)
 
 
-def ranks(args: list[str], folder: Path) -> list[int]:
+def ranks(args: list[str], folder: Path, strategy: str) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = [*args, f"--trainer.devices={RANKS}", "--trainer.strategy=ddp"]
+    flags = [*args, f"--trainer.devices={RANKS}", f"--trainer.strategy={strategy}"]
     pids = []
     for rank in range(RANKS):
         pid = os.fork()
@@ -189,7 +191,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         return grid_case(rng, shared, work)
     out, killed = work / "run", 0
     for _ in range(kills):
-        if kind != "ranks" and rng.random() < 0.6:
+        if kind not in STRATEGIES and rng.random() < 0.6:
             *site, last = rng.choice(json.loads((shared / f"{kind}.sites").read_text()))
             disk = Killer(out, site=(site[0], site[1]), nth=rng.randint(0, last))
             killed += train(kind, shared, out, disk)
