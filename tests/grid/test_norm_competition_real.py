@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 import pytest
+import torch
+from torchvision.transforms.functional import to_tensor
 
 from mmqk.analysis.verdicts.claims import check_claims
 from mmqk.analysis.verdicts.decidable import check_decidable
 from mmqk.grid.claims import read_claims
 from mmqk.shards.pairs import read_pairs
-from mmqk.tokenizers import TextTokenizer
+from mmqk.tokenizers import ImageTokenizer, TextTokenizer
 from tests.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/claims/norm_competition_real.yaml"
@@ -50,6 +53,8 @@ def test_each_arm_changes_what_it_names(study):
         "image-off": {"loss.weights.image", "data.batch_size"},
         "images-removed": {"data.pairing"},
         "shares": {"loss.weights.text", "loss.weights.image"},
+        "codes-64": {"data.tokenizers"},
+        "codes-2048": {"data.tokenizers"},
     }
 
 
@@ -76,10 +81,31 @@ def test_claims_are_exploratory_in_one_small_family(study):
     check_claims(claims, {arm.name: tuple(arm.points.values()) for arm in grid.arms}, "cpu")
     check_decidable(claims, grid.jobs, "cpu")
     assert max(Counter(claim.alpha_family for claim in claims).values()) <= 6
+    check = next(claim for claim in claims if claim.id == "real-entropy")
+    assert (check.metric, check.min_effect) == ("final_loss/image", 0.8)
     for claim in claims:
+        if claim is check:
+            continue
         assert (claim.status, claim.metric, claim.min_effect) == (
             "exploratory",
             "largest_attention_logit",
             0.4055,
         )
         assert claim.source and claim.would_contradict and claim.estimand, claim.id
+
+
+def test_the_codebooks_differ_in_their_image_codes_alone(study):
+    """The entropy of the codes is counted here, from the codes of 200 images."""
+    _, runs = study
+    pairs = islice(read_pairs(ROOT / "data/emoji", "train"), 200)
+    images_BCHW = torch.stack([to_tensor(pair.image) for pair in pairs])
+    entropies, texts = [], set()
+    for arm, size in (("codes-64", 64), ("plain", 512), ("codes-2048", 2048)):
+        folder = ROOT / runs[arm].data.tokenizers
+        texts.add((folder / "text.json").read_bytes())
+        codes_BN = ImageTokenizer.load(folder).encode(images_BCHW)
+        assert codes_BN.shape == (200, 64) and codes_BN.max() < size
+        share = torch.bincount(codes_BN.flatten(), minlength=size) / codes_BN.numel()
+        entropies.append(float(torch.special.entr(share).sum()))
+    assert len(texts) == 1
+    assert entropies[0] + 0.8 < entropies[1] < entropies[2] - 0.5
