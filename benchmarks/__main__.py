@@ -1,4 +1,4 @@
-"""`python -m benchmarks [TABLE[/UNIT] ...]`: measure, print a Markdown table per unit, store its JSON."""
+"""`python -m benchmarks [TABLE[/UNIT] ...]` measures speed, prints a Markdown table per unit and stores its JSON."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def seconds(units: Sequence[Unit]) -> float:
 
 
 def slices_needed(units: Sequence[Unit]) -> int:
-    """Return the smallest number of parts that all take at most `SLICE_SECONDS`, or the time of the longest unit if
-    that is more."""
+    """Return the smallest number of parts such that no part takes longer than `SLICE_SECONDS`, or than the longest
+    unit if this unit takes longer."""
     longest = max([SLICE_SECONDS, *(u.seconds for u in units)])
     return next(n for n in range(1, len(units) + 1) if max(map(seconds, deal(units, n))) <= longest)
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure the named units, or print stored results.
 
     Raises:
-        UserError: an unknown name, an impossible slice, or no GPU.
+        UserError: an unknown name, an impossible slice, no stored results, or no GPU.
     """
     argv = sys.argv[1:] if argv is None else argv
     given = _parser().parse_args(argv)

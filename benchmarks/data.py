@@ -1,7 +1,7 @@
-"""Speed of reading the data in one process, without a model, as ratios to a plain WebDataset loop.
+"""Measures how fast data is read, without a model, relative to a plain WebDataset loop.
 
 All candidates but the dial read the same pairs, which are shipped with mmqk. A sample is an image and its caption.
-Token arrays and the dial produce sequences, so their tokens per second are given too.
+Token arrays and the dial produce sequences, so the table also has their tokens per second.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
 
 
 def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
-    """Return a function that takes successive batches of a run, made in the same way as in a loader worker."""
+    """Return a function that makes successive batches of a run, as a loader worker does."""
     dataset = MicroBatches(data.order, data.config.batch_size, 1, 0, 1, steps=10**9)
     step = iter(range(10**9))
 

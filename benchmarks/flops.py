@@ -4,9 +4,9 @@ MFU is the number of these operations per second, divided by the peak of the dev
 
 A forward pass of one token takes 2 operations for each weight of the matrices in blocks and head (the embedding is a
 look-up) and, in each layer, `4 * heads * head_dim` for each key that the token's query sees: q.k and the sum over the
-values. Only visible keys count: with a causal mask (T + 1) / 2 of T on average. The backward pass takes twice as many
-operations as the forward pass. Norms, softmax, loss and optimizer are not counted, and recomputed activations are not
-counted twice.
+values. With a causal mask, a query sees (T + 1) / 2 of the T keys on average. The backward pass takes twice as many
+operations as the forward pass. Norms, softmax, loss and optimizer are not counted, and neither are recomputed
+activations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Time candidates that do the same work, in turns in one process. If a candidate fails, its row has the reason.
+"""Times candidates that do the same work and take turns in one process. A failed candidate's row has the reason.
 
-A row of a result is plain data: `seconds` per repetition, one number per round, and `work`, the tokens, samples,
+A row is plain data. `seconds` has one number per round, the seconds of a repetition; `work` has the tokens, samples,
 steps and flops of a repetition. `benchmarks.tables` computes medians and ratios from these numbers.
 """
 
@@ -25,19 +25,19 @@ Row = dict[str, Any]
 
 
 class Absent(Exception):
-    """A package that a measured library or command needs is not installed."""
+    """Raised if a package that a candidate needs is not installed."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row.
+    """One row of a table, and the function that is timed for it.
 
     Attributes:
         name: name of the row.
         build: returns the timed function. Called with n, the function does n repetitions and returns the seconds of
             one repetition. Its optional attributes `first_seconds` (of the first repetition) and `first_loss` are
             stored. If its attribute `warms_up` is true, it does its own warm-up.
-        work: amounts of one repetition: tokens, samples, steps, flops.
+        work: numbers of tokens, samples, steps and flops in one repetition.
         repeat: repetitions in a round; None for the comparison's default.
         against: name of the row to compare with; None for the comparison's base.
         memory: whether to measure peak memory; False if several candidates share memory.

@@ -38,7 +38,7 @@ Loss = Callable[[Any], Tensor]
 
 
 class Loop:
-    """Forward, backward, clipping by norm and a fused AdamW, on batches in device memory.
+    """A training loop: forward pass, backward pass, clipping by norm and a fused AdamW, on batches in device memory.
 
     Args:
         model: the trained model, or a module that contains it.
@@ -59,7 +59,7 @@ class Loop:
         optimizer: torch.optim.Optimizer | None = None,
     ):
         if device == "cpu":
-            skip_nvml_check()  # as in a script without Lightning
+            skip_nvml_check()  # a script without Lightning does not have this slow check
         c = run.optim
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer or torch.optim.AdamW(
@@ -91,7 +91,7 @@ class Loop:
 
 
 def own_loop(run: RunConfig, device: str) -> Loop:
-    """Return a loop of mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
+    """Return a loop with mmqk's model, optimizer and loss by modality, without Lightning and monitors."""
     resolve_device(run, torch.device(device))  # refuses a kernel that cannot compute this run
     module = TrainingModule.of(run).to(device).train()
     batches = [batch.to(device) for batch in batches_of(run)]
@@ -108,7 +108,7 @@ def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class Clock(L.Callback):
-    """Time the steps after the warm-up. It must be the last callback.
+    """A callback that times the steps after the warm-up. It must be the last callback.
 
     Args:
         steps: number of timed steps.
@@ -137,7 +137,7 @@ class Clock(L.Callback):
 
 
 class _FirstLoss(L.Callback):
-    """Store the loss of the first step. It must come before `StepLog`, which removes the step record."""
+    """A callback that stores the loss of the first step. It must precede `StepLog`, which removes the step record."""
 
     loss: float | None = None
 

@@ -1,8 +1,8 @@
-"""Time and peak memory of head and loss alone, forward and backward: dense, and with `loss.chunk_size`.
+"""Measures time and peak memory of head and loss alone, forward and backward: dense, and with `loss.chunk_size`.
 
 The timed work starts from given hidden states. It computes the loss, with z-loss and two modalities, and the
-gradients of the loss with respect to the hidden states and the head. On a CPU the size is a toy size. The full size
-runs in bf16, where the logits of a batch take most of the memory.
+gradients of the loss with respect to the hidden states and the head. The full size runs in bf16, and the logits of a
+batch take most of the memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peak memory: from CUDA's allocator on a GPU, and by intercepting every operation on a CPU."""
+"""Measures peak memory: on a GPU with CUDA's allocator, on a CPU by intercepting every operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Measure the largest number of bytes that tensors made inside the context use at the same time."""
+    """Measure the largest number of bytes in use at the same time by tensors that were created inside the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Cost of the monitors: the training stack with monitors off, between two probes, with probes, and with all
-monitors."""
+"""Measures the cost of the monitors: the training stack without monitors, with monitors between two probes, with
+probes, and with all monitors."""
 
 from __future__ import annotations
 

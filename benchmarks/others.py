@@ -1,4 +1,4 @@
-"""mmqk's model with equal weights in transformers and in litgpt."""
+"""Builds mmqk's model in transformers and in litgpt, with equal weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """Return a loop of the run's model in transformers: Qwen3 for QK-Norm rms, Chameleon for layer, else Llama.
+    """Return a loop of the run's model in transformers: Qwen3 for QK-Norm of kind rms, Chameleon for kind
+    layer, else Llama.
 
     Head and loss are applied here, because Chameleon's forward overwrites the logits of image ids.
     """
@@ -66,8 +67,8 @@ def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
 
 
 def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
-    """Return a loop of mmqk's blocks with a plain cross-entropy, without Lightning, data or monitors: a lower bound
-    of the time.
+    """Return a loop of mmqk's blocks with a plain cross-entropy, without Lightning, data loading or monitors: a
+    lower bound on the time.
 
     If `run.compile` is true, blocks and loss are compiled separately, as in training. With `whole`, forward and loss
     are compiled as one graph.
@@ -96,7 +97,7 @@ def needs(package: str) -> None:
 
 
 def to_litgpt(model: EarlyFusionTransformer, tokens: int) -> nn.Module:
-    """Return litgpt's GPT with the weights of a pre-norm SwiGLU model with QK-Norm rms or none.
+    """Return litgpt's GPT with the weights of `model`: a pre-norm SwiGLU model without QK-Norm, or with kind rms.
 
     Raises:
         ValueError: litgpt cannot represent this model.

@@ -1,4 +1,4 @@
-"""One model in a bare loop, in mmqk's training stack, in transformers and in litgpt."""
+"""Compares one model in a bare loop, in mmqk's training stack, in transformers and in litgpt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as JSON: `<out>/<device>/<table>.json`, with machine, versions, command and the times of every round."""
+"""Stores results in `<out>/<device>/<table>.json`, with machine, versions, command and the times of every round."""
 
 from __future__ import annotations
 

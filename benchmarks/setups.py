@@ -1,4 +1,4 @@
-"""The measured runs, with their batches and facts. The parser of mmqk.train resolves their configurations."""
+"""The runs that are measured, and their batches. The parser of mmqk.train resolves their configurations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.training.loop.device import resolve_device
 
 # Width, number of layers, number of heads with head_dim 64. With the head tied to the embedding of 32,768 ids the
-# models have 25.0, 124.3 and 348.6 million parameters in total. 124M needs as many operations per token as GPT-2
-# 124M.
+# models have 25.0, 124.3 and 348.6 million parameters in total. The 124M model needs as many operations per token
+# as GPT-2 124M.
 SIZES = {"25M": (384, 7, 6), "124M": (768, 14, 12), "350M": (1024, 25, 16)}
 QK_NORM = "--model.qk_norm={kind: rms}"
 BATCHES = 8  # number of distinct batches that a loop cycles through
@@ -28,8 +28,8 @@ def toy(context: Context, *flags: str) -> RunConfig:
 
 
 def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary: int = 32768) -> RunConfig:
-    """Return a run of one of `SIZES` on a GPU: bf16-mixed, compiled, on documents of the dial; three of four ids are
-    text."""
+    """Return a run of one of `SIZES` on a GPU: bf16-mixed, compiled, on documents of the dial. Three quarters of
+    the ids belong to text."""
     width, layers, heads = SIZES[size]
     text, image = vocabulary * 3 // 4, vocabulary // 4
     half = tokens // 2

@@ -1,5 +1,5 @@
-"""Time and memory by model size, sequence length and vocabulary: the training stack without monitors, with dense and
-chunked loss."""
+"""Measures time and memory by model size, sequence length and vocabulary. The training stack runs without monitors,
+with dense and chunked loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many small runs on one device: steps per second of all runs, with one process and with several.
+"""Measures how many steps per second small runs make on one device, with one process and with several.
 
 The processes run until the last round and wait between their turns. A turn starts when its last process has warmed
 up, and ends when its last process has finished.
@@ -63,7 +63,7 @@ def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -
 
 
 def _given_up(rows: dict[int, Row], counts: Sequence[int]) -> list[Row]:
-    """Mark all other rows as failed too, because the failed process may still run and change their times."""
+    """Mark all other rows as failed too: the failed process may still be running and would change their times."""
     for n in counts:
         if rows[n]["status"] == MEASURED:
             rows[n] |= {"status": FAILED, "reason": "another row's process failed first", "seconds": []}
@@ -129,7 +129,7 @@ class Pool:
 
 
 def _work(end: Connection, context: Context, seed: int, gates: dict[int, Any]) -> None:
-    """Train one run in this process, some steps in each turn. `time.monotonic` is one clock for all processes."""
+    """Train one run in this process, some steps in each turn. All processes share the clock of `time.monotonic`."""
     import torch
 
     from benchmarks.loops import Stack

@@ -1,4 +1,4 @@
-"""Cost of each remedy, as a ratio to the plain arm of its table, with mmqk's loss and without Lightning."""
+"""Measures the cost of each remedy relative to the plain arm, in a loop with mmqk's loss and without Lightning."""
 
 from __future__ import annotations
 

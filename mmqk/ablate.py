@@ -41,18 +41,20 @@ from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
 DESCRIPTION = """\
 Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
 
-The grid names a base configuration, arms that set fields of it, axes that are crossed with the arms,
-and seeds; docs/ablations.md describes its format. Runs go to OUT/<arm>-<id>/seed<k>/. Run the same
-command again to resume; finished runs are not trained again. A failed run does not stop the others.
+A grid has a base configuration, arms that change fields of it, axes whose values are combined with
+every arm, and seeds. docs/ablations.md describes the format. Runs go to OUT/<arm>-<id>/seed<k>/. Run
+the same command again to resume; finished runs are not trained again. A failed run does not stop the others.
 Ctrl-C makes the runs write a checkpoint and stop; a second Ctrl-C ends them at once."""
 EPILOG = """\
 example:
   python -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
   python -m mmqk.report runs/demo --out reports/demo
 
-exit code: 0 if every run completed or diverged, 1 if a run failed, 2 for an error in the grid or
-the command, 130 or 143 if interrupted, 130 also if --max-minutes ran out before all runs ended;
-run the same command again to resume."""
+exit code:
+  0           every run completed or diverged
+  1           a run failed
+  2           an error in the grid or the command
+  130 or 143  the command was interrupted; 130 also after --max-minutes: run the same command again"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         # Without this variable, every run with compiled blocks would compile on all cores. torch reads the variable
         # at its first compilation.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
-        # The server imports torch while the resolver in this process imports it.
+        # Start the server now, so that it imports torch at the same time as the resolver in this process.
         start_server(PRELOAD)
     use_lean_torchmetrics()
     resolver = Resolver(max(1, cores() // jobs))
@@ -172,7 +174,7 @@ def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def _only(options: argparse.Namespace, grid: Grid) -> frozenset[str]:
-    """Return the arms to train; empty for all."""
+    """Return the names of the arms to train; an empty set means all arms."""
     quick: list[str] = grid.raw.get("quick") or []
     if options.quick and not quick:
         raise UserError(f"{grid.path} has no list `quick` of arms: name arms with --only")
@@ -228,7 +230,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="folder of all runs (default: runs/NAME, NAME from the grids, or RUN-replays)",
+        help="folder of all runs (default: runs/NAME with the name of the grids; RUN-replays with --replay)",
     )
     parser.add_argument(
         "--from",
@@ -251,7 +253,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="stop after M minutes; runs write a checkpoint",
     )
     parser.add_argument(
-        "--slice", type=_slice, default=(1, 1), metavar="K/N", help="train part K of N, with K from 1 to N"
+        "--slice",
+        type=_slice,
+        default=(1, 1),
+        metavar="K/N",
+        help="divide the runs into N parts and train only part K, from 1 to N",
     )
     parser.add_argument(
         "--only",
@@ -291,7 +297,7 @@ def _names(text: str) -> list[str]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Return a field of a run and its value, as in the YAML of a grid."""
+    """Split FIELD=VALUE into the name of the field and its value, which is parsed as YAML."""
     name, equals, value = text.partition("=")
     try:
         setting = name, yaml.safe_load(value)

@@ -72,10 +72,10 @@ class Runs:
         """Return one row per run.
 
         Returns:
-            Columns ``run``, ``arm``, ``label``, ``seed``, ``status`` with its ``reason``, ``step``, ``seconds``, one
-            ``final_loss/MODALITY`` per modality in nats per token (the loss on held-out data if it was measured,
-            otherwise the mean of the last training steps), ``largest_attention_logit``, ``alarms`` (their number),
-            ``id`` (of the configuration) and ``path``.
+            Columns ``run``, ``arm``, ``label``, ``seed``, ``status`` with its ``reason``, ``step``, ``seconds``,
+            ``final_loss/MODALITY`` for each modality, ``largest_attention_logit``, ``alarms``, ``id`` and ``path``.
+            ``final_loss`` is in nats per token: the loss on held-out data if it was measured, otherwise the mean of
+            the last training steps. ``alarms`` is the number of alarms, and ``id`` identifies the configuration.
         """
         study = self._findings.study
         logit = METRICS["largest_attention_logit"].measure
@@ -102,10 +102,10 @@ class Runs:
         """Return one row per claim, as in verdicts.json of a report; the table is empty if the grid has no claims.
 
         Returns:
-            Columns ``claim``, ``statement``, ``metric``, ``treatment``, ``control``, ``verdict``, ``effect`` with its
-            95 % interval ``low`` to ``high`` (of the metric, or of its logarithm if the metric compares arms by their
-            ratio), ``min_effect``, ``p``, ``n`` (compared runs), ``status`` (confirmatory, exploratory, shown) and
-            ``note``.
+            Columns ``claim``, ``statement``, ``metric``, ``treatment``, ``control``, ``verdict``, ``effect``,
+            ``low``, ``high``, ``min_effect``, ``p``, ``n``, ``status`` and ``note``. ``low`` to ``high`` is the 95 %
+            interval of the effect. If the metric is on a log scale, the effect and its interval are differences of
+            logarithms. ``n`` is the number of compared runs. ``status`` is confirmatory, exploratory or shown.
         """
         rows = []
         for verdict in self._findings.verdicts:

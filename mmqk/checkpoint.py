@@ -24,16 +24,16 @@ from mmqk.store.checkpoints import (
     write_checkpoint,
 )
 
-# Marks content that was written with a digest: a file with the mark and without the digest is damaged.
+# Key of a checkpoint that was written with a digest. A file that has this key but no digest is damaged.
 MARK = "mmqk_digest"
 # Parts that a resume needs besides the model, with their types.
 PARTS: dict[str, type] = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
 PREFIX = "model."
-ONE = {"strategy": "auto", "processes": 1}  # for a checkpoint that does not record its processes
+ONE = {"strategy": "auto", "processes": 1}  # assumed for a checkpoint that does not record its processes
 
 
 class CheckpointError(Exception):
-    """Raised if a checkpoint cannot be used. The message ends a sentence that begins with "The checkpoint X"."""
+    """Raised if a checkpoint cannot be used. The message completes the sentence "The checkpoint X ..."."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -53,8 +53,8 @@ def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Check the digest, the step and the weights of a checkpoint, and return its content, on the CPU and mapped from
-    the file.
+    """Check the digest, the step and the weights of a checkpoint, and return its content. The tensors are on the CPU
+    and memory-mapped.
 
     A file of an older version of mmqk has no digest. Such a file is read with a warning on stderr.
 
@@ -123,7 +123,7 @@ def check_parts(content: Mapping[str, Any]) -> None:
     """Check that a run can resume or fork from a checkpoint.
 
     Raises:
-        CheckpointError: a part is missing or has another type.
+        CheckpointError: a part is missing or has the wrong type.
     """
     if "global_step" not in content:
         raise CheckpointError("lacks its part global_step")
@@ -146,7 +146,7 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
     Attention scale, caps and dropout have no parameters: only the stored configuration shows whether they differ.
 
     Raises:
-        CheckpointError: a part is missing, or the model or the run differs.
+        CheckpointError: a part is missing, or the checkpoint belongs to another model or run.
     """
     check_parts(content)
     differing = differing_fields(content["mmqk_model"], asdict(model))
@@ -161,7 +161,7 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
 
 
 def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = False) -> dict[str, Any]:
-    """Return the content of a checkpoint, on the CPU, checked by `read_checkpoint`.
+    """Check a checkpoint with `read_checkpoint`, and return its content.
 
     Args:
         path: The file.

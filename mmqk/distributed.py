@@ -17,21 +17,22 @@ def rank() -> int:
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Sum a tensor over all ranks in place and return it; a collective call."""
+    """Sum a tensor over all ranks in place and return it. All ranks must call this function."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """Take the maximum of a tensor over all ranks in place and return it; a collective call."""
+    """Take the maximum of a tensor over all ranks in place and return it. All ranks must call this function."""
     if world_size() > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor
 
 
 def first_of_ranks(sentence: str | None) -> str | None:
-    """Return the sentence of the first rank that has one; a collective call that synchronizes with the device."""
+    """Return the sentence of the first rank that has one, or None. All ranks must call this function, which
+    synchronizes with the device."""
     if world_size() == 1:
         return sentence
     sentences: list[str | None] = [None] * world_size()

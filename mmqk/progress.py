@@ -46,7 +46,7 @@ class Progress:
         self._began = self._began or (time.monotonic(), done)
 
     def line(self, text: str, done: float | None = None, total: float | None = None) -> str:
-        """Return the text and the time left, if it can be estimated."""
+        """Return the text, followed by the time left if that can be estimated."""
         if self._began is None or done is None or total is None or done <= self._began[1]:
             return text
         start, first = self._began
@@ -66,7 +66,7 @@ class Progress:
             text: one line.
             done: units of work that are done; None before the work begins.
             total: units of all work.
-            above: function that returns what a terminal shows above the line, given its width in characters.
+            above: function that returns what to show above the line, for a terminal of the given width in characters.
         """
         self._shown = time.monotonic()
         if done is not None:

@@ -30,8 +30,8 @@ MOST_SEED = 2**32 - 1
 # Below this, the rounding of fp32 weights would remove most of a perturbation.
 SMALLEST_PERTURBATION = 1e-7
 _KEY = "range"
-# YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 (1) and 1:30 (90) as numbers. These stay text here, and so do integers
-# of 19 digits or more.
+# YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 (1) and 1:30 (90) as numbers. mmqk reads these forms, and integers of 19
+# digits or more, as text.
 _NOT_DECIMAL = {
     "tag:yaml.org,2002:int": r"(?![-+]?0[0-9a-zA-Z_]|[^:]*:|[-+]?[0-9_]{19})",
     "tag:yaml.org,2002:float": r"(?![^:]*:)",
@@ -43,7 +43,7 @@ class Range:
     """The numbers from ``low`` to ``high``, both included; only whole numbers if both are ``int``.
 
     Attributes:
-        zero: whether 0 is allowed too, outside the range; for most fields 0 turns something off.
+        zero: whether 0 is allowed even if it is outside the range. For most fields 0 turns something off.
     """
 
     low: float
@@ -93,7 +93,7 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
 
     Args:
         config: the dataclass.
-        path: its dotted name, for the message; empty for none.
+        path: dotted name of the dataclass, for the message; empty for none.
         between: the separator of path and field name.
 
     Raises:
@@ -117,8 +117,8 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
 
 @lru_cache
 def _choices_of(kind: type) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """For each field whose type is a `Literal`, or a union with one, return its choices and whether they are the only
-    values that it accepts."""
+    """Return, for each field whose type is a `Literal` or a union that contains one, its choices, and whether it
+    accepts no other values."""
     choices = {}
     for name, hint in get_type_hints(kind).items():
         for part in (hint, *get_args(hint)):

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def process(argv: list[str] | None = None) -> int:
-    """Run `main` in a separate process, with the signal handlers installed."""
+    """Install the signal handlers and run `main`; the entry point of a process that trains one run."""
     if not ENDING.installed:
         ENDING.install()
     return main(argv)
@@ -151,7 +151,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     resume_from = None
     if folder is not None:
         _fork(run, folder, data)
-        logged = last_logged(run)  # before a resume removes the steps that it repeats
+        logged = last_logged(run)  # read before a resume removes the steps that it will repeat
         resume_from = last_checkpoint(run, folder, _first_step(run))
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # The run was killed after its last checkpoint, validation and probe, before it wrote its status.
@@ -225,7 +225,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
 
 
 def _ended(run: RunConfig, folder: RunFolder) -> int:
-    """Print the status and the folder (the only line with --quiet), and return the exit code."""
+    """Print the status and the folder, and return the exit code. With --quiet this is the only line."""
     status = folder.status()
     print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
     if not run.quiet and "tensorboard" in run.logging:
@@ -284,7 +284,7 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
         named = f"{path} lists them with the reasons"
     except DamagedFile as damaged:
         named = str(damaged)
-    except OSError as error:  # the run has ended and its metrics are written
+    except OSError as error:  # do not raise: the run has ended and its metrics are written
         named = f"{path}, which lists them, cannot be written ({error.strerror or error})"
     print(f"{len(skipped)} samples were skipped because they cannot be used: {named}", file=sys.stderr)
 

@@ -1,6 +1,6 @@
-"""Write the table of results of docs/claims.md from the page of the claims.
+"""Write the table of results in docs/claims.md from the report reports/examples/claims/report.md.
 
-``python -m tests.claims_page`` writes the table; a test compares the committed page with a new one.
+``python -m tests.claims_page`` writes the table; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REPORT = ROOT / "reports/examples/claims/report.md"
 
 
 def table() -> str:
-    """Return the effect and the verdict of every claim with runs, in the order of the report."""
+    """Return the table: the effect and the verdict of every claim with runs, in the order of the report."""
     lines = ["| id | statement | effect (95 % interval) | verdict |", "| --- | --- | --- | --- |"]
     for line in REPORT.read_text(encoding="utf-8").splitlines():
         claim = re.match(r"\| \*\*([\w-]+)\*\* (.*?)\.? \| ", line)
@@ -31,7 +31,7 @@ def table() -> str:
 
 
 def filled(text: str) -> str:
-    """Return the text of the page with the table between its markers."""
+    """Return the text of the page with a new table between the markers."""
     place = re.compile(r"(<!-- results -->\n).*?(\n<!-- /results -->)", re.DOTALL)
     return place.sub(lambda match: match[1] + table() + match[2], text)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
-):  # one of several parallel workers: each uses one thread, as do its child processes
+):  # workers run in parallel, so each of them and its child processes use one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
@@ -19,7 +19,7 @@ import pytest
 
 from tests import tiny
 
-# The slowest files, which start first, so that no worker is left with one of them at the end.
+# The slowest files. They start first, so that no worker is still busy with one when all others have finished.
 SLOW = (
     "report/test_shipped_pages.py", "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
     "report/test_page.py", "store/test_store_damage.py", "training/test_run.py", "monitors/attach/test_fsdp.py",
@@ -56,7 +56,7 @@ def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Leave the figures out of reports, because they take most of the time; for tests of text and tables."""
+    """Leave the figures out of reports, because they take most of the time. Use it to test text and tables."""
     leave_figures_out(monkeypatch)
 
 
@@ -66,7 +66,7 @@ def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_figure_files(monkeypatch):
-    """Draw the figures of reports on the page, but write no figure files; for tests of the page."""
+    """Draw the figures on the pages of reports, but write no figure files. Use it to test the pages."""
     leave_figure_files_out(monkeypatch)
 
 

@@ -31,7 +31,7 @@ Site = tuple[str, str]
 
 
 class _File:
-    """An open file whose operations go through the disk."""
+    """An open file that reports its operations to the `Disk`."""
 
     def __init__(self, file: Any, path: str, disk: Disk):
         self._file, self._path, self._disk = file, path, disk
@@ -61,7 +61,7 @@ class Disk:
     """Intercept every file operation below ``root``; call number ``nth`` (from 0) at ``site`` fails with ``code``.
 
     Attributes:
-        seen: index of the last call at each site; a site is an operation and a file name whose numbers are set to 0.
+        seen: index of the last call at each site; a site is an operation and a file name with all numbers set to 0.
         failed: whether the chosen operation was reached and failed.
     """
 
@@ -92,7 +92,7 @@ class Disk:
 
     def strike(self, operation: str, path: str) -> None:
         """Raise the error of the chosen operation."""
-        # As in the operating system, an error of a call on an open file names no file.
+        # The operating system does not name the file if an operation on an open file fails.
         named = () if operation in (*DESCRIPTORS, "write", "read", "truncate", "readinto") else (path,)
         raise OSError(self.code, os.strerror(self.code), *named)
 

@@ -17,7 +17,7 @@ from mmqk.training.step.module import TrainingModule
 
 
 def apply(config: Any, settings: Mapping[str, Any], prefix: str) -> Any:
-    """Return `config` with the settings that begin with `prefix`, including nested dataclasses and mappings."""
+    """Return `config` with the settings whose names begin with `prefix`, also in nested dataclasses and mappings."""
     own = {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
     changes: dict[str, Any] = {}
     for head in dict.fromkeys(name.partition(".")[0] for name in own):

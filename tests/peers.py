@@ -10,9 +10,11 @@ from dataclasses import dataclass
 class Peer:
     """One comparison that shows that some remedies are correct.
 
-    `remedies` are keys of `mmqk.remedies.REMEDIES`; `name` is the outside implementation as printed in
-    docs/remedies.md ("timm LayerScale", "transformers Qwen3ForCausalLM", "formula written out"); `tolerance` is the
-    largest absolute difference that the test allows, in values and in gradients, at `precision`.
+    Attributes:
+        remedies: keys of `mmqk.remedies.REMEDIES`.
+        name: the outside implementation as printed in docs/remedies.md, such as "timm LayerScale".
+        tolerance: the largest absolute difference of values and gradients that the test allows.
+        precision: the precision of the computation.
     """
 
     remedies: tuple[str, ...]

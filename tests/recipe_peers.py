@@ -1,7 +1,7 @@
 """The transformers models that the recipes of 2025 and 2026 cite, as functions of tensors named like our parameters.
 
-The models lack a part of the cited model, or have mmqk's value for it, only if the comment at the head of the recipe
-lists this part as not supported.
+A part of the cited model is removed here, or set to mmqk's value, only if the comment at the head of the recipe lists
+it as not supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def leaves_for(config: ModelConfig, name: str) -> Leaves:
     """Return random fp64 weights with which every field has an effect: values near each eps, beyond each softcap and
     clamp.
 
-    The gains of Muse Spark's norms after the sublayers have a different meaning than ours, so they keep their initial
+    Muse Spark's norms after the sublayers use their gains in another way than mmqk. These gains keep their initial
     value 0 and are not returned.
     """
     factors = {"embed": 0.05, "head": 8.0, "w_up": 4.0, "w_gate": 4.0}
@@ -55,7 +55,7 @@ def leaves_for(config: ModelConfig, name: str) -> Leaves:
 
 
 def ours(config: ModelConfig, leaves: Leaves) -> Tensor:
-    """Return our logits in training mode; a parameter that is not in ``leaves`` keeps its initial value."""
+    """Return mmqk's logits in training mode; a parameter that is not in ``leaves`` keeps its initial value."""
     model = EarlyFusionTransformer(config).double().train()
     own = {path: p.shape for path, p in model.named_parameters()}
     given = {path: leaf for path, leaf in leaves.items() if own.get(path) == leaf.shape}
@@ -97,7 +97,7 @@ def named(name: str, leaves: Leaves) -> dict[str, Tensor]:
         given[path.replace("model.", "model.language_model.") if muse else path] = leaf
     if muse:
         given["model.language_model.norm.weight"] = 1 + leaves["final_norm.weight"]
-    if name == "qwen3_next":  # q_proj has the rows of each head's queries, then those of its gate
+    if name == "qwen3_next":  # in q_proj, the rows of a head's gate follow those of its queries
         for layer in range(LAYERS):
             q, g = (leaves[f"blocks.{layer}.attention.w_{n}.weight"].view(H, -1, D) for n in "qg")
             given[f"model.layers.{layer}.self_attn.q_proj.weight"] = torch.cat((q, g), 1).flatten(0, 1)

@@ -1,6 +1,6 @@
 """Write docs/remedies.md from `mmqk.remedies`, from measured steps and from the lists of peers.
 
-``python -m tests.remedies_page`` writes the page; a test compares the committed page with a new one.
+``python -m tests.remedies_page`` writes the page; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def equals(peers: Sequence[Peer]) -> str:
 
 
 def number(value: float) -> str:
-    """Format 0 or a power of ten without padding: 1e-5, 5e-6, 0."""
+    """Format a number with the shortest exponent: 1e-5, 5e-6, 0."""
     return re.sub(r"e([+-])0*", r"e\1", f"{value:.2g}").replace("e+", "e") if value else "0"
 
 

@@ -1,6 +1,6 @@
 """Write docs/statistics.md from `mmqk.monitors.statistics` and from measured probes and steps.
 
-``python -m tests.statistics_page`` writes the page; a test compares the committed page with a new one.
+``python -m tests.statistics_page`` writes the page; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ FOLDER = Path("docs/experiments")
 def experiment():
     spec = importlib.util.spec_from_file_location("attn_scale", FOLDER / "attn_scale.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["attn_scale"] = module  # dataclasses need their module there
+    sys.modules["attn_scale"] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     yield module
     del sys.modules["attn_scale"]
@@ -30,9 +30,9 @@ def unit_gaussians(B: int = 8, H: int = 4, T: int = 64, K: int = 32):
     return (torch.randn(B, H, T, K, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
-# There are 2048 independent queries and as many keys of 32 entries. The variance of all logits has a relative
-# standard deviation of about 2 sqrt(2 / (2048 * 32)) = 1.1 %, and the variance of the logits at a query's own
-# position one of sqrt((2 + 6 / 32) / 2048) = 3.3 %. The tolerances are four standard deviations.
+# There are 2048 independent queries and 2048 independent keys, with 32 entries each. The relative standard deviation
+# of the variance is about 2 sqrt(2 / (2048 * 32)) = 1.1 % for all logits, and sqrt((2 + 6 / 32) / 2048) = 3.3 % for
+# the logits at a query's own position. The tolerances are four standard deviations.
 def test_independent_unit_gaussians_have_the_variance_of_the_head_width(experiment):
     q, k = unit_gaussians()
     for scale, expected in ((1.0, 32.0), (32**-0.5, 1.0), (1 / 32, 1 / 32)):
@@ -101,8 +101,8 @@ def test_equal_logits_have_all_the_entropy(experiment):
     assert found.largest == pytest.approx(sum(1 / n for n in range(8, 41)) / 33)
 
 
-# The variance of a model with 4 heads of 16 channels has a standard deviation of about 3 % over seeds (CSV). The
-# tolerance is 4 standard deviations of the mean over three seeds, plus 0.5 % for the epsilon of the norm.
+# The variance of a model with 4 heads of 16 channels has a standard deviation of about 3 % over seeds. The tolerance
+# is 4 standard deviations of the mean over three seeds, plus 0.5 % for the epsilon of the norm.
 TOLERANCE = 0.075
 
 
@@ -121,10 +121,10 @@ def test_a_tiny_run_meets_the_prediction(experiment, variant):
 
 
 def test_post_norm_alone_follows_the_residual_stream(experiment):
-    """The prediction of each layer needs gains of 1: with gains of 0 the branches do not change the residual
-    stream."""
+    """The predictions hold for gains of 1. The control has gains of 0, with which the branches do not change the
+    residual stream."""
     rows = experiment.run(variants=("rsqrt, post-norm alone",), head_dims=(16,), seeds=3)
-    for row in rows:  # in deeper layers tokens share a component, so 4 heads vary more
+    for row in rows:  # in deeper layers all tokens share a component, so a mean over 4 heads varies more
         assert row.variance == pytest.approx(row.predicted, rel=TOLERANCE if row.layer == 1 else 0.35)
     assert [round(row.predicted) for row in rows] == [0, 4, 16, 36]
     silent = replace(experiment.POST_ALONE, d_head=16, post_gain_init=0.0)

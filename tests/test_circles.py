@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mmqk"
 
 
 def imports_of(package: Path) -> dict[str, set[str]]:
-    """Return, for each file (`model/norms.py`), the files that it imports, except under TYPE_CHECKING."""
+    """Return, for each file (such as `model/norms.py`), the files that it imports, except under TYPE_CHECKING."""
     names = {}
     for path in package.rglob("*.py"):
         file = path.relative_to(package).as_posix()

@@ -1,4 +1,4 @@
-"""The table of results of docs/claims.md equals that of the page of the claims."""
+"""The table of results in docs/claims.md agrees with reports/examples/claims/report.md."""
 
 from tests import claims_page
 from tests.claims_page import PAGE, filled

@@ -105,7 +105,7 @@ def test_a_mistake_in_a_file_is_named_too(tiny_args, tmp_path, yaml, says):
     for files in ([f"--config={path}"], ["--config", str(good), "--config", str(path)]):
         with pytest.raises(UserError, match=says) as refusal:
             resolve([*files, *tiny_args])
-        # An error found after all files are merged names the field only.
+        # If an error is found only after all files are merged, the message names the field but no file.
         assert (str(path) in str(refusal.value)) == (says != "optim is not one value")
         assert str(good) not in str(refusal.value)
 

@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run completely and show the values of the files."""
+"""The notebooks of examples/ run to the end and show the values that are in the files."""
 
 import json
 import shutil

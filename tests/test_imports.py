@@ -56,14 +56,14 @@ print("kept")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which modules may be loaded when ``modules``, with everything below them, are imported and ``then`` runs.
+    """The modules that may be loaded when ``modules`` and their submodules are imported and ``then`` is run.
 
     Attributes:
         mmqk: the parts of mmqk that may be imported; empty for all.
         never: modules that must not be imported, not even by a library.
         absent: packages that are treated as not installed.
         stdlib_only: whether only the standard library and mmqk may be imported.
-        leave_out: submodules that are not part of the rule.
+        leave_out: submodules that are not imported.
     """
 
     modules: tuple[str, ...]

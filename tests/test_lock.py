@@ -1,4 +1,4 @@
-"""The locked package versions of the shipped results are those that the page of the results prints."""
+"""The package versions that the report of the shipped demo prints are those of the lock file."""
 
 import re
 from pathlib import Path

@@ -97,7 +97,7 @@ def test_an_unknown_command_names_the_others():
     ("mmqk wa", {"watch"}),
 ])  # fmt: skip
 def test_the_shell_completes_flags(line, words, tmp_path):
-    """In argcomplete's protocol, an environment variable has the line, and a file gets the completions."""
+    """argcomplete reads the line from an environment variable and writes the completions to a file."""
     pytest.importorskip("argcomplete")
     answer = tmp_path / "answer"
     mmqk_command(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n",

@@ -1,4 +1,4 @@
-"""Run the commands of the README's section on your own data, on shards written here in img2dataset's layout."""
+"""Run the commands of the README section on your own data, with shards in img2dataset's layout."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def photograph(random: np.random.Generator, encoding: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Write shards/00000.tar to 00003.tar with 12 samples each, of which one has a broken image, beside links to
-    configs, data and the token cache."""
+    """Write four shards with 12 samples each, and link configs, data and the token cache.
+
+    One of the 48 images is broken.
+    """
     root = tmp_path_factory.mktemp("own")
     (root / "shards").mkdir()
     (REPO / ".cache").mkdir(exist_ok=True)

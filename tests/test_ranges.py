@@ -30,7 +30,7 @@ CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "min_eff
 
 
 def claim(**values: Any) -> Claim:
-    """Return a claim read as from a grid, because reading checks the ranges."""
+    """Return a claim that is read as in a grid."""
     return read_claims([{**CLAIM, **values}], ("a", "b"), "g", "g")[0]
 
 
@@ -144,7 +144,7 @@ def test_a_number_outside_its_range_is_one_sentence_where_its_dataclass_is_built
     build = BUILT.get(kind, kind)
     declared = {f.name: f for f in fields(kind)}[name]
     wanted = range_of(declared)
-    build()  # the control: its default is inside
+    build()  # the control: the default is inside its range
     for value in outside(wanted):
         if value == "wide" and isinstance(declared.default, str):
             continue  # model.attn_scale accepts words, which have their own check
@@ -186,7 +186,7 @@ def test_a_class_that_forgets_to_check_is_found():
         check_fields(Forgetful(7), "f")
 
 
-# Through the front door ------------------------------------------------------------------------------------
+# Command line and files ------------------------------------------------------------------------------------
 
 
 def numeric_flags() -> list[tuple[str, str]]:

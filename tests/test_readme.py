@@ -26,8 +26,10 @@ def verdicts() -> dict[str, dict]:
 
 
 def says(text: str, verdict: dict, log: bool) -> bool:
-    """Return whether the column "here" of a row prints the verdict's effect (low to high), rounded to the printed
-    digits; log ratios are printed as ratios."""
+    """Return whether the column "here" of a row prints the effect of the verdict and its interval, rounded.
+
+    Log ratios are printed as ratios.
+    """
     cell = text.split("|")[4]
     printed = re.findall(r"\d+(?:\.\d+)?", cell)[:3]
     values = [math.exp(n) if log else n for n in (verdict["effect"], *verdict["interval"])]

@@ -28,7 +28,7 @@ from tests.model.comparison import outcome
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 FOLDER = Path("configs/recipes")
-# mmqk.interop reads the models that the recipes in CONVERTED cite; tests/recipe_peers.py has those of PEERED.
+# mmqk.interop reads the models that the recipes in CONVERTED cite; tests/recipe_peers.py has the models of PEERED.
 CONVERTED = ("chameleon_7b", "chameleon_34b", "llama2", "olmo2", "qwen3", "gemma2", "gemma3")
 PEERED = ("muse_spark", "muse_glimmer", "gpt_oss", "qwen3_next", "kimi_k2")
 NAMES = (*CONVERTED, *PEERED, "swin_v2", "vit_22b")
@@ -55,7 +55,7 @@ def as_run(name: str, *more: str, base: str = "configs/demo.yaml"):
     return resolve(["--config", base, "--config", str(path(name)), *more])
 
 
-# Usable at any size ----------------------------------------------------------------------------------------
+# A recipe works at any size --------------------------------------------------------------------------------
 
 
 def test_all_recipes_are_there():
@@ -117,7 +117,7 @@ def test_a_recipe_with_a_field_of_no_name_is_refused(tmp_path):
         resolve(["--config", "configs/demo.yaml", "--config", str(broken)])
 
 
-# Cited field by field --------------------------------------------------------------------------------------
+# Each field cites a source ---------------------------------------------------------------------------------
 
 
 def leaves(text: str) -> list[tuple[str, str]]:
@@ -184,7 +184,7 @@ def test_a_value_without_a_source_is_found(old, new, key):
     assert key in uncited(text.replace(old, new))
 
 
-# Equal to what they cite -----------------------------------------------------------------------------------
+# Settings equal those of the cited classes -----------------------------------------------------------------
 
 SMALL = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 48,
@@ -196,7 +196,7 @@ DIFFERS = {
     # The class has no residual dropout, and stores a copy of the shared gain for every head.
     "chameleon_7b": {"residual_dropout": 0.0, "qk_norm.gain": "per_head"},
     "chameleon_34b": {"qk_norm.gain": "per_head"},
-    # The classes' defaults are not the values of the trained models; a checkpoint's config sets those.
+    # The classes' defaults are not the values of the trained models, which the config of a checkpoint sets.
     "llama2": {"norm_eps": 1e-6},
     "olmo2": {"norm_eps": 1e-5, "qk_norm.eps": 1e-5},
 }
@@ -320,7 +320,7 @@ def test_vit_22b_normalizes_queries_over_the_same_axis_as_timm():
     assert EarlyFusionTransformer(full).blocks[0].attention.q_norm.shape != (8,)
 
 
-# Equal in logits and gradients to the cited models ----------------------------------------------------------
+# Logits and gradients equal those of the cited models ------------------------------------------------------
 
 FP32_INSIDE = 2e-5  # relative to the largest value; transformers computes norms and rotary tables in fp32
 # A different value for every field that affects the output of a model.
@@ -350,7 +350,7 @@ WITH = {("gpt_oss", "mlp"): {"mlp_clamp": None}, ("gpt_oss", "attention"): {"att
 
 
 def with_fields(config: ModelConfig, fields: dict[str, object]) -> ModelConfig:
-    """Return the configuration with these fields, by dotted name."""
+    """Return the configuration with these fields changed; the keys are dotted names."""
     nested = {key.removeprefix("qk_norm."): value for key, value in fields.items() if "." in key}
     plain = {key: value for key, value in fields.items() if "." not in key}
     return replace(config, qk_norm=replace(config.qk_norm, **nested), **plain)
@@ -373,7 +373,7 @@ def another(name: str, key: str, value: object) -> dict[str, object]:
 
 
 def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Return the largest difference, divided by the largest value of its tensor."""
+    """Return the largest difference between tensors, relative to the largest value of the reference tensor."""
     pairs = zip(ours, theirs, strict=True)
     return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 

@@ -1,5 +1,5 @@
-"""Each logged tag has a row in the table of statistics, each row has a tag, and docs/statistics.md is generated from
-the table."""
+"""Each logged tag has a row in the table of statistics, and each row matches a logged tag. docs/statistics.md is
+generated from the table."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ def logged(tmp_path_factory) -> set[str]:
 
 
 def of_other_models() -> set[str]:
-    """Return the tags of QK-Norm, which QK-Clip excludes, of a bf16 residual stream, of a third-party model, and of a
-    kernel that needs a GPU."""
+    """Return the tags that the run of `logged` cannot have.
+
+    These are the tags of QK-Norm (which QK-Clip excludes), of a bf16 residual stream, of a third-party model, and of
+    a kernel that needs a GPU.
+    """
     config = ModelConfig(
         vocab_sizes={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
     )

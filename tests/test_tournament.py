@@ -1,4 +1,4 @@
-"""The tables of docs/which_remedy.md and README.md equal those of the tournament's page."""
+"""The tables of docs/which_remedy.md and README.md agree with reports/examples/tournament/ranking.csv."""
 
 import re
 

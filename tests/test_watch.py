@@ -146,7 +146,7 @@ DAMAGE = {
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, all_ in DAMAGE.items() for text in all_],
                          ids=lambda x: x[:40])  # fmt: skip
 def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, name, text):
-    monkeypatch.setenv("COLUMNS", "400")  # room for the path in the sentence
+    monkeypatch.setenv("COLUMNS", "400")  # wide enough for the path in the message
     write_run(tmp_path / "r", "completed", alarms=[GROWTH])
     path = tmp_path / "r" / name
     # The text is appended to a .jsonl file; it replaces the content of a .json file.
@@ -227,7 +227,7 @@ def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
         )
         while process.poll() is None or b"2.22" not in said:
             said += os.read(here, 65536)
-    except OSError:  # the other side has closed
+    except OSError:  # the process has closed its end of the terminal
         pass
     finally:
         process.kill()
@@ -258,7 +258,7 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
             process.send_signal(signal.SIGINT)
         while True:
             said += os.read(here, 65536)
-    except OSError:  # the other side has closed
+    except OSError:  # the process has closed its end of the terminal
         pass
     finally:
         guard.cancel()

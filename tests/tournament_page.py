@@ -1,6 +1,6 @@
 """Write the tables of docs/which_remedy.md and README.md from the ranking of the tournament.
 
-``python -m tests.tournament_page`` writes the tables; a test compares the committed pages with new ones.
+``python -m tests.tournament_page`` writes the tables; a test checks that the committed pages are up to date.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def short() -> str:
 
 
 def filled(text: str) -> str:
-    """Return the text of a page with the tables between its markers."""
+    """Return the text of a page with new tables between the markers."""
     for name, table in (("whole", whole()), ("short", short())):
         place = re.compile(rf"(<!-- tournament {name} -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
         text = place.sub(lambda match, table=table: match[1] + table + match[2], text)

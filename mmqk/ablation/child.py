@@ -1,5 +1,4 @@
-"""The process of one run. The fork server creates this process. When the ablation's process ends, this process is
-interrupted."""
+"""The child process that trains one run. The fork server creates it, and it is interrupted when the ablation ends."""
 
 from __future__ import annotations
 
@@ -24,13 +23,14 @@ def run_job(entry: str, args: list[str], log: str, device: str | None = None) ->
     """Call ``entry`` with the command line ``args``, and write its output to ``log``.
 
     ``entry`` is "module:function"; the function returns an exit code, and the process ends with this code.
-    ``device`` is set as CUDA_VISIBLE_DEVICES, which still takes effect because the server initialized no GPU.
+    CUDA_VISIBLE_DEVICES is set to ``device``. The variable takes effect because the fork server has not initialized
+    CUDA.
     """
     _redirect(log)
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    # Ctrl-C in a terminal reaches the whole process group, and a second SIGINT would interrupt the shutdown that the
-    # first one began; in a new session the run gets signals only from its parent.
+    # Ctrl-C in a terminal sends SIGINT to the whole process group. The parent also sends SIGINT to the run, and this
+    # second signal would interrupt the run's shutdown. In a new session, the run gets signals only from its parent.
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

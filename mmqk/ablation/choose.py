@@ -35,8 +35,8 @@ class ChosenRate:
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
-    """Return the best learning rate, by the rule of `analysis.verdicts.learning_rates`, or the smallest learning rate
-    if every run diverged.
+    """Return the best learning rate by the rule of `mmqk.analysis.verdicts.learning_rates`. If every run diverged,
+    return the smallest learning rate.
 
     Args:
         tried: the learning rate of each finished run, by run folder.
@@ -77,6 +77,6 @@ def check_metric(name: str) -> None:
     except UserError:
         if "/" in name:
             raise
-        metric = find_metric(f"{name}/text")[0]  # measured by modality: the selection uses the mean
+        metric = find_metric(f"{name}/text")[0]  # one value per modality; the selection uses their mean
     if isinstance(metric, FamilyMetric):
         raise UserError(f"lr.metric is {name}, which needs several runs: name a metric of a single run")

@@ -1,4 +1,4 @@
-"""Cores and GPUs for runs, counted without using a device."""
+"""Find the CPU cores and GPUs that runs may use, without initializing CUDA."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Return the cores that this process may use, which can be fewer than the machine has."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def gpus() -> tuple[str, ...]:
-    """Return each GPU as a value of CUDA_VISIBLE_DEVICES: the GPUs that this variable lists, or, if it is not set,
-    all GPUs of the machine.
+    """Return the GPUs that runs may use, each as a value for CUDA_VISIBLE_DEVICES. If this variable is set, these are
+    the GPUs that it lists; otherwise they are all GPUs of the machine.
 
-    CUDA is not used to count the GPUs, because it would create a context on each of them.
+    The GPUs are counted without CUDA, because CUDA would create a context on each GPU.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:

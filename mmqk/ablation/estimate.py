@@ -11,11 +11,12 @@ from mmqk.store.formatting import plural
 
 
 def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
-    """Return one sentence with the estimated time of the unfinished runs, with ``jobs`` runs at a time.
+    """Return a sentence with the estimated time to train the unfinished runs, if ``jobs`` runs train at the same
+    time.
 
-    The time per step is the median over the finished runs of the same arm. If there are none, it is the median over
-    the runs of the same family, or over all runs of the grid. It includes startup and validation. For a fork, only
-    the steps after the fork count.
+    The time per step is the median over the finished runs of the arm. If the arm has no finished run, it is the
+    median over the finished runs of the family, or else over all finished runs of the grid. The time includes startup
+    and validation. For a fork, only the steps after the fork count.
     """
     open_runs = [
         task for task, outcome in outcomes.items() if not outcome.finished and outcome.status != "never"
@@ -38,8 +39,8 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
 
 
 def _pace(outcomes: Mapping[Task, TaskOutcome], task: Task) -> tuple[float, bool] | None:
-    """Return the seconds per step, and whether they are from runs of the same arm or family; None if no run has
-    finished."""
+    """Return the seconds per step, and whether they were measured on runs of the task's own arm or family. Return
+    None if no run has finished."""
     paces = [
         (t, o.seconds / (o.step - t.first))
         for t, o in outcomes.items()

@@ -1,7 +1,7 @@
-"""Plan which runs can start now and which must wait, from the grid and the run folders.
+"""Decide from the grid and the run folders which runs can start now and which must wait.
 
-The plan is made again whenever a run ends, until it no longer changes. Order: selection runs before the runs at the
-selected learning rate, a parent before its forks, a diverged run before its control, the control before the replays.
+The plan is made again whenever a run ends, because other runs may wait for this run: the runs at a selected learning
+rate wait for the selection runs, a fork waits for its parent, and replays wait for their control.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def plan(grid: Grid, out: Path, resolver: Resolver) -> Plan:
     """Return the plan of a grid whose runs are in ``out``.
 
     Raises:
-        UserError: an arm sets a wrong field, two arms are the same run, or a fork begins after its parent's end.
+        UserError: an arm sets an invalid field, two arms are the same run, or a fork begins after its parent's end.
     """
     return _Planner(grid, out, resolver).plan()
 

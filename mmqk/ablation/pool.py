@@ -1,9 +1,9 @@
 """Run jobs in parallel, each in a process forked from a server that has already imported torch.
 
 The server (multiprocessing's *forkserver*) uses no device and starts no thread, so it can be forked safely. A run
-starts in a fraction of a second, because it does not import torch again. If a run fails or is killed, this is
-recorded and the other runs continue. `concurrent.futures.ProcessPoolExecutor` is not used, because it stops all
-workers when one is killed, hides exit codes, and cannot send a signal to one run.
+starts in a fraction of a second, because it does not import torch again. If a run fails or is killed, the pool
+records the outcome, and the other runs continue. `concurrent.futures.ProcessPoolExecutor` is not used, because it
+stops all workers when one is killed, hides exit codes, and cannot send a signal to one run.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Pool:
         preload: modules that the server imports once for all runs.
         tick: called several times a second with this pool.
         grace: seconds that interrupted runs have for their shutdown.
-        more: called whenever a run has ended, here or in another process; returns all tasks known by then.
-        ready: called while fewer than ``jobs`` runs train; returns True if `more` would return new tasks although no
-            run has ended.
+        more: returns all tasks known so far; called whenever a run has ended, in this pool or in another process.
+        ready: returns whether `more` would return new tasks although no run has ended; called while fewer than
+            ``jobs`` runs train.
         devices: values of CUDA_VISIBLE_DEVICES; each run gets the device with the fewest runs. If empty, the
             variable is not set.
-        until: time of the monotonic clock at which all runs are interrupted, as after a signal.
+        until: time of the monotonic clock at which the pool interrupts all runs, as it does after a signal.
         to_come: returns the number of runs that can start later, for the display.
     """
 
@@ -114,7 +114,7 @@ class Pool:
         return self.outcomes
 
     def _start_some(self, pending: list[Task]) -> list[Task]:
-        """Start tasks until ``jobs`` runs train, except in locked folders; return the tasks that were not started."""
+        """Start tasks until ``jobs`` runs train, and return the tasks that were not started. Skip locked folders."""
         left = []
         for task in pending:
             if len(self.running) >= self.jobs or is_locked(task.folder):
@@ -192,11 +192,11 @@ class Pool:
         return TaskOutcome(status, step, now.loss, now.seconds, reason)
 
     def _stop(self) -> None:
-        """Interrupt the runs at the first signal; kill them at the second, or after ``grace`` seconds."""
+        """Interrupt the runs at the first signal. Kill them at the second signal, or ``grace`` seconds after the
+        interruption."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            # This is 0 if the pool stops because of ``until`` and not of a signal, so that the first signal kills the
-            # runs.
+            # If the pool stops because of ``until``, this is 0, and the first signal kills the runs.
             self._asked = min(self._signals, 1)
             for run in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
@@ -235,7 +235,7 @@ def start_server(preload: Sequence[str]) -> None:
     """Start the fork server, once per process; it imports ``preload`` while the caller continues."""
     get_context("forkserver").set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()
-    # The server inherits the signal mask. Neither Ctrl-C nor a SIGTERM to the process group then ends the server
+    # The server inherits the signal mask, so that neither Ctrl-C nor a SIGTERM to the process group ends the server
     # before its runs. A signal to a run that is being forked stays pending until the run unblocks it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:

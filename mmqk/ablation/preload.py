@@ -1,4 +1,5 @@
-"""Modules that the fork server imports, so that runs start fast: those that `mmqk.train` imports inside functions.
+"""Import the modules that `mmqk.train` imports inside its functions. The fork server does this once, so that runs
+start fast.
 
 These modules start no thread and initialize no GPU, because threads and initialized GPUs do not work in a forked
 process.

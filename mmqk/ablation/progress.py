@@ -20,7 +20,7 @@ class PoolProgress:
 
     ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
 
-    The time left is estimated from the steps of all runs since the first of them logged a loss.
+    The time left is estimated from the steps that all runs have done since a run first logged a loss.
     """
 
     def __init__(self, stream: TextIO | None = None):
@@ -37,7 +37,8 @@ class PoolProgress:
         self.progress.close()
 
     def state(self, pool: Pool) -> tuple[str, float | None, float | None]:
-        """Return the progress line, the number of steps done and the total; the numbers are None if unknown."""
+        """Return the progress line, the number of steps done and the total number of steps. The numbers are None if
+        unknown."""
         last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
         steps = {
             task: max(task.first, last[task].get("step", 0) if task in last else out.step)
@@ -79,7 +80,8 @@ class PoolProgress:
 
 
 def table(outcomes: Mapping[Task, TaskOutcome]) -> str:
-    """Return the runs as text, one per line (last loss in nats per token), then the reasons of failed runs."""
+    """Return a table with one line per run, followed by one line for each outcome that has a reason. The last loss is
+    in nats per token."""
     rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
     for task, out in outcomes.items():
         loss = "" if out.loss is None else f"{out.loss:.3f}"

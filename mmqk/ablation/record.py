@@ -34,7 +34,8 @@ def check_out(out: Path, grid: Grid) -> None:
 
 
 def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
-    """Write ablation.json for the plan that ``make`` returns; a lock keeps other processes from writing it too.
+    """Write ablation.json for the plan that ``make`` returns, under a lock, so that no other process writes it at the
+    same time.
 
     The record keeps the hash of the claims at their first registration and, for each run, the hash of the claims when
     the run was first planned. An unreadable record is not overwritten. If the record is missing but runs have begun,
@@ -72,7 +73,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
 
 
 def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
-    """Copy the finished runs of a pack that are missing in ``out``, with their registration; return their folders.
+    """Copy the finished runs of a pack that ``out`` does not have, with their registration, and return their folders.
 
     Unfinished runs are not copied, because a pack has no checkpoints to resume them from. Each copied run keeps the
     hash of the claims under which it was planned, so its claims are not registered again.
@@ -101,7 +102,8 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
                     new.append(name)
             first = first or {**packed, "runs": []}
             registered, now = _registered(packed), claims_hash(grid.raw)
-            # If the hashes differ, the claims of this folder have changed, so keep its own registration.
+            # If the folder's registered hash differs from that of the grid, its claims have changed: keep its
+            # registration.
             if _registered(first) == now:
                 first["registered"] = registered
             entries = [
@@ -119,8 +121,8 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
 
 
 def _registered(record: dict[str, Any]) -> str:
-    """Return the hash of the claims at their first registration; for a record without this field, the hash of its
-    claims."""
+    """Return the hash of the claims at their first registration. If the record does not have this hash, compute it
+    from its claims."""
     return record.get("registered") or claims_hash(record["grid"])
 
 
@@ -133,7 +135,7 @@ def set_aside(folder: Path, out: Path) -> Path | None:
     """Move a run to ``out/stale/<hash of its code>/…`` and return the new path. If another process is training the
     run, do not move it and return None.
 
-    The new path is four folders below ``out``, where the analysis does not search for runs.
+    The new path is four levels below ``out``; the analysis does not search for runs at this depth.
     """
     inside = folder.relative_to(out)
     place = out / STALE / code_of(folder).replace("+", "-") / inside

@@ -1,8 +1,8 @@
 """Plan replays of a diverged run in bf16 and fp32; `mmqk.analysis.runs.replays` evaluates the replays.
 
-The control comes first: it is the same run again, without a change. It must diverge at the same step, and it keeps
-the checkpoints for the replays. Each replay is a fork of the control shortly before the divergence, with slightly
-perturbed weights.
+First, the control repeats the diverged run without changes. The control must diverge at the step at which the run
+diverged, and it keeps the checkpoints that the replays start from. Each replay is a fork of the control from a step
+before the divergence, with slightly perturbed weights.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def replays_of(
         resolved: the diverged run.
         original: the task of the diverged run, with its command line.
         diverged: the step of the divergence.
-        out: the folder that the names of runs are relative to.
+        out: the folder that the run folders in ablation.json are relative to.
         root: the folder of the replays, by default beside the run.
 
     Returns:
-        The tasks that can start or have ended, and one blocked job in place of the other replays.
+        The tasks that can start or have ended and, if the replays cannot start, one blocked job for all of them.
     """
     steps = steps_before(diverged, rule, resolved.first)
     if not steps:
@@ -174,7 +174,8 @@ def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _control(
     resolved: ResolvedJob, original: Task, steps: Mapping[float, int], resolver: Resolver, root: Path
 ) -> ResolvedJob:
-    """Return the control: the same run from its newest checkpoint before the replays, or from its start."""
+    """Return the control: the diverged run again, from its newest checkpoint before the first replay or, without such
+    a checkpoint, from the beginning."""
     at = f"--checkpoint.at={sorted(steps.values())}"
     earliest = min(steps.values())
     checkpoints = {s: f for s, f in checkpoints_of(resolved.folder).items() if resolved.first < s < earliest}

@@ -64,10 +64,10 @@ class BlockedJob:
     Attributes:
         task: a provisional task whose folder does not exist.
         reason: what the run waits for, or why it can never start.
-        on: folders of the runs that it waits for.
+        on: folders of the runs that this run waits for.
         possible: whether the run can still start.
         mistake: whether a user error keeps the run from starting.
-        at: run folder and step of the checkpoint that the run starts from, if it waits for nothing else.
+        at: run folder and step of the checkpoint that the run waits for; None if it does not wait for a checkpoint.
     """
 
     task: Task
@@ -110,7 +110,8 @@ class Resolver:
     def __call__(
         self, args: Sequence[str], where: str, parent: ResolvedJob | None = None, step: int = 0
     ) -> Any:
-        """Return the run of a command line, forked from ``parent`` at ``step`` if given.
+        """Return the resolved configuration of a command line; with ``parent``, that of a fork from ``parent`` at
+        ``step``.
 
         Raises:
             UserError: an error of `mmqk.config.resolve`, with the prefix ``where``.

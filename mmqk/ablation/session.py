@@ -1,4 +1,5 @@
-"""One call of ``mmqk.ablate``: plan, record, and give the pool new tasks as runs end."""
+"""One call of ``mmqk.ablate``: it plans the runs, writes ablation.json, and gives the pool new tasks when runs
+end."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ class Session:
 
     Args:
         make: returns the plan, computed from the run folders.
-        threads: CPU threads of a run, for the record.
-        part: (k, n): part k of n, with k from 1 to n.
-        only: names of arms, before or after they are crossed with axes; if empty, all arms.
+        threads: CPU threads per run, written to ablation.json.
+        part: (k, n): train part k of n parts of the grid; k is from 1 to n.
+        only: names of the arms to train, with or without the values of their axes; if empty, all arms.
         rerun_stale: train finished runs again if another version of the code trained them.
 
     Attributes:
@@ -66,7 +67,7 @@ class Session:
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
 
     def more(self) -> Sequence[Task]:
-        """Like `begin`, but called while runs train: an error is stored, so that it does not stop them."""
+        """Call `begin` while runs train. An error is stored and not raised, so that it does not stop the runs."""
         try:
             return self.begin()
         except UserError as error:
@@ -74,7 +75,7 @@ class Session:
             return []
 
     def to_come(self) -> int:
-        """Return the number of runs of this part that wait for others and can still start."""
+        """Return the number of runs of this session that wait for other runs and can still start."""
         return sum(wait.possible for wait in self.waiting)
 
     def ready(self) -> bool:
@@ -84,7 +85,7 @@ class Session:
 
     @property
     def tasks(self) -> list[Task]:
-        """The known runs that this session trains: those of its part and its arms."""
+        """The known runs that this session trains: the runs of its arms in its part of the grid."""
         return [task for task in self.plan.tasks if self._mine(task)]
 
     @property
@@ -101,8 +102,8 @@ class Session:
         return outcomes | {w.task: TaskOutcome(status[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
-        """Return the sentences about runs of another code version, moved runs, and learning rates at an end of their
-        grid."""
+        """Return sentences about runs of another code version, about moved runs, and about selected learning rates
+        that are the smallest or largest one tried."""
         stale = [task.name for task in self.tasks if self._stale(task)]
         sentences = []
         if stale:
@@ -125,8 +126,7 @@ class Session:
         return standing(task).finished and not same_code(code_of(task.folder), self.code)
 
     def _set_aside(self) -> bool:
-        """Move runs that another code version trained before this session to ``stale``; return whether any were
-        moved."""
+        """Move finished runs that another version of the code trained to ``stale``; return whether any were moved."""
         moved = False
         for task in self.tasks:
             # The code may change during a session: do not move runs that this session started.

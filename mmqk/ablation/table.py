@@ -23,7 +23,8 @@ STYLES = {
     "damaged": "bold red",
     "waiting": "dim",
 }
-# Column, statistic, and whether to show its smallest value. On a narrow terminal the last columns are left out first.
+# Title of the column, statistic, and whether to show the smallest value and not the largest. On a narrow terminal the
+# last columns are left out first.
 WORST = (
     ("logit", "attn_logit_absmax", False),
     ("|q|", "q_norm", False),
@@ -31,7 +32,7 @@ WORST = (
     ("entropy", "attn_entropy", True),
     ("|k|", "k_norm", False),
 )
-# Rows for a single run: title, statistic, and whether to show its smallest value.
+# Rows for a single run: title, statistic, and whether to show the smallest value and not the largest.
 ROWS = (
     ("loss", "loss", False),
     ("validation loss", "val_loss", False),
@@ -48,7 +49,8 @@ ROWS = (
 
 
 def runs_table(views: Sequence[View], width: int) -> RenderableType:
-    """Return a table with one row per run, then the statistics of a single run by modality, then the newest alarms.
+    """Return a table with one row per run, followed by the newest alarms. A single run also gets a table of its
+    statistics by modality.
 
     Args:
         views: the runs, in the order of the rows.
@@ -122,8 +124,8 @@ def _details(view: View) -> Table:
 
 
 def _alarms(views: Sequence[View]) -> list[Text]:
-    """Return the newest alarms as lines. Alarms that differ only in layer share one line, which shows the
-    first of them."""
+    """Return the newest alarms as lines. Alarms that differ only in layer or step share one line, which shows the
+    first of these alarms."""
     first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
     count: Counter[tuple[str, ...]] = Counter()
     for view in views:
@@ -143,7 +145,8 @@ def _alarms(views: Sequence[View]) -> list[Text]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return a line that is cut at the width of the terminal, since a live display needs a fixed number of lines."""
+    """Return a line that is cut at the width of the terminal, because a live display needs a fixed number of
+    lines."""
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 

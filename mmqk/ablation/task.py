@@ -21,13 +21,13 @@ class Task:
         max_steps: length of the run in optimizer steps, 0 if unknown.
         entry: further fields in ablation.json: family, point, role, fork, replay.
         part: number that decides which part of the grid the run belongs to.
-        first: first step: 0, or for a fork the step of the checkpoint that it starts from.
+        first: the first step; 0, or for a fork the step of the checkpoint that it starts from.
     """
 
     arm: str
     seed: int
-    # Not compared, because the arguments of a fork name a checkpoint that is known only after the parent has written
-    # it.
+    # This field is not compared, because the arguments of a fork name a checkpoint that is known only after the
+    # parent has written it.
     args: tuple[str, ...] = field(compare=False)
     folder: Path
     id: str
@@ -48,7 +48,8 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """The outcome of a task: status "waiting" before the start, "never" if it cannot start, else from status.json."""
+    """The outcome of a task. The status is that of status.json, or "waiting" before the start, or "never" if the run
+    cannot start."""
 
     status: str
     step: int = 0

@@ -1,4 +1,4 @@
-"""The current state of runs, read from their folders while they train. Standard library only."""
+"""The current state of runs, read from their folders while they train."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class View:
     """The current state of one run.
 
     Attributes:
-        status: from status.json; "waiting" before the start, "stopped" if the process ended without a final status,
-            "damaged" if run.json or status.json cannot be read.
+        status: the status of status.json, or "waiting" before the start, "stopped" if the process ended without a
+            final status, or "damaged" if run.json or status.json cannot be read.
         step: the newest recorded step.
         max_steps: 0 if unknown.
         left: seconds to the end of the run at its present speed; None if unknown.
@@ -65,8 +65,8 @@ class View:
         return [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
 
     def extreme(self, statistic: str, modality: str, smallest: bool = False) -> Extreme | None:
-        """Return the largest (or smallest) of the newest values over layers, and its layer. A statistic of modality
-        pairs is reduced over key modalities too."""
+        """Return the largest (or smallest) newest value of a statistic over all layers, and its layer. For a
+        statistic of modality pairs, this is the value over all key modalities too."""
         values = [
             (value, parsed.layer)
             for name, value in self.values.items()
@@ -84,7 +84,7 @@ def worst(values: Sequence[Extreme], smallest: bool) -> Extreme | None:
 
 
 class Follow:
-    """Follows one run folder; each `look` reads only the new lines."""
+    """Follows one run folder; each `look` reads only the new lines of metrics.jsonl."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder
@@ -126,7 +126,7 @@ class Follow:
             with open_regular(self.folder / METRICS_NAME) as file:
                 stat = os.fstat(file.fileno())
                 same = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
-                if not same:  # the file was replaced: a resumed run removes lines
+                if not same:  # the first read, or a resumed run replaced the file
                     self._file, self._values, self._step = (stat.st_dev, stat.st_ino), {}, 0
                     self._offset = max(0, stat.st_size - TAIL_BYTES)
                 file.seek(self._offset)
@@ -144,8 +144,8 @@ class Follow:
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
-    """Return a `Follow` for each run of these folders. A folder is that of a run, of an arm with seeds, or of an
-    ablation; waiting runs of an ablation are included.
+    """Return a `Follow` for each run of these folders. Each is the folder of a run, of an arm with its seeds, or of
+    an ablation, whose waiting runs are included.
 
     Raises:
         UserError: a folder does not exist or has no run, or its ablation.json cannot be read.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from mmqk.store.formatting import plain
-from mmqk.store.formatting import plural as plural  # for the modules that import it from here
+from mmqk.store.formatting import plural as plural  # re-exported
 
 DASH = "–"
 
@@ -32,8 +32,11 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def decimals(error: float) -> int:
-    """Return the number of decimals for a number with this error. The error is given with two digits if its leading
-    digits are below 3.5, otherwise with one (Review of Particle Physics, section 5.3)."""
+    """Return how many decimals a number with this error should have.
+
+    The decimals keep two digits of the error if its leading digits are below 3.5, otherwise one digit (Review of
+    Particle Physics, section 5.3).
+    """
     if not (math.isfinite(error) and error > 0):
         return 2
     size = math.floor(math.log10(error))
@@ -78,5 +81,5 @@ def count(value: float) -> str:
 
 
 def slug(text: str) -> str:
-    """Return the text as a part of an HTML id."""
+    """Return the text in a form that can be part of an HTML id."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")

@@ -20,7 +20,7 @@ def is_masked(model: ModelConfig, data: DataConfig) -> bool:
 
 
 def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConfig) -> None:
-    """Raise ValueError for QK-Clip with compiled or recomputed blocks, unless the kernel returns the logits."""
+    """Raise ValueError for QK-Clip with compiled or recomputed blocks, except with flex, which returns the logits."""
     for name, is_set in (("compile", compiled), ("activation_checkpointing", recomputed)):
         if is_set and optim.qk_clip is not None and backend != "flex":
             raise ValueError(
@@ -30,7 +30,7 @@ def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConf
 
 
 def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
-    """Raise ValueError if the logits do not depend on the norms of W_q and W_k: clipping would have no effect."""
+    """Raise ValueError for QK-Clip if the logits do not depend on the norms of W_q and W_k, which QK-Clip scales."""
     if optim.qk_clip is None:
         return
     if model.qk_norm.kind != "none":
@@ -48,7 +48,7 @@ def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
 def check_matrices(
     optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
 ) -> None:
-    """Raise ValueError if a field needs Adam's moments or a change of matrix norms, and ``optim`` excludes these.
+    """Raise ValueError if the optimizer excludes another field, or cannot continue from the optimizer of the parent.
 
     Args:
         optim: The optimizer.

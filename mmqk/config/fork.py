@@ -1,4 +1,4 @@
-"""The parent of a fork: the run that wrote a checkpoint, and the fields that a fork may change."""
+"""Configuration of a fork: its parent, the checkpoint that it starts from, and the fields that it may change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ForkConfig:
         checkpoint: the checkpoint file; None if it does not exist yet.
         skip_batches: number of batches (one per optimizer step) to skip before the first step.
         noise: RMS of the noise added to each weight matrix, divided by the RMS of the matrix.
-        seed: seed of that noise.
+        seed: seed of the noise.
     """
 
     parent: Parent
@@ -84,8 +84,8 @@ def base_of(parent: Parent) -> dict[str, Any]:
 def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     """Return the checkpoint of ``--fork`` (a file, or the newest one in a run folder) and the run that wrote it.
 
-    If the fork already exists in ``out``, return the checkpoint that its run.json names; the parent may have removed
-    this file since.
+    If the fork already exists in ``out``, return the checkpoint that its run.json names, even if the parent has
+    removed this file since.
 
     Raises:
         UserError: the checkpoint does not exist, cannot be read, or does not name its run.

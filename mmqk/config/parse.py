@@ -69,7 +69,7 @@ def build_parser(help_all: bool = False) -> Parser:
 
 @lru_cache
 def _built(program: str, help_all: bool) -> Parser:
-    # Building the parser takes half of the time of `resolve`, and a grid has hundreds of arms.
+    # Cached, because building the parser takes half of the time of `resolve`, and a grid has hundreds of arms.
     parser = Parser(
         prog=program,
         description="Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl,"
@@ -128,8 +128,9 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     """Parse, check and complete a command line of ``mmqk.train``.
 
     Args:
-        argv: the command line; ``demo lr=0.01`` is short for ``--config configs/demo.yaml --lr=0.01``.
-        parent: the parent of a fork whose checkpoint does not exist yet; otherwise ``--fork`` names it.
+        argv: the command line; ``demo optim.lr=0.01`` is short for ``--config configs/demo.yaml --optim.lr=0.01``.
+        parent: the parent of a fork, if its checkpoint does not exist yet. With None, ``--fork`` names the checkpoint
+            of a fork.
 
     Raises:
         UserError: an unknown field, a wrong type, an impossible value, missing data or tokenizers, or an impossible
@@ -190,7 +191,7 @@ def _parse(argv: list[str], parser: Parser) -> Namespace:
     pairs = ((*word.partition("=")[::2], after) for word, after in itertools.pairwise([*words, ""]))
     files = [path for flag, value, after in pairs if flag == "--config" and os.path.exists(path := value or after)]
     for path in files:
-        read_utf8(Path(path), "check the path after --config")  # jsonargparse would read any file of any length
+        read_utf8(Path(path), "check the path after --config")  # jsonargparse would accept a file of any length
     try:
         return _parse_words(words, parser)
     except UserError as error:
@@ -200,7 +201,7 @@ def _parse(argv: list[str], parser: Parser) -> Namespace:
 
 
 def _fails_alike(path: str, parser: Parser, expected: UserError) -> bool:
-    """Return whether a config file alone raises the same error."""
+    """Return whether the config file alone raises the error ``expected``."""
     try:
         _parse_words(["--config", path], parser)
     except UserError as error:
@@ -222,7 +223,7 @@ def _parse_words(argv: list[str], parser: Parser) -> Namespace:
 
 def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     _check_ranges(parsed)
-    files = [str(path) for path in parsed.config or [] if path is not None]  # None: the configuration of a parent
+    files = [str(path) for path in parsed.config or [] if path is not None]  # None: the parent's JSON, not a file
     _look_beside(files, parsed.data)
     try:
         trainer = _build(TrainerConfig, parsed.trainer, "trainer")
@@ -293,7 +294,7 @@ def _look_beside(files: list[str], data: Namespace) -> None:
 
 
 def _exists(path: str) -> bool:
-    """Return whether a file or folder exists; for a pattern such as ``a/{00..09}.tar``, its folder."""
+    """Return whether a file or folder exists; for a pattern such as ``a/{00..09}.tar``, whether its folder exists."""
     return os.path.exists(os.path.dirname(path) if "{" in path else path)
 
 

@@ -1,4 +1,4 @@
-"""A run: its resolved configuration, its identity and its record."""
+"""The resolved configuration of a run, and the fields of it that identify the run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SECTIONS: dict[str, type] = {
     "alarm": AlarmConfig,
 }
 
-# Fields that were added later. At their default they are not part of a run's identity, so ids of earlier runs stay
-# valid.
+# Fields that later versions of mmqk added. A field at its default is not part of a run's identity, so the ids of
+# earlier runs stay valid.
 NEWER = {
     "model": (
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",

@@ -23,7 +23,8 @@ OWN_TRAINER_FLAGS = {
 # Removed fields of older versions of mmqk, which did not change the numbers of a run.
 REMOVED_TRAINER_FLAGS = {"enable_autolog_hparams", "inference_mode", "profiler"}
 
-# Fields that were renamed. `mmqk.ablate` and forks read configurations of older runs, which have the old names.
+# Old and new names of renamed fields. Configurations of older runs, which `mmqk.ablate` and forks read, have the old
+# names.
 RENAMED = {
     "optim.final_lr": "optim.final_lr_ratio",
     "model.blocks": "model.vocab_sizes",

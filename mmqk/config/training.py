@@ -18,7 +18,7 @@ class LossConfig:
         weights: Weight of the loss and z-loss of each modality, by name. The default is 1; 0 switches a loss off.
         chunk_size: Number of tokens whose logits exist at the same time. Head and loss process one chunk after
             another, so that their memory does not grow with batch size times vocabulary; the loss is equal up to
-            rounding. A few thousand are usual for a large vocabulary on a GPU. Null: all tokens at once.
+            rounding. With a large vocabulary on a GPU, a few thousand tokens are usual. Null: all tokens at once.
     """
 
     z_loss: float = number(0.0, 1e-12, 1e6, zero=True)
@@ -58,20 +58,20 @@ class OptimConfig:
         eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
         weight_decay: weight decay of matrices; `decay_embeddings` and `decay_gains` apply it to other parameters too.
         decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW). independent multiplies it by
-            the learning rate divided by its peak (Wortsman et al., section 3.2.2); it needs a weight_decay near 1e-4.
+            the learning rate divided by the peak (Wortsman et al., section 3.2.2); it needs a weight_decay near 1e-4.
         warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
         schedule: schedule after the warm-up: constant, cosine or exponential.
         final_lr_ratio: final learning rate as a fraction of the peak.
         schedule_steps: length of the schedule in steps, warm-up included; null: the length of the run. To keep the
-            parent's schedule in a fork that trains longer than its parent, set the length of the parent.
+            parent's schedule in a fork that trains longer than its parent, give the parent's number of steps.
         decay_gains: apply weight decay to gains, biases and learned scales too.
         decay_embeddings: apply weight decay to the embedding matrix. The head always decays, unless it is the
             embedding matrix (`model.tie_embeddings`).
-        qk_clip: threshold for the raw attention logits of a head. Above it, W_q and W_k of the head are scaled down
-            after the update (QK-Clip, Kimi K2, arXiv 2507.20534, which uses 100); null: off.
-        split_second_moment: keep separate Adam moments for each target modality, and add up the steps that result.
-            It costs a backward pass and a set of moments per modality. With n modalities the step can be up to n
-            times as long, so compare arms at their own best learning rates.
+        qk_clip: threshold for the raw attention logits of a head. If a logit exceeds it, W_q and W_k of the head are
+            scaled down after the update (QK-Clip, Kimi K2, arXiv 2507.20534, which uses 100); null: off.
+        split_second_moment: keep separate Adam moments for each target modality, and add up the updates of the
+            modalities. It costs a backward pass and a set of moments per modality. With n modalities an update can
+            be up to n times as large, so compare arms at their own best learning rates.
         matrices: optimizer of the matrices of the blocks: adamw; muon (updates with AdamW's RMS; momentum `beta1`);
             adamh (Adam with a fixed Frobenius norm of each matrix; lr is the length of a step relative to the norm).
         update_clip: divide the learning rate of a tensor by the RMS of g / sqrt(v) if this RMS is above 1
@@ -80,7 +80,7 @@ class OptimConfig:
             (AdaGC, arXiv 2502.11034, which uses 1.05); null: off.
         skip_step: skip an update whose loss or gradient norm is more than this many standard deviations above
             the mean of the last 128 steps (OLMo-core, which uses 6); null: off.
-        msign_every: steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor, scaled to
+        msign_every: every so many steps, replace each W_q, W_k, W_v and W_o by its orthogonal factor, scaled to
             the norm of the matrix (MSign, arXiv 2602.01734, which uses 100); 0: never.
     """
 
@@ -144,7 +144,8 @@ class MonitorConfig:
         tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
         heads: measure attention logits and weights of each head.
         parameters: measure for every parameter the gradient norm, the size of the latest update (divided by the
-            learning rate, and divided by the size of the parameter), and the share of elements below Adam's epsilon.
+            learning rate, and divided by the size of the parameter), and the share of elements with sqrt(v_hat)
+            below Adam's epsilon.
         second_moment: measure for every matrix the RMS of g / sqrt(v) in the latest update, with the gradient g and
             Adam's second moment v.
         precision: measure the rounding error of additions to a bf16 residual stream, with one more forward pass.
@@ -157,7 +158,7 @@ class MonitorConfig:
             micro-batch. Each probe then costs two more forward passes, and a backward pass per half and modality.
         budget_every_n_steps: optimizer steps from the start of one window of the radial budget of W_q and W_k to the
             start of the next; 0 switches the budget off. A step inside a window costs one more backward pass for
-            each modality but one.
+            each modality except one.
         budget_steps: length of a window in steps.
     """
 

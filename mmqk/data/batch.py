@@ -19,8 +19,8 @@ class TokenBatch:
         target_mask_BT: whether the position is a trained target, so that its *next* token counts in the loss, bool.
             Always False at the last position, which has no next token.
         valid_BT: False at padding, bool. Every statistic must leave out padding.
-        step_targets: trained positions in the whole optimizer step, over all micro-batches and ranks: the
-            denominator of the loss, so that accumulation and data parallelism equal one large batch.
+        step_targets: number of trained targets in the whole optimizer step, over all micro-batches and ranks. The
+            loss is divided by it, so gradient accumulation and data parallelism give the loss of one large batch.
         document_BT: number of the packed document of each token, -1 at padding; None if attention does not
             use it.
         surprise_BT: -log probability of each *token* under the source of the data, nats, fp32; None if unknown.

@@ -1,4 +1,4 @@
-"""Configuration of the data of a run: sources, mixture, lengths; and the fields that identify its samples."""
+"""The configuration of the data of a run, and the fields that identify its samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmqk.data.tokens.online import online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, find_file
 
-# Kinds of data.mix by vocabulary: that of mmqk's tokenizers, that of the user's ids, and that of the dial. A mixture
-# may only have kinds of one vocabulary.
+# Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.
+# All kinds of a mixture must share one vocabulary.
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
 # Fields of DataConfig that name a source, by kind.
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}

@@ -301,9 +301,9 @@ class TokenDataModule(L.LightningDataModule):
         """Return the validation loss of a predictor that knows the layout of a sequence and the frequency of each
         token.
 
-        The layout is where each modality begins and ends, so special tokens have loss 0. The probability of another
-        token is its frequency within its modality, counted over the first training sequences of the run with one
-        added to each count. The loss is in nats per token, by modality. A model without a lower loss has not learned
+        The layout determines the special tokens, so they have loss 0. The probability of any other token is its
+        frequency within its modality, counted over the first training sequences of the run with one added to each
+        count. The loss is in nats per token, by modality. A model without a lower loss has not learned
         to use the context.
         """
         ids, edges = self.builder.layout, self.builder.layout.edges

@@ -1,9 +1,9 @@
 """The order of samples: a pure function of (weights, seed, index).
 
 A *slot cycle* of 240 places contains every kind in its exact proportion, evenly spread; each cycle has a new order.
-Among any consecutive samples the count of each kind differs from its expected count by at most a few. The n-th draw
-of a kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the order
-within a kind.
+In any stretch of consecutive samples, the count of each kind differs from its expected count by only a few. The n-th
+draw of a kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the
+order within a kind.
 """
 
 from __future__ import annotations

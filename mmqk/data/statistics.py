@@ -39,21 +39,21 @@ class ModalityStatistics:
         used: number of these ids that occur in the training documents.
         unigram: entropy of token frequencies within the modality, with the Miller-Madow correction for small samples,
             (used - 1) / (2 tokens); too low if there are few tokens per used id.
-        compressed: LZMA size of the tokens of the modality in the order of the documents, each stored in 1, 2 or 4
-            bytes. An upper bound on the entropy of the tokens without the context of other modalities. It includes
-            the cost of learning the statistics, so it is 3 to 15 % above the entropy on tokens without structure.
+        compressed: LZMA size of the tokens of the modality, in the order of the documents. It is an upper bound on
+            their entropy without the context of other modalities. It includes the cost of learning the statistics:
+            on tokens without structure, it is 3 to 15 % above the entropy.
         compressed_by_tokens: ``compressed`` of the first hundredth, the first tenth and all of the tokens, by the
             number of tokens. If the last value is far below the one before, more data would lower it further.
         model: held-out cross-entropy of an n-gram model of the joint vocabulary, trained on the training documents,
-            with the best context for this modality. Like the loss of a model it includes the choice of the next
-            modality. An upper bound on the entropy given that context; None without held-out documents.
+            with the best context for this modality. It is an upper bound on the entropy given that context. Like the
+            loss of a model, it includes the choice of the next modality. None without held-out documents.
         model_error: standard error of ``model`` over held-out documents.
         model_context: distances of the tokens in that context; empty for none.
         model_by_context: the cross-entropy with each context, by its distances ("1,2"). Every context includes the
             modality of the previous token; the context "none" has only this modality.
         repeated: share of the tokens that are in a passage of 8 tokens which occurred earlier in training, 0 to 1.
         repeated_held_out: share of the held-out tokens that are in a passage of 8 tokens which occurred in training.
-        duplicates: share of the documents with the same tokens of this modality as an earlier document.
+        duplicates: share of the documents whose tokens of this modality equal those of an earlier document.
     """
 
     tokens: int
@@ -102,7 +102,7 @@ def describe(
         vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
         contexts: contexts of the model-based estimate, each a list of distances back to the context tokens, the most
             informative first. ``(1, 8)`` is the previous token, then the token above in a grid with 8 columns. Every
-            prefix is tried.
+            prefix of a context is tried.
 
     Returns:
         The statistics by the name of each modality in the training documents.
@@ -200,7 +200,7 @@ def _numbered(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def _repeated(stream: _Stream) -> np.ndarray:
-    """Return whether each token is in a passage that occurs earlier, or in training if the token is held out."""
+    """Return whether each token is in a passage that occurred earlier (for a held-out token: in training)."""
     size, length = len(stream.ids_N), REPEAT_LENGTH
     covered_N = np.zeros(size + 1, dtype=np.int64)
     if size < length:
@@ -225,9 +225,10 @@ def _ngram_nats(
 ) -> dict[tuple[int, ...], np.ndarray]:
     """Return -log p of each held-out token for every prefix of the contexts (shape N; 0 for training tokens).
 
-    Interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4; their modified
-    Kneser-Ney with plain counts in place of continuation counts, which saturate in a vocabulary of few codes):
-    p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c), down to 1 / size.
+    The model uses interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4). Unlike
+    their modified Kneser-Ney, it uses plain counts, because continuation counts saturate in a vocabulary of few
+    codes: p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c). Below the shortest
+    context, p is 1 / size.
 
     The shortest context is the modality of the previous token. Without it, -log p of every token would include the
     choice of the modality, which rarely changes.
@@ -278,8 +279,8 @@ def _discounts(count: np.ndarray) -> np.ndarray:
 
 
 def _standard_error(nats_N: np.ndarray, document_N: np.ndarray) -> float:
-    """Return the standard error of the mean over tokens of independent documents; tokens of a document are not
-    independent."""
+    """Return the standard error of the mean over tokens. Documents are independent; the tokens of a document are
+    not."""
     sums_D = np.bincount(np.unique(document_N, return_inverse=True)[1], weights=nats_N - nats_N.mean())
     n = len(sums_D)
     return float(np.sqrt(np.square(sums_D).sum() * n / max(1, n - 1)) / len(nats_N))

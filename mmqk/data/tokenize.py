@@ -286,7 +286,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
     for record in records:
         source = f"{record['file']}: "
         dropped.take(ReasonCounts(record["dropped"], record["examples"]), source)
-        unread.take(Unread(**record.get("unread", {})), source)  # older versions did not write it
+        unread.take(Unread(**record.get("unread", {})), source)  # missing in records of older versions
     samples = sum(record["samples"] for record in records)
     if dropped.total == samples:
         shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options

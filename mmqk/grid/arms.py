@@ -26,7 +26,7 @@ class ArmFork:
     """Where the runs of an arm start: at a step of the runs of another arm, or from a checkpoint.
 
     Attributes:
-        arm: name of the other arm, before or after it is crossed with axes.
+        arm: name of the other arm, with or without the values of its axes.
     """
 
     arm: str = ""
@@ -39,7 +39,7 @@ class ArmFork:
 
 @dataclass(frozen=True)
 class Arm:
-    """One variant: its name and label, its seeds, the fields that it sets in the base configuration, and its axes.
+    """An arm: its name and label, its seeds, the fields that it sets in the base configuration, and its axes.
 
     Attributes:
         seeds: empty if the arm is a fork of a checkpoint and sets no seeds; its run then has the seed of the
@@ -67,7 +67,7 @@ class Arm:
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
-        """The field values of each combination of axis values, by the name of the crossed arm."""
+        """The field values of each combination of axis values. The keys are arm names with the values of the axes."""
         points: dict[str, dict[str, Any]] = {self.name: {}}
         for axis in self.axes:
             points = {
@@ -83,12 +83,12 @@ class Job:
     """One planned run.
 
     Attributes:
-        arm: name with the values of its axes.
+        arm: name of the arm, with the values of its axes.
         seed: the seed; None if the run takes it from the checkpoint that it is forked from.
         args: command line for ``python -m mmqk.train``, without ``--fork``.
         family: the arm of the grid before it is crossed with axes.
         point: values of the axes by dotted field.
-        role: "verdict", or "selection" of a learning rate.
+        role: "verdict" if the run counts in the verdicts, "selection" if it selects a learning rate.
         parent: name of the arm (with the values of its axes) that the run is forked from.
     """
 
@@ -169,7 +169,7 @@ def _fork(value: Any, where: str, path: Path) -> ArmFork:
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
-    """Return for each job the number that decides its part of the grid; a fork has the number of its parent."""
+    """Return, for each job, the number that decides its part of the grid. A fork has the number of its parent."""
     by_key = {job.key: job for job in jobs}
     roots = {}
     for key, job in by_key.items():

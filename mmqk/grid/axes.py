@@ -11,13 +11,13 @@ from typing import Any
 from mmqk.grid import language as read
 from mmqk.store import UserError
 
-# YAML reads 1e-3, without a decimal point, as text. On an axis it must be a number.
+# YAML reads 1e-3 as text, because it has no decimal point. On an axis, such text is converted to a number.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the grid: for each value, a suffix for the name of the arm and the fields to set."""
+    """An axis of the grid. Each value is a suffix for the name of the arm, and the fields to set."""
 
     name: str
     values: tuple[tuple[str, Mapping[str, Any]], ...]

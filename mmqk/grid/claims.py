@@ -13,7 +13,8 @@ from mmqk.grid.rules import LrChoice
 from mmqk.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
-# Checks of every verdict: the key under ``unchecked`` that turns one off, and its name on the page.
+# Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the
+# page.
 CHECKS = {
     "learned": "modalities learned",
     "declared": "arms differ only as declared",
@@ -40,7 +41,7 @@ class Claim:
     Attributes:
         id: short name, such as C2.
         statement: what is claimed, one sentence.
-        source: where the claim was made, with the figure.
+        source: where the claim was made, such as a paper and its figure.
         source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
         reference_value: the number in the source, as text.
         estimand: description of the quantity that the effect estimates.
@@ -48,14 +49,14 @@ class Claim:
         treatment: the arm (for a family metric, the family) whose metric should be greater or less (``direction``).
         control: the arm or family that the treatment is compared with.
         at: values of the axes at which two families are compared.
-        arms: the arms of a claim that is shown and not decided, of a control, or of a prediction.
+        arms: the arms of a prediction, or of a claim whose status is "shown" or "control".
         min_effect: smallest effect of interest, positive, on the scale of the metric (on a log scale, 0.69 is a
-            factor of 2); for a prediction the smallest AUROC of interest.
+            factor of 2); for a prediction, the smallest AUROC of interest.
         direction: whether the treatment should be greater or less; not used for an equivalence.
-        test: superiority (the effect exceeds min_effect), equivalence (the effect is smaller than min_effect in both
-            directions), count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares) or
-            prediction (an AUROC: the metric is higher in failed runs than in the other runs of an arm).
-        regime: name, on the page, of the check that every trained modality was learned.
+        test: superiority: the effect exceeds min_effect. equivalence: the effect is smaller than min_effect in both
+            directions. count: more runs diverge, or reach ``at_least``; min_effect is a difference of shares.
+            prediction: the metric is higher in failed runs than in the other runs of an arm (AUROC).
+        regime: the name on the page for the check that the runs learned every trained modality.
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
         positive_control: id of the claim or control that must pass before this claim can be contradicted, or be
             reproduced as an equivalence.
@@ -73,7 +74,7 @@ class Claim:
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.
         not_run: why no run of this grid tests the claim, and what a test would need; such a claim has no arms.
-        finding: sentences for the page by verdict, which may contain `NUMBERS` in braces.
+        finding: a sentence for the page, by verdict. A sentence may contain the placeholders `NUMBERS` in braces.
     """
 
     id: str
@@ -149,7 +150,7 @@ class Claim:
 
 
 def claims_hash(grid: Mapping[str, Any]) -> str:
-    """Return the hash of the claims and hypotheses of a grid. Its name and other content do not change the hash."""
+    """Return the hash of the claims and hypotheses of a grid. The hash does not depend on the rest of the grid."""
     first = {new: old for old, new in RENAMED.items()}
     claims = grid.get("claims") or []
     record = {"claims": [{first.get(k, k): v for k, v in c.items() if k != "grid"} for c in claims]}
@@ -163,7 +164,7 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         values: the entries under ``claims``.
         names: names of arms, before and after crossing with axes.
         grid: name of the grid.
-        path: path of the grid, for the message.
+        path: path of the grid, for error messages.
 
     Raises:
         UserError: an unknown or renamed field, a wrong type, a claim without a unique id, or the name of an arm or

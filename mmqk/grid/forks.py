@@ -12,10 +12,11 @@ from mmqk.store import UserError
 
 
 def inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Give each fork the seeds and axes of its parent unless it sets them.
+    """Give each fork the seeds and axes of its parent, unless the fork sets its own.
 
     Raises:
-        UserError: the parent of a fork does not exist, lacks one of its seeds, or has several runs per seed.
+        UserError: the parent of a fork does not exist, does not have a seed of the fork, or has several runs per
+            seed.
     """
     done: dict[str, Arm] = {}
     left = {arm.name: arm for arm in arms}
@@ -63,8 +64,8 @@ def _as_child(arm: Arm, parent: Arm | None, record: Mapping[str, Any]) -> Arm:
 
 
 def match(start: str, families: Mapping[str, Arm], point: Mapping[str, Any]) -> str:
-    """Return the name of the parent arm (with the values of its axes) of a fork with the axis values ``point``, or an
-    empty string."""
+    """Return the name of the arm (with the values of its axes) that is the parent of a fork with the axis values
+    ``point``. Return an empty string if there is none."""
     for family in families.values():
         if start in family.points:
             return start

@@ -17,9 +17,9 @@
       - {id: H1, statement: ..., predicts: {C2: above}}
     report: {hero: [plain, qk]}
 
-docs/ablations.md has an example of each. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``,
-whose parser refuses unknown fields. Claims and report are for `mmqk.analysis`; this package reads
-their fields and checks the names of arms. Imports no torch, because the analysis uses this package.
+docs/ablations.md has examples. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``, whose
+parser refuses unknown fields. `mmqk.analysis` uses the claims and the report; this package only reads them and checks
+the names of their arms. This package does not import torch, because the analysis uses this package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GRID_KEYS = (
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid read from a file, or several grids merged; ``raw`` is the content as plain data."""
+    """A grid read from a file, or several merged grids. ``raw`` is the content of the YAML as plain data."""
 
     path: Path
     name: str
@@ -99,9 +99,8 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         added: further arms by name, in the format of ``arms``; ``raw`` lists their names under ``added``.
 
     Raises:
-        UserError: the file is missing or not YAML, a key is unknown or of the wrong type, a base config does
-            not exist, a claim or the report names an unknown arm or claim, a fork has no parent, or an added arm has
-            the name of an arm of the file.
+        UserError: the file cannot be read, a key or a value is invalid, two arms have one name, or a name refers to
+            an arm, claim or base config that does not exist.
     """
     path = Path(path)
     raw = read.read_yaml(path)

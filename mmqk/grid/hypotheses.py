@@ -1,4 +1,4 @@
-"""The hypotheses of a grid: each predicts the pattern of the effects of several claims."""
+"""The hypotheses of a grid. Each hypothesis predicts the effects of several claims."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from mmqk.grid.language import build, mapping
 from mmqk.store import UserError
 
-# The effect of treatment over control, compared with the smallest effect of interest of the claim.
+# The effect of treatment over control: above the smallest effect of interest of the claim, too small to be of
+# interest (none), or below its negative.
 STATES = ("above", "none", "below")
 PREDICTIONS = {
     "above": {"above"}, "none": {"none"}, "below": {"below"},
@@ -26,7 +27,7 @@ class Hypothesis:
         statement: the explanation, one sentence.
         source: where it was proposed.
         source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
-        predicts: for each claim id a key of `PREDICTIONS`; the hypothesis predicts nothing for other claims.
+        predicts: a key of `PREDICTIONS` by claim id; the hypothesis predicts nothing for other claims.
         note: a sentence to print on the page.
     """
 
@@ -42,8 +43,8 @@ def read_hypotheses(values: Any, claims: Iterable[str], path: object) -> tuple[H
     """Return the hypotheses of a grid.
 
     Raises:
-        UserError: an unknown field, a hypothesis without a unique id or without predictions, an unknown prediction,
-            or a prediction for a claim that does not exist.
+        UserError: an unknown field or prediction, a hypothesis without a unique id or without predictions, or a
+            prediction for a claim that does not exist.
     """
     if not isinstance(values or [], list | tuple):
         raise UserError(f"{path}: hypotheses must be a list")

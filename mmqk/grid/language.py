@@ -1,4 +1,4 @@
-"""Read and check values of a grid's YAML; an error is one sentence that names the key."""
+"""Read and check the values of a grid file. An error message is one sentence that names the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
-        # YAML reads the keys on and yes as booleans and 1 as a number, so their names would silently change.
+        # YAML reads the keys ``on`` and ``yes`` as booleans and ``1`` as a number, so their names would silently
+        # change.
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
                 None,
@@ -82,7 +83,7 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def strings(value: Any, where: str) -> list[str]:
-    """Return a name, or a list of them, as a list."""
+    """Return the value, which must be a name or a list of names, as a list."""
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
         raise UserError(f"{where} must be a name or a list of names, not {value!r}")
@@ -97,7 +98,7 @@ def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
-    """Return a dataclass with the given fields, parsed as by ``mmqk.train``; null means the default.
+    """Return a dataclass with the given fields, parsed as in ``mmqk.train``. A field that is null has its default.
 
     Raises:
         UserError: an unknown field, a wrong type, or a number outside its range.
@@ -123,7 +124,7 @@ def seeds(value: Any, where: str) -> tuple[int, ...]:
 
 
 def name(value: Any, where: str) -> str:
-    """Return a valid folder name."""
+    """Return the value, which must be a valid folder name."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise UserError(f"{where}: {value!r} is not a folder name: use letters, digits, '-', '_' and '.'")
     return value

@@ -16,9 +16,9 @@ from mmqk.store import UserError, canonical
 def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = None) -> Grid:
     """Load and merge grids; the name of the result joins their names.
 
-    An arm with the same definition in two grids becomes one arm with the seeds of both grids. Runs that differ only
-    in name are detected when they are resolved. Claims and report settings are joined; each claim records its grid.
-    ``added`` has further arms for the first grid.
+    An arm with the same definition in two grids becomes one arm with the seeds of both grids. If arms with different
+    names have equal runs, the planner detects this when it resolves the configurations. Claims and report settings
+    are joined; each claim records its grid. ``added`` has further arms for the first grid.
 
     Raises:
         UserError: a file is refused by `load_grid`, two grids have the same name, or two arms or claims with the
@@ -97,7 +97,7 @@ def _claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
 
 
 def _report(grids: Sequence[Grid]) -> Mapping[str, Any]:
-    """Join the report settings: lists are joined, and any other value comes from the first grid that sets it."""
+    """Merge the report settings: lists are joined, and any other value is taken from the first grid that sets it."""
     together: dict[str, Any] = {}
     for key in REPORT:
         for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):

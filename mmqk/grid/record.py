@@ -49,8 +49,8 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
     """Return the content of ``ablation.json``; None if the folder has none.
 
     Raises:
-        DamagedFile: the file cannot be read, or lists a run outside ``folder``. Only the original run of replays may
-            be outside, in a record without claims.
+        DamagedFile: the file cannot be read, or lists a run outside ``folder``. In a record without claims, the
+            original run of replays may be outside.
     """
     path = folder / ABLATION_NAME
     record = read_json(path, SHAPE, ADVICE)
@@ -76,7 +76,7 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
 
 
 def _lacking(replay: dict[str, Any]) -> str:
-    """Return the first missing key of a replay entry; empty if it has all."""
+    """Return the first missing key of a replay entry, or an empty string if no key is missing."""
     control = replay.get("numerics") == "control"
     needed = ("of", "numerics", "step") if control else ("of", "numerics", "step", "depth")
     return next((key for key in needed if replay.get(key) is None), "")

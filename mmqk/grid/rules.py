@@ -14,7 +14,8 @@ LrChoice = Literal["matched", "own_best"]
 
 @dataclass(frozen=True)
 class LrRule:
-    """How arms get their learning rates: each arm sets its own, or selection runs with other seeds choose it.
+    """How arms get their learning rates: each arm sets its own learning rate, or selection runs with other seeds
+    choose it.
 
     Attributes:
         grid: learning rates to try, ascending.
@@ -39,10 +40,11 @@ class ReplayRule:
     """How a diverged run is replayed.
 
     Attributes:
-        depths: number of steps from the start of a replay to the divergence, as fractions of the step of the
-            divergence, ascending.
+        depths: distances from the start of a replay to the divergence, as fractions of the step of the divergence;
+            ascending.
         replays: number of replays per depth and kind (`mmqk.ablation.replays.numerics_of`).
-        noise: change of the weights at the start, as a fraction of their RMS.
+        noise: RMS of the random change of each weight matrix at the start of a replay, as a fraction of the matrix's
+            RMS.
         horizon: length of a replay, as a multiple of the distance from its start to the divergence.
     """
 
@@ -62,7 +64,7 @@ def _check_different(name: str, values: tuple[float, ...]) -> None:
 
 
 def read_lr(value: Any, where: str) -> LrRule | None:
-    """Return the rule for learning rates; None if the arms set them.
+    """Return the rule for learning rates; None if the arms set their learning rates.
 
     Raises:
         UserError: an unknown rule or key, or invalid learning rates or seeds.

@@ -19,12 +19,12 @@ from mmqk.shards.tars import index_tar
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 
 BROKEN_CHARACTER = "\ufffd"
-LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the largest number of tokens of a character
+LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens
 LARGEST_PICTURE = 160  # longest side of an image on a page, in pixels
-# An image counts as the original if at least this share of its codes is equal. Codes may differ, because another
-# batch size changes the rounding, which decides between two codes at almost the same distance.
+# An image counts as the original if the tokenizer encodes it to at least this share of the codes in the data. Some
+# codes may differ, because the batch size affects the rounding, which matters if two codes are almost equally close.
 SAME_CODES = 0.9
-# Viridis in five steps: even in lightness and readable for color-blind readers.
+# Five colors of Viridis, which color-blind readers can tell apart.
 _SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
 
 
@@ -44,7 +44,7 @@ class IdDecoder:
         self.grid = self._image.grid[0]
 
     def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """Return the text of each token; the tokens of one character are returned as one text."""
+        """Return the text of each token. If a character has several tokens, they give one text."""
         words, pending = [], list[int]()
         for i in self._vocabulary.text_ids([int(i) for i in ids]):
             pending.append(i)
@@ -55,7 +55,7 @@ class IdDecoder:
         return [*words, self._text.decode(pending)] if pending else words
 
     def picture(self, ids: np.ndarray) -> Image.Image | None:
-        """Return the image of these codes; None if they are not a whole image."""
+        """Decode joint ids to an image; return None if they are not a whole image."""
         if len(ids) != self.grid**2:
             return None
         codes_1N = torch.from_numpy(np.asarray(self._vocabulary.image_codes(ids), dtype=np.int64))[None]
@@ -63,7 +63,7 @@ class IdDecoder:
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
 
     def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
-        """Return whether the tokenizer encodes this image to these codes; a share of `SAME_CODES` must be equal."""
+        """Return whether the tokenizer encodes this image to these ids, up to the tolerance `SAME_CODES`."""
         pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
         codes = self._image.encode(pixels_1CHW)[0].numpy()
         return bool((codes == self._vocabulary.image_codes(ids)).mean() >= SAME_CODES)
@@ -78,7 +78,7 @@ class Originals:
     """The training images of a folder of image-caption shards, by index of the pair.
 
     Args:
-        folder: shards with their manifest; any other folder gives no images.
+        folder: folder of shards with a manifest. Any other folder gives no images.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -102,7 +102,7 @@ class Originals:
 
 
 class Pictures:
-    """PNG data URIs for a page, up to a total number of bytes.
+    """Makes PNG data URIs for a page, up to a limit on their total size.
 
     Args:
         room: largest total number of bytes of all PNG files.
@@ -113,8 +113,8 @@ class Pictures:
         self.left_out = 0
 
     def uri(self, image: Image.Image | None) -> str:
-        """Return the image as ``data:image/png;base64,...``, scaled down if it is large; empty if it is None or would
-        exceed the total."""
+        """Return the image as ``data:image/png;base64,...``, scaled down if it is large. Return an empty string if
+        the image is None or would exceed the limit."""
         if image is None:
             return ""
         if max(image.size) > LARGEST_PICTURE:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 LARGEST_PAGE = 5_000_000
-PICTURE_BYTES = 2_500_000  # all images of a page, before base64
+PICTURE_BYTES = 2_500_000  # limit for all images of a page, before base64 encoding
 TEMPLATES = Path(__file__).parent / "templates"
 SLOT_WORDS = {
     "image_first": "image, then its caption",

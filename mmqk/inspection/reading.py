@@ -35,10 +35,10 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
         grid: number of columns of the codes of an image; 0 if there are no images.
 
     Returns:
-        The content of statistics.json. ``modalities`` has the statistics of the sequences in the first epoch of their
-        source (``fresh_sequences`` is their number), because repeated documents would bias the statistics. Only
-        ``share``, the share of the targets, is computed over all sequences. ``dial.met`` is the mean -log p of the
-        targets under the synthetic source, in nats.
+        The content of statistics.json. ``modalities`` has the statistics of each modality. Repeated documents would
+        bias them, so they are computed only over the sequences in the first epoch of their source;
+        ``fresh_sequences`` is the number of these sequences. ``share``, the share of the targets, is computed over
+        all sequences. ``dial.met`` is the mean -log p of the targets under the synthetic source, in nats.
     """
     order, layout = data.order, data.builder.layout
     total = int(run.trainer["max_steps"]) * run.data.batch_size

@@ -46,7 +46,7 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
 
 
 def step_rows(plain: dict[str, Any]) -> list[Row]:
-    """Return the table of estimates by amount of data and length of context."""
+    """Return the table of the LZMA estimates by amount of data and of the n-gram losses by length of context."""
     statistics = plain["modalities"]
     rows: list[Row] = []
     for label, divisor in (("a hundredth", 100), ("a tenth", 10), ("all", 1)):

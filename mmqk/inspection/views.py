@@ -35,7 +35,7 @@ class Segment:
         color: color of the modality.
         trained: whether its tokens count in the loss; False for a modality of weight 0.
         tokens: number of tokens.
-        words: text of each token and its class: "" or "special"; empty if there is no decoder.
+        words: (text, class) of each token, where the class is "" or "special"; empty if there is no decoder.
         more: number of tokens that are cut from ``words`` or ``ids``.
         ids: the ids as text, if they are not decoded.
         codes: data URI of the ids as colored pixels; empty for text.
@@ -107,8 +107,8 @@ class Viewer:
     def view(
         self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None] | None = None
     ) -> SequenceView:
-        """Return the view of sequence ``b`` of a batch with document numbers; ``originals`` are the original images
-        by document number."""
+        """Return the view of sequence ``b`` of a batch, which must have document numbers. ``originals`` maps a
+        document number to the original image."""
         assert batch.document_BT is not None
         ids_T, document_T = batch.ids_BT[b].numpy(), batch.document_BT[b].numpy()
         modality_T, valid_T = batch.modality_BT[b].numpy(), batch.valid_BT[b].numpy()
@@ -179,7 +179,7 @@ class Viewer:
         return [_rect(start, end, 0, 14, color) for start, end, color in (*runs, *dark)]
 
     def _targets(self, masked_T: np.ndarray, trained_T: np.ndarray, target_T: np.ndarray) -> list[str]:
-        """Return rectangles for the targets in the color of their modality; a target of weight 0 gets a thin one."""
+        """Return rectangles for the targets in the color of their modality; a target of weight 0 has a thin line."""
         rects = []
         for start, end, state in _runs(np.where(masked_T, 2 * target_T + trained_T, -1)):
             if state >= 0:

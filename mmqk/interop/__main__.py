@@ -17,7 +17,7 @@ from .write import architecture_of, build
 EPILOG = f"""\
 read:    {", ".join(READ)}
 written: {", ".join(WRITTEN)}
-A field that cannot be represented is an error that names it. Nothing is downloaded.
+If a field cannot be represented, the command fails and names the field. Nothing is downloaded.
 The text tokenizer of a run is exported with its model; other tokenizers are not converted.
 
 example:
@@ -30,8 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     """Convert one folder; its content decides the direction.
 
     Raises:
-        UserError: the source is damaged or is neither a Hugging Face folder nor a run folder, the model cannot be
-            represented, or the target is not empty.
+        UserError: the source cannot be read, the model cannot be represented, or the target is not empty.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.interop",
@@ -84,7 +83,7 @@ def _to_huggingface(source: Path, out: Path) -> None:
     config, weights = read_run(newest)
     model, architecture = build(config, weights), architecture_of(config)
     tokenizer, about = tokenizer_files(source)
-    parameters = sum({w.data_ptr(): w.numel() for w in weights.values()}.values())  # a tied head counts once
+    parameters = sum({w.data_ptr(): w.numel() for w in weights.values()}.values())  # count tied weights once
     card = model_card(newest, config, architecture, parameters, bool(tokenizer))
     write_huggingface(model, out, {**tokenizer, "README.md": card})
     print(f"{out}: {architecture} of {newest}; {about}")

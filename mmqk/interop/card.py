@@ -63,8 +63,8 @@ def model_card(
         *_data(run_config.get("data") or {}, (record.get("identity") or {}).get("data") or {}),
         *_configuration(run_config),
         "## License",
-        "No license is set: add `license` to the front matter. The licenses of the training data apply to what the"
-        " model reproduces of them.",
+        "No license is set: add `license` to the front matter. The licenses of the training data apply to the parts"
+        " of the data that the model reproduces.",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -122,7 +122,7 @@ def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
         return []
     return [
         "## Losses",
-        f"In nats per token, the newest up to step {step:,}.",
+        f"The last losses that were logged up to step {step:,}, in nats per token.",
         _table(["", *modalities], shown),
     ]
 
@@ -141,7 +141,7 @@ def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
 
 
 def _sources(folder: Path, hashed: str) -> list[str]:
-    """Return the packages in the manifest of a folder, if the run was trained on this content of the folder."""
+    """Return the sources that the manifest of a folder lists; empty if the folder has changed since the training."""
     try:
         return (
             list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []

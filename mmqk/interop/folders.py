@@ -24,7 +24,7 @@ CHECKPOINT = "checkpoints/step00000000.ckpt"
 
 
 def read_huggingface(folder: Path) -> PreTrainedModel:
-    """Return the model in a folder of `save_pretrained`, in the dtype of its config.
+    """Return the model that `save_pretrained` wrote to a folder, in the dtype of its configuration.
 
     Raises:
         UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
@@ -98,7 +98,7 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
 
 
 def write_huggingface(model: PreTrainedModel, out: Path, files: Mapping[str, str] | None = None) -> None:
-    """Write a folder that `from_pretrained` can read, and the texts of ``files`` under their names.
+    """Write a folder that `from_pretrained` can read. ``files`` maps the names of further files to their text.
 
     Raises:
         UserError: `out` is not empty or cannot be written.

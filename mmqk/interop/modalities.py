@@ -15,7 +15,9 @@ _IMAGE_PREFIX = "IMGIMG"  # prefix of the image tokens in Chameleon's vocabulary
 
 
 def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return the number of ids by modality: as given, as stored, or from Chameleon's vocabulary.
+    """Return the number of ids by modality.
+
+    These are the given sizes, otherwise those stored in the configuration, otherwise those of its vocabulary_map.
 
     Raises:
         UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
@@ -56,7 +58,7 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
             f"The {len(image)} image ids of config.vocabulary_map are not one range within the {vocab_size} ids: give"
             " vocab_sizes, such as text=300,image=32."
         )
-    # If no ids follow the image ids, the ids before the image ids are text; otherwise they are special tokens.
+    # The ids before the image ids are text if no ids follow the image ids, otherwise they are special tokens.
     before, after = ("text", "") if end == vocab_size else ("special", "text")
     sizes = {before: start, "image": end - start, after: vocab_size - end}
     return {name: size for name, size in sizes.items() if size}

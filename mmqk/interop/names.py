@@ -22,9 +22,8 @@ _LAYER = {
     "mlp.w_up": "mlp.up_proj",
     "mlp.w_down": "mlp.down_proj",
 }
-# Norms around the sublayers, in the order before and after attention, before and after the MLP. Chameleon's norms
-# keep their names when swin_norm moves them from before to after a sublayer, so the state dict does not show their
-# place.
+# Norms before and after attention, and before and after the MLP. Chameleon's norms keep their names when swin_norm
+# moves them from before to after a sublayer, so the state dict does not show where they are.
 _PRE = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "post_attention_layernorm"}
 _SWIN = {"attn_post_norm": "input_layernorm", "mlp_post_norm": "post_attention_layernorm"}
 _OLMO2 = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
@@ -43,12 +42,12 @@ GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 READ = (CHAMELEON, LLAMA, QWEN3, OLMO2, GEMMA2, GEMMA3)
 WRITTEN = (CHAMELEON, LLAMA, QWEN3)
-CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is for its other norms
-IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon; an EarlyFusionTransformer has none
+CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is not used there
+IMAGE_TOKENIZER = "model.vqmodel."  # prefix of the parameters of Chameleon's image tokenizer
 
 
 def hf_name(name: str, architecture: str, config: ModelConfig) -> str:
-    """Return the Hugging Face name of the parameter `name` of a model of `config` in the layout of `architecture`."""
+    """Return the name that `architecture` gives to the parameter `name` of a model with this configuration."""
     module, _, parameter = name.rpartition(".")
     if module in _MODEL:
         return f"{_MODEL[module]}.{parameter}"

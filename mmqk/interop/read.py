@@ -45,16 +45,17 @@ def from_transformers(
         hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is unchanged and shares no memory with the
             result. Chameleon's image tokenizer (`vqmodel`) is not converted: the model reads image tokens as ids.
-        vocab_sizes: Number of ids by modality, in the order of the ids. By default the sizes that `to_transformers`
-            stored in the configuration; else, for Chameleon, `special`, `image` and `text`, where the image ids have
-            the names IMGIMG... in its vocabulary_map; else only `text`.
+        vocab_sizes: Number of ids by modality, in the order of the ids. By default, the sizes that
+            `to_transformers` stored in the configuration. If it stores none, Chameleon has the modalities `special`,
+            `image` and `text`, and its image ids are those with names IMGIMG... in its vocabulary_map. All ids of
+            any other model are `text`.
 
     Returns:
-        The model, with attention backend math if the attention logits have a cap, else with sdpa.
+        The model. Its attention backend is math if the attention logits are capped, otherwise sdpa.
 
     Raises:
-        UserError: the class is unknown, a field (named with its value) has no counterpart, the weights are quantized,
-            not loaded or of another class, or the sizes do not fit.
+        UserError: the class is unknown, a field has no counterpart, the weights cannot be used, or `vocab_sizes` does
+            not fit the vocabulary.
     """
     return copy.deepcopy(adopt(hf_model, vocab_sizes))
 
@@ -101,7 +102,7 @@ def weights_of(
                 f"{name} has shape {tuple(hf_weights[name].shape)}, but the configuration needs"
                 f" {tuple(parameter.shape)}: the weights belong to another model."
             )
-        # OLMo 2 has the gains of all heads in one vector, mmqk has a row per head.
+        # OLMo 2 stores the gains of all heads in one vector, mmqk in a matrix with one row per head.
         weights[target] = hf_weights[name].detach().reshape(parameter.shape)
         used.add(name)
     unused = sorted(name for name in set(hf_weights) - used if not name.startswith(IMAGE_TOKENIZER))
@@ -181,8 +182,8 @@ def _scale(value: float, head_dim: int) -> str | float:
 
 
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
-    """Return the fields for windows and rotary positions. Gemma 3 has other frequencies in windowed layers."""
-    # The other classes ignore layer_types and sliding_window.
+    """Return the fields for windows and rotary positions. Gemma 3 has separate frequencies in windowed layers."""
+    # Only these three classes use layer_types and sliding_window.
     named = c.layer_types if architecture in (QWEN3, GEMMA2, GEMMA3) else None
     kinds = list(named or ["full_attention"] * c.num_hidden_layers)
     window, global_every = _windows(kinds, c)

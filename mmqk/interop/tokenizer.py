@@ -16,8 +16,8 @@ def tokenizer_files(run: Path) -> tuple[dict[str, str], str]:
     """Return the contents of tokenizer.json and tokenizer_config.json by file name, and a sentence about the files.
 
     If the tokenizer of the run is not available, there are no files and the sentence gives the reason. The ids are
-    those of the joint vocabulary: first the special tokens, then the text entries. Image codes have no text and no
-    entry.
+    those of the joint vocabulary: first the special tokens, then the text entries. The files have no entries for
+    image codes, which have no text.
     """
     try:
         record: dict[str, Any] = read_run(run) or {}

@@ -50,7 +50,7 @@ def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
 
 
 def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Return the Hugging Face model of `config`, sharing the tensors `weights` (under mmqk's names)."""
+    """Return the Hugging Face model of `config`. It shares the tensors of `weights`, which have mmqk's names."""
     architecture = architecture_of(config)
     transformers = import_transformers()
     hf_config = getattr(transformers, architecture).config_class(**_fields(architecture, config))
@@ -62,7 +62,7 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
     for source, tensor in weights.items():
         name = hf_name(source, architecture, config)
         shape = hf_model.get_parameter(name).shape
-        # Chameleon's class has one gain per head.
+        # A gain that all heads share is repeated, because Chameleon's class has one gain per head.
         hf_weights[name] = tensor if tensor.shape == shape else tensor.expand(shape).clone()
     if architecture == CHAMELEON:
         tokenizer = type(hf_model.model.vqmodel)(hf_config.vq_config).to(weights["embed.weight"].dtype)
@@ -74,7 +74,7 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """Return the Hugging Face class with the layout of `config`.
+    """Return the name of the Hugging Face class whose layout fits `config`.
 
     Raises:
         UserError: no class fits; the message names the field.

@@ -1,7 +1,7 @@
 """The model, from token ids to logits. It uses only torch, and writes no logs or files.
 
-Names are imported on first use, because the configuration (`mmqk.model.config`, `mmqk.model.backend_check`) needs no
-torch.
+Names are imported on first use, so that the configuration (`mmqk.model.config`, `mmqk.model.backend_check`) can be
+imported without torch.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """The attention backends: the choice of kernel, its mask, and one function, `attention(q, k, v, mask)`.
 
-Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
+Shapes are in the names: B batch, T query tokens, S key tokens, H heads, K head_dim.
 """
 
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ def mask_of(
         backend: One of `BACKENDS`.
         T: Tokens per sequence.
         device: Device of the tokens.
-        window: A query attends to this many tokens, itself included; 0 for all earlier ones.
+        window: A query attends to this many tokens, itself included; 0 means all earlier tokens.
         document_BT: A query attends only to tokens with its document number; None means one document per row.
 
     Returns:
@@ -111,7 +111,7 @@ def mask_of(
 def documents_of(
     config: ModelConfig, separate: bool, modality_BT: Tensor | None, document_BT: Tensor | None
 ) -> Tensor | None:
-    """Return the document number of each token for a layer, whose attention stays inside a document.
+    """Return the document number of each token for a layer. Attention stays inside a document.
 
     Args:
         config: Configuration of the model.
@@ -166,7 +166,7 @@ def attention(
         sink_H: For each head, a logit that counts only in the denominator of the softmax.
 
     Returns:
-        out_BHTK, and the `RowStats` of flex, which its kernel computes anyway. With other backends they are None.
+        out_BHTK, and the `RowStats` of flex, which its kernel computes anyway, or None with other backends.
 
     Raises:
         TypeError: q, k and v differ in dtype, or do not have the autocast dtype.

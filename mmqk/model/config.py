@@ -20,12 +20,13 @@ class QKNormConfig:
     Attributes:
         kind: none; rms (Qwen3, OLMo 2); layer (LayerNorm: Chameleon, ViT-22B); l2 (cosine attention: Henry et al.,
             Swin V2), whose learned scale multiplies the queries and replaces `attn_scale`.
-        scope: Channels that are normalized together: those of one head, or of all heads (full: OLMo 2).
+        scope: Channels that are normalized together: those of one head (head), or of all heads (full: OLMo 2).
         gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (one gain for
             every head: OLMo 2); zero_centered (shared, `1 + w` with w initially 0: Gemma 3, Qwen3-Next). With kind l2
             this is the learned scale: none (fixed), shared (one per layer) or per_head.
         bias: Whether a LayerNorm has a bias (Chameleon does, ViT-22B does not).
-        eps: Added to the mean square (rms) or the variance (layer) under the square root; the smallest length (l2).
+        eps: For rms and layer, added to the mean square or the variance under the square root; for l2, the smallest
+            length to divide by.
         place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
         normalize_v: Whether to normalize values too (QKV-Norm, arXiv 2410.16682); with kind l2 values get no scale.
         scale_init: Initial value of the scale of kind l2.
@@ -137,8 +138,9 @@ class ModelConfig:
         n_heads: Attention heads.
         n_kv_heads: Key and value heads, each shared by n_heads / n_kv_heads query heads; 0 means n_heads.
         d_head: Width of a head (head_dim), an even number because of RoPE; 0 means d_model / n_heads.
-        d_ff: Hidden width of the MLP; 0 means 8/3 d_model rounded up to a multiple of 16 (gated), 4 d_model (gelu).
-        mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two).
+        d_ff: Hidden width of the MLP; 0 means 4 d_model for gelu, else 8/3 d_model rounded up to a multiple of 16.
+        mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two
+            matrices).
         pre_norm: Whether the input of each sublayer is normalized; only pre-norm: Llama, Chameleon-7B.
         post_norm: Whether the output of each sublayer is normalized; only post-norm: Chameleon-34B, Swin, OLMo 2.
         norm: Kind of the norms around the sublayers and of the final norm: rms or layer.
@@ -159,9 +161,9 @@ class ModelConfig:
         head_scale: Whether a learned factor multiplies each head's output (NormFormer, arXiv 2110.09456).
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, with the largest
             singular value sigma(W) (σReparam, arXiv 2303.06296).
-        reparam_gamma: Initial value of gamma: sigma (sigma(W), so that the first forward pass equals
-            that of weight_reparam none; from the authors' PyTorch code, for vision and language) or one (from their
-            JAX code, for speech).
+        reparam_gamma: Initial value of gamma: sigma (the value sigma(W), so that the first forward pass equals that
+            of weight_reparam none, as in the authors' PyTorch code for vision and language) or one (as in their JAX
+            code for speech).
         mlp_clamp: Bound c on the two factors of SwiGLU: gate is at most c, up is between -c and c (gpt-oss: 7); null:
             no bound.
         mlp_norm: Whether a norm of kind `norm` normalizes the input of the MLP's last matrix (NormFormer).
@@ -192,7 +194,7 @@ class ModelConfig:
         window: Number of tokens that a query attends to in windowed layers, itself included; 0 for all tokens in all
             layers.
         global_every: n, if every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 if
-            none does.
+            no layer does.
         rope_theta: Base of the rotary position frequencies.
         local_rope_theta: Base in windowed layers, which then do not use `rope_scaling`; null: these layers use
             `rope_theta` with `rope_scaling`.

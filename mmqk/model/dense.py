@@ -1,6 +1,6 @@
 """Attention in plain PyTorch: the backend math, which is also the reference in the tests of all other kernels.
 
-Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
+Shapes are in the names: B batch, T query tokens, S key tokens, H heads, K head_dim.
 """
 
 import math
@@ -35,8 +35,8 @@ def dense_attention(
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
         if softcap is not None:
             logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place costs one pass over the logits, in the forward pass. masked_fill costs a second one in
-        # the backward pass.
+        # Adding -inf in place reads the logits once, in the forward pass. masked_fill would read them again in the
+        # backward pass.
         logits_BHTS += mask
         if sink_H is not None:
             sink_BHT1 = at_least_fp32(sink_H)[:, None, None].expand(*logits_BHTS.shape[:-1], 1)

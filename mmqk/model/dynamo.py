@@ -15,7 +15,7 @@ MOST_GRAPHS = 64
 def compile_blocks(model: EarlyFusionTransformer) -> None:
     """Compile the blocks, with one graph for equal blocks, and the final norm.
 
-    Names of parameters and modules do not change. A graph break is an error. Hooks on a block run; hooks on its
+    Names of parameters and modules do not change. A graph break raises an error. Hooks on a block run; hooks on its
     submodules run only if they were registered before compilation. With a sink the blocks run eagerly.
     """
     allow_many_graphs()

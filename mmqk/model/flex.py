@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import (
 from .dynamo import allow_many_graphs
 
 # The raw logit recovered from a capped fp32 logit is accurate to 1/1000 up to 6 times the cap and to 1/40 up to 8
-# times the cap. Soon after that, tanh rounds to 1.
+# times the cap. From about 9 times the cap, tanh rounds to 1.
 SATURATED = 8.0
 
 
@@ -88,7 +88,7 @@ def flex_mask(T: int, device: torch.device, window: int = 0, document_BT: Tensor
 
 @lru_cache(maxsize=16)
 def _same_for_all(T: int, device: torch.device, window: int) -> BlockMask:
-    with torch.inference_mode(False):  # training reuses a mask that validation created
+    with torch.inference_mode(False):  # training reuses masks that validation creates in inference mode
         return create_block_mask(sees(window), None, None, T, T, device)
 
 

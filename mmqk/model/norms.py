@@ -59,8 +59,10 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def mean(self, wide: Tensor) -> Tensor:
-        """Return the mean over the normalized axes, which keep size 1. Unlike in torch's mean, the backward pass
-        divides the gradient before it expands the gradient."""
+        """Return the mean over the normalized axes, which become axes of size 1.
+
+        Unlike that of torch.mean, the backward pass divides the gradient first and then expands it.
+        """
         return wide.sum(self.axes, keepdim=True) / math.prod(self.shape)
 
     def gain(self) -> Tensor | None:

@@ -20,8 +20,8 @@ def rope_tables(
     Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i rotates by
     `position * theta^(-2i/K)`. The sine is negative in the first half, which `apply_rope` relies on.
 
-    On a CPU the tables are (T, heads, K), because multiplying by a factor that is broadcast over heads takes
-    three times as long on a CPU.
+    On a CPU the tables are (T, heads, K), because a product with a factor that is broadcast over heads would take
+    three times as long.
     """
     frequency = theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / -K)
     if scaling is not None and scaling.kind != "none":

@@ -39,8 +39,7 @@ class MLP(nn.Module):
     """Position-wise feed-forward network without biases.
 
     SwiGLU is `w_down(silu(w_gate x) * w_up x)` (Shazeer 2020, arXiv 2002.05202, Eq. 6). GEGLU has the tanh
-    approximation of GELU in place of silu (Gemma). GELU is `w_down(gelu(w_up x))` with the exact Gaussian
-    distribution function.
+    approximation of GELU in place of silu (Gemma). GELU is `w_down(gelu(w_up x))` with the exact GELU.
     `mlp_norm` normalizes the input of w_down; `mlp_clamp` bounds `w_gate x` and `w_up x`.
     """
 
@@ -206,7 +205,7 @@ class EarlyFusionTransformer(nn.Module):
             2016, arXiv 1604.06174): a third more operations for a fraction of the memory.
 
     Raises:
-        ValueError: `config.vocab_sizes` is empty, the backend is unknown or cannot compute this attention.
+        ValueError: `config.vocab_sizes` is empty, or the backend is unknown or cannot compute this attention.
     """
 
     def __init__(self, config: ModelConfig, backend: str = "math", seed: int = 0) -> None:
@@ -247,18 +246,25 @@ class EarlyFusionTransformer(nn.Module):
                 `config.per_modality`, separated layers or `config.embed_scale`; an unknown number counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None
                 means one document per row.
-            sink: Called as `sink(site, layer, tensor)` during the forward pass, with the tensors, not copies.
-                Per layer, (B, H, T, K): q_raw and k_raw before QK-Norm (k_raw with the key heads); q and k as they
-                enter the dot product, before its scale, and v; shared key and value heads are repeated for every
-                query head. Per layer, (B, T, D): attn_in, the input of W_q, W_k and W_v; attn_out and mlp_out as
-                added to the residual stream, before dropout; resid, the stream after the layer. With
-                `config.attn_gate` also gate, (B, T, H, K or 1). With layer -1: final (B, T, D), the last layer's
-                output before the final norm; logits (B, T, V), in at least fp32, before the final softcap.
+            sink: Called as `sink(site, layer, tensor)` during the forward pass, with tensors, not copies.
+
+                | site              | shape            | tensor                                                      |
+                | ----------------- | ---------------- | ----------------------------------------------------------- |
+                | attn_in           | (B, T, D)        | input of W_q, W_k and W_v                                   |
+                | q_raw, k_raw      | (B, H, T, K)     | before QK-Norm; k_raw has only the key heads                |
+                | q, k, v           | (B, H, T, K)     | inputs of attention, before its scale; key and value heads  |
+                |                   |                  | are repeated for every query head that shares them          |
+                | gate              | (B, T, H, K or 1)| factor on the output of attention (`config.attn_gate`)      |
+                | attn_out, mlp_out | (B, T, D)        | added to the residual stream, before dropout                |
+                | resid             | (B, T, D)        | the residual stream after the layer                         |
+                | final             | (B, T, D)        | output of the last layer, before the final norm; layer -1   |
+                | logits            | (B, T, V)        | in at least fp32, before the final softcap; layer -1        |
+
             row_stats: Receives the `RowStats` of each layer, from the first to the last; stays empty with a backend
                 that does not compute them.
-            output: logits, after the final softcap. raw_logits, before the final softcap, so that a compiled loss
-                fuses cast and softcap. hidden, the output of the final norm, (B, T, D), for a loss in chunks; the
-                head does not run.
+            output: What to return. logits: after the final softcap. raw_logits: before the final softcap, so that a
+                compiled loss can fuse cast and softcap. hidden: the output of the final norm, (B, T, D), for a loss
+                in chunks; the head does not run.
 
         Returns:
             logits_BTV in fp32 (fp64 in an fp64 model), with and without autocast; raw_logits in the dtype of the

@@ -1,6 +1,6 @@
 """Measures statistics of a model while it trains. This package needs only torch and the standard library.
 
-`NormMonitor`, the Lightning callback, is imported on first use.
+`NormMonitor`, the Lightning callback, is imported on first use, so that only its users need Lightning.
 """
 
 from typing import TYPE_CHECKING, Any

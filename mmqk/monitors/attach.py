@@ -72,7 +72,7 @@ def attach(
         sequences: number of sequences in a probe, on each rank.
         out: folder for ``metrics.jsonl``, which mmqk's tools read.
         log: called as ``log({tag: number}, step=int)``, for instance ``wandb.log``.
-        names: if ``modality`` is a function, the names of modality 0, 1, …; ignored with ranges.
+        names: if ``modality`` is a function, the names of modalities 0, 1, …; ignored if ``modality`` has ranges.
         adapter: further tensors to measure; None uses mmqk's adapter for the model's transformers or timm layers.
         sides: further token sequences, by their name in tags. A value is the name of a model input,
             ``{"patch": "pixel_values"}``, or the name and the modality of the input,
@@ -109,7 +109,7 @@ class Watch:
     """The handle that `attach` returns.
 
     Attributes:
-        steps: optimizer steps so far. A resumed run sets it before its first step.
+        steps: optimizer steps so far. Set it before the first step of a resumed run.
         layers: layers with and without measured attention in the last probe.
     """
 
@@ -173,8 +173,8 @@ class Watch:
     def _due(self, previous: int) -> bool:
         """Return whether a probe is due: the first probe, an overdue one, or one at a multiple of ``every_n_steps``.
 
-        With several optimizers a trainer's step number rises by more than 1, so a step that passes a multiple counts
-        too.
+        With several optimizers a trainer's step number rises by more than 1 per step, so a probe is also due if the
+        number passes a multiple.
         """
         every, done = self.every_n_steps, self.steps - self._started
         if not every:
@@ -183,7 +183,8 @@ class Watch:
         return is_first or self._overdue or self.steps // every > previous // every
 
     def probe(self, **inputs: Any) -> Probe:
-        """Return the probe of a forward pass with these inputs, merged over ranks. It is not written or logged.
+        """Return the probe of a forward pass with these inputs, merged over ranks. The probe is not written
+        or logged.
 
         `Probe.flat` converts it to ``{tag: number}``.
         """
@@ -269,9 +270,9 @@ class Watch:
         return probe
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Return the modality of each token (B, T), and candidates for the inputs that have these tokens.
+        """Return the modality of each token (B, T), and candidates for the set of inputs that contain these tokens.
 
-        The most likely candidate comes first. The candidate None means any input.
+        The most likely candidate comes first. The candidate None stands for any input.
         """
         ids = find_ids(inputs)
         sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]

@@ -97,7 +97,7 @@ class Collector:
             self._probe.add_means(self._tags(statistic, layer), sums(mean_BT, self.selected_MBT))
 
     def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
-        """Add the mean over tokens of ‖after‖ / ‖before‖, (B, T, ...) each; skip tokens with ‖before‖ 0."""
+        """Add the mean over tokens of ‖after‖ / ‖before‖, both (B, T, ...). Tokens with ‖before‖ = 0 are skipped."""
         norm_before, norm_after = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
         self._gains.append((self._tags(statistic, layer), norm_after / norm_before, norm_before > 0))
 
@@ -167,9 +167,9 @@ class Collector:
             )
 
     def of_vocabulary(self, tags: list[str], values_M: Tensor) -> None:
-        """Add one number for each vocabulary block (the ids of one modality); it is the same on every rank.
+        """Add one number for each vocabulary block (the ids of one modality); each number is equal on every rank.
 
-        Blocks without a token in the batch are left out.
+        A block is left out if its modality has no token in the batch.
         """
         self._probe.add(
             tags,
@@ -188,8 +188,7 @@ class Collector:
         softmax: bool = True,
         sink_H: Tensor | None = None,
     ) -> None:
-        """Add the statistics of one attention call: of its logits, with the parts of their variance and of their
-        growth, and of its weights.
+        """Add the statistics of one attention call: its logits, their variance and growth in parts, and its weights.
 
         Args:
             layer: layer number.
@@ -319,7 +318,7 @@ class Collector:
         )
 
     def _rank(self, layer: int, rank_HB: Tensor, pairs: Pairs) -> None:
-        """Add the mean rank over the attention matrices. Sequences of padding only are left out."""
+        """Add the mean rank over the attention matrices. Sequences that contain only padding are left out."""
         total = torch.where(pairs.nonempty_B, rank_HB, 0.0).sum().view(1)
         count = pairs.nonempty_B.expand_as(rank_HB).sum().float().view(1)
         self._probe.add_means([tag("attn_rank", layer=layer)], Sums(count, total))

@@ -207,10 +207,10 @@ def eager_forward(
     sink: Callable[[str, int, Tensor], None],
     dense_for: Collection[str],
 ) -> None:
-    """Run the model eagerly and in evaluation mode; the backends ``dense_for`` are replaced by dense attention.
+    """Run the model eagerly and in evaluation mode. If its backend is in ``dense_for``, use dense attention instead.
 
-    A compiled model would be compiled again for a forward pass with a sink. Flex attention is not fused when it runs
-    eagerly, so callers replace it.
+    torch.compile would compile the model again for a forward pass with a sink, so it is disabled. Flex attention is
+    not fused when it runs eagerly, so callers replace it.
     """
     dense = model.use_backend("math") if model.backend in dense_for else nullcontext()
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"), dense:

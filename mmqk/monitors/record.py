@@ -1,4 +1,4 @@
-"""The statistics of a probe: tensors that merge exactly over ranks, and the numbers by tag computed from them."""
+"""Stores the statistics of a probe as tensors that merge exactly over ranks, and computes the numbers by tag."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Probe:
         self.add(tags, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
 
     def merged(self) -> Probe:
-        """Merge the probe over all ranks and return it; a collective call. Every rank must have probed the same
-        tags."""
+        """Merge the probe over all ranks and return it. This is a collective call; every rank must have probed the
+        same tags."""
         if (world := world_size()) == 1:
             return self
         for part in self.parts:

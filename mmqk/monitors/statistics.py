@@ -37,10 +37,10 @@ class Statistic:
         formula: in plain text. Means are over tokens (and heads) unless stated.
         unit: unit of the number.
         modality: the token whose modality is in the tag.
-        healthy: a range with its source and mark, or `UNKNOWN`.
+        healthy: a range, its source and the mark of the source (docs/statistics.md lists the marks), or `UNKNOWN`.
         bad: what a bad value means.
         cost: the key of `COSTS` for the computation of this statistic.
-        group: its section of the page.
+        group: the section of docs/statistics.md.
     """
 
     patterns: tuple[str, ...]
@@ -131,7 +131,7 @@ CHANNELED = ("attn_out", "mlp_out", "resid")
 
 
 def sizes(size: str) -> tuple[str, ...]:
-    """Return the patterns of one statistic, such as ``norm``, of every matrix."""
+    """Return the patterns of one statistic, such as ``norm``, for all matrices of a block."""
     return tuple(f"{matrix.replace('SIZE', size)}/layerNN" for matrix in MATRICES)
 
 
@@ -142,8 +142,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     "Every step": (
         Statistic(("loss",),
             "the loss that training minimizes, over the step's targets, with z-loss and loss weights", "nats", NONE,
-            "no step 0.1 above the median of 201 steps (arXiv 2608.30320 [S])", "a spike, or no further learning",
-            "step"),
+            "no step is more than 0.1 above the median of 201 steps (arXiv 2608.30320 [S])",
+            "a spike, or no further learning", "step"),
         Statistic(("loss/TARGET",), "mean cross-entropy", "nats", TARGET,
             "within 0.5 nat of its own best 50-step median after warm-up [I]",
             "the modality diverges or was never learned", "step"),
@@ -151,9 +151,10 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             _OUTPUT_DRIFT, "the output softmax drifts; read out_logit_mean and out_logit_spread", "step"),
         Statistic(("excess/TARGET",), "loss − entropy of the source on the same tokens; only if the entropy is known",
             "nats", TARGET, "within 0.1 nat of the best arm on the same data [I]",
-            "stalled; if it stays at its initial value: never learned", "step"),
+            "the modality stalled; if the value stays at its start, the modality was never learned", "step"),
         Statistic(("grad_norm",), "‖g‖ of all parameters before clipping", "–", NONE,
-            "no step 7 standard deviations from the mean of the last 1,000 steps (OLMo 2, arXiv 2501.00656 [S])",
+            "no step is 7 standard deviations or more from the mean of the last 1,000 steps (OLMo 2, arXiv 2501.00656"
+            " [S])",
             "a spike; if always above the clipping norm, clipping sets the effective learning rate", "step"),
         Statistic(("lr",), "learning rate of the update", "–", NONE, UNKNOWN, "the schedule is not the intended one",
             "step"),
@@ -180,7 +181,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "above the training loss: overfitting", "validation"),
         Statistic(("val_log_z/TARGET",), "mean log Z", "nats", TARGET, _OUTPUT_DRIFT, "as log_z", "validation"),
         Statistic(("val_excess/TARGET",), "val_loss − entropy of the source", "nats", TARGET,
-            "within 0.1 nat of the best arm on the same data [I]", "stalled", "validation"),
+            "within 0.1 nat of the best arm on the same data [I]", "the modality stalled", "validation"),
         Statistic(("val_unigram/TARGET",), "unigram loss on the same targets", "nats", TARGET, UNKNOWN,
             "if val_loss is near val_unigram: the model uses no context", "start"),
         Statistic(("captions_cut",), "share of captions that are cut because they are too long", "–", NONE, "0 [I]",
@@ -199,8 +200,9 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖q‖ in the dot product, after QK-Norm and RoPE; mean and maximum", "–", INPUT,
             "√head_dim times the gains with RMS QK-Norm [I]; else " + UNKNOWN,
             "unlimited growth: logits grow with q_norm times k_norm", "norms"),
-        Statistic(("k_norm/MODALITY/layerNN", "k_norm_max/MODALITY/layerNN"), "‖k‖ likewise; mean and maximum", "–",
-            INPUT, "as q_norm", "as q_norm", "norms"),
+        Statistic(("k_norm/MODALITY/layerNN", "k_norm_max/MODALITY/layerNN"),
+            "‖k‖ in the dot product, after QK-Norm and RoPE; mean and maximum", "–", INPUT, "as q_norm", "as q_norm",
+            "norms"),
         Statistic(("v_norm/MODALITY/layerNN", "v_norm_max/MODALITY/layerNN"), "‖v‖ of a head; mean and maximum", "–",
             INPUT, UNKNOWN, "v is not part of the logits: if only q and k grow, the growth is specific to the logits",
             "norms"),
@@ -211,14 +213,15 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖y‖ of the MLP output that is added to the residual stream; mean and maximum", "–", INPUT, _TWICE,
             "the product in SwiGLU grows without limit", "norms"),
         Statistic(("resid_norm/MODALITY/layerNN", "resid_norm_max/MODALITY/layerNN"),
-            "‖x‖ of the residual stream after the layer, with deep_norm after its norm; mean and maximum", "–", INPUT,
+            "‖x‖ of the residual stream after the layer (with deep_norm: after the layer's norm); mean and maximum",
+            "–", INPUT,
             "the variance grows about linearly with depth if norms are on both sides of a sublayer, and exponentially"
             " with pre-norm only (Peri-LN, arXiv 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin"
             " V2, arXiv 2111.09883, Fig. 2 [V])",
             "the outputs of late layers are too small to change the stream", "norms"),
         Statistic(("final_norm/MODALITY", "final_rms/MODALITY"),
-            "‖x‖ of the last layer's output before the final norm, with deep_norm after the layer's norm; and ‖x‖ /"
-            " √d_model", "–", INPUT,
+            "‖x‖ of the last layer's output before the final norm (with deep_norm: after the layer's norm);"
+            " final_rms is ‖x‖ / √d_model", "–", INPUT,
             "no unlimited growth, which preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy size"
             " not known",
             "the run is likely to diverge; the modality that grows first is more informative than the size", "norms"),
@@ -274,7 +277,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "mean of the sigmoid gate on the attention's output, over heads and channels; with `model.attn_gate`",
             "–", INPUT, f"{UNKNOWN}; about 0.5 at the start [I]", "near 0: the attention does not reach the stream",
             "norms"),
-        Statistic(("gate_closed/MODALITY/layerNN",), "share of the same gate below 0.1", "–", INPUT,
+        Statistic(("gate_closed/MODALITY/layerNN",), "share of this gate's values that are below 0.1", "–", INPUT,
             f"{UNKNOWN}; about 0 at the start [I]", "near 1: most heads or channels are silent", "norms"),
     ),
     "Sources of logit growth": (
@@ -301,19 +304,19 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "the bound on the logits grows",
             "weights"),
         Statistic(("sigma_ratio/layerNN",),
-            "uᵀWv / σ(W) of σReparam, σ(W) the largest singular value: the smallest over the layer's matrices", "–",
+            "uᵀWv / σ(W) of σReparam, σ(W) the largest singular value; minimum over the layer's matrices", "–",
             NONE, "1 [I]; above 0.94 at a learning rate of 0.03",
             "sigma is too small, so the weights in use are too large", "weights"),
     ),
     "Output": (
         Statistic(("out_log_z/TARGET",), "log Z = out_logit_mean + log V + out_logit_spread, after the final softcap",
-            "nats", TARGET, _OUTPUT_DRIFT, "drift or sharpening of the output softmax; the parts show which",
-            "output"),
+            "nats", TARGET, _OUTPUT_DRIFT,
+            "the output softmax drifts or sharpens; out_logit_mean and out_logit_spread show which", "output"),
         Statistic(("out_logit_mean/TARGET",), "drift: mean logit over the vocabulary", "–", TARGET,
             "not very negative (Wortsman et al. 2023, arXiv 2309.14322, Fig. 3 and 4 [V])",
             "the logits drift together; the softmax does not depend on it", "output"),
         Statistic(("out_logit_spread/TARGET",), "sharpening: log Z − log V − mean logit", "nats", TARGET, UNKNOWN,
-            "0: uniform over the vocabulary", "output"),
+            "0: all tokens of the vocabulary have the same probability", "output"),
         Statistic(("out_block_log_z/TARGET-BLOCK",), "log Σ exp(logit) over the ids of one modality", "nats",
             TARGET_BLOCK, UNKNOWN, "competition: the block of another modality is near that of the target", "output"),
         Statistic(("out_wrong_mass/TARGET",), "probability of all ids outside the target's modality", "–", TARGET,
@@ -341,7 +344,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "near 0: the change of W_q W_kᵀ is close to rank 1", "matrices"),
         Statistic(tuple(f"{s}_rms/MODALITY/layerNN" for s in CHANNELED),
             "root mean square over tokens and channels, before dropout", "–", INPUT, UNKNOWN,
-            "as for the norm of this site", "channels"),
+            "as attn_out_norm, mlp_out_norm and resid_norm", "channels"),
         Statistic(tuple(f"{s}_kurtosis/MODALITY/layerNN" for s in CHANNELED),
             "fourth central moment of the channels divided by their squared variance, mean over tokens", "–", INPUT,
             "3 for a normal distribution; large with outlier channels (arXiv 2306.12929 [M])",
@@ -378,7 +381,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(("w_q_sq/layerNN", "w_k_sq/layerNN"), "‖W‖² at the end of the window", "–", NONE, UNKNOWN,
             "unlimited growth", "budget"),
         Statistic(("budget_window",), "number of steps of the window", "steps", NONE, "about 50 [I]",
-            "too short: unattributed is large", "budget"),
+            "too short: w_q_growth_unattributed is large", "budget"),
         Statistic(("budget_clip_factor",), "mean clipping factor of the gradients in the window", "–", NONE, UNKNOWN,
             "far below 1: clipping determines the size of the updates", "budget"),
     ),
@@ -399,7 +402,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "1 for a pure sign step of Adam [I]", "far above 1: v is smaller than the current squared gradient",
             "parameters"),
         Statistic(("update_ratio/PARAMETER",),
-            "RMS of the update over the RMS of the parameter; absent if the latter is 0", "–", NONE, UNKNOWN,
+            "RMS of the update over the RMS of the parameter; absent if the RMS of the parameter is 0", "–", NONE,
+            UNKNOWN,
             "the parameter changes completely within few steps, or does not change", "parameters"),
         Statistic(("adam_below_eps/PARAMETER",), "share of elements with √v̂ below Adam's epsilon", "–", NONE,
             "0; gradients approach an epsilon of 1e-8 as size and learning rate grow (Wortsman et al. 2023, arXiv"

@@ -36,7 +36,7 @@ class NormCallback(TrainerCallback):
         self._values: dict[str, float] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Attach before the first call of the model, and so before its compilation."""
+        """Attach before the first call of the model, and therefore before the model is compiled."""
         trainer = _calling_trainer()
         if trainer is not None:
             model = trainer.model_wrapped  # FSDP's wrapper gathers the weights
@@ -68,7 +68,7 @@ class NormCallback(TrainerCallback):
 def _calling_trainer() -> Any:
     """Return the Trainer that called the callback, or None if there is none.
 
-    It is read from the call stack, because a callback does not get the Trainer as an argument.
+    This function searches the call stack, because a callback does not get the Trainer as an argument.
     """
     frame = inspect.currentframe()
     while frame is not None:

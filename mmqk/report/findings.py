@@ -95,7 +95,7 @@ def _measured(study: Study, verdict: Verdict, effect: AnyEffect) -> str:
     low, high, than = words["low"], words["high"], "as"
     amount = f"{words['ratio']} times as high in"
     if metric.scale == "linear":
-        # "higher" or "lower" gives the sign of the effect, so the numbers are multiplied by it: "0.04 lower (0.03 to
+        # The word "higher" or "lower" gives the sign of the effect, so the numbers do not: "0.04 lower (0.03 to
         # 0.05)".
         size, low, high = _linear(effect, math.copysign(1, effect.value), metric.unit, sign="-")
         amount, than = f"{size} {'lower' if effect.value < 0 else 'higher'} in", "than"

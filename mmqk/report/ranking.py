@@ -17,8 +17,8 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import GRAY, PALETTE
 
-# A point gets no label if its loss difference is within this distance (in nats) of that of a labeled point and its
-# sensitivity within four times this distance.
+# A point near a labeled point gets no label. Near means that the loss differences are at most this far apart (in
+# nats), and the sensitivities at most four times as far.
 NEAR = 0.04
 ABOUT = (
     "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "

@@ -29,7 +29,7 @@ TOO_MANY_SCANS = "image has too many scans"
 IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE, TOO_MANY_SCANS)
 
 MAX_PIXELS = 2**26
-# Most scans of a JPEG. Encoders write about ten. For each scan, even a tiny one, libjpeg processes the whole image.
+# Largest number of scans of a JPEG. Encoders write about ten, and libjpeg processes the whole image for each scan.
 MOST_SCANS = 100
 # Other formats of Pillow are excluded: EPS starts programs, ICO may contain larger images than its header states,
 # and support of AVIF depends on the Pillow version.
@@ -40,7 +40,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # one gray level for a photo.
 _GAP = 3.0
 _JPEG = b"\xff\xd8"
-_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # of JPEG, without stuffing and restart markers
+_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # a JPEG marker other than stuffing and restart
 _END, _SCAN = 0xD9, 0xDA
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF
 
@@ -60,9 +60,10 @@ class Dropped(Exception):
 def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image file and fit it into a square; the pixels of an RGB image of that size do not change.
 
-    The Exif orientation is applied, transparent parts become white, and an animation gives its first frame. Gray
-    images of more than 8 bits are scaled, not clipped: 16-bit values from the range 0 to 65535, floats from 0 to 1 or
-    else 0 to 255, and values outside these ranges from their minimum to their maximum. Color profiles are ignored.
+    The Exif orientation is applied, transparent parts become white, and only the first frame of an animation is used.
+    Gray images of more than 8 bits are scaled, not clipped: integers from the range 0 to 65535, floats from the range
+    0 to 1 or else 0 to 255. If a value lies outside, the range is from the lowest to the highest value. Color
+    profiles are ignored.
 
     Args:
         content: the file's bytes; the format is detected from them.
@@ -73,7 +74,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
             Pillow's own cap applies too: twice `PIL.Image.MAX_IMAGE_PIXELS`, 179 million by default.
 
     Returns:
-        RGB, size x size.
+        The image as RGB, size x size pixels.
 
     Raises:
         Dropped: the file is empty, not an image, too large, damaged or truncated.

@@ -1,8 +1,8 @@
 """Convert samples of an archive to documents: lists of image files (not yet decoded) and texts.
 
-There are two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents, with
-the two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json` and the images in `{key}.0.webp`,
-`{key}.1.webp` and so on.
+There are two layouts. A pair has the files that `img2dataset` writes (`{key}.jpg .txt .json`). An interleaved
+document has the two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json`, and its images in
+`{key}.0.webp`, `{key}.1.webp` and so on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmqk.shards.images import IMAGE_REASONS, Dropped
 from mmqk.shards.lines import LONGEST_LINE
 from mmqk.shards.unread import DOTTED, OF_DROPPED, UNUSED, Unread
 
-# Longest text of a document, in bytes of UTF-8; the tokenizer needs some 150 times as much memory.
+# Longest text of a document, in bytes of UTF-8; the tokenizer needs about 150 times this size in memory.
 MAX_TEXT = 2**22
 # Longest JSON in bytes: more than for the text, because the JSON may contain escapes and other fields.
 MAX_JSON = LONGEST_LINE
@@ -100,8 +100,7 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
     in the lists.
 
     Raises:
-        Dropped: the lists are missing, of different length, empty or malformed, the image files are not
-            exactly those in the lists, a text is not valid Unicode, or the texts are too long.
+        Dropped: the lists, the image files or the texts cannot be used; `Dropped.reason` names the cause.
     """
     record = json_of(sample)
     images, texts = record.get("images"), record.get("texts")
@@ -189,7 +188,7 @@ def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, by
 
 
 def _field_named(image: Any) -> str | None:
-    # "0.webp" or "key.0.webp", the latter also with its folder; a URL does not name a member.
+    # The image is "0.webp", or "key.0.webp" with or without its folder; a URL does not name a member.
     if not isinstance(image, str) or "://" in image:
         return None
     base = image.rsplit("/", 1)[-1].lower()

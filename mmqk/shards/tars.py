@@ -29,9 +29,9 @@ _PACKED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-# In bytes. No file system has longer paths, and webdataset's pattern for names takes quadratic time.
+# Longest name in bytes. No file system has longer paths, and webdataset's pattern for names takes quadratic time.
 LONGEST_NAME = 2**12
-# In bytes, for a header with a long name or with pax records. tarfile reads a whole header, whatever its size.
+# Longest header in bytes; a long name or pax records make it long. tarfile reads a whole header, whatever its size.
 LONGEST_HEADER = 2**20
 _MOST_DIGITS = 1000  # consecutive digits in a header; tarfile's search takes quadratic time in their number
 _RESERVED = ("__key__", "__url__", "__bad__", "__local_path__")  # fields that webdataset uses itself
@@ -94,12 +94,13 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
 
-    A file belongs to no sample if its name has no dot, begins with a dot or is too long; such files are counted.
-    Links and devices have no content and are counted too; their sample lacks their field. Folders are not counted.
+    A file belongs to no sample if its name has no dot, begins with a dot or is too long; `TarIndex.unread` counts
+    these files. It also counts links and devices, which have no content; their sample lacks their field. Folders are
+    not counted.
 
     Raises:
-        UserError: the file is missing, compressed, not a tar, damaged or truncated, has data after its end, or
-            contains a file twice or a sample in two places.
+        UserError: the file cannot be read as one whole, uncompressed archive, or it contains a file twice or a sample
+            in two places.
     """
     from webdataset.tariterators import group_by_keys  # imports torch, which --help does not need
 

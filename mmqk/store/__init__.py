@@ -1,4 +1,4 @@
-"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Needs the standard library only."""
+"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Uses only the standard library."""
 
 # ruff: noqa: F401
 from mmqk.store.alarms import (

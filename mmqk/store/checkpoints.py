@@ -26,7 +26,8 @@ _CHUNK = 1 << 20
 
 
 class DamagedError(ValueError):
-    """Raised when the content of a checkpoint does not match its sha256; its message continues "The checkpoint X"."""
+    """Raised when the content of a checkpoint does not match its sha256; its message completes a sentence that begins
+    with "The checkpoint X"."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -123,7 +124,7 @@ def has_digest(path: Path, footer: bytes | None = None) -> bool:
 
     Args:
         path: the file.
-        footer: the footer that it must have; None for any footer that matches its content.
+        footer: the footer that the file must have; None for any footer that matches the content.
 
     Raises:
         DamagedError: the digest does not match the content.

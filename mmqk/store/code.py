@@ -1,8 +1,8 @@
 """Identify the code of a run by a hash of the files that can change the run's numbers.
 
-A finished run whose hash differs from that of the current code is stale. `equivalent_code.txt` lists hashes whose
-golden runs are equal bit for bit (`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not
-make finished runs stale.
+A finished run whose hash differs from that of the current code is stale. `equivalent_code.txt` lists hashes of code
+versions whose golden runs are bit-identical, so that a rename does not make finished runs stale.
+`python -m tests.golden --equivalent HASH` adds a line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LEAVES = (
 
 
 def lists(file: str, names: Iterable[str]) -> bool:
-    """Return whether a file of mmqk (`model/norms.py`) is one of these files or lies in one of these folders."""
+    """Return whether a file of mmqk (`model/norms.py`) is one of ``names``, or lies in a folder that is one of
+    ``names``."""
     return any(file == name or file.startswith(f"{name}/") for name in names)
 
 

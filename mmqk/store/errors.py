@@ -27,9 +27,9 @@ class UserError(Exception):
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser that raises a `UserError` naming ``--help``, instead of printing its usage and exiting.
+    """An argument parser that raises a `UserError` naming ``--help`` where argparse would print its usage and exit.
 
-    ``jobs=2`` is read as ``--jobs=2``. With the package argcomplete the shell completes flags.
+    ``jobs=2`` is read as ``--jobs=2``. If argcomplete is installed, the shell can complete flags.
     """
 
     program: str | None = None  # such as "mmqk train", if the command mmqk started the program
@@ -58,8 +58,8 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return the command line with ``name=value`` as ``--name=value``, if the parser has the option ``--name`` or,
-    for a name with dots such as ``optim.lr``, the option of its group (``--optim``).
+    """Return the command line with ``name=value`` as ``--name=value``, if the parser has the option ``--name``. A
+    name with dots, such as ``optim.lr``, needs only the option of its group (``--optim``).
 
     The value of an option, as in ``--config a=b.yaml``, is not changed.
     """
@@ -108,7 +108,7 @@ def cli_main(main: Main) -> Callable[..., int]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return BROKEN_PIPE_EXIT
         except OSError as error:
-            with contextlib.suppress(OSError):  # the output may be a file on that disk
+            with contextlib.suppress(OSError):  # stderr may be a file on the full disk
                 print(f"mmqk: {disk_sentence(error)}", file=sys.stderr)
             return FAILED_EXIT
 

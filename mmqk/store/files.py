@@ -26,8 +26,9 @@ MOST_DEPTH = 64
 MOST_INTEGER = 2**63 - 1  # largest int64
 RESTORE = "restore it from a copy, or remove it"
 
-# The shape of a JSON value: a type, `float` for any number, None for null, a tuple for one of several shapes, [shape]
-# for a list, a dict for an object with "*" for all other keys. Keys may be missing, and other keys are accepted.
+# The expected shape of a JSON value: a type (`float` for any number), None for null, a tuple of alternative shapes,
+# [shape] for a list, or a dict of shapes for an object. In a dict, "*" is the shape of all other keys. Keys may be
+# missing, and unknown keys are accepted.
 Shape = Any
 _TYPES = {
     str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
@@ -52,7 +53,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
 
     Args:
         path: the file to replace or create.
-        temporary: path of the temporary file, in the same folder; a hidden name by default.
+        temporary: path of the temporary file, in the folder of ``path``; by default a hidden file.
 
     Raises:
         OSError: the folder cannot be written. After any error ``path`` is unchanged.
@@ -115,7 +116,7 @@ def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
     Other files in ``out`` are not changed.
 
     Raises:
-        OSError: the folder cannot be written; it is then unchanged, and still absent if it was absent.
+        OSError: the folder cannot be written. It is then unchanged, or still absent.
     """
     out = Path(os.path.abspath(out))
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -190,7 +191,7 @@ def read_regular(path: str | os.PathLike[str], most: int = MOST_READ) -> bytes:
 
 
 def read_utf8(path: Path, advice: str = RESTORE) -> str:
-    """Return the text of a file that a user wrote, of at most `MOST_BYTES`.
+    """Return the text of a user's file of at most `MOST_BYTES` bytes.
 
     Raises:
         DamagedFile: the path is missing or not a regular file, or the file is too large or not UTF-8.
@@ -207,7 +208,7 @@ def parse_json(text: bytes | str) -> Any:
     """Parse JSON with at most `MOST_DEPTH` levels and valid Unicode; numbers must be finite and fit 64 bits.
 
     Raises:
-        ValueError: the text is not such JSON; the message has the reason.
+        ValueError: the text does not meet these conditions; the message has the reason.
     """
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_not_finite)
@@ -224,7 +225,7 @@ def read_json(
 
     Args:
         path: the file.
-        shape: the types of its values (`Shape`).
+        shape: the expected types of the object's values (`Shape`).
         advice: end of the error message, which states what to do.
         most: largest file size in bytes.
 
@@ -252,8 +253,8 @@ def read_json(
 
 
 def misfit(value: Any, shape: Shape, where: str = "") -> str:
-    """Describe the first part of a value that does not have the expected shape, with its key; empty if every part has
-    it."""
+    """Return a description of the first part of a value that does not have the expected shape, with its key. Return
+    an empty string if the whole value has the shape."""
     if isinstance(shape, tuple):
         misfits = [misfit(value, one, where) for one in shape]
         return "" if "" in misfits else misfits[-1]
@@ -345,7 +346,7 @@ def _with_text(value: Any) -> Any:
 
 def sync_folder(folder: Path) -> None:
     """Make renames and removals in a folder durable."""
-    # A rename is durable only after an fsync of the folder; file systems that refuse it do not need it.
+    # A rename is durable only after an fsync of the folder. File systems that refuse this fsync do not need it.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

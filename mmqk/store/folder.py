@@ -33,7 +33,7 @@ FINISHED = ("completed", "diverged")
 # Files that may exist if a run was killed before it wrote run.json; mmqk.ablate or the user's shell writes train.log.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
-# How long a process that must exit waits for another thread to write the status.
+# Seconds that an exiting process waits for another thread to finish writing the status.
 _WAIT_SECONDS = 5.0
 STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float, "lost": str}
 _CONFIG = {
@@ -118,8 +118,8 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders at and up to three levels below ``folder``: those with a run.json or metrics.jsonl,
-    sorted.
+    """Return, sorted, the run folders up to three levels below ``folder``, including ``folder`` itself. A run folder
+    has a run.json or a metrics.jsonl.
 
     Raises:
         UserError: the folder has no run.
@@ -163,7 +163,7 @@ class RunFolder:
         details: Mapping[str, Any],
         code: str | None = None,
     ) -> RunFolder:
-        """Lock the folder for the run of this identity; after an error the folder is unchanged.
+        """Lock the folder for the run with this identity. After an error, the folder is unchanged.
 
         Args:
             path: created if it does not exist.
@@ -172,8 +172,8 @@ class RunFolder:
             code: hash of the code; None for the installed mmqk.
 
         Raises:
-            UserError: the folder cannot be written, another process trains in it, or it has a run of another
-                identity, files that do not belong to a run, or an unreadable record.
+            UserError: another process trains in the folder, the folder has another run or other files, or it cannot
+                be read or written.
         """
         path = Path(path)
         _check(path, identity)
@@ -242,7 +242,7 @@ class RunFolder:
             self._write_status(status, step, reason)
 
     def last_status(self, status: str, step: int, reason: str) -> bool:
-        """Write the last status before this process exits: no other thread can write a status after it.
+        """Write the last status before this process exits. Other threads can no longer write a status.
 
         If the run has finished, write nothing and return False.
 
@@ -308,11 +308,12 @@ def _record(status: Status) -> dict[str, Any]:
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
-    """Write the status of a run whose process died without writing one; return False if nothing is written.
+    """Write the status of a run whose process died without writing a final status; return False if nothing is
+    written.
 
-    Nothing is written if the process of the run stored that the run is completed, diverged, interrupted or failed,
-    if a living process has locked the folder, or if status.json cannot be read. ``before`` is the status when the
-    process started: an equal status was not stored by that process.
+    Nothing is written if the process stored a final status, if a living process has locked the folder, or if
+    status.json cannot be read. ``before`` is the status before the process started. A stored status that equals
+    ``before`` is not from the process and does not count, unless the run is finished.
     """
     try:
         lock = FolderLock(path)
@@ -331,7 +332,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
 
 
 def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the run record of this identity in ``path``, or None if a new run may start in it."""
+    """Return the record of the run with this identity in ``path``, or None if a new run may start there."""
     try:
         names = {p.name for p in path.iterdir() if not is_temporary(p)}
     except FileNotFoundError:

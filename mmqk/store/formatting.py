@@ -29,7 +29,7 @@ def plain(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """Return a share (1 is 100 %) in percent: ``0.17 %``, ``160 %``; ``less than 0.01 %`` for smaller shares."""
+    """Return a share (1 is 100 %) in percent: ``0.17 %``, ``160 %``, or ``less than 0.01 %``."""
     return "less than 0.01 %" if 0 < share < 1e-4 else f"{plain(100 * share, digits)} %"
 
 
@@ -53,8 +53,8 @@ def dashboards(folder: str | os.PathLike[str]) -> str:
 def relative(path: str | os.PathLike[str]) -> str:
     """Return a path as pages print it: relative to the shipped files, the repository or the current folder.
 
-    Any other absolute path is returned from its last folder named configs, runs, reports or data on; without such a
-    folder, only its name is returned. A relative path is not changed.
+    Any other absolute path is shortened: the result begins at the last folder named configs, runs, reports or data,
+    or is only the name of the file if there is no such folder. A relative path is not changed.
     """
     full = Path(path)
     if not full.is_absolute():
@@ -67,14 +67,14 @@ def relative(path: str | os.PathLike[str]) -> str:
 
 
 def relative_word(word: str) -> str:
-    """Return a word of a command line, such as ``--out=/home/me/runs/a``, with its path made `relative`."""
+    """Return a word of a command line, such as ``--out=/home/me/runs/a``, with its path shortened by `relative`."""
     flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     return f"{flag}{equals}{relative(value) if value.startswith('/') else without_roots(value)}"
 
 
 def without_roots(value: Any) -> Any:
-    """Return the plain data with every absolute path in its strings made `relative`; SVG and data URLs are not
-    changed."""
+    """Return the plain data with every absolute path in its strings shortened by `relative`. SVG and data URLs are
+    not changed."""
     if isinstance(value, str):
         if value.startswith(("<svg", "data:")) or not _ABSOLUTE.search(value):
             return value

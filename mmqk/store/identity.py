@@ -26,8 +26,8 @@ def identity_hash(record: Mapping[str, Any]) -> str:
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Return the dotted names of the fields in which two records differ, sorted; a field that only one record has
-    counts too."""
+    """Return the sorted dotted names of the fields in which two records differ, including fields that only one record
+    has."""
     flat_a, flat_b = flatten(json.loads(canonical(a))), flatten(json.loads(canonical(b)))
     absent = object()
     return sorted(
@@ -38,7 +38,7 @@ def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the nested mappings as one mapping by dotted name; an empty mapping counts as a value."""
+    """Return nested mappings as one mapping with dotted names as keys. An empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         name = f"{prefix}{key}"
@@ -50,10 +50,10 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    # As in the hash, 1, 1.0 and True differ.
+    # The values 1, 1.0 and True count as different, as they do in the hash.
     return type(a) is type(b) and a == b
 
 
 def hash_fraction(content: bytes) -> float:
-    """Return a number in [0, 1) from the content alone; it decides which samples are held out."""
+    """Return a number in [0, 1) that depends only on the content. It decides which samples are held out."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64

@@ -33,7 +33,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds the lock, and ``wait`` is false.
-        OSError: the file cannot be written or locked. The error has the name of the file.
+        OSError: the file cannot be written or locked.
     """
     descriptor = _lock(path, wait)
     try:

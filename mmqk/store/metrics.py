@@ -25,7 +25,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class MetricsWriter:
     """Appends to a metrics file. A step is written when a later step arrives, or on `flush`.
 
-    Opening a file removes or completes a last line without a newline, which a killed process leaves behind.
+    A killed process may leave a last line without a newline. Opening the file completes or removes this line.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -34,11 +34,11 @@ class MetricsWriter:
         self._values: dict[str, float] = {}
         with naming(self.path):
             _repair_end(self.path)
-        # Unbuffered: after a failed write, close does not write the line again.
+        # The file is unbuffered, so that after a failed write, close does not write the line again.
         self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add values of ``step``; values of the step being collected are merged into its line.
+        """Add values of ``step``. All values added for one step become one line.
 
         Raises:
             ValueError: a value is named "step".
@@ -109,8 +109,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def last_metrics(
     path: str | os.PathLike[str], having: str | None = None, tail_bytes: int = 65536
 ) -> dict[str, Any]:
-    """Return the last complete record of a metrics file (with the tag ``having``, if given), read from the file's
-    end.
+    """Return the last complete record of a metrics file, or the last one with the tag ``having``. Only the end of the
+    file is read.
 
     If the last ``tail_bytes`` of the file have no such record, the result is empty.
     """
@@ -133,7 +133,7 @@ def with_floats(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(value: float) -> float | str:
-    """Return a number for JSON: a string if it is not finite."""
+    """Return a number as a value for JSON. A number that is not finite becomes a string."""
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
@@ -149,7 +149,7 @@ def from_json(value: float | str) -> float:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, with numbers as in JSON; None if the line is damaged."""
+    """Return the record in a line; None if the line is damaged. Numbers that are not finite are still strings."""
     try:
         record = parse_json(line)
     except ValueError:

@@ -20,7 +20,8 @@ _MOST_ALARMS = 10**6  # at one step; a larger count means a damaged line
 
 
 class Written:
-    """Length and sha256 of the record files. Lines are only appended, so each call reads only the new bytes."""
+    """Length and sha256 of the record files. Lines are only appended, so each call of `now` reads only the new
+    bytes."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -43,8 +44,8 @@ class Written:
 
 
 def lost_steps(present: Iterable[int], first: int, last: int) -> str:
-    """Return a sentence that names the steps from ``first`` to ``last`` without a line in metrics.jsonl; empty if
-    none."""
+    """Return a sentence that names the steps from ``first`` to ``last`` that have no line in metrics.jsonl; an empty
+    string if there are none."""
     missing = sorted(set(range(first, last + 1)) - set(present)) if last > first else []
     if not missing:
         return ""
@@ -61,7 +62,7 @@ def lost_steps(present: Iterable[int], first: int, last: int) -> str:
 
 
 def lost_alarms(counted: Mapping[tuple[int, str], float], stored: Iterable[tuple[int, str]]) -> str:
-    """Return a sentence if alarms.jsonl lacks alarms that are counted in metrics.jsonl; else an empty string.
+    """Return a sentence if alarms.jsonl lacks alarms that metrics.jsonl counts; otherwise return an empty string.
 
     Args:
         counted: the value of ``alarm/<name>`` in metrics.jsonl, by step and name of the alarm.
@@ -80,7 +81,8 @@ def examine(folder: Path, first: int, step: int, written: Mapping[str, Any] | No
         folder: the run folder.
         first: first step of the run.
         step: the checkpoint's step; lines of later steps may be missing, because the resume repeats these steps.
-        written: `Written.now` when the checkpoint was written; None if the checkpoint does not store it.
+        written: the result of `Written.now` when the checkpoint was written; None if the checkpoint does not store
+            it.
 
     Raises:
         OSError: a file cannot be read, or damaged lines cannot be copied.

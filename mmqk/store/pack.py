@@ -1,11 +1,11 @@
-"""Packs: a pack is a zip file with all that a report of a folder of runs needs.
+"""A pack: a zip file with everything that the report of a folder of runs needs.
 
 A pack has the records, metrics and alarms of every run, and the registration of the grid, but no checkpoints or
 TensorBoard events. Its command lines and base configs have no absolute paths, because packs are shared. Two packs of
 the same runs have the same bytes, and the report of a pack equals the report of the folder.
 
-The zip file has one member, ``runs.tar``, in which files with the same name follow each other. Runs repeat each
-other's records, so one compressed stream is up to 2.5 times smaller than one per file.
+The zip file has one member, ``runs.tar``, in which files with the same name follow each other. The files of different
+runs are similar, so one compressed stream for all files is up to 2.5 times smaller than one stream per file.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ REPORTED = {
 }  # fmt: skip
 # If another series has more values than this, only every n-th value is packed.
 MOST_VALUES = 1000
-# Digits of a value, and decimals of a training loss, in a small pack, which is for hundreds of runs.
+# Significant digits of a value, and decimals of a training loss, in a small pack. Small packs are for hundreds of
+# runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
 _DATE = (1980, 1, 1, 0, 0, 0)
-_LARGEST = 2**31  # bytes of all files of a pack, unpacked
+_LARGEST = 2**31  # bytes of all files of an unpacked pack
 
 
 def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     """Write a pack of all runs under ``folder``; return the names of the runs whose metrics were thinned.
 
-    All values of the statistics that a report reads are packed (`REPORTED`), and up to about 1,000 of each other
-    series.
+    The pack has all values of the statistics that a report reads (`REPORTED`), and up to about 1,000 values of every
+    other series.
 
     Args:
         small: pack only the statistics in `REPORTED`, with 5 digits; losses of training steps with 3 decimals.
@@ -97,7 +98,8 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
 
 
 def _without_paths(content: bytes, *keys: str) -> bytes:
-    """Return a JSON file with relative paths in the value at these keys; unchanged if it has no such value."""
+    """Make the paths in one value of a JSON file relative, and return the file. If it has no value at these keys,
+    return it unchanged."""
     try:
         record = json.loads(content)
         inner = record[keys[0]]
@@ -111,9 +113,10 @@ def _without_paths(content: bytes, *keys: str) -> bytes:
 
 
 def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file in which long series that no report reads are thinned, and n for each thinned series.
+    """Keep every n-th value of the long series that no report reads. Return the metrics file, and n for each thinned
+    series.
 
-    A thinned series keeps its first value, every n-th value after it, and values that are not finite (text in JSON).
+    The first value of a series, and values that are not finite (text in JSON), are always kept.
     """
     lines = [(line, parse_line(line)) for line in metrics.splitlines(keepends=True)]
     counts = Counter(name for _, record in lines if record for name in record if not _reported(name))
@@ -159,7 +162,8 @@ def _reported(name: str) -> bool:
 
 
 def unpacked(path: Path) -> Path:
-    """Return the folder of a pack's runs, unpacked for this process; any other path is returned unchanged.
+    """Unpack a pack into a folder that exists until this process ends; return the folder. A path that is not a file
+    is returned unchanged.
 
     Raises:
         UserError: the file is not a pack, or is damaged.
@@ -194,7 +198,7 @@ def _read(path: Path) -> Iterable[tuple[str, bytes]]:
                 if not (inside and known and member.isreg() and not member.issparse()):
                     raise UserError(f"{path} has the file {member.name!r:.80}, which no pack has: {advice}")
                 content = tar.extractfile(member)
-                assert content is not None  # of a regular file
+                assert content is not None  # the member is a regular file
                 files.append((member.name, content.read()))
         return files
     except (

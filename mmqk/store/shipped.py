@@ -20,8 +20,8 @@ GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
 
 
 def find_file(path: str | Path) -> Path:
-    """Return the path of a file in the working directory or else among the shipped files; return ``path`` unchanged
-    if the file is in neither."""
+    """Return the path of a file in the working directory or, if it is not there, among the shipped files. If the file
+    is in neither place, return ``path`` unchanged."""
     path = Path(path)
     shipped = SHIPPED / path
     here = path.is_absolute() or path.exists() or path.parts[:1] == () or path.parts[0] not in FOLDERS
@@ -36,8 +36,7 @@ def named_config(name: str, folders: Sequence[str] = CONFIGS) -> Path | None:
 
 
 def _config(value: str, folders: Sequence[str]) -> str:
-    """Return the value of ``--config``: the path of a file that exists, or the value itself if it is JSON or a
-    path."""
+    """Return the value of ``--config`` with a shipped name replaced by the path of its file. JSON is not changed."""
     if value.lstrip().startswith("{"):
         return value
     if file := named_config(value, folders):
@@ -51,7 +50,7 @@ def _config(value: str, folders: Sequence[str]) -> str:
 
 
 def shipped_names(folders: Sequence[str]) -> list[str]:
-    """Return the names of the shipped files in these folders and, for configs, of the recipes."""
+    """Return the names of the shipped files in these folders and in their subfolders ``recipes``."""
     roots = [SHIPPED / folder for folder in folders]
     files = [(root, path) for root in roots for path in (*root.glob("*.yaml"), *root.glob("recipes/*.yaml"))]
     return sorted(path.relative_to(root).with_suffix("").as_posix() for root, path in files)

@@ -1,4 +1,4 @@
-"""The modalities of a vocabulary on a command line: `--vocab-sizes text=65536,image=8192`."""
+"""Parse the modalities of a vocabulary from a command line: `--vocab-sizes text=65536,image=8192`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def parse_vocab_sizes(text: str) -> dict[str, int]:
     """Return the number of ids by modality, in the order of the ids.
 
     Raises:
-        UserError: the text has another form, or a name is invalid in a tag.
+        UserError: the text does not have this form, or a name cannot be part of a tag.
     """
     try:
         pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]

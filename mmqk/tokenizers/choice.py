@@ -18,13 +18,13 @@ class Selection:
     """The samples to use.
 
     Attributes:
-        images: largest number of images in memory: of all tars together, or of each split of a folder.
+        images: largest number of images in memory, for all tars together or for each split of a folder.
         captions: largest number of captions for the text tokenizer.
         characters: largest number of characters of documents for the text tokenizer.
         val_fraction: held-out share of tars and of files of JSON lines.
         fit: how images of tars are made square: crop, pad or stretch.
-        max_pixels: most pixels of an image of a tar; larger images are dropped.
-        caption_field: field of the captions in tars, as for `pair_of`.
+        max_pixels: largest number of pixels of an image in a tar; larger images are dropped.
+        caption_field: field that has the caption of a sample in a tar, as for `pair_of`.
     """
 
     images: int = 20_000
@@ -43,12 +43,12 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", nargs="+", default=[str(find_file("data/text"))], help="folder or JSON lines (data/text)")
     add("--images", type=int, default=c.images, help=f"largest number of images in memory ({c.images})")
     add("--captions", type=int, default=c.captions, help=f"largest number of captions ({c.captions})")
-    add("--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})")
+    add("--characters", type=int, default=c.characters, help=f"most characters to use of --text ({c.characters})")
     share = f"held-out share of tars and JSON lines ({c.val_fraction})"
     add("--val-fraction", type=float, default=c.val_fraction, help=share)
     add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
-    add("--max-pixels", type=int, default=MAX_PIXELS, help=f"larger images are dropped ({MAX_PIXELS})")
-    add("--caption-field", metavar="NAME", help="JSON field, or txt for the text file (caption, or else txt)")
+    add("--max-pixels", type=int, default=MAX_PIXELS, help=f"drop images with more pixels ({MAX_PIXELS})")
+    add("--caption-field", metavar="NAME", help="JSON field, or txt for the text file (default: caption, else txt)")
 
 
 def selection_of(args: argparse.Namespace) -> Selection:

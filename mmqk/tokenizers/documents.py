@@ -20,7 +20,7 @@ ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".xz")
 
 
 class Documents:
-    """Documents of the train split; there are none if the name is empty.
+    """The text documents of the train split; none if `text` is an empty name.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
@@ -38,10 +38,11 @@ class Documents:
         self.identity()  # raises for a folder without a manifest
 
     def read(self) -> tuple[list[str], str]:
-        """Return the texts and a summary of how many documents were read; empty if a folder was read in full.
+        """Return the texts, and a summary of how many documents were read.
 
-        Above the limit on characters, a folder with a manifest gives documents spread evenly over it, and each JSON
-        lines file gives only its beginning, so that no file is decompressed to its end.
+        The summary is empty if all documents of a folder were read. If there are more characters than the limit, the
+        documents of a folder are spread evenly over it. A JSON lines file then gives only its beginning, so that no
+        file is decompressed to its end.
 
         Raises:
             UserError: a file is missing, damaged or truncated, or has no text.
@@ -89,8 +90,8 @@ class Documents:
                 yield text
 
     def identity(self) -> str:
-        """Return the hash of the manifest, or of the names and lengths of the files (not of their content), 10 hex
-        digits; '' without documents."""
+        """Return the hash of a folder's manifest, or of the names and lengths of JSON lines files, but not of their
+        content. The hash has 10 hex digits; it is empty if there are no documents."""
         if self.folder is not None:
             return manifest_hash(self.folder)
         if not self.paths:

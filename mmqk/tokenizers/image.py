@@ -22,7 +22,7 @@ from mmqk.store import UserError
 from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
 from mmqk.tokenizers.image_config import FORMAT, METADATA_KEY, ImageTokenizerConfig, read_config
 
-# Number of distances to codes in memory at a time: 64 MB.
+# Largest number of distances from vectors to codes in memory at a time (64 MB).
 DISTANCES = 2**24
 
 
@@ -56,7 +56,7 @@ class ImageTokenizer(nn.Module):
 
     @classmethod
     def load(cls, folder: Path | str) -> ImageTokenizer:
-        """Read `image.safetensors` of a tokenizer folder; the weights are fp32 and frozen, in evaluation mode.
+        """Read `image.safetensors` of a tokenizer folder. The result is in evaluation mode, with frozen fp32 weights.
 
         Raises:
             UserError: the file is missing, damaged, or not an image tokenizer.
@@ -89,7 +89,7 @@ class ImageTokenizer(nn.Module):
     def quantize(self, z_BDHW: Tensor) -> Tensor:
         """Return the nearest code of each vector by Euclidean distance, row-major, (B, N) int64."""
         z_BND = z_BDHW.flatten(2).transpose(1, 2)
-        # |z - c|^2 without |z|^2, which is equal for all codes; in chunks, to bound memory
+        # Compare |z - c|^2 without |z|^2, which is equal for all codes. Chunks limit the memory.
         squares_V, codes_DV = self.codebook_VD.square().sum(1), self.codebook_VD.T
         parts = z_BND.flatten(0, 1).split(max(1, DISTANCES // self.size))
         return torch.cat([(squares_V - 2 * z @ codes_DV).argmin(-1) for z in parts]).view(z_BND.shape[:2])

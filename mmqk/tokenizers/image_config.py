@@ -26,8 +26,8 @@ class ImageTokenizerConfig:
         grid: side of the grid of codes; image_size / grid is 4, 8, 16 or 32.
         codes: entries of the codebook.
         code_dim: width of a code vector.
-        decoder_width: channels of the decoder at the grid; each doubling of the side halves them.
-        decoder_depth: residual blocks of the decoder at the grid.
+        decoder_width: channels of the decoder at the size of the grid; each doubling of the side halves them.
+        decoder_depth: number of residual blocks of the decoder at the size of the grid.
     """
 
     image_size: int = number(64, 4, 4096)

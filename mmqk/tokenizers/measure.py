@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def psnr(images_BCHW: Tensor, reconstructions_BCHW: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image, dB, shape (B,), for pixels in [0, 1]."""
+    """Return the peak signal-to-noise ratio of each image in dB, shape (B,). Pixels are in [0, 1]."""
     mse_B = (images_BCHW - reconstructions_BCHW).square().flatten(1).mean(1)
     return -10 * mse_B.clamp_min(1e-10).log10()
 

@@ -38,7 +38,8 @@ from mmqk.tokenizers.text import TextTokenizer
 COMMAND = "python -m mmqk.tokenizers.report"
 SHEET = "held-out.png"
 SHIPPED = "emoji"  # name in the manifest of the shipped images
-ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4  # of the contact sheet: number of rows; width, side and gap in pixels
+# Of the contact sheet: number of rows; and in pixels its width, the side of an image and the gap between images.
+ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4
 KEPT_BELOW = "<!-- The command keeps the text below this line. -->"
 
 
@@ -137,7 +138,7 @@ def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
 
 
 def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
-    """Return the page as Markdown; `read` has the summaries of the images, captions and documents that have one."""
+    """Return the page as Markdown. `read` has sentences about how many images, captions and documents were read."""
     image, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
     n, codes = image.config.grid**2, m.codes
@@ -245,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
         prog=COMMAND,
-        description="Measure the tokenizers and write their page. Give the data and --val-fraction of the training.",
+        description="Measure tokenizers and write their page. Give the data and --val-fraction of their training.",
     )
     add_data_arguments(p)
     tokenizers, out = find_file("data/tokenizers"), Path("reports/tokenizer")

@@ -1,7 +1,7 @@
 """Read samples to train and measure tokenizers, from a folder with a manifest or from any tars of samples.
 
-A manifest lists the splits of its folder, whose images must have the size of the tokenizer. Of the samples of tars, a
-share is held out by a hash of the image file, so that copies of an image fall into one split. Images of tars are
+A manifest lists the splits of its folder, whose images must have the size of the tokenizer. For tars, a hash of the
+image file decides whether a sample is held out, so that copies of an image fall into one split. Images of tars are
 fitted to the size of the tokenizer.
 
 Shapes: B images, C channels (RGB), H height, W width.
@@ -175,8 +175,8 @@ class Tars:
             yield turn, self.indexes[shard].read(place)
 
     def identity(self) -> str:
-        """Return the hash of the names, lengths and sample counts of the shards (not of their content), 10 hex
-        digits."""
+        """Return the hash of the names, lengths and sample counts of the shards, but not of their content. The hash
+        has 10 hex digits."""
         shards = [[index.path.name, index.length, len(index)] for index in self.indexes]
         return identity_hash({"shards": shards})
 
@@ -198,7 +198,7 @@ class Tars:
         if least < share <= greatest:
             return
         split = "held out" if least >= share else "in the train split"
-        enough = float(f"{1.05 * least:.3g}")  # above the smallest fraction, also after rounding
+        enough = float(f"{1.05 * least:.3g}")  # still above the smallest fraction after the rounding
         better = f" or --val-fraction {enough:g}" if enough <= greatest else ""
         raise UserError(
             f"None of the {len(fractions):,} images of {self.name} is {split} at a share of {share:g}:"
@@ -210,7 +210,7 @@ Source = PairFolder | Tars
 
 
 def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> Source:
-    """Open a folder with a manifest, or tars by path or pattern.
+    """Open a folder with a manifest, or tars that are given by path or pattern.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.

@@ -42,10 +42,10 @@ class TextTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int = 1024) -> TextTokenizer:
-        """Train a vocabulary of `size` entries on texts; equal texts in equal order give equal entries.
+        """Train a vocabulary of `size` entries on texts. The same texts in the same order give the same entries.
 
         Raises:
-            UserError: `size` is below 256, the number of entries for bytes, or the texts give fewer entries.
+            UserError: `size` is below 256 (one entry per byte), or the texts give fewer than `size` entries.
         """
         if size < BYTES:
             raise UserError(f"--text-size is {size}: give at least {BYTES}, one entry per byte.")

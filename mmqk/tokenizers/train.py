@@ -28,10 +28,10 @@ images need a GPU. TensorBoard shows reconstructions, PSNR and code perplexity o
 replaced only with --overwrite. New tokenizers need a new token cache, which the next run makes.
 
 --shards takes a folder with a manifest (64 px images and their splits), or tar archives as img2dataset writes
-them, with images of any size. Tars hold out a share by a hash of the image, as `mmqk.data.tokenize` does with the
-same --val-fraction. --text takes a folder with a manifest, JSON lines with a field "text" (plain, gzip or xz), or ''
-for captions only. Quote patterns, which are brace ranges and globs. Images and captions are spread evenly over all
-shards by a fixed rule, and dropped samples are counted by reason.
+them, with images of any size. A hash of the image decides which samples of tars are held out, as for
+`mmqk.data.tokenize` with the same --val-fraction. --text takes a folder with a manifest, JSON lines with a field
+"text" (plain, gzip or xz), or '' for captions only. Put patterns (brace ranges and globs) in quotes. Images and
+captions are selected evenly from all shards, always the same ones. Dropped samples are counted by reason.
 
 examples:
   python -m mmqk.tokenizers.train --overwrite
@@ -56,13 +56,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text-size", type=int, default=1024, help="entries of the text vocabulary (1024)")
     p.add_argument("--codes", type=int, default=512, help="codes of the image vocabulary (512)")
     p.add_argument("--image-size", type=int, default=64, help="side of an image in pixels (64)")
-    grid = "side of an image's grid of codes: image size / 4, 8, 16 or 32 (8)"
+    grid = "side of an image's grid of codes: the image size divided by 4, 8, 16 or 32 (8)"
     p.add_argument("--grid", type=int, default=8, help=grid)
-    width = "channels of the decoder at the grid (20 times image size / grid)"
+    width = "channels of the decoder at the size of the grid (20 * image size / grid)"
     p.add_argument("--decoder-width", type=int, help=width)
     p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
     p.add_argument("--batch-size", type=int, default=32, help="images per step (32)")
-    p.add_argument("--seed", type=int, default=0, help="decides weights and batches of the image tokenizer (0)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the image tokenizer's weights and batches (0)")
     p.add_argument("--threads", type=int, default=1, help="CPU threads; their number changes rounding (1)")
     p.add_argument("--log-dir", type=Path, default=log_dir, help="TensorBoard events (runs/tokenizer)")
     p.add_argument("--overwrite", action="store_true", help="replace existing tokenizer files in --out")
@@ -167,7 +167,7 @@ def _images(source: Source, args: argparse.Namespace) -> Images:
     if codes > args.batch_size * n:
         print(
             f"image: a batch has {args.batch_size * n:,} vectors for {codes:,} codes; the other codes start in later"
-            f" batches; --batch-size {-(-codes // n)} starts all codes in the first",
+            f" batches; --batch-size {-(-codes // n)} starts all codes in the first batch",
             flush=True,
         )
     return images

@@ -25,7 +25,7 @@ from mmqk.tokenizers.image_config import read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_BYTES = 2**28  # largest text.json that is read, in bytes; the file has the vocabulary and its merges
+MOST_BYTES = 2**28  # largest size of text.json
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 
@@ -49,7 +49,7 @@ class JointVocabulary:
 
     @classmethod
     def load(cls, folder: Path | str) -> JointVocabulary:
-        """Return the vocabulary of the two tokenizers in a folder, from their sizes alone.
+        """Return the vocabulary of the two tokenizers in a folder. It depends only on their sizes.
 
         Raises:
             UserError: a tokenizer file is missing or damaged.
@@ -70,7 +70,7 @@ class JointVocabulary:
 
     @property
     def vocab_sizes(self) -> dict[str, int]:
-        """Size of each modality's contiguous block, in order; the first starts at id 0."""
+        """Size of each modality's contiguous block, in order; the first block starts at id 0."""
         return {"text": len(SPECIALS) + self.text_size, "image": self.image_size}
 
     @property

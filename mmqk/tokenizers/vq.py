@@ -38,8 +38,8 @@ class VQTrainingConfig:
         lr: peak learning rate of AdamW; one cycle with 5 % warm-up.
         decay: decay of the codebook's moving averages per step.
         dead_below: a code with a moving count below this is replaced by a vector of the batch.
-        dead_share: a second bound, as a share of the mean count (vectors in a batch / codes); the lower of the two
-            bounds applies.
+        dead_share: a second bound, as a share of the mean count (vectors in a batch / codes). The lower of the bounds
+            `dead_below` and `dead_share` applies.
         commitment: weight of the commitment loss.
         edge: weight of the L1 loss on differences of neighboring pixels, which keeps outlines sharp.
         squared: weight of the squared error, which is added to the L1 loss.
@@ -113,7 +113,7 @@ class VQModule(L.LightningModule):
         self.log_every = min(LOG_EVERY, training.steps)
         self.quantizer = vector_quantizer(config, training)
         self.model = ImageTokenizer(config)
-        self.model.to(memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
+        self.model.to(memory_format=torch.channels_last)  # 1.5 times as fast as the default format on a CPU
         self.held_out: list[dict[str, Tensor]] = []
 
     def reconstruct(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +197,7 @@ def train_image_tokenizer(
     training: VQTrainingConfig,
     **trainer_flags: Any,
 ) -> ImageTokenizer:
-    """Train on uint8 images. On a CPU, equal images, seed and threads give equal weights.
+    """Train on uint8 images. On a CPU, the weights depend only on the images, the settings and the number of threads.
 
     `trainer_flags` are arguments of Lightning's Trainer (logger, progress bar, validation interval).
 

@@ -49,8 +49,8 @@ class CaptionGain:
 def partners(captions: Sequence[Hashable]) -> list[int]:
     """Return, for each caption, the index of a different caption.
 
-    The search starts half the length of the list after the caption and wraps around. Several images of one emoji
-    share a caption, so a random permutation could give an image its own caption.
+    The search begins half a list length after the caption and wraps around at the end of the list. A random
+    permutation could give an image its own caption, because several images of one emoji share a caption.
 
     Raises:
         UserError: all captions are equal.

@@ -93,7 +93,7 @@ class Sharded(ModelParallelStrategy):
         }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the checkpoint in each process, which keeps only its own shards."""
+        """Read the whole checkpoint in each process; each process keeps only its own shards."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,

@@ -74,8 +74,8 @@ def test_a_checkpoint_that_was_removed_is_said_and_no_run_made_in_vain(world, tm
 
 
 def test_forks_and_replays_have_the_threads_of_the_run_that_they_leave(world, tmp_path):
-    """The number of threads changes the order of sums and their rounding, and a run that is trained again must be
-    equal bit for bit."""
+    """The number of threads changes the order of sums, and so their rounding. A run that is trained again must equal
+    the first one bit for bit."""
     out = tmp_path / "runs/toy"
     assert world("--jobs", "1", grid=HEAD + "seeds: [1]\narms: {plain: {set: {size: 1}}}\n") == 0
     [path] = out.glob("plain-*/seed1/run.json")

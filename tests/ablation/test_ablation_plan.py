@@ -248,7 +248,7 @@ def test_one_run_is_replayed_without_a_grid(world, tmp_path, capsys):
     assert "is completed: give a run that diverged" in capsys.readouterr().err
     assert world("--replay", run, "--out", "again") == 0
     record, replays = record_of(tmp_path / "again")
-    # 1 % and 5 % of 20 steps are both 1 step, and 20 % are 4 steps.
+    # 1 % and 5 % of 20 steps are both 1 step, and 20 % are 4 steps, so there are two depths.
     assert len(replays) == 1 + 1 + 2 * 3 * 3
     of = next(run for run in record["runs"] if run["role"] == "verdict")
     assert (tmp_path / "again" / of["folder"]).resolve() == (tmp_path / run).resolve()

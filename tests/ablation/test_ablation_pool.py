@@ -84,7 +84,7 @@ def test_a_second_call_trains_what_is_left_and_nothing_else(fake, tmp_path):
     before = {p: p.read_bytes() for act in ("finish", "diverge") for p in (tmp_path / act).rglob("*.*")}
     log = tmp_path / "sigkill/seed0/train.log"
     assert log.read_text().count("argv") == 1
-    # `fake_train` is killed at step 2 only if it starts before step 2. The second call resumes the run from step 2.
+    # `fake_train` is killed only if it trains step 2. The second call resumes the run after step 2.
     (tmp_path / "sigkill/seed0/status.json").write_text('{"status": "running", "step": 2}')
     outcomes = make_pool(tasks).run()
     assert [outcome.status for outcome in outcomes.values()] == ["completed", "diverged", "completed"]
@@ -179,7 +179,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def drive(fake, tmp_path):
-    """Start a pool with hanging runs in a separate process group, as a terminal does."""
+    """Return a function that starts a pool with hanging runs in its own process group, as a terminal does."""
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []
 

@@ -31,7 +31,7 @@ def line(progress, pool):
 
 
 def make(tmp_path, states):
-    """Return a pool at work; ``states`` is {arm: (outcome, step of its last metrics or None)}."""
+    """Return a pool with the runs of ``states``: {arm: (outcome, step of its last metrics or None)}."""
     outcomes, running = {}, {}
     for arm, (outcome, step) in states.items():
         task = Task(arm, 0, (), tmp_path / arm, "id", 100)

@@ -255,7 +255,7 @@ def write_run(
 def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
     """Yield the lines of a run's metrics, one per step."""
     rng = random.Random(f"{seed} {planted.logit} {planted.loss}")
-    # Over three seeds, the standard deviation is exactly the planted one, so that tests can compare with it.
+    # The standard deviation of log(final) over seeds 0 to 2 is exactly ``spread``, so that tests can compare with it.
     final = planted.logit * math.exp(planted.spread * ((seed % 3) - 1))
     for step in range(end + 1):
         line: dict[str, float] = {"step": step}

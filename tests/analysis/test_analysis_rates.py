@@ -24,7 +24,7 @@ def planted(logit, excess):
 
 def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RATES, claim=CLAIM):
     """Return the verdict on arms a and b; ``excess`` is the excess loss of each arm at each learning rate. The
-    verdict runs of an arm have its best learning rate, or that of ``ran``."""
+    verdict runs of an arm have its best learning rate, or the one that ``ran`` names."""
     runs = []
     for arm, logit, losses in zip("ab", logits, excess, strict=True):
         for rate, loss in zip(rates, losses, strict=True):

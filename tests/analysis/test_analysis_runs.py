@@ -157,7 +157,7 @@ def test_half_written_run_is_kept_with_a_note(tmp_path):
     (run,) = load_runs(tmp_path)
     assert run.last_step == 200
     assert len(run.notes) == 2 and "cut off" in run.notes[0] and "metrics.jsonl" in run.notes[1]
-    # The control: a complete run has no remarks.
+    # The control: a complete run has no notes.
     assert load_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()
 
 

@@ -1,4 +1,4 @@
-"""The sentence about trained targets is computed from counts, and appears only if arms differ in them."""
+"""The sentence about trained targets is computed from counts, and printed only if the counts of the arms differ."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_the_pattern_of_planted_effects(tmp_path):
 
 
 def test_a_wide_interval_tells_nothing_apart(tmp_path):
-    """The control: the same means with a large spread over few seeds."""
+    """The control: if the spread over 3 seeds is large, equal means do not decide a hypothesis."""
     hypotheses = [{"id": "H", "predicts": {"same": "none"}}, {"id": "G", "predicts": {"same": "above"}}]
     study = study_of(tmp_path, {"base": 20.0, "same": 20.0}, hypotheses, seeds=3, spread=0.9)
     assert [p.verdict for p in patterns(study, judge(study))] == ["not told apart"] * 2

@@ -187,7 +187,7 @@ def test_a_run_that_diverged_ranks_worst_whatever_it_had_reached(tmp_path):
     runs[3].status = runs[3].status.__class__("diverged", 1)
     assert value("dose_monotonicity(largest_attention_logit)", runs).value == 1
     assert math.isnan(value("dose_response(largest_attention_logit)", runs).value)
-    # A metric that describes a failure keeps its value.
+    # A metric that describes a failure keeps its value for a diverged run.
     assert value("dose_response(diverged)", runs).value == pytest.approx(0.3)
 
 

@@ -34,7 +34,7 @@ def value(name, run):
     [
         (4000, 0.3, 4500, 1.0),
         (4000, 0.08, None, 0.0),  # not 0.1 nat above the best window
-        (1000, 0.4, 1500, 1.0),  # early in the run, but after two thirds of the steps before the failure
+        (1000, 0.4, 1500, 1.0),  # the best step is early, but at two thirds of the steps before the failure
         (5500, 0.3, None, 0.0),  # only one window is above the best window
         (6000, 0.0, None, 0.0),  # the loss improves to the end
     ],

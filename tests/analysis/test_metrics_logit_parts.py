@@ -13,8 +13,8 @@ PARTS = ("logit_mean", "logit_offset", "logit_spread", "attention_mass_other")
 
 
 def planted(shift=0.0, seed=0):
-    """Return the series of a run with random logits, and by query modality the expected values of `PARTS`, computed
-    by loops over rows and keys.
+    """Return the series of a run with random logits, and the expected values of `PARTS` for each query modality,
+    computed by loops over rows and keys.
 
     ``shift`` is added to the logits of image keys.
     """

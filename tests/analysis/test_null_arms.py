@@ -77,7 +77,7 @@ def test_seeds_that_are_added_are_paid_for(null):
 
 
 def test_a_planted_effect_is_found(null):
-    """The true effect is a factor of 2, and the claim is a factor above 1.25."""
+    """The true effect is a factor of 2; the claim states a factor above 1.25."""
     planted = null.Planted(math.log(2))
     assert null.found(null.MATCHED, planted, draws=120).value >= 0.7
     assert null.found(null.MATCHED, null.Planted(null.DELTA_LOG), draws=80).value <= 0.05

@@ -30,7 +30,7 @@ def test_selection_runs_without_some_of_their_numbers_decide_nothing(tmp_path):
 )
 @pytest.mark.parametrize("use", ["positive_control", "manipulation_check"])
 def test_a_claim_that_does_not_show_its_effect_is_no_control(tmp_path, violation, use):
-    """The claim is an equivalence, which needs both controls."""
+    """C is an equivalence. Its verdict needs its positive control and its manipulation check."""
     same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", use: "N"}
     shown = one(tmp_path / "shown", ARMS, [same, SHOWS])
     assert shown.verdict == "reproduced" and passed(shown)[f"{use.replace('_', ' ')} N"]

@@ -74,7 +74,7 @@ def test_a_difference_between_arms_predicts_nothing_within_them(tmp_path):
 
 
 def test_too_few_failures_leave_it_open(tmp_path):
-    """At least 10 runs of each kind are needed."""
+    """A prediction needs at least 10 runs that fail and 10 that do not."""
     arms = {"a": lambda seed: run(10.0, seed, False), "b": arm(20.0)}
     found = one(tmp_path, arms, [CLAIM], seeds=range(12))
     assert found.verdict == "inconclusive" and found.effect is None

@@ -16,7 +16,7 @@ from mmqk.report.ranking import ranking_csv, ranking_rows
 from tests.analysis.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)
-# SELECTION has the final loss of the selection run at each learning rate, VERDICT the final losses of the verdict
+# SELECTION has the final loss of the selection run at each learning rate. VERDICT has the final losses of the verdict
 # runs.
 SELECTION = {
     "plain": (4.9, 4.7, 5.2, 5.7),

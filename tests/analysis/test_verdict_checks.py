@@ -22,8 +22,8 @@ LEARNED, DECLARED, SEEDS = "modalities learned", "arms differ only as declared",
 
 
 def plain(**fields):
-    """Return a change of the grid that removes the regime of C2, because the claims in the docs have none, and sets
-    these fields of C2."""
+    """Return a change of the grid that sets these fields of C2 and removes its regime, because the claims in the docs
+    have none."""
 
     def change(grid):
         grid["claims"][0].pop("regime")

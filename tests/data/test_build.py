@@ -106,7 +106,7 @@ def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "archives"
     folder.mkdir()
     index = json.dumps(ENTRIES).encode()
-    # Both flags have the same image, as some vendors draw them.
+    # Both flags get the same image, because some vendors draw different flags alike.
     seeds = {e["unified"].lower(): (3 if "1F1" in e["unified"] else 10 + i) for i, e in enumerate(ENTRIES)}
     for vendor in ("google", "twitter"):
         images = {f"img/{vendor}/64/{c}.png": encoded(draw(64, s), "PNG") for c, s in seeds.items()}
@@ -159,7 +159,7 @@ def test_what_is_built(archives: Path, tmp_path: Path) -> None:
     }
     assert fox.image.getpixel((0, 0)) == (255, 255, 255)
     assert fox.image.getpixel((32, 24)) == draw(64, 10).convert("RGB").getpixel((32, 24))
-    # An image that is not resized keeps its pixels, on white.
+    # An image that needs no resizing keeps its pixels; its transparent background becomes white.
     google = pairs["google-1f98a"].image
     white = Image.new("RGBA", (64, 64), "white")
     assert google.tobytes() == Image.alpha_composite(white, draw(64, 10)).convert("RGB").tobytes()
@@ -208,7 +208,7 @@ def test_a_modifier_alone_is_its_own_base() -> None:
 
 def test_split_share_is_about_five_percent() -> None:
     share = sum(split_of(f"{i:x}") == "val" for i in range(4000)) / 4000
-    assert 0.035 < share < 0.065  # 4.4 standard deviations around 0.05, for 4,000 independent groups
+    assert 0.035 < share < 0.065  # 0.05 plus or minus 4.4 standard deviations, for 4,000 groups
 
 
 def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = CLDR) -> Any:
@@ -219,7 +219,7 @@ def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = C
 def test_gloss_of_the_fitting_sense() -> None:
     exact = make_caption("1f98a", ENTRIES[0])
     assert (exact.gloss, exact.synset) == ("alert carnivorous mammal", "n00000002")
-    # The category Objects allows substances, so the gloss is the first sense of "fox", its fur.
+    # In the category Objects a gloss may describe a substance, so the first sense of "fox" is used: its fur.
     other = make_caption("1f98a", emoji_entry("1F98A", "FOX FACE", "Objects", "clothing"))
     assert other.synset == "n00000001"
 
@@ -312,7 +312,7 @@ def test_links_and_paths_in_an_archive_are_not_followed(tmp_path: Path) -> None:
         escape.size = 3
         tar.addfile(escape, io.BytesIO(b"abc"))
     before = set(tmp_path.rglob("*"))
-    assert read_members(evil, lambda name: True) == {"../escaped.png": b"abc"}  # read, not written to disk
+    assert read_members(evil, lambda name: True) == {"../escaped.png": b"abc"}  # not written to disk
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -406,7 +406,7 @@ def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
         lambda p: p.image.tobytes(),
     ):
         assert not {of(p) for p in train} & {of(p) for p in val}
-    # For comparison, a split by image: many emoji are in both halves, drawn by different vendors.
+    # For comparison, a split by image puts many emoji into both halves, drawn by different vendors.
     both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {
         p.meta["codepoint"] for p in [*train, *val][1::2]
     }
@@ -424,7 +424,7 @@ def test_shipped_text(shipped: dict[str, list[Any]]) -> None:
     val = {p.meta["gloss"] for p in shipped["val"] if p.meta["gloss_match"] == "exact"}
     train = {p.meta["gloss"] for p in shipped["train"] if p.meta["gloss_match"] == "exact"}
     assert len(val) > 10 and not val & train_glosses
-    assert len(train & train_glosses) > 400  # the comparison can find shared glosses
+    assert len(train & train_glosses) > 400  # the control: the text has many glosses of training captions
 
 
 def test_shipped_samples_carry_their_licence(shipped: dict[str, list[Any]]) -> None:

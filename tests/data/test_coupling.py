@@ -1,5 +1,4 @@
-"""Check couplings of tokens: exact marginals, mutual information against dense sums, and the distribution of
-draws."""
+"""Check couplings of tokens: their marginals, their mutual information, and the distribution of draws."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
 
 
 def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Coupling, np.ndarray]:
-    """Return a coupling with random token orders, and its dense matrix, computed independently in whole units."""
+    """Return a coupling with random token orders, and its joint probabilities, computed without `Coupling`."""
     random = np.random.default_rng(seed)
     order_a, order_b = random.permutation(a[0]), random.permutation(b[0])
     rows, columns = [int(zipf(*a)[i]) for i in order_a], [int(zipf(*b)[i]) for i in order_b]
@@ -30,7 +29,7 @@ def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Cou
 
 
 def joint(edge: Edge, a: tuple[int, float], b: tuple[int, float]) -> np.ndarray:
-    """Return J for every pair of tokens, computed from `Edge.gain`."""
+    """Return the joint probability of every pair of tokens, computed from `Edge.gain`."""
     i, j = np.meshgrid(np.arange(a[0]), np.arange(b[0]), indexing="ij")
     return np.exp(edge.gain(i, j)) * np.outer(zipf(*a) / UNITS, zipf(*b) / UNITS)
 
@@ -62,7 +61,7 @@ def test_the_law_of_a_pair_and_its_marginals_are_exact(a, b, share):
     assert np.allclose(j, edge.rho * north_west + (1 - edge.rho) * np.outer(p_a, p_b), rtol=1e-11, atol=1e-17)
     assert np.allclose(j.sum(1), p_a, rtol=1e-12, atol=0) and np.allclose(j.sum(0), p_b, rtol=1e-12, atol=0)
     assert entropy(p_a) + entropy(p_b) - entropy(j) == pytest.approx(share * c.greatest, abs=1e-11)
-    if share:  # the same unigrams with other token orders have another joint distribution
+    if share:  # the control: with other token orders the joint distribution differs
         assert not np.allclose(j, joint(Edge(made(a, b, seed=1)[0], edge.information / 2), a, b), rtol=1e-3)
 
 
@@ -79,7 +78,7 @@ def test_information_rises_from_0_and_is_solved_for(a, b):
 
 
 def test_a_permutation_inside_level_sets_says_everything():
-    for vocabulary in (8, 100, 1000):  # 100 does not divide the units: overlaps from rounding must not count
+    for vocabulary in (8, 100, 1000):  # 100 does not divide `UNITS`: pairs that only rounding creates must not count
         c = coupling((vocabulary, 0.0), (vocabulary, 0.0), 0, 0)
         assert c.greatest == pytest.approx(np.log(vocabulary), abs=1e-10) and c.transitions == vocabulary
     copy = Coupling(zipf(50, 1.0), zipf(50, 1.0), np.arange(50), np.arange(50))
@@ -107,7 +106,7 @@ def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
     quantile = Quantile(ends, order)
     assert (quantile(places) == expected).all()
     assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
-    # The control: the places include the edges of the intervals, where a search from the other side differs.
+    # The control: some places are edges of intervals, where a search with side="left" gives another token.
     assert (order[np.searchsorted(edges, places, side="left")] != expected).any()
 
 
@@ -119,7 +118,7 @@ def test_no_draw_is_impossible(a):
     parents = np.repeat(np.arange(a[0]), 4)
     uniforms = np.tile(
         [0.0, 2.0**-53, 1 - 2.0**-52, 1 - 2.0**-53], a[0]
-    )  # both ends of each parent's interval
+    )  # draws at both ends of each parent's interval
     assert np.isfinite(edge.gain(parents, edge.draw(parents, uniforms))).all()
     others = np.random.default_rng(0).permutation(parents)
     assert np.isneginf(edge.gain(parents, edge.draw(others, uniforms))).any()
@@ -150,7 +149,7 @@ def test_a_vocabulary_of_65536_takes_no_table_of_pairs():
     nats = edge.gain(parents, edge.draw(parents, random.random(10_000)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 100 * 2**20  # V² float64 is 32 GiB
+    assert peak < 100 * 2**20  # a float64 table of all pairs would take 32 GiB
     assert nats.mean() == pytest.approx(4.0, abs=0.2) and edge.information == pytest.approx(4.0, abs=1e-12)
     p = zipf(65_536, 1.0) / UNITS
     for parent in (0, 1234, 65_535):

@@ -1,4 +1,4 @@
-"""Check the entropy dial: statistics against counts, probabilities against enumeration, error messages."""
+"""Check the entropy dial: its statistics, its probabilities and its error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ORDERS = ("forward", "backward", "both")
 
 
 def chain(**fields) -> DialConfig:
-    """Return a dial of a text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
+    """Return a dial with text of lag 3 and images of lag 2, and so few ids that all pairs can be counted."""
     base = DialConfig(
         vocabulary={"text": 12, "image": 12},
         skew={"text": 0.8, "image": 0.8},
@@ -59,7 +59,7 @@ def by_modality(dial: Dial, ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def counted_entropy(*columns: np.ndarray) -> float:
-    """Return the joint entropy from counts, in nats, with Miller and Madow's bias correction, (cells − 1) / 2N."""
+    """Return the joint entropy in nats, from counts, plus the bias correction of Miller and Madow."""
     keys = sum(column.ravel() * 1000**k for k, column in enumerate(columns))
     _, counts = np.unique(keys, return_counts=True)
     p = counts / counts.sum()
@@ -84,7 +84,7 @@ def every_sequence(config: DialConfig) -> np.ndarray:
     return np.array(rows)
 
 
-# Statistics against counts that do not use the construction
+# Compare the statistics of a dial with counts of its tokens
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -95,7 +95,7 @@ def test_counts_find_the_entropy_and_the_lag(order):
         by_distance = {
             k: counted_entropy(ids[:, k:], ids[:, :-k]) - counted_entropy(ids[:, :-k]) for k in range(1, 7)
         }
-        # There are about 4e5 pairs in 144 cells: the correction is 2e-4, and the remaining error a few 1e-3.
+        # With 4e5 pairs in 144 cells, the bias correction is 2e-4 and the remaining error is a few 1e-3.
         assert by_distance[config.lag[name]] == pytest.approx(config.entropy[name], abs=0.006)
         others = [h for k, h in by_distance.items() if k % config.lag[name]]
         unigram = config.entropy_interval(name)[1]
@@ -126,7 +126,7 @@ def test_counts_find_the_mutual_information(order):
     pairs = np.array([[counted_information(t, i) for i in parts["image"].T[:6]] for t in parts["text"].T[:6]])
     tied = np.arange(3)
     assert pairs[tied, tied].sum() == pytest.approx(1.6, abs=0.03)
-    # Of the other tokens only the children of tied roots depend on the other modality, and less strongly.
+    # Of the other tokens, only the children of tied roots depend on the other modality, but less than the roots.
     assert pairs[0, 1] < 0.002 and pairs[3, 3] < 0.002
     assert 0.002 < pairs[3, 0] < pairs[0, 0]
     none = by_modality(
@@ -148,7 +148,7 @@ def test_whole_modalities_share_the_mutual_information_asked_for(order):
     assert counted_information(whole["text"], shuffled) < 0.001
 
 
-# Probabilities against enumeration
+# Compare the probabilities with those of all possible sequences
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -175,7 +175,7 @@ def test_sampled_documents_have_the_probabilities_that_log_prob_gives(order):
     counts = np.bincount(drawn, minlength=len(sequences))
 
     def misfit(nats: np.ndarray) -> float:
-        """Return chi-square as its distance from the degrees of freedom, in standard deviations."""
+        """Return how many standard deviations chi-square is above its expected value."""
         expected = n * np.exp(nats.sum(1))
         enough = expected > 5
         dof = enough.sum() - 1
@@ -196,7 +196,7 @@ def test_a_document_is_equally_likely_in_both_orders_and_the_choice_costs_ln_2()
     assert np.allclose(ahead.sum(1), back.sum(1), rtol=1e-12)
     assert not np.allclose(
         ahead[:, 12:14], back[:, 10 + 0 : 10 + 2]
-    )  # the same tokens: their tied tokens come earlier in one order and later in the other
+    )  # the same image tokens, which follow the text in one order and the audio in the other
     for nats, row in ((ahead, ids), (back, turned)):
         cost = nats - both.log_prob(row)
         assert np.allclose(cost[:, 0], math.log(2), atol=1e-12) and np.allclose(cost[:, 1:], 0, atol=1e-12)
@@ -210,7 +210,7 @@ def test_a_document_is_equally_likely_in_both_orders_and_the_choice_costs_ln_2()
 def test_what_is_no_document_is_refused_and_what_cannot_follow_is_impossible():
     certain = chain(
         order="forward",
-        # With 13 ids, rounding would give a certain token a probability above 1.
+        # With 13 ids, rounding could give a probability above 1 to a token that is certain.
         vocabulary={"text": 13, "image": 12},
         skew={"text": 0.0, "image": 0.0},
         entropy={"text": 0.0, "image": 0.5},
@@ -245,7 +245,7 @@ def test_the_loss_of_the_source_itself_is_its_floor():
         edges = np.cumsum([0, *dial.vocab_sizes.values()])
         for (name, floor), low, high in zip(dial.floors().items(), edges[:-1], edges[1:], strict=True):
             inside = (ids >= low) & (ids < high)
-            each = -(nats * inside).sum(1) / config.tokens[name]  # tokens of one document are not independent
+            each = -(nats * inside).sum(1) / config.tokens[name]  # one mean per document: its tokens are correlated
             error = each.std() / math.sqrt(len(each))
             assert abs(each.mean() - floor) < 4 * error
             assert error < 0.01 and abs(each.mean() - floor - 0.05) > 4 * error
@@ -259,7 +259,7 @@ def test_a_gap_of_0_is_0_to_the_last_digit_and_moves_alone():
     )
     assert lo.floors()["text"] == lo.floors()["image"] == hi.floors()["text"]
     gap = hi.floors()["image"] - hi.floors()["text"]
-    assert gap == pytest.approx(2.5 * 44 / 48, abs=1e-12)  # 4 of 48 tokens are roots
+    assert gap == pytest.approx(2.5 * 44 / 48, abs=1e-12)  # 4 of 48 tokens have no parent
     assert sum(hi.floors().values()) == pytest.approx(sum(mid.floors().values()), abs=1e-12)
     held = ("vocabulary", "skew", "unigram entropy", "lag", "tokens", "token share", "transitions")
     rows = [[{k: row[k] for k in held} for row in dial.describe(10**6)] for dial in (lo, mid, hi)]
@@ -287,7 +287,7 @@ def test_no_other_predictor_beats_the_source():
         loss = own - Dial(other).log_prob(ids).sum(1)
         error = loss.std() / math.sqrt(len(loss))
         assert loss.mean() > 5 * error, name
-        # On the documents of the other dial, the other dial has the lower loss.
+        # On its own documents, the other dial has the lower loss.
         theirs = Dial(other).documents(8, 0, 30_000)
         assert (Dial(other).log_prob(theirs) - Dial(config).log_prob(theirs)).mean() > 0, name
 
@@ -306,7 +306,7 @@ def test_the_excess_of_a_learner_that_counts_falls_to_0_from_above():
         excess.append(floor - np.log(p[fresh[:, :-3], fresh[:, 3:]]).mean())
     assert excess == sorted(excess, reverse=True) and 0 < excess[-1] < 0.002
     assert excess[0] == pytest.approx(math.log(12) + floor, abs=1e-9) and excess[0] > 1
-    # A model that looks two tokens back learns nothing.
+    # The control: the wrong parent, two tokens back instead of three, gives a much higher loss.
     wrong = np.log(p[fresh[:, 1:-2], fresh[:, 3:]]).mean()
     assert floor - wrong > 1
 

@@ -23,7 +23,7 @@ THREE = DialConfig(
 
 
 def chain(**fields) -> DialConfig:
-    """Return a dial of a text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
+    """Return a dial with text of lag 3 and images of lag 2, and so few ids that all pairs can be counted."""
     base = DialConfig(
         vocabulary={"text": 12, "image": 12},
         skew={"text": 0.8, "image": 0.8},
@@ -76,7 +76,7 @@ def test_parents_stand_where_the_configuration_says(tokens, lag, width):
         else:
             assert p == -1
     known: set[int] = set()
-    for level in forest(tokens, lag, width):  # a level depends only on the levels before it
+    for level in forest(tokens, lag, width):  # the parents of each level are in earlier levels
         assert set(level.parent.tolist()) <= known | {-1}
         known |= set(level.child.tolist())
     assert (
@@ -93,7 +93,7 @@ def test_the_table_adds_up():
     forward = Dial(replace(THREE, order="forward")).floors()
     for name, row in rows.items():
         assert row["predictability"] == pytest.approx(row["unigram entropy"] - row["entropy"], abs=1e-12)
-        # n (H − floor) is the mutual information inside the modality plus that with the previous modality.
+        # This is the mutual information inside the modality plus that with the previous modality.
         information = row["tokens"] * (row["unigram entropy"] - forward[name])
         assert information == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
         assert row["floor"] == dial.floors()[name]

@@ -1,5 +1,4 @@
-"""Check that the page of `mmqk.inspect` agrees with the batches: the tests count and decode the tokens of the
-tensors themselves."""
+"""Check the page of `mmqk.inspect` against counts and texts that are computed from the batches."""
 
 from __future__ import annotations
 
@@ -81,8 +80,10 @@ class Page(HTMLParser):
         return found[1]
 
     def widths(self, index: int, lane: str) -> Counter:
-        """Return the number of positions by color in the lane of tokens (tall bars), of trained targets (shorter
-        bars) or of targets of weight 0 (thin lines)."""
+        """Return the number of positions of each color in one lane of a sequence.
+
+        The lanes are "tokens" (tall bars), "trained" (trained targets, shorter bars) and "weight 0" (thin lines).
+        """
         y, height = {"tokens": (0, 14), "trained": (19, 10), "weight 0": (23, 2)}[lane]
         shape = rf'<rect x="\d+" y="{y}" width="(\d+)" height="{height}" fill="(#\w+)"/>'
         counts: Counter = Counter()
@@ -112,7 +113,7 @@ def data_of(args: list[str], *more: str) -> TokenDataModule:
 
 
 def batch_of(args: list[str], *more: str):
-    """Return the first sequences as training reads them."""
+    """Return the first sequences of training as a batch."""
     return MicroBatches(data_of(args, *LONG[1:], *more).order, SHOWN, 1, 0, 1, steps=1)[0]
 
 
@@ -320,12 +321,12 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     more = ["--data.mix", '{"interleaved": 1}', f"--data.interleaved={folder}", "--data.seq_len=256"]
     page = inspected(tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.probe_sequences=2")
     assert page.read(0) == "the people of this <b>union</b> & trade"
-    assert page.tags["b"] == 8 * 6  # special tokens of 8 sequences; <b> in the text is no tag
+    assert page.tags["b"] == 8 * 6  # 6 special tokens in each of 8 sequences; the <b> of the text is escaped
     assert len(page.pictures(0, "decoded from its codes")) == 2 and page.pictures(0, "the original") == []
     assert page.numbers["dropped"]["interleaved"] == dropped
     assert "image cannot be decoded 3" in page.text and "document is <empty> 1" in page.text
     assert page.numbers["modalities"]["text"]["duplicates"] == 5 / 6
-    # A row that is shorter than its document has a part of the document, and the page says which tokens.
+    # If a document does not fit into a row, the page gives the range of the tokens that the row has.
     pieces = inspected(tmp_path / "pieces", tiny_args, *more[:-1], "--data.seq_len=88", "--data.val_sequences=2",
                        "--monitor.probe_sequences=2")  # fmt: skip
     assert re.search(r"Document \d, tokens 0 to \d+ of \d+", pieces.text)
@@ -378,8 +379,8 @@ def test_the_dial_shows_ids_and_what_is_known_of_them(tiny_args, tmp_path):
         assert f"{known:.3f}" in page.text and f"{floor:.3f}" in page.text
         found = page.numbers["modalities"][name]
         assert known - 4 * found["model_error"] < found["model"] < found["unigram"] + 0.1
-    assert page.numbers["modalities"]["image"]["model_context"] == [8]  # one row above
-    first = rows[0].ids[: 24 if rows[0].ids[0] < 64 else 16]  # whichever modality comes first
+    assert page.numbers["modalities"]["image"]["model_context"] == [8]  # the token one row above
+    first = rows[0].ids[: 24 if rows[0].ids[0] < 64 else 16]  # the tokens of the first modality
     assert f"<code>{' '.join(map(str, first))}</code>" in page.section(0)
     assert page.pictures(0, "ids as shades") and page.pictures(0, "decoded from its codes") == []
     grids = [p for p in page.pictures(0, "ids as shades") if p.size == (8, 4)]
@@ -480,7 +481,7 @@ def test_an_out_that_cannot_be_written_is_named(tiny_args, tmp_path, capsys):
 
 
 def test_flags_of_training_keep_their_order(tiny_args, tmp_path):
-    """As in training, a file after a flag overrides the flag, also if flags of mmqk.inspect are between them."""
+    """As in training, a file overrides the flags before it, even if flags of mmqk.inspect are between them."""
     (tmp_path / "a.yaml").write_text("data: {seq_len: 120}\n")
     args = [a for a in tiny_args if "seq_len" not in a]
     first = inspected(

@@ -56,8 +56,7 @@ def test_documents_are_those_of_the_cache(tiny_data, tmp_path):
             len(online[split]) == len(cached[split])
             and online[split].image_tokens == cached[split].image_tokens
         )
-        # Encoding one image at a time and many at a time rounds differently, so a code at a tie may differ; here all
-        # codes are equal.
+        # By rounding, an image can get other codes in a batch than alone. Here all codes are equal.
         assert all((online[split][i] == cached[split][i]).all() for i in range(len(cached[split])))
     assert online["train"][0].tolist() != online["train"][1].tolist()
 
@@ -86,8 +85,8 @@ def test_a_larger_share_holds_out_the_same_and_more(tiny_data, tmp_path):
 
 
 def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tmp_path):
-    # The split depends on the bytes of the image file, which need not be an image here. Each image file occurs under
-    # two keys in each of two shards. If a sample has a webp and a jpg, the webp is its image file.
+    # The split depends only on the bytes of the image file, so this test needs no real images. Each image file
+    # occurs under two keys in each of two shards. If a sample has a webp and a jpg, the webp is its image file.
     def sample(n):
         return {"jpg": b"%d" % n, "txt": b"a", **({"webp": b"w%d" % n} if n % 2 else {})}
 
@@ -123,7 +122,7 @@ def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
     walks = count_walks(monkeypatch)
     pairs = shutil.copytree(tiny_data / "pairs", tmp_path / "pairs")
     argv = (str(pairs), tiny_data / "tokenizers", tmp_path / "cache", 0.2)
-    # An index that was made for a pattern has not been compared with the manifest.
+    # For a file pattern, the shards are indexed without a comparison with the manifest.
     open_online(str(pairs / "train-00000.tar"), *argv[1:])
     assert not hashed
     assert [len(s) for s in open_online(*argv).values()] == [40, 12]
@@ -188,7 +187,7 @@ def test_two_processes_can_keep_the_same_index(tiny_data, tmp_path, monkeypatch)
     def meanwhile(path, **arrays):
         written.append(path)
         if len(written) == 1:
-            open_online(*argv)  # stands for the other process, which runs from start to end
+            open_online(*argv)  # the other process, which runs from start to end
         savez(path, **arrays)
 
     monkeypatch.setattr(np, "savez", meanwhile)
@@ -229,9 +228,9 @@ def both_splits(path, tokenizers, cache, val_fraction=1e-9):
 
 def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, capsys):
     path = tiny_shard(tiny_data, tmp_path / "a.tar", 20, broken=(1, 2, 19))
-    # Three unusable samples of 20 are more than a tenth; the reads below reach two of them.
+    # At most a tenth of the 20 samples may be unusable. Only the last read reaches the third unusable sample.
     found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
-    # The next usable sample replaces an unusable one, also at a second read.
+    # An unusable sample is replaced by the next usable one, also when it is read again.
     assert [found[1].tolist(), found[1].tolist()] == [found[3].tolist()] * 2
     assert found.skipped == dict.fromkeys(
         (f"sample k{i} of shard {path}" for i in (1, 2)), "image cannot be decoded"
@@ -317,7 +316,7 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
     used = {"webp": image, "txt": b"a"}
     dotted = {f"{n:04d}.webp": image for n in range(9)}
     path = write_tar(tmp_path / "a.tar", [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})])
-    for _ in range(2):  # the second time from the stored index
+    for _ in range(2):  # the second call reads the stored index
         lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
         assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]
         assert any("with a second dot in the name: 9 (a.tar: photo.0000.webp" in line for line in lines)
@@ -345,4 +344,4 @@ def test_a_stored_index_has_the_names_of_the_archive(tiny_data, tmp_path):
     assert again.shards[0].keys == first.shards[0].keys == ["k" * 4000, "a\0", "b"]
     assert again.shards[0].fields == first.shards[0].fields == ["jpg", "jpg\0", "jpg"]
     (stored,) = (tmp_path / "cache/index").iterdir()
-    assert stored.stat().st_size < 12_000  # not 16 kB for each key
+    assert stored.stat().st_size < 12_000  # the long key does not widen the other keys

@@ -57,8 +57,10 @@ def test_weights_are_met_in_every_cycle():
 
 
 def furthest(slots, weights, window):
-    """Return the largest difference, over all kinds and windows of this length, between the number of samples of a
-    kind in the window and the number that its share predicts."""
+    """Return the largest difference between the number of samples of a kind in a window and the expected number.
+
+    The maximum is over all kinds and all windows of this length.
+    """
     return max(
         max(
             abs(sum(s == slot for s in slots[i : i + window]) - share * window)
@@ -129,7 +131,7 @@ def test_impossible_mixtures_are_refused(weights, share, says):
 
 
 def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
-    """Decoded with the tokenizers, the row of a pair has the image and the caption of the pair, in both orders."""
+    """In both orders, the row of a pair decodes to the image and the caption of the pair."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
     from mmqk.shards.pairs import read_pairs
 
@@ -215,7 +217,7 @@ def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
 
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
-    """A source that is not in ``data.mix`` is not trained on, not validated on, and not part of the identity."""
+    """A source that is not in ``data.mix`` is not read, and does not affect the identity of the data."""
     folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers")}
 
     def of(mix, cache, **others):
@@ -356,14 +358,14 @@ def text_store(*sizes):
 
 
 def test_text_is_one_stream_over_all_parts():
-    """The number of shards does not matter: 20 shards of 150 tokens and one of 4,000 are read like one of 7,000."""
+    """The rows do not depend on the shards: 21 shards with 7,000 tokens give the rows of one shard with 7,000."""
     many, one = text_store(*[150] * 20, 4000), text_store(7000)
     orders = [
         TrainingOrder(SequenceBuilder({"text": s}, s.layout, 88), {"text": 1.0}, 0.5, 0) for s in (many, one)
     ]
     rows = [[order.row(i).ids.tolist() for i in range(200)] for order in orders]
     assert rows[0] == rows[1] and {len(row) for row in rows[0]} == {88}
-    # An epoch leaves out fewer tokens than two windows have.
+    # An epoch leaves out less than two windows of tokens.
     epoch = orders[0].rows_of_an_epoch["text"]
     assert len({tuple(row) for row in rows[0][:epoch]}) == epoch == 7000 // 87 - 1
     assert [many.stream(140, 25).tolist()] == [list(range(145, 170))]
@@ -376,7 +378,7 @@ def test_too_little_text_is_named():
     assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 2)) == 1
     with pytest.raises(ValueError, match=r"data\.text holds out 160 tokens, .* data\.seq_len to at most 161"):
         validation_rows(SequenceBuilder({"text": store}, store.layout, 162), 2)
-    # The number in the message is valid.
+    # The length that the message gives is valid.
     assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 161), 2)) == 1
     TrainingOrder(SequenceBuilder({"text": store}, store.layout, 81), {"text": 1.0}, 0.5, 0)
     with pytest.raises(ValueError, match=r"data\.seq_len to at most 81"):
@@ -392,7 +394,7 @@ def test_validation_is_spread_over_what_is_held_out():
 
 
 def test_an_order_can_be_sent_to_another_process(builder):
-    """The order can be pickled, which a loader does if its workers are spawned and not forked."""
+    """The order can be pickled, which is needed if the workers of a loader are spawned instead of forked."""
     order = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed=0)
     before = [order.row(i).ids.tolist() for i in range(20)]
     sent = pickle.loads(pickle.dumps(order))
@@ -477,7 +479,7 @@ def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):
     windows = Windows(builder, "text", seed=4)
     store = builder.stores["text"]
     stream = store.stream(0, store.tokens).tolist()
-    copy = pickle.loads(pickle.dumps(windows))  # the copy of a loader worker
+    copy = pickle.loads(pickle.dumps(windows))  # as in a loader worker
     begins = []
     for epoch in range(3):
         offset = int(random_stream(4, TEXT_OFFSET, epoch).integers(windows.length))

@@ -1,4 +1,4 @@
-"""Check that packing uses every document once per epoch and fills the rows, and that attention stays in documents."""
+"""Check that packing uses each document once per epoch, fills the rows, and keeps attention inside documents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_at_most_two_per_cent_is_padding(n, mean):
 
 
 def test_rows_do_not_gather_documents_of_one_length():
-    """Documents of equal length are interchangeable: with best fit alone most rows would hold only one length."""
+    """Rows mix documents of different lengths. Best fit alone would fill most rows with documents of one length."""
     given = np.random.default_rng(0).integers(78, 98, 5000)
     rows = fit(given, 1024)
     assert (
@@ -77,7 +77,7 @@ def test_an_epoch_is_every_document_once_and_the_next_is_another():
     assert epochs[0] != [
         Packing(lengths(700), 512, seed=4, stream=9).items(i) for i in range(len(packing))
     ]
-    # Long documents are not always the first of their row.
+    # The first document of a row is not always its longest.
     sizes = lengths(700)
     first_is_longest = [sizes[row[0]] == sizes[row].max() for row in epochs[0] if len(row) > 3]
     assert np.mean(first_is_longest) < 0.6
@@ -123,7 +123,7 @@ def test_no_target_crosses_a_document(order):
 
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 def test_a_packed_document_is_seen_as_if_alone(order, backend):
-    """Rotary positions are relative, so a document has the same logits alone and in its row."""
+    """Rotary positions are relative, so a document has the same logits alone and in a packed row."""
     config = ModelConfig(d_model=32, n_layers=2, n_heads=2, vocab_sizes=LAYOUT.vocab_sizes)
     model = EarlyFusionTransformer(config, backend=backend, seed=0).double()
     row = next(order.row(i) for i in range(50) if len(order.row(i).starts) > 3)

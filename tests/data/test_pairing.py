@@ -1,4 +1,4 @@
-"""Check `data.pairing`: the same images and captions in other pairs, or captions alone, with negative controls."""
+"""Check `data.pairing`: "shuffled" pairs each image with the caption of another, "captions" removes the images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3,
 
 
 def pairs_of(n: int) -> TokenStore:
-    """Return n pairs. Image n has the id 5 + n and caption n the id 1000 + n, which no other pair has."""
+    """Return n pairs. Image n has the id 5 + n and caption n the id 1000 + n; no other pair has these ids."""
     documents = [np.array([3, 2000 + n % 50, 5 + n, 4, *[1000 + n] * (1 + n % 7), 1]) for n in range(n)]
     lengths = np.array([len(d) for d in documents])
     return TokenStore("pair", LAYOUT, [np.concatenate(documents).astype(np.uint16)], [lengths])
@@ -99,9 +99,9 @@ def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
 
     assert "pairing" not in identity()
     assert len({identity_hash(identity(pairing=p)) for p in ("matched", "shuffled", "captions")}) == 3
-    # Text alone has no pairs to change.
+    # With text alone there are no pairs, so the field has no effect.
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
-    # Training rows of images alone do not change, but the held-out pairs do.
+    # With images alone the training rows do not change, but the held-out pairs do.
     assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
 
 

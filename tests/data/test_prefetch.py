@@ -1,5 +1,4 @@
-"""Check that batches are copied one step ahead, with fake CUDA streams that record the calls, and on a GPU if there
-is one."""
+"""Check that batches are copied one step ahead: with fake CUDA streams, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ def batch_of(i: int) -> TokenBatch:
 
 
 class Told:
-    """Records calls in order: batch i loaded, batch i copied (with the stream), event e recorded, the step waits for
-    event e, the memory of batch i kept for the step, step i."""
+    """Records the order of loads, copies, events and steps."""
 
     def __init__(self, monkeypatch, device: torch.device = CUDA) -> None:
         self.happened: list[tuple] = []
@@ -101,13 +99,13 @@ def test_the_next_copy_begins_before_a_batch_is_handed_out_and_only_its_own_is_w
         if i + 1 < n:
             assert at["copied", i + 1, "side"] < at["step", i]  # one batch ahead
         if i + 2 < n:
-            assert at["loaded", i + 2] > at["step", i]  # and no more than one batch
+            assert at["loaded", i + 2] > at["step", i]  # not more than one batch ahead
     if n > 1:  # the control: without prefetching the order is different
         assert told.happened != [what for i in range(n) for what in sorted(at, key=at.get) if what[1] == i]
 
 
 class Few:
-    """Micro-batches whose tokens are the number of the batch."""
+    """Micro-batches in which every token is the number of the batch."""
 
     ahead = 0
 
@@ -139,7 +137,7 @@ def test_the_position_counts_what_was_handed_out_not_what_was_copied(monkeypatch
     for batch in loader:
         got.append(int(batch.ids_BT[0, 0]))
         assert loader.state_dict()["position"] == len(got)
-        if len(got) == 3:  # an interrupt: batch 3 is on the device and was not trained on
+        if len(got) == 3:  # an interruption: batch 3 is on the device, but no step used it
             break
     again = loader_of(monkeypatch)
     again.load_state_dict(loader.state_dict())
@@ -179,7 +177,7 @@ def test_on_a_gpu_nothing_is_lost_however_long_a_step_takes(workers):
     sums, waste = [], torch.randn(2048, 2048, device=device)
     for i, batch in enumerate(loader):
         assert all(t.device == device for t in vars(batch).values() if t is not None)
-        for _ in range(20):  # the step is slower than copies and loader, and frees the memory that it used
+        for _ in range(20):  # the step is slower than loading and copying, and frees the memory that it used
             waste = (waste @ waste).clamp(-1, 1)
         sums.append(batch.ids_BT.double().mean() + 0 * waste[0, 0])
         del batch

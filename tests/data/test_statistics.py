@@ -23,7 +23,7 @@ def zipf(size: int, exponent: float, random: np.random.Generator) -> np.ndarray:
 
 
 def chain(transitions: np.ndarray, documents: int, length: int, lag: int, seed: int) -> np.ndarray:
-    """Return documents of a Markov chain whose parent is ``lag`` tokens back."""
+    """Return documents of a Markov chain in which each token depends on the token ``lag`` positions before it."""
     random, (size, _) = np.random.default_rng(seed), transitions.shape
     ids_DT = random.integers(size, size=(documents, length))
     cumulative = transitions.cumsum(1)
@@ -216,7 +216,7 @@ def test_three_modalities_by_their_blocks(transitions):
     # The two halves of a text use different words.
     text = random.choice(20, (n, 20), p=zipf(20, 1.0, random)) + np.repeat([0, 20], 10)
     image = 40 + chain(transitions, n, 30, lag=1, seed=6)
-    sound = 104 + text[:, :10] % 8  # determined by the words 20 tokens before
+    sound = 104 + text[:, :10] % 8  # determined by the words 20 tokens earlier
     rows = np.concatenate([text, sound, image], axis=1)
     vocab_sizes = {"text": 40, "image": 64, "sound": 8, "smell": 5}
     found = describe(rows[:500], rows[500:], vocab_sizes, contexts=[(1, 2), (20,)])
@@ -225,8 +225,8 @@ def test_three_modalities_by_their_blocks(transitions):
     assert sum(s.share for s in found.values()) == pytest.approx(1)
     assert {m: s.block for m, s in found.items()} == {"text": 40, "image": 64, "sound": 8}
     assert found["sound"].used == len(np.unique(sound[:500])) and found["sound"].documents == 500
-    assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # contexts cross modalities
-    assert found["sound"].compressed > 0.5  # compression does not
+    assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # the context is of another modality
+    assert found["sound"].compressed > 0.5  # the compressor sees one modality only
     # Without a context, the model knows only the frequencies of the words.
     nothing = found["text"].model_by_context["none"]
     assert found["text"].unigram - 0.1 < nothing < found["text"].unigram + 0.3

@@ -86,7 +86,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Return a function that tokenizes and returns the folder and the printed text."""
+    """Return a function that tokenizes shards and returns the output folder and the printed text."""
 
     def call(*args: str, out: str = "out", workers: int = 0) -> tuple[Path, str]:
         folder = tmp_path / out
@@ -122,8 +122,10 @@ def header(folder: Path) -> dict[str, Any]:
 
 
 def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
-    """Return whether at most one id in twenty differs in each document: codes may differ between batches by
-    rounding."""
+    """Return whether at most one id in twenty differs in each document.
+
+    Rounding can change the codes of an image that is encoded in another batch.
+    """
     return len(some) == len(others) and all(
         len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= len(a) // 20
         for a, b in zip(some, others, strict=True)
@@ -131,7 +133,7 @@ def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
 
 
 class Tokenizers:
-    """Makes the expected ids with the tokenizers, one image at a time."""
+    """Computes the expected ids with the tokenizers, one image at a time."""
 
     def __init__(self, folder: Path):
         self.image, self.bpe = ImageTokenizer.load(folder), TextTokenizer.load(folder)
@@ -217,7 +219,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
         ("../../i\x1b[2J.gif", b"x"),
         ("README", b"no sample"),
     ]  # fmt: skip
-    # Seven more samples without an image, so that there are more keys than the five that are kept as examples.
+    # b.tar adds seven samples without an image, so that there are more than the five that are kept as examples.
     write_tar(tmp_path / "a.tar", members)
     write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
     folder, printed = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
@@ -251,7 +253,7 @@ def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: 
     assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
     unread = header(out)["about"]["unread"]
     assert unread["counts"] == {DOTTED: 200} and header(out)["about"]["shards"][0]["files"] == 203
-    # If a sample with this key has an image, it is not dropped, and the files with a second dot are counted.
+    # If the sample photo has an image, it is not dropped, and the files with a second dot are still counted.
     path = write_tar(tmp_path / "b.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
     out, printed = run("--shards", str(path), out="b")
     assert "dropped" not in printed and "200 of 205 files were not read" in printed
@@ -289,7 +291,7 @@ def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers)
     def lists(images: list[Any], texts: list[Any]) -> bytes:
         return json.dumps({"images": images, "texts": texts}).encode()
 
-    many = 70  # images of one document: more than a batch
+    many = 70  # one document with more images than a batch
     members = [
         ("a.json", lists([None, url, None, url], ["one", None, "two", None])),
         ("a.0.webp", picture(2)), ("a.1.png", picture(4)),
@@ -399,7 +401,7 @@ def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
 
 
 def cut_short(path: Path) -> bytes:
-    """Cut an archive at the end of a sample; return the bytes of the whole archive."""
+    """Cut an archive at the end of a sample, and return the bytes that it had before."""
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
         edge = tar.getmembers()[12].offset
@@ -543,7 +545,7 @@ def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    printed, errors = process.communicate(timeout=1800)  # until the workers have closed stderr too
+    printed, errors = process.communicate(timeout=1800)  # waits until the workers have closed stderr too
     progress, last = errors.splitlines()[:-1], errors.splitlines()[-1]
     assert (process.returncode, last) == (130, "mmqk: interrupted")
     assert all(" of 4 shards" in line for line in progress)  # progress lines only, without a traceback
@@ -576,9 +578,9 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     whole = held.read_bytes()
     begin = tokenize.run_shards
 
-    def hold_back(*args: Any) -> None:  # after the patterns were read
+    def hold_back(*args: Any) -> None:  # runs after the file patterns are expanded
         held.unlink()
-        os.mkfifo(held)  # a process that opens it waits
+        os.mkfifo(held)  # a process that opens a pipe waits
         begin(*args)
 
     ticks = 0
@@ -629,7 +631,7 @@ def test_other_options_for_a_folder_that_was_begun(
         folder, printed = run(*pattern(shards))
     assert "is finished: train" in printed
     before = content(folder)
-    run(*pattern(shards), workers=3)  # the number of workers is not compared; no worker is started
+    run(*pattern(shards), workers=3)  # another number of workers is accepted, and no worker is started
     assert content(folder) == before
 
 
@@ -730,7 +732,7 @@ def test_the_progress_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.state(counts_N3)[0] == "2 of 4 shards · starting"
     counts_N3[0] = 50, 2, 0.25
     shown(counts_N3)
-    assert stream.getvalue() == ""  # the first line of a log comes after ten seconds
+    assert stream.getvalue() == ""  # a log gets its first line after ten seconds
     now, counts_N3[0] = 110.0, (100, 2, 0.5)
     shown(counts_N3)
     # 250 bytes took 10 s, so the other 3,500 take 140 s.

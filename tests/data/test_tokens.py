@@ -41,7 +41,7 @@ def test_documents_come_back_in_the_order_of_the_parts(tmp_path):
     expected = [d for p in range(3) for d in documents[p::3]]
     assert len(train) == 50 and train.tokens == sum(map(len, documents)) and len(stores["val"]) == 2
     assert all((train[i] == expected[i]).all() for i in range(50)) and train[7].dtype == np.int64
-    assert any(len(train[i]) != len(documents[i]) for i in range(50))  # the control: the order differs
+    assert any(len(train[i]) != len(documents[i]) for i in range(50))  # the control: another order
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16 - 12, np.uint16), (2**16, np.uint32)])
@@ -99,7 +99,7 @@ def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
         flip(path, -2)
     else:  # the same number of tokens, in documents of other lengths
         np.save(path, np.array([3, 3, 2, 4], dtype=np.uint32))
-    for _ in range(2):  # a damaged file is never stored as one that matched
+    for _ in range(2):  # also the second time: a damaged file is not recorded as valid
         with pytest.raises(UserError, match=rf"00001\.{what}\.npy differs from tokens\.json .*make the folder again"):
             open_tokens(folder, cache)
     path.write_bytes(whole)

@@ -23,8 +23,8 @@ def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:
 
 
 def unequal(a: RunConfig, b: RunConfig) -> set[str]:
-    """Return the fields in which two whole configurations differ; if a field is an empty mapping in one of them, only
-    the fields inside it count."""
+    """Return the fields in which two whole configurations differ. If a mapping is empty in one of them, only the
+    fields inside the mapping count."""
     flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
     absent = object()
     return {

@@ -61,7 +61,7 @@ def test_targets_per_step_are_matched(study):
     }
     for arm, count in counts.items():
         assert count == pytest.approx(total, rel=0.01), arm
-    assert mixed.batch_size * of_text != pytest.approx(total, rel=0.1)  # the control: batch size of the mixed arm
+    assert mixed.batch_size * of_text != pytest.approx(total, rel=0.1)  # the control: the mixed arm's batch size
 
 
 def test_claims_can_be_decided(study):

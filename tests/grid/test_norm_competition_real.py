@@ -68,7 +68,7 @@ def test_matched_targets_are_counted_in_the_data(study, per_sequence):
     assert only.batch_size * (only.seq_len - 1) == pytest.approx(total, rel=0.02)
     assert runs["image-off"].data.batch_size * text == pytest.approx(total, rel=0.02)
     assert runs["images-removed"].data.batch_size * captions == pytest.approx(8 * text, rel=0.02)
-    # The controls: batches of 7 or 8 text rows of 128 tokens, or of 14 without the image loss, are not matched.
+    # The controls: 7 or 8 text rows of 128 tokens per batch, or 14 rows without the image loss, do not match.
     for wrong in (7 * 127, 8 * 127, 14 * text):
         assert wrong != pytest.approx(total, rel=0.02)
 

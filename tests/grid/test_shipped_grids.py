@@ -56,8 +56,8 @@ def changed(tmp_path: Path, change) -> Grid:
 
 
 def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str, str], set[str]]:
-    """Return, by pair of arms with a common seed, the fields that differ although neither arm sets them, or although
-    both arms set them to the same value."""
+    """Return the unintended differences of each pair of arms with a common seed: fields that differ although neither
+    arm sets them, or although both arms set them to the same value."""
     found = {}
     for a, b in combinations(grid.arms, 2):
         for seed in set(a.seeds) & set(b.seeds):

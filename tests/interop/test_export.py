@@ -94,8 +94,7 @@ def test_the_tokenizer_gives_the_ids_of_mmqk_on_random_strings(exported, tiny_da
         ids = theirs(string)["input_ids"]
         assert ids == [5 + i for i in ours.encode(string)], string
         assert theirs.decode(ids) == string
-    # The controls: the exported ids are not those of mmqk's text tokenizer without the offset of 5, and two strings
-    # have different ids.
+    # The controls: without the offset of 5 the ids differ, and two different strings have different ids.
     assert theirs("trade")["input_ids"] != ours.encode("trade")
     assert theirs("a")["input_ids"] != theirs("b")["input_ids"]
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)

@@ -18,13 +18,13 @@ from mmqk.model.norms import LayerNorm, RMSNorm
 from tests.interop.models import logits_of, some_ids, tiny
 from tests.peers import Peer
 
-# In a model of any dtype, transformers computes the softmax and the rotary angles in fp32.
+# transformers computes the softmax and the rotary angles in fp32 even in an fp64 model, which limits the agreement.
 TOLERANCE = 1e-5
 Change = Callable[[ModelConfig], ModelConfig]
 
 
 def change(**fields) -> Change:
-    """Return a function that changes fields of a ModelConfig, or of its qk_norm (names with `qk_`)."""
+    """Return a function that changes fields of a ModelConfig, or of its qk_norm (names that begin with `qk_`)."""
     qk = {name.removeprefix("qk_"): value for name, value in fields.items() if name.startswith("qk_")}
     rest = {name: value for name, value in fields.items() if not name.startswith("qk_")}
     return lambda c: replace(c, **rest, qk_norm=replace(c.qk_norm, **qk))

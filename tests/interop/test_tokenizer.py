@@ -28,7 +28,7 @@ def test_transformers_opens_the_text_tokenizer_with_the_ids_of_the_model(tmp_pat
     files, said = tokenizer_files(tmp_path / "run")
     for name, text in files.items():
         (out / name).write_text(text)
-    if not known:  # the control: a tokenizer with another hash than the run's is not exported
+    if not known:  # the control: a tokenizer is not exported if its hash differs from the run's
         assert "no tokenizer is included" in said and not list(out.iterdir())
         return
     theirs = transformers.AutoTokenizer.from_pretrained(str(out), local_files_only=True)

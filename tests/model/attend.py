@@ -1,4 +1,4 @@
-"""Attention in one call, which also builds the mask of the backend."""
+"""Builds the mask of a backend and runs its attention, in one call."""
 
 from mmqk.model import backends as kernels
 

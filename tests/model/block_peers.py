@@ -33,7 +33,7 @@ def renamed(function, old, new):
 
 
 def first_gains(**fields):
-    """Return the function of a block whose norms keep their initial gains and ignore the leaves."""
+    """Return the function of a block whose norms keep their initial gains instead of those in the leaves."""
     make, ours = block(**fields)
     return lambda leaves: ours(
         {**leaves, **{n: p for n, p in make().double().named_parameters() if "_norm" in n}}
@@ -41,13 +41,13 @@ def first_gains(**fields):
 
 
 def written(**fields):
-    """Return the function of `WrittenOut` on the ids of the whole-model comparisons."""
+    """Return a function that runs `WrittenOut` on `IDS_BT`, the ids of the other whole models."""
     config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
     return lambda leaves: torch.stack([WrittenOut(leaves, config)(ids_T) for ids_T in IDS_BT])
 
 
 def scaled_rows(*factors):
-    """Return the function of a model without embedding scale, with each embedding row times its modality's factor."""
+    """Return the function of a model without embedding scale, whose embedding rows are scaled by modality."""
     rows = [factor for factor, size in zip(factors, BLOCKS.values(), strict=True) for _ in range(size)]
     factor_V1 = torch.tensor(rows, dtype=torch.float64)[:, None]
     return lambda leaves: model()[1]({**leaves, "embed.weight": factor_V1 * leaves["embed.weight"]})

@@ -1,6 +1,6 @@
 """Compares two differentiable functions of named tensors, and builds small modules to compare.
 
-Both functions take the same leaf tensors under the names of our parameters. A peer whose matrices are stacked or
+Both functions take the same leaf tensors, named like mmqk's parameters. A peer whose matrices are stacked or
 permuted builds them from these leaves, so the gradients of both functions have the same names.
 """
 
@@ -27,7 +27,7 @@ IDS_BT = torch.tensor([[1, 12, 2, 18, 3, 13, 20, 4], [11, 11, 0, 5, 19, 6, 7, 14
 EXACT = 1e-11  # tolerance of peers that compute in fp64 throughout
 FP32_INSIDE = 5e-6  # tolerance of peers whose softmax, norms or rotary tables are in fp32
 MEASURED = 1e-2  # tolerance of standard deviations of random numbers
-TINY = 1e-30  # epsilon of our norms for a comparison with peers without epsilon
+TINY = 1e-30  # epsilon of mmqk's norms for peers without epsilon
 
 Leaves = Mapping[str, Tensor]
 Function = Callable[[Leaves], Tensor]
@@ -35,8 +35,10 @@ Function = Callable[[Leaves], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Peer):
-    """`ours(leaves)` equals `theirs(leaves)`, and none of the `controls` does; each control is named after its
-    error."""
+    """Functions to compare: `ours(leaves)` must equal `theirs(leaves)`, and each of the `controls` must differ.
+
+    The name of a control describes its error.
+    """
 
     leaves: Callable[[], Leaves] = dict
     ours: Function
@@ -165,7 +167,7 @@ def sigma_leaves() -> Leaves:
 
 
 def sigma_vectors(leaves: Leaves, steps: int) -> SigmaLinear:
-    """Return a σReparam matrix with these weights, after this many power steps from fixed vectors."""
+    """Return a σReparam matrix with these weights, after `steps` power steps from fixed vectors."""
     module = SigmaLinear(D, D).double()
     module.weight.data = leaves["weight"].detach().clone()
     module.u.copy_(torch.linspace(-1, 1, D) / torch.linspace(-1, 1, D).norm())
@@ -175,7 +177,7 @@ def sigma_vectors(leaves: Leaves, steps: int) -> SigmaLinear:
 
 
 def sigma_linear(steps: int) -> Function:
-    """Return the forward function of `sigma_vectors`."""
+    """Return the forward function of the matrix that `sigma_vectors` returns."""
     return lambda leaves: call(sigma_vectors(leaves, steps), leaves, leaves["x"])
 
 

@@ -11,7 +11,7 @@ from tests.model.comparison import LAYERS, D, Function, H, K, Leaves, T, rope64,
 
 INTERLEAVED = (
     torch.arange(K).view(2, K // 2).T.flatten()
-)  # RoPE rotates channels i and i + K/2 together in mmqk, i and i + 1 in x-transformers
+)  # RoPE rotates channels i and i + K/2 together in mmqk, but i and i + 1 in x-transformers
 
 
 def _tables() -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def x_transformers_attention(zero_centered: bool = False, bias: float | None = N
             parameters[f"to_{n}.weight"] = rows[:, INTERLEAVED].flatten(0, 1)
         if options.get(
             "qk_norm_dim_scale"
-        ):  # our scale has one number per head; theirs has a factor 1 / sqrt(head_dim)
+        ):  # mmqk has one scale per head; x-transformers also multiplies by 1 / sqrt(head_dim)
             parameters["qk_norm_q_scale"] = leaves["q_norm.weight"].expand(H, K)[:, None] * K**0.5
             parameters["qk_norm_k_scale"] = torch.ones(H, 1, K).double()
         if options.get("qk_rmsnorm"):
@@ -345,7 +345,7 @@ def x_transformers_post_act_norm(leaves: Leaves) -> Tensor:
     own = dict(module.named_parameters())
     gain = next(name for name in own if own[name].ndim == 1)
     first, last = (name for name in own if own[name].ndim == 2)
-    offset = 1.0 if own[gain].detach().eq(0).all() else 0.0  # their gain may be 1 + gamma
+    offset = 1.0 if own[gain].detach().eq(0).all() else 0.0  # the gain of x-transformers may be 1 + gamma
     parameters = {first: leaves["w_up.weight"], last: leaves["w_down.weight"], gain: leaves["norm.weight"] - offset}
     return functional_call(module, parameters, leaves["x"])
 

@@ -34,7 +34,7 @@ def test_every_variant_trains_on_any_mix_of_modalities(variant):
 
 
 def test_one_token_comes_out_as_its_own_value():
-    # With one key, that key has softmax weight 1; with sigmoid attention it has sigmoid(logit - log 1).
+    # A single key has weight 1 with softmax attention, and sigmoid(logit - log 1) with sigmoid attention.
     for variant in ("llama", "l2", "untied"):
         seen = {}
         build(**VARIANTS[variant])(

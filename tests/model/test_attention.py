@@ -1,4 +1,4 @@
-"""Attention, RoPE and QK-Norm against written-out references, and their known bounds and symmetries."""
+"""Compares attention, RoPE and QK-Norm with written-out references, and checks known bounds and symmetries."""
 
 import math
 
@@ -21,7 +21,7 @@ def qkv(dtype=torch.float64, size=2.0):
 
 
 def written_out(q, k, v, scale, softcap=None, documents=None, cap_after_mask=False):
-    """Compute attention one query at a time, with Python arithmetic on scalars."""
+    """Compute attention one query at a time."""
     out = torch.zeros_like(q)
     for b, h, t in torch.cartesian_prod(torch.arange(B), torch.arange(H), torch.arange(T)).tolist():
         weights = []
@@ -153,7 +153,7 @@ def test_rope_keeps_lengths_and_depends_on_distance_alone():
 
 
 def watched(config, scale_w_q=1.0, autocast=False):
-    """Return the tensors at all sites of an attention layer with random gains, by site, and the layer."""
+    """Return the tensors of an attention layer with random gains, by site, and the layer itself."""
     torch.manual_seed(5)
     layer = Attention(config, "math")
     with torch.no_grad():

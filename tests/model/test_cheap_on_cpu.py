@@ -1,4 +1,4 @@
-"""Code that is rearranged to be faster on a CPU equals the plain form bit for bit, gradients included."""
+"""Code that is optimized for a CPU equals the plain form bit for bit, gradients included."""
 
 import pytest
 import torch

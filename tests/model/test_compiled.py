@@ -61,7 +61,7 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [-1] * 3])
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """Remove the graphs of other tests, and let `compile_blocks` use dynamo only."""
+    """Remove the graphs of other tests, and let `compile_blocks` capture graphs without compiling them."""
     captured_by(monkeypatch, "eager")
     limit, donated = dynamo.config.recompile_limit, functorch_config.donated_buffer
     dynamo.reset()
@@ -105,7 +105,7 @@ def test_compiled_equals_eager_to_the_bit(name, monkeypatch):
     plain = build(**VARIANTS[name])
     model = compiled(plain)
     assert same(step(model, document_BT=DOCUMENT_BT), step(plain, document_BT=DOCUMENT_BT))
-    assert n_graphs() == 2  # one for all blocks, one for the final norm
+    assert n_graphs() == 2  # one graph for all blocks, one for the final norm
     assert not counters["graph_break"]
     with torch.no_grad():
         for parameter in plain.blocks[1].attention.w_q.parameters():
@@ -223,7 +223,7 @@ def test_hooks_on_a_block_run():
 
 
 def counted(model):
-    """Return a list that grows by one entry each time a block of `model` computes."""
+    """Return a list that grows by one entry each time a block of `model` runs."""
     calls = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda block, args: calls.append(block))

@@ -1,7 +1,7 @@
 """Checks the dtype of every site under CUDA's autocast without a GPU, with fake tensors that have a device, a shape
 and a dtype, but no values.
 
-CPU autocast differs: it does not convert norms, powers and sums to fp32, as CUDA's does.
+CPU autocast differs: unlike CUDA's, it does not convert norms, powers and sums to fp32.
 """
 
 from contextlib import contextmanager
@@ -54,7 +54,10 @@ def cuda_autocast():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Run no kernel. SDPA would query the driver for a kernel, so it is replaced by a sum of its inputs."""
+    """Use fake tensors, so that no kernel runs.
+
+    SDPA would query the driver for a kernel, so it is replaced by a sum of its inputs.
+    """
 
     def same_shape(q, k, v, **_):
         return v + 0 * (q + k)

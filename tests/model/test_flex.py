@@ -1,4 +1,4 @@
-"""FlexAttention on a CPU: its masks, cap, grouped heads and row statistics against `math` and written-out sums."""
+"""Compares FlexAttention on a CPU with `math` and written-out sums: masks, cap, grouped heads, row statistics."""
 
 import functools
 import math
@@ -113,7 +113,7 @@ def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
 def test_rows_of_flex_are_the_written_out_maxima_and_sums(name, flex_on_cpu):
     options = dict(CASES[name])
     if "softcap" in options:
-        options["softcap"] = 4.0  # the raw logit is recovered accurately only below 6 times the cap
+        options["softcap"] = 4.0  # inverting the cap is accurate only for raw logits below 6 times the cap
     q, k, v = (x.requires_grad_() for x in qkv())
     mask = kernels.mask_of("flex", T, CPU, options.get("window", 0), options.get("document_BT"))
     out, rows = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex", softcap=options.get("softcap"))
@@ -149,7 +149,7 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
     caps = torch.arange(1, 10001) / 100
     for there, back in ((1 / math.log(2), math.log(2)), (1.44269504, math.log(2))):
         most = caps * there * back
-        assert (most > caps).any()  # otherwise the test would check nothing
+        assert (most > caps).any()  # the case under test: rounding exceeds some caps
         raw = torch.stack([flex.uncapped(x, float(c)) for x, c in zip(most, caps, strict=True)])
         assert raw.isfinite().all() and (raw >= 7 * caps).all() and (raw <= 9.0001 * caps).all()
 
@@ -157,7 +157,7 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
 @pytest.fixture
 def graphs_on_cpu(monkeypatch):
     """Compile blocks with flex on a CPU: aot_eager runs flex as dense operations, and torch's check of the device is
-    off."""
+    switched off."""
     options, compile_ = torchs._apply_kernel_options, torch.compile
 
     def with_statistics(q, k, v, return_lse, given, return_aux=None):
@@ -194,7 +194,7 @@ def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
         ours = gradients(fused, ids_of(2, 128), document_BT, rows)
         for a, b in zip(ours, gradients(plain, ids_of(2, 128), document_BT), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        assert counters["stats"]["unique_graphs"] == 3  # a layer with a window, one without, the final norm
+        assert counters["stats"]["unique_graphs"] == 3  # a layer with a window, a layer without one, the final norm
     assert len(rows) == 3 * plain.config.n_layers
     assert (gradients(fused, ids_of(2, 128))[0] - ours[0]).abs().max() > 1e-2
 

@@ -38,8 +38,7 @@ KERNELS = [
     *((backend, torch.float32, case) for backend in ("sdpa", "sdpa_efficient") for case in CASES),
     *(("flex", dtype, case) for dtype in (torch.bfloat16, torch.float32) for case in CASES | CAPPED),
 ]
-# Tolerance relative to the norm of the compared tensor. The kernels compute with inputs in 16 bits,
-# or in fp32 and perhaps on tensor cores.
+# Tolerance relative to the norm of the compared tensor. With fp32 inputs, kernels may still use tensor cores.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 0.005}
 
 
@@ -58,7 +57,7 @@ def qkv(T, K, dtype, heads=H):
 
 
 def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=SCALE):
-    """Return the output and gradients, and the row statistics. Except for flex, repeat shared key and value heads."""
+    """Return the output with its gradients, and the row statistics. Only flex gets shared key and value heads."""
     q, k, v = leaves
     if backend != "flex":
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
@@ -136,7 +135,7 @@ def test_compiled_blocks_with_flex_train_like_math():
         model(ids_BT)
         ours = step(model, document_BT, rows)
     assert len(rows) == config.n_layers and all(x.isfinite().all() for row in rows for x in row)
-    tolerance = 0.08  # bf16 against fp32; the error of dense attention in bf16 is 0.02
+    tolerance = 0.08  # for bf16 compared with fp32; dense attention in bf16 has an error of 0.02
     assert furthest(ours, dense()) < tolerance
     for other in (dense(attn_softcap=None), dense(window=0), dense(document_BT=None)):
         assert furthest(ours[:1], other[:1]) > 2 * tolerance
@@ -228,7 +227,7 @@ def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
         step()  # compiles the model
         found.append(sdpa_kernels(step))
     assert found[0] == {kernel, f"{kernel}_backward"}
-    assert not found[0] & found[1] and len(found[1]) == 2  # the control: another name runs another kernel
+    assert not found[0] & found[1] and len(found[1]) == 2  # the control: another backend runs another kernel
 
 
 def test_flex_is_fused_outside_of_compiled_blocks():

@@ -1,4 +1,4 @@
-"""Properties that hold for every variant and any weights: bounds, homogeneity, translation."""
+"""Checks properties that hold for every variant and any weights: bounds, homogeneity, translation."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ GAINLESS = {
     "rms after rope": QKNormConfig("rms", gain="none", place="after_rope"),
     "layer": QKNormConfig("layer", gain="none"),
 }
-# All kinds of QK-Norm: kind, scope, gain, bias and place.
+# All combinations of kind, scope, gain, bias and place of QK-Norm.
 EVERY_QK_NORM = [
     QKNormConfig(kind, scope, gain, bias, place=place)
     for kind in ("rms", "layer")

@@ -1,4 +1,4 @@
-"""Norms equal torch's in value and gradient, keep the dtype of the input, and round once.
+"""Norms equal torch's in value and gradient, keep the dtype of the input, and round only once.
 
 `test_peers` tests their variants.
 """
@@ -132,5 +132,5 @@ def test_shapes_of_what_is_normalized_and_of_gain_and_bias(config, shape, gain):
     assert (None if norm.bias is None else tuple(norm.bias.shape)) == (gain if config.bias else None)
     assert str(gain).strip("None") in repr(norm)
     assert isinstance(qk_norm(config, H, DIM, "v"), torch.nn.Identity)
-    # Only the queries have the learned scale.
+    # With kind l2, only the queries have a learned scale.
     assert (list(qk_norm(config, H, DIM, "k").parameters()) == []) == (gain is None or config.kind == "l2")

@@ -33,7 +33,7 @@ from tests.model.comparison import (
 
 
 def attention_peer(remedy, name, tolerance, fields, theirs, wrong):
-    """Return the comparison of an attention layer. With QK-Norm, each control gives wrong fields of QKNormConfig."""
+    """Return the comparison of an attention layer. With QK-Norm, each control changes fields of QKNormConfig."""
     if "qk_norm" in fields:
         wrong = {what: {"qk_norm": replace(fields["qk_norm"], **changes)} for what, changes in wrong.items()}
     return compare((remedy,) if remedy else (), name, tolerance, attention, fields, theirs, wrong)

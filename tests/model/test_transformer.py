@@ -10,7 +10,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeSc
 from tests.model.small import BLOCKS, VARIANTS, V, build, ids_of, refuses_sdpa
 from tests.model.written_out import WrittenOut
 
-# For each variant, changes of the configuration; the same parameters then give other logits.
+# For each variant, changes of the configuration that change the logits although the parameters stay the same.
 WRONG = {
     "llama": [{"rope_theta": 10.0}, {"norm_eps": 0.1}, {"attn_scale": "inverse"}, {"norm": "layer"}],
     "chameleon": [

@@ -1,7 +1,7 @@
 """The forward pass of the model, written with other operations, as the reference for the tests of the model.
 
-It processes one sequence, one token at a time outside attention and one head at a time in attention, with an `if` for
-each choice of the configuration. It uses the state dict of a model and shares no code with the model.
+It processes one sequence: one head at a time in attention, and one token at a time elsewhere. It uses the state dict
+of a model and shares no code with the model.
 """
 
 import math
@@ -42,7 +42,7 @@ class WrittenOut:
     Args:
         state: Parameters and buffers by name; fp64 gives more accurate logits.
         config: The `ModelConfig` of the model.
-        modalities: Modality number of each token; by default from the ranges of ids.
+        modalities: Modality number of each token; by default computed from the ids.
     """
 
     def __init__(self, state, config, modalities=None):

@@ -73,7 +73,7 @@ def attention(
 ) -> dict[str, float]:
     """Return all statistics of one layer's attention call by tag; `sees(b, t, s)` is True for visible pairs.
 
-    `sinks` has one logit for each head. The logit enters the softmax like that of a key, and its weight is dropped.
+    `sinks` has one logit for each head. It enters the softmax like the logit of a key, and its weight is dropped.
     """
     B, H, T, _ = q.shape
     valid = np.ones((B, T), dtype=bool) if valid is None else valid
@@ -161,7 +161,7 @@ def row(
 def growth(q_BTK, k_BTK, modality, valid, a: int, c: int, seen_sq: list[float]) -> dict[str, float]:
     """Return the parts of logit growth of one head, over all pairs of a sequence, visible or not.
 
-    Only the part `masked` compares the visible pairs, `seen_sq`, with all pairs.
+    The squared dot products of visible pairs, `seen_sq`, affect the part `masked` only.
     """
     q_sq, k_sq, dot_sq = [], [], []
     for b in range(len(q_BTK)):

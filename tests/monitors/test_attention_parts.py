@@ -82,7 +82,7 @@ def flat(statistics):
 
 
 def by_name(rows_FM):
-    """Return the F statistics of an `AttentionStatistics` by name; offset and mass have M each, all others 1."""
+    """Return the F statistics of an `AttentionStatistics` by name; offset and mass have M values, all others one."""
     names = [*PARTS[:4], "offset", *PARTS[4:], "mass"]
     sizes = [M if name in ("offset", "mass") else 1 for name in names]
     return dict(zip(names, rows_FM.split(sizes), strict=True))
@@ -105,8 +105,10 @@ def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
 
 
 def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
-    """A constant added to all logits of a row changes only the mean; added to one key modality it changes the
-    softmax."""
+    """A constant that is added to all logits of a row changes only their mean.
+
+    If it is added to the logits of one key modality, it also changes the softmax.
+    """
     q, k, modality_BT, visible_BTS = case()
     q[..., -1] = 2.0  # adds twice the last channel of a key to all logits of that key
     everywhere, one_block = k.clone(), k.clone()
@@ -138,7 +140,7 @@ def test_the_parts_add_up_and_masses_sum_to_one():
 
 
 def test_large_logits_on_a_large_mean_keep_their_spread():
-    """With a mean of 10,000, the squares in fp32 would lose a spread of 1."""
+    """The mean is near 10,000, so a difference of squares in fp32 would lose the variance."""
     q, k, modality_BT, visible_BTS = case(size=1.0)
     q[..., -1] = 1.0
     k[..., -1] += 1e4
@@ -150,7 +152,7 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
 
 
 def test_the_largest_of_many_logits_are_those_of_a_sort():
-    """The case has so many pairs that the tail has several values and most groups of 32 pairs are not sorted."""
+    """There are so many pairs that the tail has several values and only some groups of 32 pairs are sorted."""
     random = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, 2, (1, 211), generator=random)

@@ -23,7 +23,7 @@ LOSS = LossConfig(z_loss=1e-2, weights={"image": 0.5})
 
 
 def quadratic(n: int, seed: int = 0):
-    """Return a symmetric matrix with eigenvalues of both signs, a linear term and a point, in fp64."""
+    """Return the symmetric matrix and the linear term of a quadratic function, and a point."""
     random = torch.Generator().manual_seed(seed)
     a, b, w = (torch.randn(size, generator=random, dtype=torch.float64) for size in ((n, n), (n,), (n,)))
     return a + a.T, b, w
@@ -52,7 +52,7 @@ def test_adam_diverges_above_two_over_it(share, grows, beta1):
     """With a large epsilon Adam's preconditioner is constant, so the limit of the learning rate is known exactly for
     a quadratic loss of one weight."""
     h, eps, betas = 3.0, 1e6, (beta1, 0.95)
-    w = torch.nn.Parameter(torch.full((1,), 1e-150, dtype=torch.float64))  # v stays far below epsilon
+    w = torch.nn.Parameter(torch.full((1,), 1e-150, dtype=torch.float64))  # so small that v stays far below epsilon
     scale = adam_scale(torch.zeros(1), 10**6, betas, eps).double()
     limit = 2 / float(curvature([torch.ones(1)], [h * torch.ones(1)], [scale]))
     optimizer = torch.optim.AdamW([w], lr=share * limit, betas=betas, eps=eps, weight_decay=0.0)

@@ -77,8 +77,7 @@ def batch_of(T: int = 20, B: int = 2):
 
 
 def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> Counter[str]:
-    """Return the number of transfers in forward, backward, clipping and update of the training module with
-    monitors."""
+    """Return the number of transfers in one training step (forward, backward, clipping, update) with monitors."""
     module, batch = build(settings, CONFIG), batch_of()
     step(module, batch)  # creates the optimizer state
     optimizer = module.trainer.optimizers[0]
@@ -94,7 +93,7 @@ def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> C
 
 
 class Counting(L.Callback):
-    """Counts the transfers from the start of one step's batch to the start of the next, by step."""
+    """Counts the transfers of each step, from the start of its batch to the start of the next batch."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, int] = {}
@@ -167,13 +166,13 @@ def test_between_two_probes_a_run_fetches_nothing_more():
 
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_probe_fetches_before_its_end_only_what_it_needs_once(layers):
-    """The pairs of the batch are listed once for all layers, and all statistics are transferred in `flat`."""
+    """The pairs of the batch are listed for all layers together, and all statistics are transferred in `flat`."""
     model = EarlyFusionTransformer(replace(CONFIG, n_layers=layers))
     with Transfers() as transfers:
         found = probe(model, batch_of(), heads=True)
     M = len(BLOCKS)
-    # Twice, for all heads and for one head at a time: `nonzero` lists the pairs of each query and key modality, and
-    # `tolist` reads their counts and `Pairs.reach`.
+    # The pairs are listed twice, for all heads and for one head at a time. `nonzero` lists the pairs of each query
+    # and key modality, and `tolist` reads their counts and `Pairs.reach`.
     assert transfers.counts == {"nonzero": 2 * M**2, "tolist": 4}
     with Transfers() as transfers:
         assert found.flat()
@@ -229,5 +228,5 @@ def test_a_compiled_model_is_probed_like_an_eager_one(dynamo):
     assert probe(model, batch).flat() == eager
     with pytest.raises(
         Exception, match=r"(?i)graph break|unsupported|sink|fullgraph"
-    ):  # a probe avoids this error
+    ):  # the error that a probe avoids
         model(batch.ids_BT, sink=lambda site, layer, x: print(float(x.sum())))

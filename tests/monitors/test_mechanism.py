@@ -163,7 +163,7 @@ def radial(model) -> dict[str, torch.Tensor]:
 
 
 def test_without_qk_norm_the_radial_gradient_is_that_of_the_logits_and_alike_on_both_sides(monkeypatch):
-    """<W_q, dL> = <W_k, dL> = sum z dL/dz for each head, where z are the raw logits."""
+    """For each head, <W_q, dL/dW_q> = <W_k, dL/dW_k> = sum z dL/dz, where z are the raw logits."""
     kept = []
 
     def attention(q_BHTK, k_BHSK, v_BHSK, mask, *, scale, **_):

@@ -282,7 +282,7 @@ def test_parts_add_up_to_the_whole():
 
 
 def test_entropy_has_its_known_values():
-    """Equal logits give an entropy of log n and one dominant logit gives 0, for logits of any size."""
+    """n equal logits give an entropy of log n, and one dominant logit gives 0, for logits of any size."""
     T = 32
     valid, modality = torch.ones(1, T, dtype=torch.bool), torch.zeros(1, T, dtype=torch.long)
     q = torch.ones(1, 1, T, 2)

@@ -35,7 +35,7 @@ def expected(q, k, earlier_q, earlier_k, second_order=False) -> float:
 
 
 def random_matrices(H: int, G: int, K: int, D: int, change: float, seed: int = 0) -> list[torch.Tensor]:
-    """Return W_q and W_k after a change, then both before it. Before it, the columns have scales from 0.1 to 3."""
+    """Return W_q and W_k after a change, then W_q and W_k before it, with column scales from 0.1 to 3."""
     random = torch.Generator().manual_seed(seed)
     before = [torch.randn(n, K, D, generator=random) * torch.linspace(0.1, 3, D) for n in (H, G)]
     sizes = change * torch.linspace(2, 0.2, K)[:, None]

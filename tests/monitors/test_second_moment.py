@@ -83,7 +83,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
 
 
 def written_out(clip: float | None) -> dict[int, float]:
-    """Return the expected ratio of the first W_q by step, from torch's AdamW and v computed from the gradients."""
+    """Train with torch's AdamW and return the expected ratio of the first W_q by step; v is computed by hand."""
     model, moment, by_step = module_of().model, 0.0, {}
     weight = model.blocks[0].attention.w_q.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)

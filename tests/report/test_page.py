@@ -456,8 +456,8 @@ def test_runs_without_a_grid_get_a_plain_page(tmp_path, hero_file_alone, what):
 
 
 def test_two_other_modalities_and_arms_get_the_same_page(tmp_path, hero_file_alone):
-    """The page does not depend on the names of the demonstration: the verdicts hold for renamed arms and a renamed
-    modality."""
+    """The page does not depend on the names of the demonstration: renamed arms and a renamed modality have the same
+    verdicts."""
     folder = write_demo(tmp_path / "demo")
     for path in [*folder.rglob("metrics.jsonl"), *folder.rglob("run.json")]:
         path.write_text(path.read_text().replace("image", "audio"))
@@ -609,7 +609,7 @@ def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
         rewrite(runs, "mixed", seed, lambda line, half=half: line["step"] % 40 == half and _forget(line))
     assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text") is None
     assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "audio") is None
-    # The figure of layers shows the other arms.
+    # The figure of layers still shows the other arms.
     assert "layers" in {figure.name for figure in figures(load_study(runs))}
 
 
@@ -651,7 +651,6 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert "largest attention logit ended at" in page and "figures/hero.png" in page
     assert "nats (1 run)" not in page and "not trained" not in page
     study = load_study(run)
-    # The page does not state that the run learned nothing, and it starts its note with "Its run.json", not
-    # "Run.json".
+    # The page does not state that the run learned nothing. Its note begins with "Its run.json", not "Run.json".
     assert {(row["learned"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
     assert "Its run.json is missing" in page

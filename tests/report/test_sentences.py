@@ -156,7 +156,7 @@ def test_a_run_that_is_going_on_has_not_ended(tmp_path):
 def test_forks_cost_what_they_read_themselves(tmp_path):
     study = load_study(write_forks(tmp_path / "forks"))
     read = {run.name: tokens(run) for run in study.runs}
-    # With 8 sequences of 128 tokens per step: 100 steps, 60 after step 40, 20 after step 70.
+    # A step has 8 sequences of 128 tokens. `plain` trains 100 steps, `late` 60 from step 40, `hot` 20 from step 70.
     assert (read["plain"], read["late"], read["hot"]) == (102_400, 61_440, 20_480)
     assert f"{round(sum(read.values()) / 1000)}k tokens" in totals(study)
 

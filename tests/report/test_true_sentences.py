@@ -70,7 +70,7 @@ def lone(folder):
 
 
 def tuned(folder):
-    """Write a grid in which both arms select the same one of three learning rates."""
+    """Write a grid in which both arms select the same learning rate out of three."""
     runs = []
     for arm, qk in (("a", "none"), ("b", "rms")):
         for rate, loss in ((0.01, 3.6), (0.02, 3.4), (0.04, 3.8)):

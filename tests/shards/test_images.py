@@ -73,7 +73,7 @@ def test_images_of_the_right_size_come_through_bit_for_bit() -> None:
         assert (pixels(load_image(webp, 64, fit)) == pixels(rgb)).all()  # type: ignore[arg-type]
         three = np.repeat(pixels(grey)[:, :, None], 3, axis=2)
         assert (pixels(load_image(encoded(grey, "PNG"), 64, fit)) == three).all()  # type: ignore[arg-type]
-    # For images of this size, load_image only puts them on white.
+    # load_image only puts images of this size on white.
     for image in (rgba, rgb.quantize(16), noise(64, 64, 2), rgb.convert("1")):
         assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(on_white(image))).all()
     # A JPEG of this size is decoded in full, without draft mode.
@@ -88,7 +88,7 @@ def test_crop_keeps_the_centre_of_the_longer_side() -> None:
     for array in (wide, wide.transpose(1, 0, 2)):
         square = pixels(load_image(encoded(Image.fromarray(np.ascontiguousarray(array)), "PNG"), 20))
         assert (square[3:-3, 3:-3] == 120).all()
-    # Without scaling the crop is exact; if the number of rows to cut is odd, the far end loses one more.
+    # Without scaling the crop is exact; if the number of rows to cut is odd, the far end loses one row more.
     image = noise(64, 69)
     assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(image)[2:66]).all()
 
@@ -171,7 +171,7 @@ def test_alpha_shows_white(size: int) -> None:
     assert (square[..., 1] == square[..., 2]).all() and (square[:, :29] == 255).all()
     bled = pixels(Image.fromarray(array).convert("RGB").resize((63, 63), Image.Resampling.BICUBIC))
     assert (bled[..., 1] != bled[..., 2]).any()
-    # A single color is declared transparent (tRNS of RGB and of grayscale).
+    # One color is declared transparent, in RGB and in grayscale images (tRNS).
     for mode, clear in (("RGB", (1, 2, 3)), ("L", 9)):
         image = Image.new(mode, (size, size), clear)
         assert pixels(load_image(encoded(image, "PNG", transparency=clear), 64)).min() == 255
@@ -197,7 +197,7 @@ def test_cmyk_as_another_decoder_sees_it() -> None:
     expected = decode_jpeg(data, "RGB").permute(1, 2, 0).numpy().astype(int)
     got = pixels(load_image(jpeg, 96))
     assert abs(got - expected).mean() < 2
-    assert abs(255 - got - expected).mean() > 20  # the control: without the inversion
+    assert abs(255 - got - expected).mean() > 20  # the control: without the inversion the colors differ
     # A TIFF is not inverted, and its colors follow from the inks by this formula.
     c, m, y, k = (pixels(channel) / 255 for channel in inks.split())
     formula = 255 * np.stack([(1 - ink) * (1 - k) for ink in (c, m, y)], axis=2)
@@ -227,7 +227,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     beyond = Image.fromarray((deep.astype(np.int32) - 30000) * 1000)
     square = pixels(load_image(encoded(beyond, "TIFF"), 64))
     assert abs(square - expected[:, :, None]).max() <= 1
-    # 16-bit grayscale with one transparent value, and 16-bit color, from raw bytes.
+    # Build two images from raw bytes: 16-bit grayscale with one transparent value, and 16-bit color.
     rows = b"".join(b"\0" + struct.pack(">64H", *([500] * 32 + [40000] * 32)) for _ in range(64))
     square = pixels(load_image(png((64, 64, 16, 0, 0, 0, 0), rows, (b"tRNS", b"\x01\xf4")), 64))
     assert (square[:, :32] == 255).all() and (square[:, 32:] == round(40000 / 257)).all()
@@ -262,8 +262,8 @@ def test_first_frame_of_an_animation(file_format: str) -> None:
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_exif_orientation(orientation: int, fit: Any) -> None:
     upright = noise(150, 90)
-    # The image as the camera stored it: the inverse of the transformation of the tag, by the table of the Exif
-    # standard.
+    # The image as the camera stores it: the inverse of the rotation and reflection that the Exif standard defines for
+    # this tag.
     a = pixels(upright).astype(np.uint8)
     stored = {
         1: a, 2: a[:, ::-1], 3: a[::-1, ::-1], 4: a[::-1], 5: a.transpose(1, 0, 2),
@@ -384,7 +384,7 @@ def test_cut_short_anywhere(file_format: str) -> None:
             continue  # the directory of a TIFF may be at either end, so only the cuts below are tested
         assert reason(whole[:cut]) in (images.EMPTY, images.UNKNOWN, images.BROKEN), cut
     assert reason(whole[: len(whole) // 2]) in (images.UNKNOWN, images.BROKEN)
-    # Some formats end with bytes that no pixel needs. Without them the image is complete, or it is dropped.
+    # Some formats end with bytes that no pixel needs. Without these bytes the image is either complete or dropped.
     for cut in range(1, 20):
         try:
             assert (pixels(load_image(whole[:-cut], 64)) == expected).all()

@@ -33,7 +33,7 @@ def test_pairs_of_the_img2dataset_layout() -> None:
     assert pair_of(without("txt")) == (b"image", "from json")
     for field in ("webp", "png", "jpg", "jpeg"):
         assert pair_of({field: b"x", "txt": b"t"})[0] == b"x"
-    # If the caption is null, or the json file has no JSON object, the caption is that of the text file.
+    # If the caption is null, or the json file has no JSON object, the text file gives the caption.
     for broken in (b'{"caption": null}', b"{}", b"[1]", b"", b"{", b"\xff", b"[" * 100000):
         assert pair_of(without(json=broken))[1] == "from txt"
         assert reason(pair_of, without("txt", json=broken)) == samples.NO_CAPTION
@@ -79,10 +79,10 @@ def test_images_are_found_by_count_place_or_name(texts: list[str | None]) -> Non
     for names in (["1.webp", "0.webp"], ["doc.1.webp", "doc.0.webp"], ["a/b/doc.1.webp", "DOC.0.WEBP"]):
         named = document([None, names[0], None, names[1]], texts, **{"0_webp": b"B", "1_webp": b"A"})
         assert interleaved_of(named) == expected
-    # If the names are incomplete, they are not used.
+    # If one of the names matches no file, all names are ignored.
     half = document([None, "1.webp", None, "x.webp"], texts, **{"0_webp": b"A", "1_webp": b"B"})
     assert interleaved_of(half) == expected
-    # A URL that ends like the name of a member is not used as a name either.
+    # A URL that ends like the name of a file does not count as a name.
     address = document([None, "https://a/x.1.webp", None, "https://a/x.0.webp"], texts,
                        **{"0_webp": b"A", "1_webp": b"B"})  # fmt: skip
     assert interleaved_of(address) == expected
@@ -175,7 +175,7 @@ def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, e
 
 
 def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
-    """Reading a line of 256 MB from a file of 250 kB takes memory of at most a few times the limit."""
+    """Reading a line of 256 MB from a file of 250 kB takes less than 32 MiB of memory if a line may have 1 MiB."""
     import gzip
     import tracemalloc
 

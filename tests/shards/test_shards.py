@@ -50,7 +50,7 @@ def raw_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 
 def remanifest(folder: Path) -> None:
-    """Update the hashes in the manifest to the current files, as a user with changed shards does."""
+    """Update the hashes in the manifest, as a user does after changing the shards."""
     shards = load_manifest(folder).splits
     new = {
         split: tuple(

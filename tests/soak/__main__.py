@@ -1,13 +1,15 @@
 """The soak test: plant thousands of faults, each in its own process, and count the outcomes.
 
-``python -m tests.soak --out runs/soak`` runs every part, ``--quick`` a few cases of each, ``--part NAME`` one part,
-``--case N`` one case again. A second call continues the first one. A part is a module of this folder with
+``python -m tests.soak --out runs/soak`` runs every part. ``--quick`` runs a few cases of each part, ``--part NAME``
+runs one part, and ``--case N`` repeats one case of it. A second call continues the first one. A part is a module of
+this folder with
 
-    CASES, QUICK   numbers of cases of a full and of a quick soak
+    CASES, QUICK   number of cases of a full soak and of a quick soak
     SECONDS        time limit of a case; a case that takes longer counts as a hang
     prepare(folder)                   creates, once, the files that the cases copy
     case(number, rng, shared, work)   plants fault `number` in the empty folder `work` and returns the name of the
-                                      outcome; an exception is a fault of mmqk. `rng` depends on seed and number.
+                                      outcome; an exception counts as a fault of mmqk. `rng` depends on the
+                                      seed, the part and the number.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Damaged files of runs, grids, packs, pages, models, tokenizers, archives and token folders.
 
 Each case copies a small project, damages one or two files of it, and runs one command that reads them. The command
-must refuse with one sentence that names the file or its folder, or give the result of the undamaged project, or name
-what it left out. It cannot detect that a record was changed into another valid record; then it must only end without
-a traceback.
+must refuse the file with one sentence that names it or its folder, give the result of the undamaged project, or name
+what it left out. If the damaged file is still a valid record, the command cannot detect the damage: then it must only
+end without a traceback.
 """
 
 from __future__ import annotations

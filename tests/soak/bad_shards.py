@@ -1,5 +1,5 @@
-"""Damaged shards are tokenized into a token folder. Shards of pairs are also read as during training, and some shards
-of pairs and of text are also read through the token cache of a manifest.
+"""Tokenize damaged shards into a token folder. Also read the shards of pairs as training does, and read some shards
+of pairs and of text through the token cache of a manifest.
 
 Each shard has good samples and a few damaged ones (`shard_damage`). If mmqk reads the shard, it must keep every good
 sample with the ids of the undamaged shard, and count every other sample as dropped. It may refuse the shard, in one
@@ -34,7 +34,7 @@ from mmqk.shards import __main__ as shards
 from mmqk.shards.images import FORMATS, MAX_PIXELS
 from mmqk.shards.manifest import Manifest, Shard, sha256_file, write_manifest
 from mmqk.store import cli_main
-from mmqk.tokenizers import autoencoder  # noqa: F401  (a case is a fork: it imports nothing again)
+from mmqk.tokenizers import autoencoder  # noqa: F401  (imported here once, before each case forks)
 from tests.soak.shard_damage import (
     BLOCK,
     IMAGES,
@@ -102,8 +102,8 @@ def called(main: Callable[[Any], int], argv: Any = None) -> tuple[int, str]:
     said = told.getvalue()
     assert "Traceback" not in said and all(c.isprintable() for c in said.replace("\n", "")), repr(said)
     assert len(said) < 5000, f"{len(said)} characters of output: {said[:300]}"
-    # Exit code 1: an error of the operating system in one sentence, or a failed run of a grid, with the reason in the
-    # table.
+    # Exit code 1 means an error of the operating system, in one sentence, or a failed run of a grid. The table of the
+    # grid has the reason.
     sentence = said.count("mmqk: ") == 1 or (code == 1 and "a run failed" in said)
     assert code == 0 or (code in (1, 2) and sentence), (code, said)
     return code, said
@@ -131,8 +131,8 @@ def bad_sample(kind: str, n: int, rng: random.Random) -> dict[str, bytes]:
 
 
 def tar(kind: str, rng: random.Random) -> tuple[bytes, set[str], bool, int | None, list[bytes]]:
-    """Return the archive, the samples to keep, whether it may be refused, its number of files if known, and its
-    images."""
+    """Return the archive, the samples to keep, whether the archive may be refused, its number of files if known, and
+    its images."""
     blobs, images, count, refusable = good(kind), [], 2 * GOOD, False
     for n in range(rng.choice((1, 1, 2, 3))):
         place = rng.randrange(len(blobs) + 1)
@@ -254,7 +254,7 @@ def token_folder(out: Path, kept: set[str], want: dict[str, Any], count: int | N
 
 def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str], want: dict[str, Any],
               dropped: Counter[str]) -> str:  # fmt: skip
-    """Read all pairs as during training, twice, and return the outcome; the second read uses the stored index."""
+    """Read all pairs twice, as training does, and return the outcome. The second read uses the stored index."""
     outcomes = []
     for _ in range(2):
         ids: dict[str, list[int]] = {}
@@ -292,7 +292,7 @@ def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str
 def cached(kind: str, shard: Path, shared: Path, work: Path) -> str:
     """Build the token cache of a manifest, as mmqk.train does, and return the outcome.
 
-    The shard is refused, or the cache has all documents of the token folder.
+    The shard must be refused, or the cache must have all documents of the token folder.
     """
     folder, stores = shard.parent, dict[str, Any]()
     val = shared / ("pairs/val-00000.tar" if kind == "pair" else "text/val.jsonl.xz")

@@ -1,8 +1,8 @@
 """Simulate a file system with faults: operations fail, writes are short, a crash loses what is not synced.
 
-Scenarios: a run, the record of a grid, a report. The first cases plant each single fault of each scenario, in order.
-The others plant two faults, the second one in the next call of the command. Then the command is called once more
-without a fault, and the result must equal that of a command without faults.
+There are three scenarios: a run, the record of a grid, and a report. The first cases plant each single fault of each
+scenario, in order. The remaining cases plant two faults, the second one in the next call of the command. Each case
+then calls the command once more without a fault. The result must equal that of a command that never had a fault.
 
 After a crash, a file has the content of its last fsync, any part of what was written later, or zeros in its place.
 Each name that was created, replaced or removed since the last fsync of its folder is in the old or in the new state,
@@ -34,7 +34,8 @@ from tests.soak import kills
 from tests.soak.kills import BASE, DIAL, age_events, compare
 
 CASES, QUICK, SECONDS = 3000, 24, 120.0
-MOST = 12  # the largest number of faults at one site, spread evenly over its calls: a checkpoint needs 1,800 writes
+# Largest number of faults at one site. They are spread evenly over its calls, because a checkpoint has 1,800 writes.
+MOST = 12
 KINDS = ("full disk", "input/output error", "stays full", "short write", "crash")
 
 
@@ -115,8 +116,8 @@ class Lying(Disk):
         self.synced[inode, self.removed[inode]] = _read(path)
 
     def _crash(self) -> None:
-        """Write a possible state after the crash to a folder next to ``root``, because other threads still write to
-        ``root``, and kill the process."""
+        """Write a state that the crash can leave, and kill the process. The state goes to a folder next to ``root``,
+        because other threads still write to ``root``."""
         with contextlib.suppress(BaseException):
             state = self._after_crash(self.root) if os.path.isdir(self.root) else {}
             for path, content in state.items():
@@ -175,8 +176,7 @@ def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
 
 
 def prepare(shared: Path) -> None:
-    """Prepare a finished grid and, for each scenario, the result of its command without faults and the list of all
-    faults that are planted one at a time."""
+    """Write a finished grid, the result of each scenario without faults, and the list of all single faults."""
     leave_figures_out()
     kills.grid(shared, shared / "grid").communicate()
     (shared / "run.begin").mkdir()

@@ -1,7 +1,7 @@
 """Kill a run with SIGKILL at any moment, then resume it: the result must equal that of a run that was never killed.
 
-Some kills come at a random time, the others at a chosen file operation; if this is a write, half of its bytes are
-already written. The kinds of runs: one batch per step, accumulated micro-batches, a fork, two loader workers,
+Some kills come at a random time, the others at a chosen file operation. A kill at a write comes after half of its
+bytes. The kinds of runs: one batch per step, accumulated micro-batches, a fork, two loader workers,
 two ranks with DDP or FSDP, a grid.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import mmqk.ablation.preload  # noqa: F401 (forked processes need not import it)
+import mmqk.ablation.preload  # noqa: F401 (imported before the forks)
 from mmqk.store import cli_main, is_locked, read_alarms, read_metrics, read_status
 from mmqk.train import main, process
 from tests.faulty_disk import Disk
@@ -45,7 +45,7 @@ DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 
 
 class Killer(Disk):
-    """Kill this process at the chosen operation; a write puts half of its bytes into the file first."""
+    """Kills this process at a chosen file operation, or after half of the bytes of a chosen write."""
 
     torn = False
 
@@ -225,8 +225,8 @@ def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def age_events(out: Path) -> None:
-    """Rename event files to an earlier time: TensorBoard orders them by the second in the name, and a user resumes
-    more than a second later."""
+    """Give event files earlier times in their names. TensorBoard orders the files by this time, in seconds; a test
+    resumes within a second, unlike a user."""
     for i, path in enumerate(sorted(out.rglob("events.out.tfevents.*"), key=os.path.getmtime)):
         if not re.search(r"tfevents\.1000000\d{3}\.", path.name):
             path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{1000000000 + i}", path.name)))

@@ -1,7 +1,7 @@
 """Long runs: memory, file handles, threads and the size of the log per step do not grow with the number of steps.
 
-Case 0 trains `STEPS` steps with every monitor on, case 1 trains with ten times as many probes. In the second half of
-the run, memory may grow by less than `MOST_BYTES` bytes per step.
+Case 0 trains `STEPS` steps with every monitor on. Case 1 measures ten times as many probes as case 0. In the second
+half of a run, memory must grow by less than `MOST_BYTES` bytes per step.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def plant(site: str, step: int, bad: float, layer: int, rng: random.Random) -> str:
-    """Change `TrainingModule` so that the micro-batches of this step have the fault; return the module with the
-    fault, or an empty string."""
+    """Change `TrainingModule` so that the micro-batches of this step have the fault. Return the name of the module
+    whose activation has the fault; empty for another site."""
     training_step, place = TrainingModule.training_step, rng.choice(MODULES) if site == "activation" else ""
     index = rng.randrange(1000)
 

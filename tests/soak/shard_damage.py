@@ -1,4 +1,4 @@
-"""Damaged images, captions, tar members, archives and compressed lines, each a function of a `random.Random`."""
+"""Functions that make damaged images, captions, tar members, archives and lines from a `random.Random`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = tarfile.BLOCKSIZE
 
 
 def flipped(content: bytes, rng: Rng, first: int = 0, bits: int = 8) -> bytes:
-    """Flip up to ``bits`` bits, in bytes ``first`` and later."""
+    """Flip up to ``bits`` random bits, none of them before byte ``first``."""
     damaged = bytearray(content)
     for _ in range(rng.randint(1, bits)):
         damaged[rng.randrange(first, len(damaged))] ^= 1 << rng.randrange(8)
@@ -152,7 +152,7 @@ def member(name: str, content: bytes = b"", form: int = tarfile.GNU_FORMAT, **fi
 
 
 def edited(blob: bytes, place: int, value: bytes, checksum: bool = True) -> bytes:
-    """Return the archive with other bytes in its first header; ``checksum`` also updates the header's checksum."""
+    """Return the archive with ``value`` at byte ``place`` of its first header, and with a new checksum on demand."""
     header = bytearray(blob[:BLOCK])
     header[place : place + len(value)] = value
     if checksum:
@@ -246,7 +246,7 @@ def archive_damage(blobs: list[tuple[str, bytes]], rng: Rng) -> tuple[bytes, set
 
 
 def line_damage(lines: list[bytes], rng: Rng) -> tuple[bytes, bool]:
-    """Return a file of lines, plain or compressed, damaged or not, and whether it may be refused or end early."""
+    """Return a file of lines, plain or compressed, intact or damaged, and whether it may be refused or end early."""
     whole = b"".join(line + b"\n" for line in lines)
     half = rng.randrange(len(lines))
     first, second = (b"".join(line + b"\n" for line in part) for part in (lines[:half], lines[half:]))

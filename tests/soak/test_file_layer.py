@@ -31,7 +31,7 @@ def without_sync(path: Path, content: str) -> None:
 
 
 def states(write: Callable[[Path, str], None], tmp_path: Path) -> set[str | None]:
-    """Return the contents of a file after ``write`` and each of 40 simulated crashes."""
+    """Call ``write`` on a file, followed by a crash, 40 times; return the different contents of the file."""
     found: set[str | None] = set()
     for seed in range(40):
         root = tmp_path / str(seed)

@@ -68,8 +68,7 @@ def test_the_words_of_a_rule_have_its_numbers():
 
 
 def series_of(cell: str) -> set[str]:
-    """Return a tag for each series in a cell, with an example modality or pair and an example layer if it needs
-    them."""
+    """Return an example tag for each series that a cell names, with a modality and a layer if the series has them."""
     kinds = {"attn_logit_absmax": "text-text/layer00", "final_norm": "text", "attn_entropy": "text/layer00"}
     kinds |= dict.fromkeys(("q_norm", "k_norm", "resid_norm"), "text/layer00")
     names = [name.replace("TARGET", "text") for name in re.findall(r"`([^`]+)`", cell)]
@@ -78,8 +77,8 @@ def series_of(cell: str) -> set[str]:
 
 @pytest.mark.parametrize("alarm", ["spike", "spike_median", "growth", "collapse", "divergence"])
 def test_the_series_of_a_rule_are_those_that_ring_it(alarm):
-    """Each series has every event; the rule gives an alarm for the series that its row names, and for no other
-    series."""
+    """Every series here has every kind of event. The rule must give an alarm for the series that its row names, and
+    for no other series."""
     named = series_of(rows(TEXT)[alarm][0])
     others = {
         "lr",

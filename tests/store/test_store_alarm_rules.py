@@ -1,4 +1,4 @@
-"""Every alarm rule on series with known events, on noise alone, and with a resume in the middle of a run."""
+"""Check every alarm rule on series with known events, on noise alone, and with a resume in the middle of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_thresholds_of_the_spike_rules_are_those_of_their_sources():
     for above, rings in (
         (0.099, False),
         (0.101, True),
-    ):  # the quartiles of this window give a threshold of at most 0.015 x 6 = 0.09, so 0.1 nat decides
+    ):  # the quartiles of this window give a threshold of at most 0.015 x 6 = 0.09, so the limit of 0.1 nat decides
         flat = [3.0 + 0.01 * (-1) ** i for i in range(300)]
         median = statistics.median([*flat[-200:], 9.0])
         assert bool(fed(SpikeOfMedian(), [*flat, median + above])) is rings
@@ -81,7 +81,7 @@ def test_spikes_need_their_fewest_values_and_a_scale():
 def test_noise_alone_spikes_at_most_once_in_forty_thousand_steps(std):
     for rule in (Spike, SpikeOfMedian):
         assert sum(len(fed(rule(), noise(4000, seed, std=std))) for seed in range(10)) <= 1
-    # With the fixed threshold of the source, noise as large as in the last case would give alarms.
+    # The fixed threshold of the source would give alarms for noise with a standard deviation of 0.3.
     rates = [spike_rate(noise(1000, seed, std=std)) for seed in range(2)]
     assert all(rate > 1000 for rate in rates) if std == 0.3 else all(rate == 0 for rate in rates)
 
@@ -144,7 +144,7 @@ def test_growth_is_found_when_it_has_doubled_since_a_fifth_of_the_run():
 
 
 def test_slow_early_small_and_past_growth_are_not_alarms():
-    assert not grows(growing(0.018))  # doubles once in 1,100 steps
+    assert not grows(growing(0.018))  # doubles every 1,100 steps, which is longer than the run
     early = growing(0.6, probes=11)
     assert not grows(early + [early[-1]] * 40)  # growth that ends before a fifth of the run
     small = growing(0.1, start=4.0, probes=40)
@@ -176,7 +176,7 @@ def young(steps, every, doubles_every, until):
 def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
     for until in (steps // 2, steps):
         assert not alarms_of(young(steps, every, steps / 12, until), 5, steps)
-    # The control: this curve over twenty times as many steps gives an alarm for all four series.
+    # The control: stretched to twenty times the number of steps, this curve gives an alarm for all four series.
     found = alarms_of(young(20 * steps, 20, 20 * steps / 12, 10 * steps), 5, 20 * steps)
     assert [alarm.name for alarm in found] == ["growth"] * 4
 
@@ -248,7 +248,7 @@ EXPECTED = {
     ("growth", "attn_logit_absmax/image-text/layer01"): 400,
     ("collapse", "attn_entropy/image/layer01"): 800,
     ("non_finite", "grad_norm"): 1150,
-    ("non_finite", "k_norm/text/layer00"): 1160,  # the lower of the two layers with a NaN
+    ("non_finite", "k_norm/text/layer00"): 1160,  # of the two layers with a NaN, the alarm names the lower one
 }
 
 

@@ -8,7 +8,7 @@ from mmqk.store import DivergenceRule
 
 
 def first_reason(rule, series, start=0):
-    """Return (step, reason) of the first divergence in {modality: [loss of each step, None if absent]}."""
+    """Return (step, reason) of the first divergence; ``series`` has the loss of each step (or None) by modality."""
     length = max(len(values) for values in series.values())
     for i in range(length):
         losses = {m: v[i] for m, v in series.items() if i < len(v) and v[i] is not None}

@@ -60,7 +60,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
             read_json(path)
         assert refusal.value.why == why
         path.rmdir() if path.is_dir() else path.unlink()
-    # The controls: for a missing file the result is None, and for a link to a record it is the record.
+    # The controls: reading a missing file returns None, and reading a link to a record returns the record.
     assert read_json(path) is None and read_json(tmp_path / "nowhere/x.json") is None
     (tmp_path / "real.json").write_text('{"a": [1], "other": {"deep": [null, 1e300, 9223372036854775807]}}')
     path.symlink_to("real.json")

@@ -43,7 +43,7 @@ def test_a_folder_is_written_whole_or_is_as_it_was(tmp_path, there):
     new = {"index.html": "page", "figures/a.png": "picture", "figures/a.csv": "1,2"}
     assert content(out) == (new | {"mine.txt": "mine"} if there else new)
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
-    # A rename needs no disk space, so only the other operations fail permanently.
+    # Renames are left out: they need no disk space, so they succeed on a full disk.
     sites = [(site, last) for site, last in disk.seen.items() if site[0] in WRITES - {"replace"}]
     assert len(sites) >= 4
     for i, (site, last) in enumerate(sites):

@@ -1,5 +1,5 @@
-"""A pack of runs gives the report of their folder, a grid continues from it, and unpacking writes no file outside its
-folder."""
+"""A pack gives the same report as the folder of its runs, a grid can continue from a pack, and unpacking writes no
+file outside the folder for the runs."""
 
 import io
 import json
@@ -104,7 +104,7 @@ def test_a_long_run_is_thinned_and_its_report_is_the_same(long, tmp_path):
     for name in set(whole.tags) - {"lr", "log_z/text"}:
         assert [part.tolist() for part in packed.series(name)] == [part.tolist() for part in whole.series(name)]
     assert json.loads((packed.path / "thinned.json").read_text()) == {"every": {"log_z/text": 3, "lr": 3}}
-    # A pack of the unpacked runs equals the pack.
+    # Packing the unpacked runs again gives the same bytes.
     write_pack(unpacked(tmp_path / "demo.zip"), tmp_path / "again.zip")
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "demo.zip").read_bytes()
 
@@ -160,7 +160,7 @@ def test_a_name_that_no_pack_has_is_refused(name, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="which no pack has"):
         unpacked(tmp_path / "bad.zip")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.zip"]
-    # The control: without that name the file is a pack.
+    # The control: a pack without the refused name is accepted.
     write_zip(tmp_path / "good.zip", tarfile.TarInfo("a/status.json"))
     assert (unpacked(tmp_path / "good.zip") / "a/status.json").read_text() == "{}"
 

@@ -1,4 +1,4 @@
-"""Shipped files are used only if the working directory has no file of this path."""
+"""Shipped files are used only if the working directory has no file with the same path."""
 
 import os
 import shutil

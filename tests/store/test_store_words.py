@@ -26,7 +26,7 @@ POWER = re.compile(r"\de[+-]\d")
 )  # fmt: skip
 def test_a_number_has_its_digits_and_no_power_of_ten(value, digits, said):
     assert plain(value, digits) == said
-    # The control: `plain` differs from the format only if the format prints a power of ten.
+    # The control: `plain` differs from Python's format only if that prints a power of ten.
     if POWER.search(f"{value:.{digits}g}"):
         assert plain(value, digits) != f"{value:.{digits}g}"
     else:

@@ -72,7 +72,7 @@ def test_images_of_one_caption_are_one_sample():
     once = summary(torch.tensor(true_C), torch.tensor(shuffled_C), captions)
     reference = stats.ttest_1samp(shuffled_C - true_C, 0).confidence_interval(0.95)
     assert once.interval == pytest.approx((reference.low, reference.high))
-    # Three drawings of each emoji that scatter around its mean are no more evidence than one.
+    # Three images per caption, which scatter around the value of one image, give the same interval as one image.
     scatter_CN = np.tile([-0.3, 0.0, 0.3], (9, 1))
     order = random.permutation(27)
     thrice = summary(

@@ -38,8 +38,8 @@ SIZES = [(30, 57), (200, 61), (96, 96), (300, 33), (64, 64)]
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> str:
-    """Write three shards in img2dataset's layout with 30 pairs of odd sizes, of which one is broken; return their
-    pattern."""
+    """Write three shards in img2dataset's layout with 30 pairs of odd sizes, of which one is broken; return the
+    pattern of their paths."""
     folder = tmp_path_factory.mktemp("img2dataset")
     for s in range(3):
         with tarfile.open(folder / f"{s:05d}.tar", "w") as tar:
@@ -138,7 +138,7 @@ def test_the_decoder_is_as_wide_before_the_pixels_at_every_stride():
         assert ImageTokenizer(_image_config(args)).decoder.head.in_channels == 40
     assert _image_config(parser().parse_args([])) == ImageTokenizerConfig()  # the shipped tokenizer
     assert _image_config(parser().parse_args(["--decoder-width", "64"])).decoder_width == 64
-    # control: the width of the shipped tokenizer at a stride of 32
+    # control: with the width of the shipped tokenizer, a stride of 32 leaves 10 channels
     plain = ImageTokenizerConfig(image_size=256, grid=8)
     assert ImageTokenizer(plain).decoder.head.in_channels == 10
 

@@ -57,8 +57,8 @@ def write_shards(folder, shards: int, samples: int) -> str:
 
 
 def held_out(file: bytes, share: float) -> bool:
-    """Return whether a file is held out, by a separate computation: the first 16 hex digits of its hash as a share of
-    16^16."""
+    """Return whether a file is held out, without mmqk's code: whether the first 16 hex digits of its hash are below
+    this share of 16^16."""
     return int(hashlib.sha256(file).hexdigest()[:16], 16) < share * 16**16
 
 
@@ -155,7 +155,7 @@ def test_one_is_taken_of_each_equal_part(total, most):
     assert len(places) == most
     parts = np.arange(most)
     assert (places >= parts * total // most).all() and (places < (parts + 1) * total // most).all()
-    if total > 3 * most:  # control: not a fixed step
+    if total > 3 * most:  # control: the distances between the indices differ
         assert len(set(np.diff(places).tolist())) > 1
 
 

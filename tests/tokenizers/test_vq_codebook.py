@@ -27,7 +27,7 @@ def pictures(number: int, size: int = 64) -> torch.Tensor:
 
 def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     images, held_out = pictures(8), pictures(3)
-    # 1,024 vectors per batch; with 8,192, one per code, k-means would take ten times as long
+    # A batch has 1,024 vectors. With 8,192, one per code, k-means would take ten times as long.
     training = VQTrainingConfig(steps=2, batch_size=4, shift=2)
     trained = train_image_tokenizer(images, held_out, LARGE, training, val_check_interval=2, **FLAGS)
     x = held_out.float() / 255
@@ -95,6 +95,6 @@ def test_memory_of_a_look_at_the_held_out_images_has_a_bound(size, grid):
         config = ImageTokenizerConfig(image_size=size, grid=grid, codes=codes)
         at_once = images_at_once(config)
         assert at_once >= 1
-        # 4 bytes per distance, and 4 bytes per channel and pixel
+        # Memory: 4 bytes for each distance, and 4 bytes for each channel of each pixel.
         assert at_once == 1 or (at_once * grid**2 * codes <= 2**25 and at_once * size**2 <= 2**20)
     assert images_at_once(ImageTokenizerConfig()) == 256  # as for the shipped page

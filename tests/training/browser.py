@@ -33,7 +33,7 @@ class Page:
     """One tab of the browser.
 
     Attributes:
-        errors: errors of the page: uncaught exceptions, console errors, failed requests.
+        errors: uncaught exceptions, console errors and failed requests of the page.
     """
 
     def __init__(self, to_browser: int, from_browser: int):

@@ -235,8 +235,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
 
 
 def test_a_resume_drops_alarms_that_come_again(reporting, tiny_args, tmp_path):
-    """The folder is that of a killed run, with alarms of steps after its checkpoint. The resume trains these steps
-    again."""
+    """The killed run has alarms of steps after its checkpoint. The resume trains these steps again."""
     import shutil
 
     out = tmp_path / "killed"

@@ -1,5 +1,5 @@
-"""Runs of the demonstration's arms: image loss off, one modality alone, runs that a signal or an error ends, and the
-loading of models."""
+"""Train arms of the demonstration: without the image loss, on one modality alone, ended by a signal or an error. Load
+the trained models."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch
 
 
 def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
-    """The tokens and the denominator are those of the mixed run, so the gradient equals that of the mixed run's text
-    targets."""
+    """The gradient is that of the mixed run's text targets, because tokens and denominator are those of the mixed
+    run."""
     module, sums, targets = first_step(args)
     text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
     whole = gradients(module, total_loss(sums, module.loss_weights_M, module.loss_config.z_loss, targets))

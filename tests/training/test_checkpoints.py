@@ -157,7 +157,7 @@ def test_stray_names_are_left_alone(whole, tmp_path, capsys):
     assert main([*args, f"--out={out}"]) == 0
     said = capsys.readouterr().err
     assert all(f"{stray} is ignored" in said and stray.exists() for stray in strays)
-    assert "resuming from step 8" in said and "alarm_spike" not in said  # mmqk itself writes such a file
+    assert "resuming from step 8" in said and "alarm_spike" not in said  # mmqk's own files are not reported
     assert series(out) == series(whole)
     load_model(out)
     assert load_checkpoint(strays[0])["global_step"] == 8  # any file name is read if its path is given
@@ -254,6 +254,6 @@ def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, k
     good = [path for path in sorted((out / "checkpoints").glob("*.ckpt")) if load_checkpoint(path)]
     assert [path.name for path in good] == ["step00000004.ckpt"]
     monkeypatch.setattr(os, "fsync", sync)
-    assert main(args) == 0  # the control: with a sound disk the run completes
+    assert main(args) == 0  # the control: with a working disk the run completes
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step00000008.ckpt", "step00000012.ckpt"][-keep:]

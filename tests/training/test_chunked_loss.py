@@ -158,7 +158,7 @@ def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form(
     for own, other, true in zip(narrow, known, exact, strict=True):
         assert own.dtype == torch.float32
         error, of_dense = (float((g - true).norm() / true.norm()) for g in (own, other))
-        assert 1e-4 < error < 1.1 * of_dense < 0.02  # the lower bound shows that it ran in bf16
+        assert 1e-4 < error < 1.1 * of_dense < 0.02  # the lower bound shows that bf16 was used
 
 
 def test_compiles_into_one_graph():

@@ -67,8 +67,8 @@ def eager(tiny_args, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tiny_args, tmp_path_factory) -> Path:
-    """Return the folder of a compiled run. The first test that needs this run trains it, so that its `traced` records
-    the compiled functions."""
+    """Return the folder of a compiled run. The first test that needs this run trains it, so that the fixture `traced`
+    of this test records the compiled functions."""
     return tmp_path_factory.mktemp("compiled") / "run"
 
 

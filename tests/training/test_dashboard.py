@@ -21,7 +21,7 @@ from tests.training.browser import browser, installed
 ROOT = Path(__file__).parents[2]
 SPIKE = 1777
 CARD = "tf-custom-scalar-multi-line-chart-card"
-# JavaScript: `all` returns every element of the page, with those in shadow roots; `cards` returns the title and the
+# JavaScript: `all` returns every element of the page, also in shadow roots; `cards` returns the title and the
 # number of drawn lines of each chart.
 PAGE = f"""
 const all = root => [...root.querySelectorAll('*')].flatMap(e => e.shadowRoot ? [e, ...all(e.shadowRoot)] : [e]);

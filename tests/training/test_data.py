@@ -50,8 +50,8 @@ def test_a_model_that_knows_the_source_has_no_excess(tiny_args):
     p_BT = torch.exp(-batch.target_surprise_BT)
 
     def excess(p_BT):
-        """Return the excess loss of a model that gives the target probability p and every other id an equal share of
-        the rest."""
+        """Return the excess loss of a model that gives probability p to the target and shares the rest equally among
+        the other ids."""
         logits = torch.log((1 - p_BT[..., None]) / 255).expand(-1, -1, 256).clone()
         logits.scatter_(-1, batch.targets_BT[..., None], torch.log(p_BT)[..., None])
         sums = modality_losses(logits, batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT, 2)
@@ -74,7 +74,7 @@ def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
     assert not any("excess" in name for line in read_metrics(tmp_path / "run/metrics.jsonl") for name in line)
 
 
-@pytest.mark.parametrize("steps", [12, 150])  # the run has fewer sequences than the sample, or more
+@pytest.mark.parametrize("steps", [12, 150])  # the run has fewer, or more, sequences than the sample
 def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, steps):
     config = resolve(tiny_args).data
     data = TokenDataModule(config, 0)

@@ -144,7 +144,7 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
     model = EarlyFusionTransformer(config).double()
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.5)  # so that every element that decays moves
+            p.add_(0.5)  # so that decay changes every element
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     settings = OptimConfig(lr=0.5, weight_decay=0.2, decay_gains=gains, decay_embeddings=embeddings)
     optimizer = make_optimizer(settings, model)

@@ -170,7 +170,7 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
 
 
 def test_flex_needs_a_compiler_too(run, monkeypatch):
-    """On a simulated GPU: without its compiled kernel, flex would run dense or fail in the first step."""
+    """The GPU is simulated. Without its compiled kernel, flex would compute densely or fail in the first step."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
     monkeypatch.setattr(device, "_has_compiler", lambda where: False)

@@ -42,7 +42,7 @@ def args(tiny_args) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(args, one_alarm, tmp_path_factory) -> tuple[Path, list[tuple[Site, int]]]:
-    """Return a run folder, and each kind of file operation of the run with the index of its last call."""
+    """Return the folder of a run, and the index of the last call of each kind of file operation."""
     whole = tmp_path_factory.mktemp("undisturbed") / "run"
     with Disk(whole).mounted() as disk:
         assert main([*args, f"--out={whole}"]) == 0
@@ -128,8 +128,8 @@ def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path
         return "" if status == "completed" and not said else f"continues as {status}"
     if ended not in (1, 2) or len(said) != 1 or str(out) not in said[0] or "cannot be" not in said[0]:
         return f"ends with {ended}"
-    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. A run that
-    # only fails to read its status for the last printed line is complete; `same` checks it.
+    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. If only
+    # the status for the last printed line cannot be read, the run is complete; `same` checks this.
     begun = (out / "metrics.jsonl").exists()
     if not disk.failed or (begun and status not in ("failed", "completed") and not full):
         return f"leaves {status}"

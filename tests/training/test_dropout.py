@@ -1,4 +1,4 @@
-"""Dropout of residual branches and attention weights depends on seed and micro-batch alone; evaluation has none."""
+"""Dropout of residual branches and attention weights depends on seed and micro-batch only. Evaluation has none."""
 
 from __future__ import annotations
 

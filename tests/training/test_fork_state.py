@@ -1,4 +1,4 @@
-"""The training state of a fork: moments, schedule, position in the data, state of the callbacks."""
+"""Check the training state of a fork: moments, schedule, position in the data, state of the callbacks."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def wandb_files(run: Path) -> list[list[Any]]:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Return the records of a W&B file: LevelDB's log format after a header of 7 bytes."""
+    """Return the records of a W&B file, which has LevelDB's log format after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, record = path.read_bytes(), 7, b""
@@ -317,7 +317,7 @@ def test_a_lost_connection_does_not_end_the_run_and_is_printed_once(tmp_path, ca
     assert (
         capsys.readouterr().err == "mlflow gets no further values (no route); metrics.jsonl has all values.\n"
     )
-    failing = Integration(tmp_path, "csv", Kept(fails=0), step=-1)  # the control: a full disk ends a run
+    failing = Integration(tmp_path, "csv", Kept(fails=0), step=-1)  # the control: an error of csv ends the run
     failing.log_metrics({"loss": 1.0}, 0)
     with pytest.raises(ConnectionError):
         failing.save()

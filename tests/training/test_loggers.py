@@ -1,4 +1,4 @@
-"""The TensorBoard files have few tags, each chart has tags, and the values are those of metrics.jsonl."""
+"""The TensorBoard files have few tags, no chart is empty, and the values are those of metrics.jsonl."""
 
 from __future__ import annotations
 

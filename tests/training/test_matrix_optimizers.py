@@ -174,7 +174,7 @@ FIELDS = ["--optim.matrices=muon", "--optim.matrices=adamh", "--optim.update_cli
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_resumed_run_is_the_uninterrupted_one(field, tiny_args, tmp_path):
-    """The resume starts from the checkpoint of step 4, which has the state of the optimizer and the guards."""
+    """The resume starts from the checkpoint of step 4, which has the states of optimizer and spike guards."""
     whole, parts = (tmp_path / n for n in ("whole", "parts"))
     assert main([*tiny_args, field, f"--out={whole}"]) == 0
     assert main([*tiny_args, field, f"--out={parts}"]) == 0

@@ -190,8 +190,11 @@ def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
 
 
 def test_sizes_by_parameter(logged):
-    """The values are those of the step before the probe: update divided by the learning rate and by the parameter,
-    gradient norm, and share of elements below Adam's eps."""
+    """The values belong to the step before the probe.
+
+    They are the size of the update relative to the learning rate and to the parameter, the gradient norm, and the
+    share of elements below Adam's eps.
+    """
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     class Weights(L.Callback):

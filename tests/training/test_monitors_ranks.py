@@ -20,7 +20,7 @@ from mmqk.monitors.training_run.halves import gradient_agreement
 from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.monitors.training_run.window import BudgetWindow
 
-SEQUENCES = 6  # three, an odd number, for each process
+SEQUENCES = 6  # three for each process: an odd number
 
 
 def make_model() -> EarlyFusionTransformer:

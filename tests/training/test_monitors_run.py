@@ -133,7 +133,7 @@ def test_after_a_step_that_is_not_finite_the_weights_stay(optim):
     broken, before = broken_at(2, **optim), module_of(**optim)
     lines = fit(broken, batches, clip=1.0)
     fit(before, batches[:2], clip=1.0)
-    # The control: without the NaN the run trains all five steps, and its weights differ from those after two.
+    # The control: without the NaN the run trains all five steps, and its weights differ from those after two steps.
     whole = module_of(**optim)
     fit(whole, batches, clip=1.0)
     assert [line["grad_norm"] == line["grad_norm"] for line in lines] == [True, True, False, True, True]

@@ -78,4 +78,4 @@ def test_an_optimizer_looks_for_no_library_of_a_gpu(monkeypatch):
     found = len(looks)
     on_cpu.skip_nvml_check()
     optimizer.step()
-    assert len(looks) == found > 0  # above 0: the negative control
+    assert len(looks) == found > 0  # negative control: found > 0

@@ -1,4 +1,4 @@
-"""QK-Clip: exact largest logits by head, exact scaling, and no change below the threshold."""
+"""Check QK-Clip: exact largest logits by head, exact scaling, and no change below the threshold."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_it_is_the_clip_of_x_transformers():
     from x_transformers.x_transformers import Attention
 
     D, T, batch = MODEL.d_model, 12, toy_batch(3)
-    model = module_of(replace(MODEL, d_head=D)).model  # square, because x-transformers broadcasts its factors
+    model = module_of(replace(MODEL, d_head=D)).model  # square matrices: x-transformers broadcasts its factors
     attention, found = model.blocks[0].attention, {}
     with torch.no_grad():
         model(batch.ids_BT, sink=lambda site, layer, x: layer or found.__setitem__(site, x.clone()))

@@ -109,8 +109,8 @@ def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
         assert half[name] != pytest.approx(whole[name], rel=5e-3), name
 
 
-# All remedies that change the optimizer. SkipStep can skip a step only after 64 others; the low learning rate keeps
-# the loss from falling, so that it skips some.
+# All remedies that change the optimizer. SkipStep can skip a step only after 64 others. With the low learning rate
+# the loss does not fall, so SkipStep skips some steps.
 FEW = ["--monitor.every_n_steps=0", "--data.val_every_n_steps=0", "--checkpoint.every_n_steps=0"]
 OPTIMIZERS = {
     "muon, adagc": ["--optim.matrices=muon", "--optim.adagc=1.05"],

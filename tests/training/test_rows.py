@@ -1,4 +1,4 @@
-"""Statistics of every attention row from backend flex: by layer and modality, over micro-batches, and for QK-Clip.
+"""Check the row statistics of backend flex: by layer and modality, over micro-batches, and for QK-Clip.
 
 flex is compiled for GPUs only, so these tests replace it by a dense function with the same interface.
 """

@@ -45,7 +45,7 @@ def status(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(tiny_args, tmp_path_factory) -> Path:
-    """Train a run with dropout without an interruption."""
+    """Train a run with dropout that is not interrupted."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     assert main([*tiny_args, "--model.residual_dropout=0.1", f"--out={out}"]) == 0
     return out
@@ -244,7 +244,7 @@ def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp
     assert main([*args[:-1], f"--out={tmp_path / 'loud'}"]) == 0
     out = capsys.readouterr().out
     assert f"completed at step 12 in {tmp_path / 'loud'}\n" in out and out.count("\n") > 1
-    # A diverged run prints such a line too.
+    # A diverged run also prints one line.
     wild = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", "--quiet"]
     assert main([*args[:-1], *wild, f"--out={tmp_path / 'wild'}"]) == 3
     assert re.fullmatch(

@@ -1,4 +1,4 @@
-"""σReparam in training: sigma follows the weights, forward passes change no buffer, torch's spectral norm agrees."""
+"""Check σReparam: sigma follows the weights, forward passes change no buffer, torch's spectral norm agrees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW with second moments by modality equals torch's AdamW where it must, and a written-out formula elsewhere."""
+"""AdamW with moments by modality equals AdamW for parameters of one modality, and a written-out formula otherwise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def gaps(a: nn.Module, b: nn.Module) -> dict[str, float]:
     return {name: float((p - other[name]).detach().abs().max()) for name, p in a.named_parameters()}
 
 
-# Where it is AdamW -----------------------------------------------------------------------------------------
+# Cases that equal AdamW ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("m", [0, 1])
@@ -105,7 +105,7 @@ def test_a_parameter_of_one_modality_takes_adamw_steps_beside_one_of_both():
     assert apart_["both"] > 1e-2  # the control: a parameter of both modalities differs
 
 
-# Where it is not -------------------------------------------------------------------------------------------
+# Cases that differ from AdamW ------------------------------------------------------------------------------
 
 
 def test_a_parameter_of_both_takes_the_sum_of_both_steps():
@@ -185,7 +185,7 @@ def test_training_on_both_is_not_adamw_but_measures_the_same_first_step():
     batch = toy_batch(0)
     split, plain = (module_of(split_second_moment=split) for split in (True, False))
     (a,), (b,) = fit(split, [batch], clip=0.5), fit(plain, [batch], clip=0.5)
-    assert a == pytest.approx(b, rel=1e-6)  # gradient norm and losses are those of the sum
+    assert a == pytest.approx(b, rel=1e-6)  # gradient norm and losses are those of the total loss
     assert apart(weights(split), weights(plain)) > 1e-3
 
 

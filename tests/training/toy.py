@@ -58,7 +58,7 @@ def toy_batch(
 
 
 def cut(batch: TokenBatch, n: int) -> list[TokenBatch]:
-    """Split the batch into `n` micro-batches of one step; the denominator stays that of the step."""
+    """Split the batch into `n` micro-batches of one step; the denominator of the loss stays that of the step."""
     size = len(batch.ids_BT) // n
     return [
         batch._map(lambda t, i=i: t[i * size : (i + 1) * size] if t.ndim else t)  # type: ignore[misc]

@@ -26,7 +26,7 @@ class Growth:
         modality: modality of the tokens; "text-image" for text queries and image keys; empty if there is none.
         layer: the layer; None for the output of the last layer.
         step: the step from which the series stays beyond its limit.
-        start: the reference, the value of the series at the end of the warm-up.
+        start: the reference value: the value of the series at the end of the warm-up.
         end: the last value of the series.
     """
 
@@ -46,13 +46,12 @@ class Growth:
 
 
 def growth_order(run: Run) -> list[Growth]:
-    """Return the series that grew to more than twice their reference (entropies: fell below half of it), sorted by
-    the step at which they crossed this limit.
+    """Return the series that crossed their limit and stayed beyond it, sorted by the step at which they crossed it.
 
-    The reference is the value at the first probe at or after the end of the learning-rate warm-up. If the run has no
-    recorded warm-up, as with `mmqk.monitors.attach`, the reference is the value at the first probe. A series counts
-    if it is beyond its limit at one probe and at all later ones; a value that is not finite is beyond every limit.
-    Series that crossed at the same step are sorted by their ratio, the largest first.
+    The limit is twice the reference value; for an attention entropy, half of it. The reference is the value at the
+    first probe at or after the end of the learning-rate warm-up. If the run has no recorded warm-up, as with
+    `mmqk.monitors.attach`, the reference is the value at the first probe. A value that is not finite is beyond every
+    limit. Series that crossed at the same step are sorted by their ratio, the largest first.
     """
     warmup = run.setting("optim.warmup_steps", 0)
     first = warmup if isinstance(warmup, int) else 0

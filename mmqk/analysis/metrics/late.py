@@ -31,9 +31,10 @@ def window_means(run: Run, modality: str) -> Series:
 def failure_step(run: Run) -> int | None:
     """Return the step at which the run failed permanently; None if it did not fail.
 
-    A run fails if it diverges (`divergence_step`). It also fails if in its last windows of 500 steps (two or more)
-    the mean loss of a trained modality is always more than 0.1 nat above the lowest mean of the earlier windows. The
-    step of this failure is the end of the first of these last windows. If both happen, the earlier step is returned.
+    A run fails if it diverges (`divergence_step`). It also fails if the loss of a trained modality stays high until
+    the run ends: in each of the last windows of 500 steps, at least two of them, the mean loss is more than 0.1 nat
+    above the lowest mean of the earlier windows. This failure happens at the end of the first of these windows. If a
+    run fails in both ways, the earlier step is returned.
     """
     candidates = [divergence_step(run)]
     for modality in trained_modalities(run):

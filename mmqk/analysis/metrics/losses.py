@@ -26,7 +26,7 @@ class FinalLoss:
 
     Attributes:
         value: infinite if the last loss was not finite, NaN if none was measured.
-        held_out: True for held-out data at the last step, False for the mean of the last 50 training steps.
+        held_out: whether it is the held-out loss at the last step; if not, the mean of the last 50 training losses.
     """
 
     value: float
@@ -34,8 +34,8 @@ class FinalLoss:
 
 
 def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
-    """Return the final loss of a modality: on held-out data if the run completed and measured it at its last step,
-    otherwise the mean of the last 50 training steps.
+    """Return the final loss of a modality: the held-out loss if the run completed and measured this loss at its last
+    step, otherwise the mean of the last 50 training losses.
 
     With ``series`` "excess", return the excess loss.
     """

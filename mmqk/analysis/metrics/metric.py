@@ -60,7 +60,8 @@ class Metric(_Quantity):
 
     Attributes:
         measure: computes the number; infinite if the last value of the run is not finite, NaN if there is no value.
-        series: returns the series over steps whose end the metric measures; if there is none, the result of `alone`.
+        series: function that returns the series whose end the metric measures; if there is no such series, the result
+            of `alone`.
         by_modality: whether the metric needs a modality.
         counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
     """
@@ -84,9 +85,10 @@ class FamilyMetric(_Quantity):
     """A metric with one value for each family and seed, from the runs at all values of the family's axes.
 
     Attributes:
-        compute: function of the runs, in any order, and a modality.
-        of_rates: whether it measures the learning rates at which runs fail. A run that learned nothing then still
-            counts if a run at another learning rate, with the same seed and the same other axes, learned.
+        compute: computes the number from the runs, in any order, and a modality.
+        of_rates: whether the metric measures the learning rates at which runs fail. If True, a run that learned
+            nothing still counts, provided that a run at another learning rate learned, with the same seed and the
+            same values on the other axes.
     """
 
     compute: Callable[[Sequence[Run], str | None], Measured]
@@ -121,8 +123,8 @@ class FamilyMetric(_Quantity):
 
 
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """Return a function for the field ``series`` of a metric that has no series: it returns the metric as a single
-    value at the last step of the run."""
+    """Return a function for the field ``series`` of a metric that has no series. The function returns the value of
+    the metric at one step, the last step of the run."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return np.array([run.last_step]), np.array([measure(run, modality)])

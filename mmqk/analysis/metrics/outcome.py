@@ -20,11 +20,11 @@ class Outcome:
     """How one run ended.
 
     Attributes:
-        finished: whether it completed or diverged; otherwise the other fields have no meaning.
+        finished: whether the run completed or diverged; otherwise the other fields have no meaning.
         diverged: step of the divergence; None if the run did not diverge.
         above_best: final loss minus the final loss of the best run on the same data, in nats, by modality; infinite
             if the run diverged.
-        unlearned: trained modalities that it did not learn (`learned`).
+        unlearned: trained modalities that the run did not learn (`learned`).
     """
 
     finished: bool
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def stalled(self) -> tuple[str, ...]:
-        """Modalities that ended more than 0.1 nat above the best run on the same data."""
+        """Modalities whose final loss is more than 0.1 nat above that of the best run on the same data."""
         return tuple(m for m, nats in self.above_best.items() if nats > STALLED_NATS)
 
     @property
@@ -56,10 +56,10 @@ class Outcome:
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
-    """Return the outcome of each run, relative to the other runs.
+    """Return the outcome of each run.
 
-    Runs on the same data are compared over all seeds by the final held-out loss of each modality. If the floor is
-    known, the excess loss is compared; it differs from the loss by a constant.
+    Each run is compared with the best run on the same data, over all seeds, by the final held-out loss of each
+    modality. If the floor is known, the excess loss is compared; it differs from the loss by a constant.
     """
     ends: list[dict[str, float]] = []
     steps: list[int | None] = []

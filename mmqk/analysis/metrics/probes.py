@@ -14,8 +14,8 @@ LAST_PROBES = 3
 # The window of a slope starts at this share of the run, like the window of the growth alarm. Earlier in the run,
 # norms also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
-# The window of an early slope ends at this share of the run. At this point, the norms of the runs that Chameleon
-# compares (arXiv 2405.09818, Fig. 5a) already differ.
+# The window of an early slope ends at this share of the run. In the Chameleon paper (arXiv 2405.09818, Fig. 5a), the
+# norms of the compared runs already differ at this point.
 EARLY_SHARE = 0.25
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
@@ -43,7 +43,7 @@ def growth_series(run: Run, modality: str | None = None) -> Series:
 
 
 def entropy_series(run: Run, modality: str | None = None) -> Series:
-    """Return the attention entropy of the layer with the lowest value, in nats, at each probe."""
+    """Return the lowest attention entropy over layers and modalities at each probe, in nats."""
     return run.combined("attn_entropy", np.min, modality)
 
 
@@ -128,7 +128,7 @@ def attention_mass_other(run: Run, modality: str | None = None) -> float:
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
     """Return the end of `logit_series`: the median of the last three probes of the run.
 
-    A run that diverged ends at the step at which it was stopped.
+    For a run that diverged, these are the last three probes before it was stopped.
     """
     return _end(logit_series(run, modality), math.inf)
 

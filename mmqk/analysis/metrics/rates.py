@@ -99,8 +99,8 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
     """Return the mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
     This is the metric of Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate.
-    Infinite if no run ended below its loss at initialization: the formula would give 0, which means that no learning
-    rate is worse than the best.
+    Infinite if no run ended below its loss at initialization: the formula would give 0, the best value of this
+    metric.
     """
     ended_runs, why = ends(runs, modality)
     if why:
@@ -126,9 +126,9 @@ def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measu
     """Return the lowest unstable learning rate.
 
     A learning rate is unstable if the run diverged, or if it exceeds the best learning rate and its final loss
-    exceeds the best one by more than 0.1 nat. Small models stall more often than they diverge. Below the best
-    learning rate, a higher final loss means slower learning. If no learning rate is unstable, the result is the bound
-    of `first_diverging_lr`.
+    exceeds the lowest final loss by more than 0.1 nat. A higher loss counts, because small models stall more often
+    than they diverge. It does not count below the best learning rate, where it means slower learning. If no learning
+    rate is unstable, the result is the bound of `first_diverging_lr`.
     """
     ended_runs, why = ends(runs, modality)
     if why:
@@ -157,12 +157,12 @@ FEWEST_DOSES = 3
 
 
 def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str, slope: bool) -> Measured:
-    """Return how a number of each run of a family responds to one axis, at one seed.
+    """Return how a metric of the runs of a family at one seed depends on one axis.
 
     Args:
         runs: at least three, one per value of the axis.
-        measure: returns the number on the scale of the fit; infinite if the run ranks worst, NaN if it was not
-            measured.
+        measure: returns the metric of a run on the scale of the fit; infinite if the run ranks worst, NaN if the
+            metric was not measured.
         axis: the dotted field that varies; if empty, the only axis of the runs.
         slope: True for the least-squares slope per unit of the axis, which needs finite responses. False for
             Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere).

@@ -13,8 +13,8 @@ from mmqk.analysis.metrics.metric import Measured, planned_steps
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run
 
-# Wortsman et al. (arXiv 2309.14322, Fig. 9) use step 2e3 of 1e5 and block 0. Runs here have other lengths, so the
-# step is a share of the run.
+# Wortsman et al. (arXiv 2309.14322, Fig. 9) measure the logits of block 0 at step 2,000 of 100,000. The runs here
+# have other lengths, so the step is given as a share of the run.
 AT_SHARE = 0.2
 BLOCK = 0
 FEWEST_FITTED = 3
@@ -73,7 +73,7 @@ def extrapolate(runs: Sequence[Run], modality: str | None = None) -> tuple[list[
     The logits are those of block 0 at the last probe in the first fifth of the run.
 
     Args:
-        runs: runs of one family at one seed. With four sizes, the quadratic passes through the three smaller ones.
+        runs: runs of one family at one seed. With four model sizes, the quadratic passes through the three smallest.
         modality: modality of the queries.
 
     Returns:

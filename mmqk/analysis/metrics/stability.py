@@ -1,6 +1,6 @@
 """Spikes, divergence, and warnings before a divergence, from the losses and alarms of a run.
 
-The rules are those of `mmqk.store.alarms`, which also run during training.
+The rules are those of `mmqk.store.alarms`, which training also applies.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
     Args:
         run: the run.
-        modality: count only warnings about series of this modality; for a modality pair, that of the queries counts.
+        modality: count only warnings about series of this modality (of the queries, for a modality pair).
         names: the alarms that count as warnings.
 
     Returns:

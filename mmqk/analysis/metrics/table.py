@@ -134,7 +134,7 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     along an axis).
 
     Raises:
-        UserError: no metric has this name, or it needs a modality.
+        UserError: no metric has this name, or the metric needs a modality and the name has none.
     """
     if match := _CALL.match(name):
         return _called(name, match[1], [part.strip() for part in match[2].split(",")], name[match.end() :])

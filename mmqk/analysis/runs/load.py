@@ -66,7 +66,7 @@ class Run:
         details: versions, command, machine and resolved configuration.
         status: content of status.json; "failed" with a reason if the file cannot be read.
         remarks: sentences about what is missing or unusual in the records; `notes` also covers the metrics.
-        family: name of the arm in the grid, before it is crossed with axes.
+        family: name of the arm in the grid, without the values of the axes.
         point: the values of the axes by dotted field; empty if the grid has no axes.
         role: "verdict", "selection" (a run that selects a learning rate; no verdict uses it) or "replay".
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.

@@ -1,17 +1,18 @@
 """The verdict of the replays of a diverged run: dynamics, numerics, or undecided.
 
-A diverged run is replayed from several distances before its divergence (depths), with weights changed by one part in
-a million, in bf16 with fused and with dense attention, and in fp32. The divergence step of a single replay is
-chaotic; several replays of each kind show whether the precision matters.
+A diverged run is replayed from several steps before its divergence; the distance to the divergence is the depth. The
+replays run in bf16 with fused attention, in bf16 with dense attention, and in fp32. Each replay starts with weights
+changed by one part in a million, because the divergence step of a single replay is chaotic: only several replays of
+each kind show whether the precision matters.
 
 dynamics    at every depth all replays diverge, and the fp32 divergence steps lie among the bf16 divergence steps
 numerics    at every depth all bf16 replays diverge and all fp32 replays reach the end of their horizon
 undecided   every other case
 
 "Among" means that the fp32 steps are neither all before the earliest bf16 step nor all after the latest, with a
-tolerance of `SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 steps come from one
-distribution, 2 of their 84 possible orders fail this condition at each depth. With 3 and 3 steps (soft-capped or
-sigmoid attention has no fused kernel), 2 of 20 orders fail the condition.
+tolerance of `SLACK` times the mean distance of the bf16 steps from the start of the replays. If 3 fp32 and 6 bf16
+steps come from one distribution, 2 of their 84 possible orders fail this condition at each depth. Soft-capped and
+sigmoid attention have no fused kernel; with 3 fp32 and 3 bf16 steps, 2 of 20 orders fail the condition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Area under the ROC curve (AUROC) of a number as the predictor of failed runs.
+"""Area under the ROC curve (AUROC) of a score that predicts which runs fail.
 
 A learning rate that is too high raises norms and also makes runs fail. So only runs of the same stratum, for example
-with the same learning rate, are compared. A pair consists of one failed run and one survivor.
+with the same learning rate, are compared. A pair consists of one failed run and one survivor of the same stratum.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Auroc(WithInterval):
         return low, high
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of the hypothesis that the true AUROC is ``threshold``. ``threshold`` is an
-        end of the interval at confidence 1 - p."""
+        """Return the two-sided p-value of the hypothesis that the true AUROC is ``threshold``. At confidence 1 - p,
+        the interval ends at ``threshold``."""
         if not self.has_interval or not 0 < threshold < 1:
             return math.nan
         if self._trials:

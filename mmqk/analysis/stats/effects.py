@@ -49,7 +49,8 @@ class Effect(WithInterval):
         error: standard error; NaN if no spread can be estimated.
         n: number of shared seeds.
         df: degrees of freedom of the interval.
-        of: source of the standard error: the spread "pooled" over arms, the "two arms" alone, or the "differences".
+        of: what the standard error is computed from: the spread "pooled" over arms, the spread of the "two arms"
+            alone, or the "differences" by seed.
         differences: treatment - control by seed.
     """
 
@@ -71,8 +72,8 @@ class Effect(WithInterval):
         return self.value - half, self.value + half
 
     def p_at(self, threshold: float) -> float:
-        """Return the two-sided p-value of the hypothesis that the true effect is ``threshold``. ``threshold`` is an
-        end of the interval at confidence 1 - p."""
+        """Return the two-sided p-value of the hypothesis that the true effect is ``threshold``. At confidence 1 - p,
+        the interval ends at ``threshold``."""
         distance = abs(self.value - threshold)
         if self.error == 0:
             return float(distance == 0)
@@ -111,8 +112,8 @@ def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
 def _bartlett(arms: Sequence[np.ndarray], variances: np.ndarray) -> float:
     """Return the p-value of Bartlett's test that all arms have the same variance.
 
-    It is 1 for fewer than two arms, where scipy's function raises an error, and if no arm has spread, where scipy's
-    function returns NaN. It is 0 if only some arms have spread.
+    It is 1 if there are fewer than two arms or if no arm has spread, and 0 if only some arms have spread; scipy's
+    function does not handle these cases.
     """
     if len(arms) < 2 or not variances.any():
         return 1.0

@@ -1,9 +1,9 @@
-"""Exact tests for few runs: counts of runs, and signs of paired differences.
+"""Exact tests for small numbers of runs: tests of counts, and a test of the signs of paired differences.
 
-Counts are compared by their shares. Fisher's test tests whether the shares are equal. The interval of the difference
-inverts the exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the maximum over all pairs
-of true shares, so the interval has at least its nominal coverage for every pair. The interval of one share is Clopper
-and Pearson's.
+Two arms are compared by their shares of counted runs. Fisher's test tests whether the shares are equal. The interval
+of the difference inverts the exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the
+maximum over all pairs of true shares, so the interval has at least its nominal coverage for every pair. The interval
+of one share is Clopper and Pearson's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
     values = np.asarray(differences, dtype=float)
     if not 0 < len(values) <= MOST_FLIPPED:
         return math.nan
-    # Count pairs of sums of the two halves by a sorted search: 2^(n/2) numbers instead of 2^n.
+    # Sum the two halves separately and count pairs of sums by a sorted search: this needs 2^(n/2) numbers, not 2^n.
     first, second = _sums(values[: len(values) // 2]), np.sort(_sums(values[len(values) // 2 :]))
     size = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     above = len(second) - np.searchsorted(second, size - first, side="left")
@@ -131,8 +131,8 @@ class Counts(WithInterval):
         """Return the smallest true difference above ``threshold`` that is significant with this power; NaN if there
         is none.
 
-        The share of the control is the observed one. For a threshold below 0, the arms are swapped and the sign is
-        reversed.
+        The true share of the control is set to the observed share. For a threshold below 0, the arms are swapped
+        and the sign is reversed.
         """
         if threshold < 0:
             return -Counts(self.b, self.m, self.a, self.n_treatment).detectable(-threshold, alpha, power)

@@ -1,6 +1,6 @@
 """Assess one claim from its runs alone.
 
-`verdicts` then adds the correction for the family of the claim and the checks that need other claims.
+The module `verdicts` then corrects for the family of the claim and makes the checks that need other claims.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class Assessment:
     Attributes:
         claim: the claim as registered.
         compared: the compared runs.
-        effect: effect of treatment over control on the metric's scale (log ratio or difference); for counts a
-            difference of shares, for a prediction the AUROC; None if it was not measured.
+        effect: effect of treatment over control on the metric's scale: a log ratio or a difference. For a claim that
+            counts runs, it is a difference of shares; for a prediction, the AUROC. None if it was not measured.
         spread: spread over seeds within arms.
-        medians: median of the metric over the finished runs, by arm or family; for counts the share.
+        medians: median of the metric over the finished runs, by arm or family; for a claim that counts runs, the
+            share of counted runs.
         controls: the checks that need no other claim.
         notes: sentences for the page.
         open: why the runs cannot decide the claim, whatever the effect is; empty if they can.
@@ -67,7 +68,7 @@ class Assessment:
             correction; NaN if it cannot be computed.
         sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
         counts: (counted runs, all runs) by arm or family, for a claim that counts runs.
-        bounds: number of runs that count with the worst observed value; if above 0, the effect is a bound.
+        bounds: number of failed runs that get the worst finite value; if above 0, the effect is a bound.
     """
 
     claim: Claim
@@ -190,7 +191,8 @@ def _without(unmeasured: Sequence[str]) -> str:
 
 def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
     """Return why the unknown values of failed runs could change the verdict; empty if they could not."""
-    # Directions in which the true effect may lie from the bound, and the direction that would cross the threshold.
+    # `towards` has the directions in which the true effect may differ from the bound. `away` is the direction from
+    # the bound to the threshold.
     towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
     towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
     if claim.test == "equivalence":
@@ -236,7 +238,7 @@ def _counted(compared: Compared) -> Assessment:
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
-    # Fisher's test must also reject equal shares. If min_effect is small, its p-value is the larger one.
+    # Fisher's test must also reject equal shares. If min_effect is small, Fisher's p-value is the larger one.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
     open_ = _registered(compared) or _without(unmeasured)

@@ -15,7 +15,7 @@ MOST_CONFIRMATORY = 6
 
 
 def claim_metric(claim: Claim) -> Metric | FamilyMetric:
-    """Return the metric of a claim; for a count, the share of runs; for a prediction, the AUROC."""
+    """Return the metric of a claim; if the claim counts runs, the share of runs; for a prediction, the AUROC."""
     metric, _ = find_metric(claim.metric)
     metric = replace(metric, label=measured_label(claim))
     if not claim.decided or isinstance(metric, FamilyMetric):
@@ -69,7 +69,7 @@ def check_claims(
 
 
 def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
-    """Return the claims with this status by their `Claim.alpha_family`."""
+    """Return the claims with this status, grouped by `Claim.alpha_family`."""
     families: dict[str, list[Claim]] = {}
     for claim in claims:
         if claim.status == status and not claim.not_run:

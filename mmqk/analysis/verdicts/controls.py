@@ -28,7 +28,10 @@ FEWEST_SEEDS = 3
 
 @dataclass(frozen=True)
 class Control:
-    """One check: its name, whether it passed, and the measured detail. verdicts.json has these fields."""
+    """One check: its name, whether it passed, and the measured detail.
+
+    Each check in verdicts.json has these fields.
+    """
 
     name: str
     passed: bool
@@ -38,8 +41,9 @@ class Control:
 def regime_reached(compared: Compared) -> Control:
     """Check that every compared run trains at least one modality and learned every modality that it trains.
 
-    Otherwise the claim would compare a run that learned with one that did not. For a metric of the learning rates at
-    which runs fail, it is enough that for every seed and point of the other axes a run at some learning rate learned.
+    Otherwise the claim would compare a run that learned with one that did not. A metric of the learning rates at
+    which runs fail requires less: for every seed and point of the other axes, at least one run learned, at any
+    learning rate.
     """
     study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
@@ -121,7 +125,7 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
     if extra:
         return Control(name, False, f"they also differ in {', '.join(extra)}")
     named = sorted(f for f in differing if not any(other.startswith(f"{f}.") for other in differing))
-    # A fork without changed fields differs from its parent in its starting point.
+    # A fork without changed fields still differs from its parent, because only the fork starts from a checkpoint.
     forked = any(run.fork != other.fork for run, other in pairs)
     return Control(name, bool(named) or forked, f"they differ in {', '.join(named) or 'nothing'}")
 
@@ -135,7 +139,7 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
     for seed in shared:
         by_place = {_place(run): run for run in second.runs[seed]}
         for run in first.runs[seed]:
-            # Runs of two families are paired by their point; an arm with one run is paired with every point.
+            # Runs of two families are paired by their point; a single run of ``second`` is paired with every point.
             other = by_place.get(_place(run)) or (second.runs[seed][0] if len(by_place) == 1 else None)
             if other is not None:
                 pairs.append((run, other))
@@ -143,7 +147,10 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
 
 
 def enough_seeds(compared: Compared) -> Control:
-    """Check that the arms share at least `FEWEST_SEEDS` seeds; for a count, that each arm has that many seeds."""
+    """Check that the arms share at least `FEWEST_SEEDS` seeds.
+
+    If the claim counts runs, the seeds need not be shared: each arm must have at least `FEWEST_SEEDS`.
+    """
     seeds = [members.runs.keys() for members in compared.groups.values()]
     n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
     few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
@@ -218,7 +225,7 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
 
 
 def numerics_agree(compared: Compared) -> Control | None:
-    """Check with replays that numerics caused none of the compared divergences; None if no run diverged."""
+    """Check that no compared divergence has the replay verdict "numerics"; None if no run diverged."""
     diverged = [run.name for run in compared.runs if run.status.status == "diverged"]
     if not diverged:
         return None

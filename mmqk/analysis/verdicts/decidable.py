@@ -26,8 +26,7 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
         where: name of the grid for error messages.
 
     Raises:
-        UserError: a claim compares an arm with itself, its arms share no seed or have only one seed, no count of its
-            runs could exceed min_effect, or a required control can never pass.
+        UserError: no result of the planned runs could support a claim; the message gives the reason.
     """
     by_id = {claim.id: claim for claim in claims}
     planned = [job for job in jobs if job.role == "verdict"]
@@ -131,7 +130,8 @@ def _predicted(claim: Claim, jobs: Sequence[Job]) -> str:
 
 
 def _counted(claim: Claim, n: int, m: int) -> str:
-    """Return why no count of ``n`` treatment runs and ``m`` control runs exceeds min_effect with p at most 0.05."""
+    """Return why no count of ``n`` treatment runs and ``m`` control runs exceeds min_effect with p at most 0.05;
+    empty if one does."""
     if not n or not m:
         return ""
     most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)

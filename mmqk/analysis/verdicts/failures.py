@@ -27,7 +27,8 @@ def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], lis
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return a sentence with the failed runs per arm and the log-rank test; empty for other claims."""
+    """Return a sentence with the number of failed runs of each arm and the p-value of the log-rank test, for a claim
+    about the time of an event (`EVENTS`); empty for other claims."""
     claim = compared.claim
     if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
         return []

@@ -1,9 +1,8 @@
 """The verdict of a hypothesis: whether the effects of several claims have the pattern that it predicts.
 
-A hypothesis of a grid predicts, for some claims, the state of the effect of treatment over control: "above" (higher
-than the smallest effect of interest), "none" (smaller than it in both directions) or "below" (beyond it in the other
-direction). The 95 % interval of an effect leaves one or more of these three states possible. A prediction allows one
-or two of the states. Its verdict is
+A hypothesis of a grid predicts, for some claims, the state of the effect of treatment over control: "above" (above
+min_effect), "none" (between -min_effect and min_effect) or "below" (below -min_effect). The 95 % interval of an
+effect leaves one or more of these three states possible. A prediction allows one or two of the states. Its verdict is
 
 contradicted    if it allows none of the possible states
 supported       if it allows all of the possible states
@@ -64,8 +63,8 @@ def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
 def possible_states(verdict: Verdict) -> tuple[str, ...]:
     """Return the states (`STATES`) that the 95 % interval of the effect overlaps.
 
-    Empty if a check failed (negative controls do not count), if the effect has no interval, or if it is a bound
-    because a run failed.
+    Empty if a check other than a negative control failed, if the runs cannot decide the claim, if the effect has no
+    interval, or if the effect is a bound because a run failed.
     """
     effect, size = verdict.effect, verdict.claim.min_effect
     if verdict.open or verdict.bounds or not isinstance(effect, Effect) or not effect.has_interval:

@@ -96,8 +96,9 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
 def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:
     """Return whether the selection runs show that the best learning rates of two arms differ.
 
-    If the arms exchange their learning rates, each gets worse by `BestRate.loss`. The test compares the sum of both
-    losses with its standard error. The spread over seeds is pooled over the selection runs and ``verdict_values``.
+    If the arms exchanged their learning rates, the metric of each would get worse by `BestRate.loss`. The test
+    compares the sum of the two losses with its standard error. The spread over seeds is pooled over the selection
+    runs and ``verdict_values``.
 
     Args:
         first: the choice of one arm.

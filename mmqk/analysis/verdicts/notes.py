@@ -19,7 +19,7 @@ from mmqk.grid.claims import Claim
 from mmqk.store.formatting import percent, plain
 
 ENOUGH_SEEDS = 6
-# Smaller relative differences are not reported, because they arise when runs train on different sequences.
+# Smaller relative differences in trained targets are not reported: different sequences already cause them.
 ALIKE = 0.01
 
 
@@ -44,8 +44,8 @@ def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: 
 
 
 def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
-    """Return a note with the spread over seeds and the method of the interval; for counts, with the share of each arm
-    and its exact interval."""
+    """Return a note with the spread over seeds and the method of the interval; if the claim counts runs, with the
+    share of each arm and its exact interval."""
     if isinstance(effect, Counts):
         arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
         shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
@@ -110,8 +110,8 @@ def trained_targets(run: Run) -> float:
 
 
 def about_targets(groups: Iterable[Group]) -> list[str]:
-    """Return a note with the trained targets per step of each arm, if the arms differ in these or in the trained
-    modalities.
+    """Return a note with the trained targets per step of each arm, if the arms differ in these numbers or in the
+    trained modalities.
 
     Empty if a run did not count its targets.
     """

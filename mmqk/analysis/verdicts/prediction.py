@@ -32,9 +32,9 @@ class Prediction:
 def predict(compared: Compared) -> Prediction:
     """Return the AUROC of the claim's metric as a predictor of failed runs, over pairs of runs of the same arm.
 
-    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.analysis.metrics.outcome`, relative
-    to the compared runs). A metric that differs between arms but not within an arm, such as the learning rate, has an
-    AUROC of 0.5.
+    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.analysis.metrics.outcome`); whether
+    it stalled depends on the best of the compared runs. A metric that differs between arms but not within an arm,
+    such as the learning rate, has an AUROC of 0.5.
     """
     runs, name = compared.runs, compared.claim.metric
     medians = {

@@ -1,8 +1,8 @@
 """The specification curve: the effect of claims under every reasonable choice of metric, window and runs.
 
-Simonsohn, Simmons and Nelson, Nature Human Behaviour 4 (2020). ``report.specification`` of the grid names the claims.
-They should make the same comparison at several learning rates, sizes or lengths. Specifications share runs, so they
-are not independent.
+The method is that of Simonsohn, Simmons and Nelson, Nature Human Behaviour 4 (2020). ``report.specification`` of the
+grid names the claims, which should make the same comparison at several learning rates, sizes or lengths.
+Specifications share runs, so they are not independent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmqk.analysis.verdicts.study import Claim, Study
 
 # Metrics whose effects are ratios, so that they share an axis.
 SPECIFIED = ("largest_attention_logit", "qk_norm_product", "q_norm", "k_norm", "resid_norm", "final_norm")
-# Some specifications exclude runs with a larger final excess loss of a trained modality.
+# Some specifications exclude a run if the final excess loss of a trained modality exceeds this value.
 FLOOR_NATS = 0.1
 
 
@@ -76,7 +76,7 @@ RUNS: Mapping[str, Callable[[Run, Sequence[str]], bool]] = {
 
 
 def specifications(study: Study) -> list[Specification]:
-    """Return every specification with an interval; if several choices select the same runs, use only the first."""
+    """Return every specification with an interval; of several choices that select the same runs, only the first."""
     named = study.report.get("specification") or []
     named = [named] if isinstance(named, str) else named
     return [made for claim in study.claims if claim.id in named for made in _of_claim(study, claim)]

@@ -24,8 +24,8 @@ RATE_METRIC = "final_excess"
 class StudyArm:
     """One arm: its name, label, block of the page, planned seeds and the fields that it sets.
 
-    In a grid with axes, ``family`` is the name of the arm before it is crossed with axes, and ``point`` has its
-    values on the axes. Without axes, ``family`` equals ``name``.
+    If the grid has axes, each of its arms becomes one `StudyArm` per point of the axes: ``family`` is the name of the
+    arm in the grid, and ``point`` has the values of the axes. Without axes, ``family`` equals ``name``.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Study:
         registered: whether the folder has an ablation.json, which stores the grid.
         claims_changed: whether the claims differ from the claims that were first registered.
         registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
-        families: arms of the grid before they are crossed with axes, in the order of the grid.
+        families: arms of the grid without the values of the axes, in the order of the grid.
         rate_metrics: the metric that selected the learning rate, by arm; the key "" has the default.
         hypotheses: hypotheses in the order of the grid.
     """
@@ -115,7 +115,7 @@ class Study:
         return tuple(sorted(of_arm, key=lambda run: run.seed))
 
     def finished(self, arm: str) -> tuple[Run, ...]:
-        """Return the verdict runs that completed or diverged; only these count."""
+        """Return the verdict runs that completed or diverged; verdicts use only these."""
         return tuple(run for run in self.of_arm(arm) if run.status.finished)
 
     def ended(self, arm: str) -> tuple[Run, ...]:
@@ -196,7 +196,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
 
 
 def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
-    """Return the arms of the grid before they are crossed with axes; a fork inherits the settings of its parent."""
+    """Return the arms of the grid without the values of the axes; a fork inherits the settings of its parent."""
     families: dict[str, StudyArm] = {}
     for name, value in named.items():
         value = value or {}
@@ -213,7 +213,7 @@ def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
 
 
 def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]) -> dict[str, StudyArm]:
-    """Return the crossed arms, one for each point of a family, in the order of the families."""
+    """Return the arms of the study, one for each point of a family, in the order of the families."""
     arms: dict[str, StudyArm] = {}
     for family in families.values():
         entries = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]

@@ -1,11 +1,13 @@
 """The verdict of each claim.
 
-reproduced      the interval lies beyond min_effect (equivalence: within it on both sides, and the positive control
-                passed), and all checks and the negative control passed
-contradicted    the interval lies short of min_effect (equivalence: beyond it on one side), all checks passed, and
-                the positive control passed
-not run         an arm has no finished run, or the claim has not_run, the reason why no run of the grid tests it
+reproduced      the interval lies beyond min_effect, and all checks and the negative control passed
+contradicted    the interval lies short of min_effect, and all checks, the negative control and the positive control
+                passed
+not run         an arm has no finished run, or the claim sets not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown
+
+An equivalence is reproduced if the interval lies between -min_effect and min_effect, and contradicted if it lies
+beyond one of them; both verdicts need a positive control that passed. A negative control is always optional.
 
 The level of the interval is corrected for the other claims of the family (`multiple`). A run that diverged, or whose
 last value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does not

@@ -14,7 +14,7 @@ from mmqk.data.order.sequences import Row, SequenceBuilder, joined, pieces
 from mmqk.data.synthetic.dial import Dial
 
 DIAL_CHUNK = 64
-# Random streams of a seed; the mixture has stream 0.
+# Number of the random stream of each kind under a seed; the mixture uses stream 0.
 STREAMS = {"pair": 1, "image": 3, "interleaved": 5, "tokens": 6, "text": 7}
 TEXT_WINDOWS, TEXT_OFFSET = 2, 4
 
@@ -188,8 +188,8 @@ class TrainingOrder:
 
 
 # Order of the kinds of validation rows; kinds without held-out samples are left out. With pairs and text, three of
-# four rows are pairs, alternately image first and caption first, so that the first few rows have both modalities and
-# both orders.
+# four rows are pairs, and pairs alternate between image first and caption first. So even the first few rows have both
+# modalities and both orders.
 VALIDATION_SEED = 1
 VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 
@@ -243,7 +243,7 @@ class HeldOut:
         return self._n
 
     def row(self, k: int, wanted: int) -> Row:
-        """Return row k of ``wanted`` rows. They are spread evenly over the split, which may be sorted by source."""
+        """Return row k of ``wanted`` rows. The rows are spread evenly, because the split may be sorted by source."""
         item = k * self._n // wanted
         if self.kind == "pair":
             return self.builder.pair(item, image_first=k % 2 == 0)

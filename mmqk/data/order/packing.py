@@ -1,8 +1,8 @@
-"""Packing: which documents share a row, so that rows have little padding.
+"""Packing: choose which documents share a row, so that rows have little padding.
 
-The lengths alone decide which lengths share a row. Seed and epoch decide which documents of these lengths a row gets,
-and the order of the rows. So every epoch has the same number of rows, each document is in exactly one row, and any
-row can be computed from its number.
+The combination of lengths in each row depends only on the lengths of the documents. Seed and epoch choose the
+documents of these lengths, and the order of the rows. So every epoch has the same number of rows, each document is in
+exactly one row, and any row can be computed from its number.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
         room: tokens of a row.
 
     Returns:
-        The document lengths in each row, with a sum of at most ``room``. Each length of ``lengths_N`` is in one row.
-        The result is a pure function of the arguments.
+        The document lengths in each row, with a sum of at most ``room``. Each length of ``lengths_N`` is in
+        exactly one row. The result is a pure function of the arguments.
 
     Raises:
         ValueError: a length is larger than ``room``.
@@ -71,7 +71,7 @@ def _combination(
 
 
 class Packing(IndexedCache):
-    """Rows that pack N documents; a pure function of the arguments.
+    """Rows that pack N documents. The rows are a pure function of the arguments.
 
     Args:
         lengths_N: tokens of each document.

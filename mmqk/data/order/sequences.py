@@ -26,7 +26,7 @@ class Row:
     """One sequence, not yet padded.
 
     Attributes:
-        ids: int64.
+        ids: token ids, int64.
         starts: first position of each document; the first is 0.
         surprise: -log probability of each token under the source, nats; None if unknown.
     """
@@ -90,7 +90,7 @@ class SequenceBuilder:
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
-        """Return the row of pair ``item``; if ``caption`` is the number of another pair, with the caption of that."""
+        """Return the row of pair ``item``. If ``caption`` is given, the row has the caption of that pair instead."""
         image, words = self._pair(item)
         if caption is not None:
             words = self._pair(caption)[1]
@@ -134,8 +134,8 @@ class SequenceBuilder:
         """Pad rows to one TokenBatch.
 
         Args:
-            rows: of at most seq_len tokens each.
-            step_targets: number of targets of the optimizer step; default: those of this batch.
+            rows: rows of at most seq_len tokens each.
+            step_targets: number of targets of the optimizer step; by default that of this batch.
             documents: whether to number the documents of each row, so that attention stays inside a document.
         """
         B, T = len(rows), self.seq_len

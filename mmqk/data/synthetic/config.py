@@ -158,9 +158,8 @@ class Level(NamedTuple):
 def forest(tokens: int, lag: int, width: int) -> list[Level]:
     """Return the parents of the tokens of a modality, by depth; roots first.
 
-    In a grid the parent is above, except in the first ``lag`` rows. So below these rows every token has the same
-    distance to its parent, ``lag`` times the width, and attention is equally useful for every token. In the first
-    rows the parents are to the left, which connects the columns.
+    In a grid the parent is ``lag`` rows above, so that every token has the same distance to its parent. In the first
+    ``lag`` rows the parents are to the left, which connects the columns.
     """
     place = np.arange(tokens)
     if width:

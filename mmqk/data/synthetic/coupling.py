@@ -27,8 +27,8 @@ def zipf(vocabulary: int, skew: float) -> np.ndarray:
     weight_V = (np.arange(vocabulary) + 1.0) ** -skew
     units_V = np.maximum(1, np.floor(weight_V / weight_V.sum() * UNITS).astype(np.int64))
     left = int(UNITS - units_V.sum())
-    # Give the units left over by rounding to the first ids, one each, so that equal probabilities stay as equal as
-    # possible; entropy 0 is feasible only then.
+    # Rounding leaves some units over. Give one each to the first ids, so that equal probabilities stay as equal as
+    # possible; otherwise an entropy of 0 is not feasible.
     units_V[: max(0, left) % vocabulary] += 1
     units_V[0] += UNITS - units_V.sum()
     units_V.flags.writeable = False
@@ -82,7 +82,7 @@ class Coupling:
         return self._quantile_b(place_N)
 
     def solve(self, information: float) -> float:
-        """Return the ρ that gives a mutual information between 0 and ``greatest``, nats, exact to the last bit."""
+        """Return the ρ with this mutual information (between 0 and ``greatest``, nats), exact to the last bit."""
         if information <= 0:
             return 0.0
         if information >= self.greatest:
@@ -117,8 +117,7 @@ class Quantile:
     """Finds the token whose interval of [0, 1) contains a number.
 
     A guide table divides [0, 1) into equal cells and lists the interval at the start of each cell. A number in the
-    cell is usually in that interval or in the next one (Chen & Asau 1974). A look-up takes 8 ns per token for any
-    vocabulary; bisection takes 40 to 130 ns.
+    cell is usually in that interval or in the next one (Chen & Asau 1974), so a look-up is faster than bisection.
     """
 
     def __init__(self, ends_V: np.ndarray, order_V: np.ndarray):
@@ -142,14 +141,14 @@ class Edge:
     """The joint distribution J of a parent token and its child.
 
     Args:
-        coupling: N and the unigrams.
+        coupling: the coupling N, with its unigrams.
         information: mutual information of J, nats, between 0 and ``coupling.greatest``.
     """
 
     def __init__(self, coupling: Coupling, information: float):
         self.coupling, self.rho = coupling, coupling.solve(information)
         self.information = coupling.information(self.rho)
-        # Half a unit less than the interval, so that rounding cannot move a number out of the interval of the parent.
+        # Half a unit less than the parent's interval, so that rounding cannot move a number out of this interval.
         self._width_V = coupling.high_a_V - coupling.low_a_V - 0.5 / UNITS
 
     def draw(self, parent_N: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:

@@ -29,10 +29,10 @@ __all__ = ["Dial", "DialConfig"]
 _CHUNK = 512  # number of documents drawn together (fewer if they are long); another number gives other documents
 _CHUNK_TOKENS = 2**19
 _DOCUMENTS = 101  # random stream of the documents; the order of samples uses other streams
-# Smallest number of times that the average transition must occur in training. In a trial (2 layers, d_model 64,
-# vocabularies of 512, AdamW at 3e-3) with lag 1 a model learned two thirds of the predictability if the average
-# transition occurred 115 times, and almost nothing below 30 times; with lag 4 it needed 370 times. So 100 is
-# necessary but may not suffice.
+# Smallest number of times that the average transition must occur in training. In a trial with lag 1, a model learned
+# two thirds of the predictability if the average transition occurred 115 times, and almost nothing if it occurred
+# fewer than 30 times. With lag 4, the transition had to occur 370 times. So 100 is necessary but may not suffice.
+# (2 layers, d_model 64, vocabularies of 512, AdamW at 3e-3.)
 SEEN = 100
 _ROWS = 512  # number of documents evaluated together; they fit into the cache of a core
 
@@ -213,10 +213,10 @@ class Dial:
         """Return one table row of statistics per modality; entropies in nats per token.
 
         Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
-        (the difference); lag; tokens; token share; redundancy inside (mutual information of the tokens of the
-        modality, nats per document); mutual information (with the previous modality, nats per document); floor;
-        transitions (distinct pairs of the coupling); transitions a token (per training token); seen (times that
-        the average transition occurs in training).
+        (unigram entropy minus entropy); lag; tokens; token share; redundancy inside (mutual information of the tokens
+        of the modality, nats per document); mutual information (with the previous modality, nats per document);
+        floor; transitions (distinct pairs of the coupling); transitions a token (per training token); seen (times
+        that the average transition occurs in training).
         """
         floors = self.floors()
         rows: list[dict[str, str | int | float]] = []

@@ -1,1 +1,1 @@
-"""Token folders, which have documents as arrays of ids, and the cache of token folders."""
+"""Token folders, which store documents as arrays of ids, and the token cache."""

@@ -30,7 +30,7 @@ FORMAT = 3
 
 
 def source_hash(folder: Path, kind: str) -> str:
-    """Return the hash of the samples of a source, a folder of shards or of tokens (10 hex digits).
+    """Return the hash (10 hex digits) of the samples of a source, which is a folder of shards or of tokens.
 
     Raises:
         UserError: the folder has neither shards with a manifest nor tokens.
@@ -56,7 +56,7 @@ def open_source(
 ) -> dict[str, TokenStore]:
     """Open the documents of a source by split, from a token folder or from the token cache of shards.
 
-    If the token cache does not exist, it is made.
+    Shards that are not in the token cache are tokenized first.
 
     Args:
         kind: pair, text or interleaved.

@@ -55,7 +55,7 @@ class DocumentEncoder:
         """Remove the documents that `take` has not returned yet."""
         self.tokens = 0
         self._documents: list[list[np.ndarray]] = []  # ids of each text or image, then <eos>
-        self._waiting: list[tuple[Image.Image, list[np.ndarray], int]] = []  # image, document, index in it
+        self._waiting: list[tuple[Image.Image, list[np.ndarray], int]] = []  # image, document, index in document
 
     def add(self, places: Sequence[str | Image.Image]) -> None:
         """Add a document of texts and RGB images in order.
@@ -88,7 +88,7 @@ class DocumentEncoder:
         return np.array(self._vocabulary.text(self._text.encode(text)), dtype=self.layout.dtype)
 
     def _encode_images(self) -> None:
-        """Encode the pending images; a boundary token comes before and after the codes of each."""
+        """Encode the pending images; the codes of each image stand between two boundary tokens."""
         import torch
 
         if not self._waiting:

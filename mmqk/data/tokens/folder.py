@@ -7,9 +7,12 @@ FOLDER/train/00000.lengths.npy        tokens of each document, uint32
 FOLDER/val/...
 ```
 
-A document has no ``<bos>``. Kind pair: ``<image> codes </image> caption <eos>``; text: text and ``<eos>``;
-interleaved: text and ``<image> codes </image>`` in order, and ``<eos>``; tokens: the user's ids, unchanged.
-``python -m mmqk.data.ids`` makes a folder of kind tokens from arrays of other tokenizers.
+A document has no ``<bos>``. Its content depends on the kind of the folder:
+
+pair           ``<image> codes </image> caption <eos>``
+text           text and ``<eos>``
+interleaved    text and ``<image> codes </image>`` in order, and ``<eos>``
+tokens         the ids of other tokenizers, unchanged; ``python -m mmqk.data.ids`` makes such a folder
 """
 
 from __future__ import annotations
@@ -241,7 +244,7 @@ def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, Toke
 
     Args:
         folder: the token folder.
-        cache: folder of these records; None compares all files at each call.
+        cache: folder of the records of matched files; None compares all files at each call.
 
     Raises:
         UserError: the folder is unfinished, a part is missing, or a part differs from tokens.json.

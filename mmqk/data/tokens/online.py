@@ -328,7 +328,7 @@ def _load(path: Path, cache: Path) -> _StoredIndex | None:
             )
             return _StoredIndex(index, arrays["digests"], str(arrays["content"]), str(arrays["sha256"]))
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return None  # it is missing or damaged
+        return None  # the stored index is missing or damaged
 
 
 def _save(stored: _StoredIndex, cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pairs with the captions of other pairs, or captions without their images: ``data.pairing``.
+"""``data.pairing``: pairs with the captions of other pairs, or captions without their images.
 
 Both classes make their documents from the token arrays of the pairs, so the token cache does not depend on
 ``data.pairing``.

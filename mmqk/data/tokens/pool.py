@@ -29,7 +29,7 @@ _NAMED = 3
 # Arguments: a shard and its result. The result is ("done", record), ("broken", sentence) if the shard cannot be read,
 # or ("unwritable", reason) if the part cannot be written.
 Handle = Callable[[ShardPart, tuple[str, Any]], None]
-# Argument: number of samples, number of dropped samples and share of the file read, by shard.
+# Argument: an array with one row per shard: number of samples, number of dropped samples, share of the file read.
 Tick = Callable[[np.ndarray], None]
 
 

@@ -1,4 +1,4 @@
-"""Tokenize one shard into one part of a token folder; each process of `mmqk.data.tokenize` runs this.
+"""Tokenize one shard into one part of a token folder, in a process of `mmqk.data.tokenize`.
 
 ```
 sample ── places (image bytes, texts) ── square images ── `DocumentEncoder` ── documents by split ──> part
@@ -90,14 +90,14 @@ class Encoder:
         """Write the part of one shard.
 
         Args:
-            shard: the file.
+            shard: the file of the shard and the name of its part.
             report: called at intervals and before each write, with the numbers of samples and dropped samples and the
                 share of the file read.
 
         Returns:
-            The shard's record: file, size, sha256, number of samples, of documents by split and of dropped samples by
-            reason, names of some dropped samples, and counts of the files that no document uses; for an archive also
-            the number of its files.
+            The record of the shard: its file name, size and sha256; the numbers of samples, of documents by split and
+            of dropped samples by reason; names of some dropped samples; and counts of the files that no document
+            uses. The record of an archive also has the number of its files.
 
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.

@@ -1,4 +1,4 @@
-"""An adapter: a table of module names that tells a probe which tensors to read beyond the attention calls.
+"""Adapters: tables of the tensors that a probe reads in addition to the attention calls, by module name.
 
 Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
 where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A site that an

@@ -36,15 +36,15 @@ class AttentionStatistics:
       weighted by the mass of the block; the last two add up to the first
     - M masses: sum of the weights in a block
 
-    A sink is a learned logit of a head, without a value vector. With sinks, the weights are those of the keys; they
-    sum to 1 minus the weight of the sink. The entropies then include the sink as one more key and one more block.
+    A sink is a learned logit of a head, without a value vector. With sinks, the weights of the keys sum to 1 minus
+    the weight of the sink, and the entropies include the sink as one more key and one more block.
 
     Attributes:
-        count: visible pairs by query and key modality, (M, M).
+        count: number of visible pairs by query and key modality, (M, M).
         max: largest signed logit, (M, M); -inf if there is no pair.
         absmax: largest absolute logit, (M, M).
-        tail: for each query modality and key modality, the largest absolute logits: as many as one pair in a
-            thousand, and at least one. If the pairs are `collective`, the pairs of all ranks are counted.
+        tail: for each query modality and key modality, the largest absolute logits: one for every thousand pairs, and
+            at least one. With `collective` pairs, the pairs of all ranks are counted.
         rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
             large for one chunk. The column of a sink is not part of the matrix.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
@@ -64,8 +64,10 @@ class AttentionStatistics:
 
 
 def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
-    """Return (P,): for each of P kinds of pairs, the logit that one in a thousand of the ``count_P`` pairs of this
-    kind reaches."""
+    """Return (P,): the logit that one in a thousand pairs reaches, for each of P kinds of pairs.
+
+    ``count_P`` is the number of pairs of each kind, and ``tail_NP`` has the largest logits of each kind.
+    """
     place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
     return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
 
@@ -88,7 +90,7 @@ def attention_statistics(
         softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
         sink_H: logit of each head's sink, which is not capped; None if there are no sinks.
     """
-    # Heads first, so that an index into (B, C, S) selects from a contiguous slice of each head.
+    # The head axis comes first, so that an index into (B, C, S) selects from a contiguous slice of each head.
     q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
     H, M = len(q_HBTK), pairs.n_modalities
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
@@ -157,7 +159,8 @@ def _rows(
     """Return four tensors: the F statistics of every row (`AttentionStatistics`), the sums of squared logits by
     block, the weights (up to a constant factor for each matrix), and the weight of the sink.
 
-    The logits are overwritten. Passes over the T x T values take most of a probe's time, so there are few of them.
+    The logits are overwritten. Passes over the T x T values take most of a probe's time, so this function makes few
+    passes.
     """
     key_BMS, divisor_BMC, share_BMC = chunk.key_BMS, chunk.divisor_BMC, chunk.share_BMC
     H, B, C, S = logits_HBCS.shape
@@ -180,7 +183,7 @@ def _rows(
         raw.div_(softcap).tanh_().mul_(softcap)
     shifted = raw.add_(chunk.mask.fill)
     largest_HBC1 = shifted.amax(-1, keepdim=True)
-    shifted -= largest_HBC1  # otherwise the entropy is a difference of large logits
+    shifted -= largest_HBC1  # otherwise the entropy would be a difference of large numbers
     weight = torch.softmax(shifted, -1, out=rest)
     mass_HBMC = key_BMS @ weight.mT
     log_z_HBC = -weight.amax(-1).log()
@@ -188,8 +191,8 @@ def _rows(
     block_entropy_HBC = torch.special.entr(mass_HBMC).sum(2)
     sink_HBC: Tensor | None = None
     if sink_H is not None:
-        # The softmax over keys and sink is the softmax over keys times the total weight of the keys; the entropies
-        # follow by the chain rule.
+        # With a sink, a key's weight is its weight without the sink times the total weight of the keys. The entropies
+        # follow from the chain rule.
         over_HBC = largest_HBC1[..., 0] + log_z_HBC - sink_H.float()[:, None, None]
         share_HBC, sink_HBC = torch.sigmoid(over_HBC), torch.sigmoid(-over_HBC)
         choice_HBC = torch.special.entr(share_HBC) + torch.special.entr(sink_HBC)
@@ -204,8 +207,9 @@ def _rows(
 
 
 def key_shares(over_HBT: Tensor) -> Tensor:
-    """Return (H, B, T, 1): each row's total weight on its keys, divided by the largest one of the matrix, so that
-    not all rows underflow.
+    """Return (H, B, T, 1): each row's total weight on its keys, divided by the largest such weight in the matrix.
+
+    Without the division, all rows could underflow.
 
     ``over_HBT`` is log Z of the keys minus the logit of the sink.
     """
@@ -216,8 +220,8 @@ def key_shares(over_HBT: Tensor) -> Tensor:
 def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
     """Return the participation ratio of each matrix of weights W, (H, B): ``(tr W W^T)^2 / |W W^T|^2``.
 
-    ``W W^T`` is symmetric, so each off-diagonal block is computed once and counted twice. A row without visible keys
-    must be 0. ``reach`` is `Pairs.reach`.
+    ``W W^T`` is symmetric, so each off-diagonal block is computed once and counted twice. The row of a query without
+    visible keys must be 0. ``reach`` is `Pairs.reach`.
     """
     square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
     for rows, keys in reach:

@@ -45,8 +45,8 @@ class RadialBudget:
     of ``-<W, gradient_a>`` does not measure growth: under QK-Norm it is always 0.
 
     AdamH's step is ``c (W + s U) - W`` with U from AdamW, ``s = |W| lr / |U|`` and ``c = |W| / |W + s U|``. For
-    given s and c this step is linear in m, so the modalities share s, c and v. A modality's part comes from
-    ``c s U_a``, the part of decay comes from ``(c - 1) W``, and the total is 0.
+    given s and c this step is linear in m, so the modalities share s, c and v. A modality's part is
+    ``2<W, c s U_a>``, the part of decay is ``2<W, (c - 1) W>``, and the total is 0.
 
     The update of Muon is not linear in m, so `add_whole` splits it into decay and a part without a modality.
 
@@ -59,7 +59,7 @@ class RadialBudget:
         by_modality: sum of ``2<W, U_a>`` for each modality.
         decay: the part from weight decay, or from AdamH's return to the fixed norm.
         step: sum of ``|dW|^2``; even a step at a right angle to W increases ``|W|``.
-        unattributed: the part from the first moment before the window; with Muon, from all updates.
+        unattributed: the part from the first moment before the window; with Muon, the part from all updates.
         rest: the part from changes that the optimizer did not make: rounding, QK-Clip.
         total: the measured change of ``|W|^2``, which is the sum of the other parts.
         steps: number of steps in the window.
@@ -124,7 +124,7 @@ class RadialBudget:
 
 
 def _at_fixed_norm(w: Tensor, factor: Tensor, moment: Tensor | float, lr: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return AdamH's factor on the first moment, and the share of ``w`` that its return to the norm removes."""
+    """Return AdamH's factor on the first moment, and the share of ``w`` that the return to the fixed norm removes."""
     update = factor * moment  # -lr u
     length, norm = w.norm(), update.norm()
     scale = torch.where(norm > 0, lr * length / norm, 0.0)

@@ -16,7 +16,7 @@ def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
 
     Returns:
         ``square_MD``, the sum of x^2 by channel; ``kurtosis_M``, the sum over tokens of the kurtosis of x;
-        ``count_M``.
+        ``count_M``, the number of tokens.
     """
     wide_BTD = x_BTD.detach().float()
     centered_BTD = wide_BTD - wide_BTD.mean(-1, keepdim=True)

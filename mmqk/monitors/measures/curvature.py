@@ -30,8 +30,8 @@ def curvature(
 ) -> Tensor:
     """Return ``g.S H g / g.g`` with S the diagonal matrix of the scales, or ``g.H g / g.g`` without scales.
 
-    It is NaN if g is 0. Gradient descent with a learning rate above 2 / curvature overshoots along its gradient. The
-    same holds for Adam if S is its preconditioner (`adam_scale`).
+    The result is NaN if g is 0. Gradient descent with a learning rate above 2 / curvature overshoots along its
+    gradient; so does Adam if S is its preconditioner (`adam_scale`).
     """
     scaled = products if scales is None else [s * p for s, p in zip(scales, products, strict=True)]
     return _dot(gradients, scaled) / _dot(gradients, gradients)

@@ -47,9 +47,9 @@ class LogitGrowth:
         q_power: log of the mean squared length of the queries.
         k_power: log of the mean squared length of the keys.
         alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
-            directions, 0 if all lie on one line.
-        masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs. The other parts are over all
-            pairs.
+            directions, 0 if all queries and keys lie on one line.
+        masked: log of E[z^2] over the visible pairs minus log of E[z^2] over all pairs; the other parts are computed
+            over all pairs.
         """
         pairs, visible = self.pairs[..., None], self.visible[..., None]
         q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
@@ -93,7 +93,7 @@ def logit_growth(
 
 
 def _by_modality(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
-    """Return (M, B, H, T, K), 0 at the tokens of other modalities; a product with 0 would keep their NaN."""
+    """Return ``x`` for each modality, (M, B, H, T, K), with 0 at tokens of other modalities, even where it is NaN."""
     return torch.where(token_MBT[:, :, None, :, None], x_BHTK.float(), 0.0)
 
 
@@ -108,9 +108,9 @@ def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
 def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
     """Return the squared length of the mean key divided by the mean squared length of the keys, by modality.
 
-    ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head: 1 if all keys are equal,
-    1/n for n random keys. In a row, the mean key adds the same number to the logits of all keys of
-    its modality.
+    The ratio ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head, is 1 if all keys
+    are equal, and 1/n for n random keys. The mean key adds the same number to a query's logits of all keys of its
+    modality.
     """
     k_MBHSK = _by_modality(k_BHSK, token_MBT)
     n_MB1 = token_MBT.sum(-1, keepdim=True)
@@ -136,8 +136,8 @@ def attention_rank(
 
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
     with a high rank is benign (each query attends to a different key); low entropy with a low rank is collapse (Qi et
-    al. 2025, arXiv 2505.21910). The function is for softmax attention only. It computes at most 2^24 logits, or one
-    matrix, at a time. The ratio is NaN for a sequence of padding only.
+    al. 2025, arXiv 2505.21910). The function is for softmax attention only. It computes at most 2^24 logits at a
+    time, or one matrix if it is larger. The ratio is NaN for a sequence that contains only padding.
 
     Args:
         q_BHTK: queries of the dot product.
@@ -145,8 +145,7 @@ def attention_rank(
         scale: factor on the dot product.
         visible_BTS: which keys each query may see.
         softcap: cap on the logits before the softmax, or None.
-        reach: `Pairs.reach`, which saves most of the work of causal attention; with None, all keys of every query are
-            computed.
+        reach: `Pairs.reach`, with which `participation` skips keys that no query of a slice sees; None: skip no keys.
         sink_H: logit of each head's sink, whose column is not part of the matrix; None if there are no sinks.
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()

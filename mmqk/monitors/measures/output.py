@@ -1,4 +1,4 @@
-"""Measures the output softmax by modality of the target: log Z, and the probability of wrong modalities.
+"""Measures the output softmax by modality of the target: log Z, and the probability of other modalities.
 
 Shapes: B batch, T tokens, V vocabulary, M modalities.
 """

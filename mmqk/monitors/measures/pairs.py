@@ -16,7 +16,7 @@ from mmqk.distributed import summed
 from mmqk.model.backends import visible_keys
 from mmqk.monitors.measures.reduce import selection
 
-# Rows with fewer visible keys are left out of row statistics, because the log of this number bounds their entropy.
+# Rows with fewer visible keys are left out of row statistics: the log of the number of keys bounds their entropy.
 FEWEST_KEYS = 8
 CHUNK_ELEMENTS = 2**24  # largest number of logits, over all heads, to compute at a time
 CACHED_ELEMENTS = 2**26  # largest number of pairs whose chunks are stored for the next layer
@@ -64,15 +64,15 @@ class Chunk:
     A row has F statistics: four of the logits, M offsets, three of the weights, and M masses.
 
     Attributes:
-        rows: the slice of queries.
+        rows: slice of the query axis.
         key_BMS: 1 at the keys of each modality, else 0; fp32, for matrix products.
         mask: hides the pairs that are not visible, (B, C, S).
         visible_BMC: number of keys of each modality that a query sees, fp32.
         divisor_BMC: ``visible_BMC`` with 1 in place of 0, to divide by.
         share_BMC: ``visible_BMC`` as a share of all keys that the query sees.
-        queries_MBC: queries of each modality.
-        selected_FMBC: queries whose row is in the mean of a statistic: they see at least 8 keys and, for an offset,
-            at least 1 key of its block.
+        queries_MBC: True at the queries of each modality.
+        selected_FMBC: queries whose row is part of the mean of a statistic. They see at least 8 keys and, for the
+            offset of a block, at least 1 key of the block.
         count_FM: number of these queries.
         places: indices of the visible pairs in flattened (B, C, S), by query modality, then by key modality.
     """
@@ -97,7 +97,7 @@ class Pairs:
         modality_BT: modality of each token; a token with a number outside 0 to M - 1 has no modality.
         visible_BTS: which keys each query may see.
         n_modalities: M.
-        n_heads: H; more heads make chunks of fewer queries.
+        n_heads: H; with more heads, a chunk has fewer queries.
         collective: whether all ranks measure at the same time, to merge their statistics.
     """
 
@@ -109,7 +109,7 @@ class Pairs:
 
     @cached_property
     def token_MBT(self) -> Tensor:
-        """Tokens of each modality, including padding."""
+        """True at the tokens of each modality, including padding."""
         return selection(
             self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool), self.n_modalities
         )
@@ -121,7 +121,7 @@ class Pairs:
 
     @cached_property
     def count_MM(self) -> Tensor:
-        """Visible pairs of one head by query and key modality."""
+        """Number of visible pairs of one head, by query and key modality."""
         visible_BMT = (self.key_BMS @ self.visible_BTS.float().mT).double()
         return torch.einsum("bmt,bct->mc", self.key_BMS.double(), visible_BMT).long()
 
@@ -140,7 +140,7 @@ class Pairs:
 
     @cached_property
     def reach(self) -> list[tuple[slice, int]]:
-        """Slices of queries, each with the smallest n such that its queries see no keys but the first n."""
+        """Slices of queries, each with the smallest n such that its queries see only keys among the first n."""
         visible_TS = self.visible_BTS.any(0)
         T, S = visible_TS.shape
         size = max(FEWEST_ROWS, -(-T // ROW_BLOCKS))

@@ -73,7 +73,7 @@ def gradient_over_second_moment(
 
     Args:
         gradient: the gradient of the latest update, after clipping.
-        second_moment: Adam's v after that update, before bias correction; same shape.
+        second_moment: Adam's v after that update, before bias correction.
         step: number of updates so far.
         beta2: decay of v.
         eps: Adam's epsilon.

@@ -31,8 +31,8 @@ def matrix_sizes(weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def product_change_entropy(
     q_HKD: Tensor, k_GKD: Tensor, earlier_q_HKD: Tensor, earlier_k_GKD: Tensor
 ) -> Sums:
-    """Return the spectral entropy of the first-order change of ``W_q W_k^T`` of each head, in nats; count and sum
-    over heads.
+    """Return the spectral entropy of the first-order change of ``W_q W_k^T`` of each head, in nats. The result
+    has the count and sum over heads.
 
     The change is ``D2 = dW_q W_k^T + W_q dW_k^T`` with the earlier W_q and W_k; it is (D, D) and has rank 2 K at
     most. The entropy is ``-sum p log p`` with ``p = s^2 / sum s^2``, s the singular values of D2 (arXiv 2606.28116,

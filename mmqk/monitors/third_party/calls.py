@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# An additive mask hides a key where it is at most this (exp is 0 in every precision); larger values are a bias.
+# Values of an additive mask up to this one hide a key (their exp is 0 in every precision); larger values are a bias.
 MASKED = -9999.0
 
 
@@ -122,7 +122,7 @@ def of_sdpa(
 ) -> Call:
     """Read a call of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Inputs with three axes are read as (B * H, T, K), B outermost, the layout of `torch.nn.MultiheadAttention`.
+    Inputs with three axes are read as (B * H, T, K) with B as the outer axis, as in `torch.nn.MultiheadAttention`.
     """
     if query.is_nested:
         raise NotMeasured("its queries are a nested tensor")

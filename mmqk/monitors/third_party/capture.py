@@ -65,7 +65,7 @@ class Capture(TorchFunctionMode):
 
     Args:
         root: the model.
-        rows: number of sequences in the batch; packed calls, which have no batch axis, are read with it.
+        rows: number of sequences in the batch, needed to read packed calls, which have no batch axis.
         measurement: gets each attention call before it runs, the ids of each embedding, and each module after it ran.
         origins: origins of the tensors of this forward pass.
 
@@ -174,7 +174,7 @@ class Capture(TorchFunctionMode):
         return None if origins[0] is None else Origin(origins[0].inputs, number)
 
     def _call_origins(self, args: Any, kwargs: Any) -> CallOrigins:
-        """Return the origins of queries and keys; if neither is known, that of the enclosing module's input."""
+        """Return the origins of queries and keys; if neither is known, the origin of the enclosing module's input."""
         operands = [*args[:2], *(kwargs[name] for name in ("query", "key", "q", "k") if name in kwargs)]
         q, k = (self.origins.of(x) for x in operands[:2])
         if q is None and k is None:
@@ -325,7 +325,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
 
 
 def _patch_flex(stack: ExitStack) -> None:
-    """Run flex_attention uncompiled and without a warning; some torch versions would compile a wrapper."""
+    """Run flex_attention uncompiled and without a warning; some torch versions would compile a wrapper around it."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     if hasattr(flex, switch):

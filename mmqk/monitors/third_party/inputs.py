@@ -30,8 +30,9 @@ _WRAPPER = "_fsdp_wrapped_module"
 
 
 class LastCall:
-    """A forward pre-hook that stores the arguments of the last call with gradients enabled, which excludes
-    evaluation.
+    """A forward pre-hook that stores the arguments of the model's last call with gradients enabled.
+
+    Calls during evaluation are therefore not stored.
 
     It does nothing else, so that torch.compile can trace it. If the model is copied, for example for a moving average
     of its weights, the hook is copied too. Nothing reads the copied hook.
@@ -156,7 +157,7 @@ def batch_size(inputs: Inputs) -> int:
 def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | None:
     """Return the input that marks the padding of the inputs ``source``; None if there is none.
 
-    It is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
+    The mask is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
     NAME_attention_mask for another input NAME or NAME_ids.
     """
     mask, ids = "attention_mask", find_ids(inputs)
@@ -172,8 +173,8 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
 def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
     """Return the first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
 
-    A tensor is sliced on its first axis if that axis has B entries. Integers with three axes (positions in height,
-    width and time) are sliced on their second axis. ``dtype`` replaces the dtype of half-precision tensors.
+    A tensor is sliced on its first axis if that axis has B entries. An integer tensor with three axes (positions in
+    height, width and time) is sliced on its second axis. ``dtype`` replaces the dtype of half-precision tensors.
     """
     if isinstance(value, Tensor):
         if value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and value.shape[0] <= 4:
@@ -210,17 +211,17 @@ class Modalities:
     """Maps tokens to modalities.
 
     Args:
-        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Instead of
-            ranges, a function that maps the model's inputs by name to modality numbers (B, T), one for each token
-            of the attention. A token with a number outside 0 to M - 1 has no modality.
-        names: with a function, the names of the modality numbers 0 to M - 1; ignored with ranges.
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text.
+            Instead of ranges, a function that gets the model's inputs by name and returns (B, T), the modality number
+            of each token over which attention runs. A token with a number outside 0 to M - 1 has no modality.
+        names: if ``modality`` is a function, the names of modalities 0 to M - 1; else ignored.
 
     Attributes:
         names: the M names.
         ranges: id ranges by modality; None if ``modality`` is a function.
 
     Raises:
-        UserError: a range that overlaps another, is empty or has a step, or a name that is not a valid tag.
+        UserError: a range overlaps another, is empty or has a step other than 1, or a name is not a valid tag.
     """
 
     def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):

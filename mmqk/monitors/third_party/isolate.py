@@ -71,7 +71,8 @@ def isolated(
 
 
 def _disable_cache(root: nn.Module, stack: ExitStack) -> None:
-    """Disable the KV cache, as gradient checkpointing does: with a cache transformers ignores document borders."""
+    """Disable the KV cache, as gradient checkpointing does. With a cache, transformers ignores the borders of packed
+    documents."""
     for module in root.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
@@ -81,7 +82,7 @@ def _disable_cache(root: nn.Module, stack: ExitStack) -> None:
 
 @contextmanager
 def _no_autocast(device: torch.device) -> Iterator[None]:
-    """Disable autocast, even if the model enables it, or a trainer that has replaced the model's forward."""
+    """Disable autocast, even if the model or a trainer that replaced the model's forward enables it."""
     enter = torch.autocast.__enter__
 
     def enter_disabled(self: Any) -> Any:

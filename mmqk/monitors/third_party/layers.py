@@ -46,8 +46,10 @@ class Layers:
 
 
 def layer_numbers(paths: Sequence[str]) -> list[int]:
-    """Return the layer number of each call: the first integer of its path, or its position in call order
-    if two of these integers are equal or a path has none."""
+    """Return the layer number of each call: the first integer of its path.
+
+    If a path has no integer, or two paths have the same first integer, all calls are numbered in call order.
+    """
     layers = [layer_of(path) for path in paths]
     numbers = [layer[1] for layer in layers if layer is not None]
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
@@ -64,13 +66,13 @@ def find_layers(
 ) -> Layers:
     """Return the layers that have attention, and those whose attention was not measured.
 
-    A layer has attention that was not measured if one of its calls was not measured, or if one of its modules made no
-    attention call but seems to compute attention: it has the type of a module that made a call, its class is named
-    attention, or it computes token-by-token products or softmaxes.
+    A layer has attention that was not measured in two cases: one of its calls was not measured, or one of its modules
+    made no attention call but seems to compute attention. Such a module has the type of a module that made a call, or
+    "attention" in the name of its class, or it computes token-by-token products or softmaxes.
 
     Args:
         measured: paths of the modules whose calls were measured, one for each call.
-        not_measured: paths of the calls that were not measured, without calls over the tokens of other inputs.
+        not_measured: paths of the calls that were not measured, except calls over the tokens of other inputs.
         calls: paths of all calls.
         modules: modules that ran, by path.
         attention_types: types of the modules that made attention calls.

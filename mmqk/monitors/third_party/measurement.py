@@ -38,7 +38,8 @@ CallOrigins = tuple[Origin | None, Origin | None]
 class SiteRecord:
     """One attention call, or one site of an adapter.
 
-    Until the end of the forward pass, tags contain the index in `Measurement.records` as the layer number.
+    Until the end of the forward pass, tags contain the index of the record in `Measurement.records` instead of the
+    layer number.
 
     Attributes:
         path: path of the module.
@@ -99,9 +100,9 @@ class Measurement:
         return fits and origin is not None and self.may_be_main(origin)
 
     def embedding(self, ids: Tensor, origin: Origin | None) -> None:
-        """Set the modalities of a side from the ids that its embedding gets, which may differ from the input.
+        """Set the modalities of a side from the ids that its embedding gets.
 
-        An example is a decoder that gets the shifted labels.
+        These ids may differ from the model's input, for example in a decoder that gets the shifted labels.
         """
         self.main_used = self.main_used or self.main.has(origin)
         for side in self.sides:
@@ -136,7 +137,9 @@ class Measurement:
     # Attention calls
 
     def attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> int:
-        """Measure one attention call, or record why not; all ranks leave out a call that one rank cannot measure.
+        """Measure one attention call, or record why it cannot be measured.
+
+        If one rank cannot measure the call, all ranks leave it out.
 
         The statistics are computed in fp32, even if the forward pass runs under autocast.
 
@@ -176,7 +179,7 @@ class Measurement:
                 self.main_calls.append(record.number)
 
     def _across(self, call: Call, q_side: Side, k_side: Side) -> tuple[Side, Call]:
-        """Return cross-attention as a side and a call: self-attention over the concatenated tokens of both sides."""
+        """Return a side and a call that represent cross-attention as self-attention over the tokens of both sides."""
         self._check_axes(call)
         q_side.set_length(call.q_BHTK)
         k_side.set_length(call.k_BGSK)
@@ -325,8 +328,11 @@ class Measurement:
         return probe
 
     def _layer_numbers(self) -> list[int]:
-        """Return the layer number of each record: that of its call, else of a measured call in its layer, else from
-        its path."""
+        """Return the layer number of each record.
+
+        It is the number of the record's call if the call was measured, else the number of a measured call in the same
+        layer, else the first integer of the path.
+        """
         measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
         numbers = layer_numbers([record.path for record in measured])
         by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}

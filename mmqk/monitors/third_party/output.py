@@ -17,7 +17,8 @@ from mmqk.monitors.third_party.inputs import Inputs, tensors
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
     """Return the logits (B, T, V) in the output of a model, or None.
 
-    The logits are the tensor named ``logits``, or a tensor whose last axis is as long as an embedding has rows.
+    The logits are the tensor named ``logits``, or a tensor whose last axis has as many entries as an
+    embedding has rows.
 
     Args:
         output: the output of the model.

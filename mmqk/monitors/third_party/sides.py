@@ -137,7 +137,7 @@ def sides_of_batch(
 
 
 def joined(of_q: Side, of_k: Side) -> Side:
-    """Return the tokens of both sides concatenated, queries first; key modalities are numbered from M_q."""
+    """Return a side with the tokens of both sides, queries first. Key modalities follow the query modalities."""
     (modality_BT, valid_BT), (modality_BS, valid_BS) = of_q.tokens, of_k.tokens
     if len(modality_BT) != len(modality_BS):
         raise NotMeasured(f"it has {len(modality_BT)} query sequences but {len(modality_BS)} key sequences")

@@ -176,7 +176,7 @@ class Stream:
         }
         self._call_of_layer[output] = call
         if self._final is not None and self._final[1] == call:
-            self._final = None  # the norm after that tensor is inside the layer
+            self._final = None  # that norm is inside the layer, so it is not the final norm
 
 
 def _count(terms: tuple[Term, ...]) -> int:

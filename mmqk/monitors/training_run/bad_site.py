@@ -118,7 +118,10 @@ class _Sites:
             self._check("logits", -1, self._logits(self.final_BTD))
 
     def _check(self, site: str, layer: int, parts: Iterable[Tensor]) -> None:
-        """Describe the site if a value is not finite; a part is some of the sequences, (b, T, X) or (b, H, T, X)."""
+        """Store a description of the site if a value is not finite.
+
+        Each part contains some of the sequences and has the shape (b, T, X) or (b, H, T, X).
+        """
         if self.first_bad is not None:
             return
         bad, has_nan = [], False
@@ -142,8 +145,8 @@ class _Sites:
             yield self.model.head(hidden_1TD)
 
     def _attention_logits(self, layer: int, k_BHTK: Tensor) -> Iterator[Tensor]:
-        """Yield the visible attention logits of each sequence: finite queries and keys may have an infinite
-        product."""
+        """Yield the visible attention logits of each sequence, which can be infinite even if queries and keys are
+        finite."""
         assert self.q_BHTK is not None
         batch, config = self.batch, self.model.config
         document_BT = documents_of(config, config.separates(layer), batch.modality_BT, batch.document_BT)

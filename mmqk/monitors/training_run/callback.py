@@ -33,8 +33,8 @@ class RunMonitor(L.Callback):
     budget, which continues after a resume. With ``config.matrices`` it also contains the latest probe's W_q and W_k.
 
     Args:
-        config: when to probe, and which tokens.
-        heldout: the fixed batch, if ``config.probe_split`` is heldout.
+        config: when to probe, on which sequences, and what to measure.
+        heldout: the held-out batch; needed if ``config.probe_split`` is heldout.
         step_rows: with several ranks, a function of (i, n) that returns the first n sequences of micro-batch i over
             all ranks.
     """

@@ -19,7 +19,7 @@ def batch_loss(model: EarlyFusionTransformer, batch: TokenBatch, weights_M: Tens
     """Return the training loss of a batch over its own trained targets, computed with operations that can be
     differentiated twice.
 
-    It runs eagerly and with dense attention, in evaluation mode (so without dropout) and outside autocast.
+    The model runs eagerly and with dense attention, in evaluation mode (so without dropout) and outside autocast.
 
     Args:
         model: the trained model; its mode is restored.
@@ -76,8 +76,8 @@ def gradient_curvature(
 
 @torch.no_grad()
 def _adam_scales(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return `adam_scale` of each parameter; None with AdamH, or if a parameter has no second moment of
-    the parameter's shape."""
+    """Return `adam_scale` of each parameter; None with AdamH, or if a parameter has no second moment, or one of
+    another shape."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     scales = []
     for p in parameters:

@@ -30,7 +30,7 @@ def gradient_agreement(
 ) -> dict[str, float]:
     """Return the cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
 
-    The halves are the even and the odd sequences of all ranks together; every rank has a batch of the same size. The
+    The halves are the even and the odd sequences, numbered over all ranks; every rank has a batch of equal size. The
     call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective with several ranks.
     It costs a forward pass for each half, and for each half and modality a backward pass and the memory of all
     gradients.

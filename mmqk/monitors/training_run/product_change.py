@@ -27,7 +27,7 @@ class ProductChange:
 
     @torch.no_grad()
     def measure(self, model: EarlyFusionTransformer) -> Probe:
-        """Return the change since the previous call. It does not change the model."""
+        """Return a probe with the entropies since the previous call."""
         probe, head_dim = Probe(sequences=0), model.config.head_dim
         weights = {
             tag(name, *modality, layer=layer): weight.detach().unflatten(0, (-1, head_dim))

@@ -24,8 +24,8 @@ STATISTICS = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absor
 def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
     """Return `Absorption` by layer and modality of the token, over the additions of attention and MLP outputs.
 
-    For a stream that is not bf16 it measures the error that bf16 would have, and the tags end in ``_if_bf16``. It
-    runs one forward pass in the caller's precision and does not change the model.
+    If the stream is not in bf16, the result is the error that a bf16 stream would have, and the tags end in
+    ``_if_bf16``. The function runs one forward pass in the caller's precision and does not change the model.
 
     Args:
         model: runs in evaluation mode.

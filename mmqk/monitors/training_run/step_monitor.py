@@ -1,7 +1,7 @@
-"""Measures optimizer steps: radial budget in windows, sizes of gradients and updates, gradients relative to Adam's v.
+"""Measures optimizer steps: the radial budget, sizes of gradients and updates, and gradients relative to Adam's v.
 
-The training module calls a `StepMonitor` during a step (`mmqk.training.step.record.StepWatch`). It does not change
-training.
+The training module calls a `StepMonitor` during a step (`mmqk.training.step.record.StepWatch`). The monitor does not
+change training.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class StepMonitor:
 
     Args:
         model: the trained model.
-        config: uses ``budget_every_n_steps``, ``budget_steps``, ``parameters``, ``second_moment`` and
-            ``every_n_steps``.
-        max_steps: steps of the run; the last step is measured too.
+        config: the configuration of the monitors.
+        max_steps: number of steps of the run. The last step is measured, in addition to every ``every_n_steps``-th.
         trained: indices of the modalities whose loss is trained; if empty, the budget has no parts by modality.
     """
 
@@ -46,7 +45,7 @@ class StepMonitor:
             for name, modality, layer, weight in block_matrices(model)
         }
         self.matrices[model.head.weight] = "head_grad_over_v"
-        self.matrices[model.embed.weight] = "embed_grad_over_v"  # a tied head has this name
+        self.matrices[model.embed.weight] = "embed_grad_over_v"  # replaces the name of a tied head
         self._in_window = False  # whether this step is part of the window
         self._probe_due = False
         self._before: dict[Tensor, tuple[Tensor, float]] = {}

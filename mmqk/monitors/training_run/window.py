@@ -22,8 +22,8 @@ _FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_mo
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
-    """Return the weights of W_q and W_k in each layer: one shared weight, or one for each modality; under σReparam
-    the raw weight."""
+    """Return the weights of W_q and W_k in each layer: one shared weight, or one for each modality. Under
+    σReparam these are the raw weights."""
     return {
         (name, layer): [
             cast(nn.Parameter, m.weight)
@@ -119,7 +119,7 @@ class BudgetWindow:
         self._gradients = [{} for _ in self.parameters]
         self._before = []
         if self.present_M is not None:
-            self.present_M = summed(self.present_M.long()) > 0  # other ranks may have more modalities
+            self.present_M = summed(self.present_M.long()) > 0  # other ranks may have parts of other modalities
 
     def _clipped(self, p: Tensor, gradients: dict[int, Tensor]) -> list[Tensor | None]:
         """Return the clipped fp64 gradients by modality over all ranks; their sum is the optimizer's gradient."""
@@ -161,8 +161,10 @@ class BudgetWindow:
         self._squares = []
 
     def values(self) -> dict[str, float]:
-        """Return the window's sums by tag, over all copies of a layer's matrix, for modalities with a part in the
-        loss."""
+        """Return the sums of the window by tag.
+
+        The copies of a layer's matrix are added up. Modalities without a part in the loss are left out.
+        """
         present_M = [] if self.present_M is None else self.present_M.tolist()
         present = [m for m, has_part in enumerate(present_M) if has_part]
         values: dict[str, Tensor] = {}

@@ -14,8 +14,8 @@ from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Line
 
-# Largest number of points of a line, largest number of points of a figure (so that a page with 300 runs is below
-# 5 MB), and smallest number to which the points of a line are thinned.
+# A line has at most POINTS points. If a figure would have more than ALL_POINTS points, its lines are thinned further,
+# but not below FEWEST points. A page with 300 runs is then below 5 MB.
 POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
 COLUMNS = 160
 

@@ -22,7 +22,7 @@ from mmqk.report.figures.style import GRAY, INK, arm_colors, modality_styles
 # An axis is linear if the ratio of its ends is smaller than this, because a log axis would have too few ticks.
 FEWEST_LOG_RATIO = 5
 TICK_STEPS = (1, 2, 2.5, 5, 10)
-# With more lines than this, thin lines are thinner and paler.
+# With more lines than this, the lines of single runs are thinner and paler.
 MANY_LINES = 24
 TITLE_WIDTH = 50
 # Lines that are calculated: (width, line style).

@@ -62,8 +62,8 @@ def _inches(panel: Panel | HeatMap, columns: int) -> tuple[float, float]:
 
 
 def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
-    """Set fixed margins in inches, so that the axes of a page align; a constrained layout takes three times as
-    long."""
+    """Set fixed margins in inches, so that the axes of a page align. Matplotlib's constrained layout would take
+    three times as long."""
     width, height = canvas.get_size_inches()
     left, top, right = 0.73, 0.37, 0.15
     if isinstance(panel, HeatMap) or panel.right is not None:

@@ -25,7 +25,7 @@ class Node:
     Attributes:
         run: the run; None for a parent that is not among the runs.
         name: name of the run; for a missing parent, the name that its forks record.
-        parent: index of its parent in the list, -1 for a root.
+        parent: index of the parent in the list of nodes, -1 for a root.
         depth: 0 for a root.
         step: the first step of the run.
         changed: the changed fields, as text.
@@ -47,7 +47,7 @@ class Node:
 
 
 def fork_tree(study: Study) -> list[Node]:
-    """Return the nodes of every tree with a fork: each run after its parent, and the forks of a run by step."""
+    """Return the nodes of all fork trees: each run follows its parent, and the forks of a run are sorted by step."""
     runs = list({run.name: run for run in study.runs if run.role != "replay"}.values())
     by_parent: dict[str, list[Run]] = {}
     for run in runs:

@@ -18,7 +18,7 @@ from mmqk.report.figures.curves import arm_lines, bin_width, binned, points_a_li
 from mmqk.report.figures.shapes import Figure, Line, Panel
 from mmqk.report.figures.style import legend
 
-# Metrics with a short label, and whether the axis is logarithmic.
+# The short label of each metric, and whether its axis is logarithmic.
 OUTCOMES = {
     "largest_attention_logit": ("largest |logit|", True),
     "logit_mean": ("mean μ", True),
@@ -31,7 +31,7 @@ OUTCOMES = {
     "attention_mass_other": ("mass on others", False),
     "final_excess": ("excess loss", False),
 }
-# Metrics with the statistic to draw by layer, and the function that reduces it over key modalities.
+# The statistic that is drawn by layer for a metric, and the function that reduces it over key modalities.
 BY_LAYER: dict[str, tuple[str, Callable]] = {
     "largest_attention_logit": ("attn_logit_absmax", np.max),
     "logit_offset": ("attn_logit_offset_var", np.mean),

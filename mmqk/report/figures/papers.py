@@ -167,15 +167,15 @@ def _end(study: Study, arm: str, tag: str) -> str:
 
 
 def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[str, ...]:
-    """Return the arms whose runs differ only in these fields; if several groups of arms do, the group with the most
-    arms of the first figure."""
+    """Return the arms whose runs differ only in these fields; if there are several such groups of arms, the group
+    with the most arms of the first figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
     for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
         if not condition(study, group):
             continue
-        # Among equal groups, take the largest model, then the highest learning rate, as in the papers.
+        # Among equal groups, take that with the largest model, then the highest learning rate, as in the papers.
         at = [
             max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, learning_rate)
         ]

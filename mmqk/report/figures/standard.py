@@ -51,7 +51,7 @@ def figures(study: Study) -> list[Figure]:
 
 
 def hero_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms of the first figure: those of the grid or its claims; without a grid all arms."""
+    """Return the arms of the first figure: the arms that the grid or its claims name; without a grid, all arms."""
     if study.registered and study.hero:
         return study.hero
     have = {run.arm for run in study.runs if run.tags}

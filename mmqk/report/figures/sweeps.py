@@ -58,8 +58,8 @@ class Sweep:
 
 
 def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
-    """Return the runs grouped by identity, which is compared without the seed and without the fields (or blocks of
-    fields) in ``apart_from``."""
+    """Return groups of runs whose identities are equal except for the seed and the fields (or blocks of fields) in
+    ``apart_from``."""
     groups: dict[str, list[Run]] = {}
     fields, blocks = {"seed", *apart_from}, tuple(f"{field}." for field in apart_from)
     for run in runs:

@@ -1,4 +1,4 @@
-"""The alarm, and ``alarms.jsonl`` beside metrics.jsonl, with one line per alarm in the order in which they begin."""
+"""An alarm, and the file ``alarms.jsonl`` of a run folder: one line per alarm, in the order in which alarms begin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Alarm:
         name: one of `NAMES`.
         step: optimizer step at which the alarm began; an alarm that continues is not repeated.
         tag: the series, with its modality and layer.
-        value: the number that the rule compared: the value of the series, or its median if the sentence names one.
+        value: the number that the rule compared: the value of the series, or a median of the series if the sentence
+            names one.
         threshold: the limit that the value crossed.
         sentence: a description of the event.
     """
@@ -38,8 +39,8 @@ class Alarm:
 
     @property
     def where(self) -> str:
-        """Return the modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; empty for a
-        series of the whole run."""
+        """Return the modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; an empty string for
+        a series of the whole run."""
         parsed = parse_tag(self.tag)
         pair = parsed.pair
         modality = f"{pair[0]} to {pair[1]}" if pair else parsed.modality

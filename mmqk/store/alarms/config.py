@@ -39,5 +39,5 @@ class AlarmConfig:
 
     @property
     def acts(self) -> bool:
-        """Whether any alarm does more than report. Only then is this configuration part of a run's identity."""
+        """Whether any alarm has an action. Only then is this configuration part of a run's identity."""
         return bool(self.checkpoint or self.probe or self.stop)

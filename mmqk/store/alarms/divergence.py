@@ -30,12 +30,14 @@ class _Series:
 class DivergenceRule:
     """Decides from the loss of each modality (nats per token, one value per step) whether a run has diverged.
 
-    A run has diverged if for any modality the loss is not finite, is more than 0.1 nat above its value at
-    initialization (the first value) for 50 consecutive steps after warm-up, or has a median over the last 50 steps
-    that is more than 0.5 nat above the lowest such median of the run.
+    A run has diverged if one of these conditions holds for any modality:
 
-    A step without a modality does not change that modality's state. Pass only modalities whose loss is trained: an
-    untrained loss may rise in a healthy run.
+    - The loss is not finite.
+    - The loss is more than 0.1 nat above its first value for 50 consecutive steps after warm-up.
+    - The median loss of the last 50 steps is more than 0.5 nat above the lowest such median of the run.
+
+    A step that has no loss of a modality does not change the modality's state. Pass only trained modalities,
+    because an untrained loss may rise in a healthy run.
 
     Args:
         warmup_steps: steps of learning-rate warm-up, which the second condition skips.

@@ -15,10 +15,9 @@ LOGITS = "attn_logit_absmax"
 NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
 
 # Thresholds without a published source. In the first fifth of a run every norm grows many times over, most of all in
-# healthy runs, so the rule starts after it. The slope is fitted to five or more probes over at least a twentieth of
-# the run, and must be more than four standard errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not
-# count. The initial growth of norms lasts about the same number of steps in short and in long runs, so the rule never
-# starts before step 100, which in a short run is later than a fifth of the run.
+# healthy runs, so the rule starts after the first fifth. The initial growth lasts about as many steps in a short run
+# as in a long run, so the rule never starts before step 100. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118),
+# raise no alarm.
 GROWTH_START_SHARE = 0.2
 GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5
@@ -29,20 +28,21 @@ GROWTH_ERRORS = 4.0
 GROWTH_FACTOR = 2.0
 GROWTH_LOGIT = 50.0
 
-# Threshold without a published source: at a tenth of its initial entropy, attention has nearly one key per query.
+# Threshold without a published source: at a tenth of the initial entropy, most queries attend to one or two keys.
 COLLAPSE_SHARE = 0.1
 
 
 class Growth(Rule):
     """Rule: a norm or largest logit has doubled since the rule's start, and will double again before the end of the
-    run if it continues to grow as fast.
+    run if it continues to grow at this rate.
 
     The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
-    line by least squares to the logarithm of the last probes: five or more probes, over at least a twentieth of the
-    run and at least 50 steps. The slope must be more than four standard errors above 0. At the last probe, the
-    value on the line must be at least twice the median of the first three probes after the start. A run of 150 steps
-    or fewer has no growth alarm, because norms grow at the start of every run. A run without a set length is assumed
-    to continue for as many steps as have passed since the rule's start. Values that are not positive are skipped.
+    line by least squares to the logarithms of the last values: at least five probes, over at least a twentieth of the
+    run and at least 50 steps. The slope must be more than four standard errors above 0. At the last probe, the value
+    on the line must be at least twice the median of the first three probes after the start. A run of at most 150
+    steps has no growth alarm, because the rule starts at step 100 and needs 50 steps. A run without a set length is
+    assumed to continue for as many steps as have passed since the rule's start. Values that are not positive are
+    skipped.
     """
 
     STATE = ("first", "points", "on")
@@ -59,7 +59,7 @@ class Growth(Rule):
         if step < self.start or not math.isfinite(value) or value <= 0:
             return None
         if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
-            return None  # skip a probe too close to the last one, so that the window has few points
+            return None  # skip a probe soon after the last one, so that the window has few points
         if len(self.first) < GROWTH_FIRST:
             self.first.append(value)
         self.points.append([step, math.log(value)])
@@ -101,10 +101,10 @@ def _line(points: list[list[float]]) -> tuple[float, float, float]:
 
 
 class Collapse(Rule):
-    """Rule: the attention entropy is below a tenth of its value at the start.
+    """Rule: the attention entropy is below a tenth of its first value.
 
     Low entropy alone can be benign, if each query attends to a different key. It is a collapse only if the rank of
-    the layer's attention has fallen too, so the sentence gives the rank if it is measured.
+    the layer's attention has fallen too, so the alarm's sentence gives the rank if it is measured.
     """
 
     STATE = ("first", "first_rank", "on")

@@ -1,4 +1,5 @@
-"""The base class of rules over one series: whether the alarm is on, and the state that checkpoints store."""
+"""The base class of rules over one series. It stores whether the alarm is on, and provides the state for
+checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ class Rule:
     """A rule over one series.
 
     Attributes:
-        STATE: names of the attributes that change with each value: plain data, or objects with a `state_dict`.
+        STATE: names of the attributes that form the state. Each is plain data, or an object with a `state_dict`.
         on: whether the condition held at the last value.
     """
 
@@ -19,7 +20,7 @@ class Rule:
     on = False
 
     def begins(self, holds: bool) -> bool:
-        """Return whether an alarm begins: the condition holds now and did not hold at the last value."""
+        """Return whether an alarm begins: the condition holds now and did not hold at the previous value."""
         began, self.on = holds and not self.on, holds
         return began
 

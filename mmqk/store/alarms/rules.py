@@ -1,4 +1,5 @@
-"""All rules over all series of a run. They depend only on the logged numbers; checkpoints store their state."""
+"""All rules over all series of a run. The rules depend only on the logged numbers. Checkpoints store the state of the
+rules."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from mmqk.store.tags import parsed_tag, tag
 
 
 class AlarmRules:
-    """All rules. Call `update` once for each step, in order, with all numbers of the step.
+    """Applies all rules to the series of a run. Call `update` once for each step, in order, with all numbers of the
+    step.
 
     An alarm is returned when it begins. It is returned again for the same series only after it has ended.
 
@@ -78,9 +80,9 @@ class AlarmRules:
         return self.trained is None or modality is None or modality in self.trained
 
     def _finite(self, step: int, values: Mapping[str, float]) -> Alarm | None:
-        """Return an alarm that names the first non-finite series in the order of the forward pass, lowest layer
-        first."""
-        # log 0 = -inf is valid: the logits may all be 0.
+        """Return an alarm that names the non-finite series of the lowest layer or, if none has a layer, the first
+        non-finite series."""
+        # The series logit_... are logarithms. The value -inf is valid for them, because the logits may all be 0.
         bad = [
             name
             for name, value in values.items()
@@ -109,7 +111,7 @@ class AlarmRules:
         alarms = self._divergence.alarms(step, losses)
         names = {alarm.tag for alarm in alarms}
         began = [alarm for alarm in alarms if alarm.tag not in self._diverged]
-        # A step without a modality does not end that modality's alarm.
+        # A step that has no loss of a modality does not end the modality's alarm.
         self._diverged = names | {name for name in self._diverged if parsed_tag(name).modality not in losses}
         return began
 
@@ -145,7 +147,8 @@ def alarms_of(
     max_steps: int = 0,
     trained: Iterable[str] | None = None,
 ) -> list[Alarm]:
-    """Return the alarms of a whole run from the result of `read_metrics`; training raises the same alarms."""
+    """Return the alarms of a whole run from the result of `read_metrics`. They equal the alarms that training
+    raised."""
     rules = AlarmRules(warmup_steps, max_steps, trained)
     return [
         alarm

@@ -12,10 +12,11 @@ from mmqk.store.alarms.window import RunningMoments, Window
 from mmqk.store.formatting import plain
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
-# of the last 1000 values. The paper does not define the standard deviation; here it is that of the same 1000 values.
+# of the last 1000 values. The paper does not define the standard deviation; here it is computed over these 1000
+# values.
 SPIKE_WINDOW = 1000
 SPIKE_STDS = 7.0
-# Number of values before the first spike can be reported (no published source).
+# Number of values that are needed before a spike can be reported (no published source).
 SPIKE_FEWEST = 100
 
 # Spike rate of Qwen (arXiv 2608.30320, section 3.3): the loss exceeds its 201-step rolling median by more than 0.1.
@@ -30,15 +31,15 @@ STALL_SHARE = 0.2
 STALL_FEWEST_STEPS = 200
 STALL_STEPS_OPEN_END = 1000
 STALL_NATS = 0.05
-# A loss at most this far above its floor is not stalled (the divergence rule has the same value).
+# A loss at most this far above its floor is not stalled. The divergence rule also uses 0.1 nat.
 STALL_ABOVE_NATS = 0.1
 
 
 class Spike(Rule):
     """Rule: a value is at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
 
-    The standard deviation is the sample standard deviation of the same values. The rule needs 100 values that are not
-    all equal. Values that are not finite are skipped.
+    The standard deviation is the sample standard deviation of these 1000 values. The rule needs at least 100 values
+    that are not all equal. Values that are not finite are skipped.
     """
 
     STATE = ("window", "on")
@@ -65,11 +66,11 @@ class Spike(Rule):
 
 
 class SpikeOfMedian(Rule):
-    """Rule: a loss is more than 0.1 nat above the median of its last 201 values, including the newest (Qwen).
+    """Rule: a loss is more than 0.1 nat above the median of the last 201 losses, itself included (Qwen).
 
-    The window must be full. It ends at the newest value; `spike_rate` uses a centered window. If healthy steps
-    scatter by more than 0.1 nat, the threshold is 6 standard deviations, estimated from the quartiles of the window
-    (no published source): with small batches Qwen's threshold would give an alarm at every fifth step.
+    The rule needs a full window. The window ends at the newest value, whereas that of `spike_rate` is centered. If 6
+    standard deviations, estimated from the quartiles of the window, are more than 0.1 nat, they are the threshold (no
+    published source). With small batches, Qwen's threshold would raise an alarm at every fifth step.
     """
 
     STATE = ("window", "on")
@@ -98,11 +99,13 @@ class SpikeOfMedian(Rule):
 class Stall(Rule):
     """Rule: a loss stays above a loss that any learning model reaches, and no longer improves.
 
-    The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (at least 200 steps; 1000 steps
-    in a run without a set length), not counting the warm-up, and it lies above a ceiling. The ceiling is an excess
-    loss of 0.1 nat if the floor is known, otherwise the modality's unigram loss minus 0.1 nat: a model reaches the
-    unigram loss without using the context. A constant loss below its ceiling counts as converged. Without a ceiling
-    there is no alarm.
+    An alarm begins if the median of the last 50 values is above a ceiling and has not fallen by 0.05 nat for a fifth
+    of the run, but for at least 200 steps. In a run without a set length, it must not have fallen for 1000 steps.
+    Steps of the warm-up do not count.
+
+    The ceiling is an excess loss of 0.1 nat if the floor is known. Otherwise it is the modality's unigram loss minus
+    0.1 nat, because a model reaches the unigram loss without using the context. A constant loss below its ceiling
+    counts as converged. Without a ceiling there is no alarm.
     """
 
     STATE = ("window", "level", "since", "on")
@@ -139,8 +142,8 @@ class Stall(Rule):
 def spike_score(values: Sequence[float]) -> float:
     """Return the spike score of OLMo 2: the percentage of the checked values that are spikes (see `Spike`).
 
-    It is nan if no value is checked. The first `SPIKE_FEWEST` finite values are not checked (without a published
-    source: OLMo 2 gives no rule for fewer than 1000 values).
+    The score is nan if no value is checked. The first `SPIKE_FEWEST` finite values are not checked. This number has
+    no published source, because OLMo 2 gives no rule for fewer than 1000 values.
     """
     window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
     for value in values:
@@ -156,8 +159,8 @@ def spike_score(values: Sequence[float]) -> float:
 def spike_rate(losses: Sequence[float]) -> float:
     """Return the spike rate of Qwen: steps more than 0.1 above a centered 201-step median, per 10,000 steps.
 
-    It is nan for fewer than 201 finite values. It uses Qwen's threshold only, so on losses of small batches it counts
-    noise.
+    The rate is nan for fewer than 201 finite values. It uses only Qwen's threshold, so it also counts noise if the
+    batches are small.
     """
     half = MEDIAN_WINDOW // 2
     finite = [value for value in losses if math.isfinite(value)]

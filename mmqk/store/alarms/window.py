@@ -1,6 +1,6 @@
 """Sliding windows over a series: median and quartiles, mean and standard deviation, updated with each value.
 
-The state of both classes is plain data. After a resume from it, the results are equal bit for bit.
+The state of both classes is plain data. Results after a resume from this state are bit-identical.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Window:
         self._order, self._sorted = deque(state), sorted(state)
 
 
-# Recompute the sums if the square of the value that leaves the window is this many times the sum of the other
-# squares.
+# Recompute the sums if the square of the value that leaves the window is this many times the sum of the remaining
+# squares, because subtracting the square then loses precision.
 RECOMPUTE_ABOVE = 1e6
 
 

@@ -19,7 +19,8 @@ class Carried:
 
     Attributes:
         added: Parameters that the parent does not have, with a description of their initial value.
-        dropped: Parameters that the fork does not have, with a description of where they are folded.
+        dropped: Parameters that the fork does not have, with a description of the parameters into which they are
+            folded.
         from_name: For each parameter of the fork, the parent's parameter that it is copied from.
         scale: For each copied parameter, the factor on the parent's values, if it is not 1.
     """
@@ -35,7 +36,8 @@ def tied_name(name: str) -> str:
 
 
 class Matrices:
-    """Copies parameters by name (`by_name`), collects factors of matrices (`fold`), then applies them (`write`).
+    """Copies parameters by name (`by_name`), collects factors of matrices (`fold`), then applies the factors
+    (`write`).
 
     Args:
         old: The parent's model.
@@ -50,7 +52,8 @@ class Matrices:
         self.done = Carried()
 
     def by_name(self) -> None:
-        """Copy the parameters whose name (with or without ``.copies.N``) and shape are equal in the parent."""
+        """Copy each parameter that the parent has with the same name (with or without ``.copies.N``) and the same
+        shape."""
         for name, value in self.new_values.items():
             source = name if name in self.old_values else tied_name(name)
             if source in self.old_values and self.old_values[source].shape == value.shape:
@@ -70,7 +73,7 @@ class Matrices:
     ) -> str:
         """Collect ``gain`` as a factor on rows or columns of the fork's matrices; return a description.
 
-        The factor applies to all copies of a matrix, or to the copy of modality ``m``.
+        The factor applies to the copy of modality ``m``, or, if ``m`` is None, to all copies of a matrix.
         """
         shape = (-1, 1) if side == "rows" else (1, -1)
         for layer in layers:

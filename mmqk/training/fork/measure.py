@@ -26,9 +26,9 @@ class Sizes:
 
     Attributes:
         plain_MH: Sums for the input normalized by the parent's norm, before its gain, or for the input itself if the
-            parent has no norm here. The mean is subtracted if the fork's norm is a LayerNorm.
+            parent has no norm here. If the fork's norm is a LayerNorm, the mean is subtracted first.
         out_MH: Sums for the output of the parent's norm.
-        other_MH: Sums for the same input normalized by the fork's norm, before its gain.
+        other_MH: Sums for the input normalized by the fork's norm, before its gain.
         count_M: Number of values in each sum.
     """
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PROBE_SEQUENCES = 16
 FORK_NAME = "fork.json"
-# Fields that set the devices, the speed and the loggers of a run but do not change its result.
+# Fields that change the devices, speed or loggers of a run but not its result.
 NOT_CHANGES = ("checkpoint.", "threads", "logging", "activation_checkpointing", "data.workers", "data.cache",
                "fork", "trainer.devices", "trainer.num_nodes", "trainer.strategy")  # fmt: skip
 
@@ -101,15 +101,15 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
 
 
 def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the fields in which two configurations differ, without those that do not affect the result."""
-    parent = {"compile": False, **parent}  # an older configuration lacks the field
+    """Return the fields in which two configurations differ, except the fields that do not affect the result."""
+    parent = {"compile": False, **parent}  # older configurations do not have the field
     a, b = flatten(parent), flatten(own)
     differing = differing_fields(parent, own)
     fields = [
         f
         for f in differing
         if not f.startswith(NOT_CHANGES)
-        # If a mapping is empty in only one configuration, list the entries of the other.
+        # If a mapping is empty in only one of the configurations, list its entries in the other configuration.
         and not any(other.startswith(f"{f}.") for other in differing)
     ]
     return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in fields]

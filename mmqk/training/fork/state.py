@@ -23,7 +23,7 @@ SAME_DATA = ("data.val_", "data.batch_size")
 
 
 def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
-    """Return the parameter names in the order of an optimizer's state, and that optimizer's state dict."""
+    """Make the optimizer; return the parameter names in the order of its state, and its state dict."""
     optimizer, names = make_optimizer(config, model), {p: name for name, p in model.named_parameters()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]], optimizer.state_dict()
 
@@ -37,11 +37,13 @@ def optimizer_state(
 ) -> tuple[dict[str, Any], str]:
     """Return the parent's moments converted to the fork's settings, and a sentence about the conversion.
 
-    If a matrix is scaled by c, its gradients and first moments are scaled by 1 / c, and its second moments by
-    1 / c^2. If the fork sets `optim.split_second_moment`, each modality starts with an equal part of the shared first
-    moment and with the whole second moment. With zero gradients, the next step then equals the parent's. If the fork
-    turns the field off, the moments are summed over modalities; for second moments this assumes that the gradients of
-    the modalities are uncorrelated.
+    If a matrix is scaled by c, its first moments are scaled by 1 / c and its second moments by 1 / c^2, because its
+    gradients are scaled by 1 / c.
+
+    If only the fork sets `optim.split_second_moment`, each modality starts with an equal part of the shared first
+    moment and with the whole second moment. With zero gradients, the fork's next step then equals the parent's next
+    step. If only the parent sets the field, the moments are summed over modalities. For second moments, this assumes
+    that the gradients of the modalities are uncorrelated.
 
     Args:
         saved: Optimizer state of the parent.
@@ -93,7 +95,8 @@ def optimizer_state(
 def _resplit(
     moments: dict[str, Any], old: Sequence[str] | None, new: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Convert moments between one shared set (None) and a set per modality; a new modality starts at zero."""
+    """Convert moments between one shared set (None) and one set per modality. The moments of a new modality are
+    zero."""
     first, second = moments["exp_avg"], moments["exp_avg_sq"]
     if old is None:
         assert new is not None
@@ -114,8 +117,8 @@ def _resplit(
 def guards_state(
     saved: Mapping[str, Any], old: EarlyFusionTransformer, new: EarlyFusionTransformer, carried: Carried
 ) -> dict[str, Any]:
-    """Return the parent's history of the spike guards; AdaGC starts without a history for new and rescaled
-    parameters."""
+    """Return the history of the parent's spike guards for the fork. New and rescaled parameters have no AdaGC
+    history."""
     if "adagc" not in saved:
         return dict(saved)
     gamma_of = dict(zip(dict(old.named_parameters()), saved["adagc"]["gamma_P"].tolist(), strict=True))
@@ -169,12 +172,14 @@ def loops_state(
 def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
     """Return the parts of the parent's callback state that apply to the fork.
 
-    The divergence rule keeps the parent's initial loss and best median, so that the same thresholds hold for a fork,
-    its parent and its siblings. The rule drops the best median and the last losses of a modality whose loss rises by
-    more than `JUMP_NATS` at the fork, and those of all modalities if the data changes. Alarms compare a statistic
-    with its recent values, so they start again if the model or the data changes or a loss rises by more than
-    `JUMP_NATS`; they keep the unigram losses. An open window of the radial budget starts again if anything that
-    affects the update changes.
+    The divergence rule keeps the parent's initial losses and best medians, so that a fork has the thresholds of its
+    parent and its siblings. If a modality's loss rises by more than `JUMP_NATS` at the fork, its best median and last
+    losses are dropped. If the data changes, they are dropped for all modalities.
+
+    Alarms compare a statistic with its recent values. They start again, but keep the unigram losses, if the model or
+    the data changes or if a loss rises by more than `JUMP_NATS`.
+
+    The current window of the radial budget starts again if a field changes that affects the update.
     """
     states = copy.deepcopy(dict(saved))
     states.pop("Checkpoints", None)  # describes the parent's folder

@@ -1,16 +1,16 @@
 """Copies the parent's weights into the fork's model and keeps its function as close to the parent's as possible.
 
-Parameters of both models are copied by name. Where the norms differ, the parent's activations on the probe batch
-determine the gain:
+Parameters of both models are copied by name. Where the norms differ, the fork's gain is computed from the parent's
+activations on the probe batch:
 
 ```
 g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  normalization of parent and fork (the identity if there is no norm)
-                                         g, g'  gains; f  factor on q and k for another attention scale
+                                         g, g'  gains; f  factor on q and k if the attention scales differ
 ```
 
-For an added norm, g = 1 and n(x) = x, so its gain is the measured RMS; the RMS is measured by head if the norm has a
-gain for each head. A gain without a parameter in the fork is folded into the rows of the matrix before it or the
-columns of the matrix after it.
+For an added norm, g = 1 and n(x) = x, so its gain is the measured RMS (by head, if the norm has a gain for each
+head). A gain without a parameter in the fork is folded into the rows of the matrix before it or the columns of the
+matrix after it.
 
 Shapes: D model width, H heads, K head_dim.
 """
@@ -41,8 +41,8 @@ def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: Token
 
 @torch.no_grad()
 def perturb(model: nn.Module, size: float, draw: int) -> None:
-    """Add noise of ``size`` times its RMS to every weight matrix. ``draw`` and the weight's name determine the
-    noise."""
+    """Add noise to every weight matrix, with an RMS of ``size`` times the RMS of the matrix. ``draw`` and the
+    weight's name determine the noise."""
     done = set()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
@@ -55,8 +55,8 @@ def perturb(model: nn.Module, size: float, draw: int) -> None:
             weight.copy_(wide)
 
 
-# A function for a gain (H, K), of one modality or of all (None), that has no parameter in the fork. It folds the gain
-# into another parameter and returns a description.
+# A function for gains that have no parameter in the fork. It folds a gain (H, K) of a modality, or of all modalities
+# (None), into another parameter and returns a description.
 FoldGain = Callable[[Tensor, int | None], str]
 
 
@@ -69,8 +69,8 @@ class _Carrying(Matrices):
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
         super().__init__(old, new)
         self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
-        # Factor on q and k that corrects for another scale of the attention logits; 1 unless only one of the two
-        # models has a QK-Norm of kind l2.
+        # Factor on q and k that corrects for different scales of the attention logits. It is 1 unless exactly one of
+        # the two models has a QK-Norm of kind l2.
         cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
         ratio = self.before.attn_scale_value / self.config.attn_scale_value
         self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
@@ -148,7 +148,8 @@ class _Carrying(Matrices):
         self._norm(name, fold_gain, factor=1.0 if role == "v" else self.logit_factor)
 
     def _norm(self, name: str, fold_gain: FoldGain, factor: float = 1.0) -> None:
-        """Set the gain of a norm from the parent's gain and the measured sizes, or fold it with ``fold_gain``."""
+        """Set the gain of a norm from the parent's gain and the measured sizes, or fold this gain with
+        ``fold_gain``."""
         parent, fork = self.old[name], self.new[name]
         first = one_copy(fork)
         cosine = isinstance(first, L2Norm) and not name.endswith("v_norm")
@@ -188,7 +189,7 @@ class _Carrying(Matrices):
     def _start_gain(
         self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module
     ) -> None:
-        """Set the gain of a norm. If the heads share one gain, average the gains of the heads, weighted with the
+        """Set the gain of a norm. If the heads share one gain, it is the average over heads, weighted with the
         measured sizes."""
         assert copy.weight is not None
         shape = copy.weight.shape

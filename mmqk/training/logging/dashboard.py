@@ -9,12 +9,12 @@ import numpy as np
 
 from mmqk.store import parsed_tag
 
-# NumPy returns NaN if any value is NaN. The result of Python's max and min would depend on the order of the values.
+# NumPy returns NaN if any value is NaN. With Python's max and min, the result would depend on the order of values.
 REDUCERS: dict[str, Callable[[list[float]], Any]] = {"max": np.max, "min": np.min, "median": np.median}
 
 
 class Chart(NamedTuple):
-    """One chart of a page: a statistic of all modalities, or of pairs of them.
+    """One chart of a page: statistics of all modalities, or of pairs of modalities.
 
     Attributes:
         title: Title of the chart.
@@ -99,10 +99,10 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def run_of(name: str, modalities: tuple[str, ...]) -> tuple[str, str]:
-    """Return TensorBoard's run, relative to the run folder, and the tag of a series.
+    """Return TensorBoard's name of the run (a folder below the run folder) and the tag of a series.
 
-    TensorBoard colors curves by run and draws the curves of one tag in one chart. So each modality is a run, and text
-    and image have the same tag: ``q_norm/image/max`` is ``q_norm/max`` of the run ``image``, and
+    TensorBoard colors curves by run and draws the curves of one tag in one chart. So each modality is a run of its
+    own, and a series has one tag for all modalities: ``q_norm/image/max`` is ``q_norm/max`` of the run ``image``, and
     ``attn_logit_absmax/text-image/max``, from queries of text to keys of images, is
     ``attn_logit_absmax/to_image/max`` of the run ``text``. A series without modality stays in the run "".
     """

@@ -46,7 +46,7 @@ class History:
         }
         if not wanted:
             return False
-        # The newest probe is always last; the next one replaces it if thinning would drop it.
+        # The newest probe is always stored. If thinning would drop it, the next probe replaces it.
         if self.probes and (self.seen - 1) % self._every:
             self.probes.pop()
         self.probes.append((step, wanted))
@@ -56,7 +56,8 @@ class History:
         return True
 
     def heat_map(self, statistic: str, modality: str) -> NDArray[np.float64]:
-        """Return a table (layers, probes) with NaN for missing values. It has zero layers if no probe has a value."""
+        """Return a table (layers, probes) with NaN for missing values. The table has zero layers if no probe has a
+        value."""
         cells: dict[tuple[int, int], float] = {}
         for column, (_, values) in enumerate(self.probes):
             for name, value in values.items():

@@ -38,12 +38,13 @@ def last_logged(run: RunConfig) -> int:
 
 
 def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
-    """Return the loggers of ``run.logging`` other than TensorBoard, in the first process of a run.
+    """Open and return the loggers of ``run.logging`` other than TensorBoard. Call it only in the first process of a
+    run.
 
-    ``loggers.json`` stores the ids of the W&B run and the MLflow run, so that a resume continues them, and the last
-    step that these runs may have received. A resume repeats the steps after its checkpoint; the steps that a
-    logger has received are not logged again. MLflow reports the last step that it has received. W&B in offline mode
-    cannot report it, so after a kill the W&B run lacks the steps that were not written.
+    ``loggers.json`` stores the ids of the W&B run and the MLflow run, so that a resume continues these runs, and the
+    last step that each run may have received. A resume repeats the steps after its checkpoint, but does not log a
+    step twice. MLflow reports the last step that it has received. W&B in offline mode cannot report this step, so
+    after a kill the W&B run may lack the last steps.
 
     Args:
         run: The resolved configuration.

@@ -55,7 +55,7 @@ class RunLogger(Logger):
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Log ``alarm/<name>``, the number of tags for which the alarm begins at its step, and flush."""
+        """Log ``alarm/<name>``, the number of series in which this alarm begins at a step, and flush."""
         began = [(alarm.step, alarm.name) for alarm in alarms]
         self._alarms.update(began)
         for step, name in sorted(set(began), reverse=True):  # the current step comes first
@@ -78,12 +78,12 @@ class RunLogger(Logger):
 
 
 class StoryLogger(TensorBoardLogger):
-    """Writes to TensorBoard: all modalities in one chart, as extremes and medians over layers.
+    """Writes extremes and medians over layers to TensorBoard, with all modalities in one chart.
 
-    Each modality is a run of TensorBoard in a folder below the run folder (`run_of`), and so has its own color.
+    Each modality is a run of TensorBoard, in its own folder below the run folder (`run_of`), so it has its own color.
 
-    Besides curves it writes heat maps by layer and step, attention between modalities by layer, and alarms as text
-    and as a count. After the end of the run it writes the outcome as a row of the HParams page.
+    It also writes heat maps by layer and step, attention between modalities by layer, alarms as text, and their
+    number. At the end of the run, it writes the outcome as a row of the HParams page.
 
     Args:
         folder: The run folder; events are written into it and into a folder per modality.

@@ -23,7 +23,7 @@ from mmqk.training.loop.signals import Interrupted
 from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
 from mmqk.training.step.module import TrainingModule
 
-# Maximum number of printed lines per alarm, statistic and modality, if not 1; alarms.jsonl has all alarms.
+# Maximum number of printed lines per alarm, statistic and modality; the default is 1. alarms.jsonl has all alarms.
 MOST_LINES = {"spike": 5, "spike_median": 5}
 
 
@@ -64,10 +64,10 @@ class _Tap(Logger):
 
 
 class Alarms(L.Callback):
-    """Passes every logged value through `AlarmRules`: the losses of each flush, the statistics of each probe.
+    """Passes every logged value to `AlarmRules`: the losses at each flush, and the statistics of each probe.
 
     Place this callback after the callbacks that log and before `Checkpoints`, and add its `tap` to the trainer's
-    loggers. The callback reads only logged values, so checking them never synchronizes with the host.
+    loggers. The callback reads only logged values, so it never synchronizes with the device.
 
     Args:
         folder: Folder of ``alarms.jsonl``.
@@ -118,7 +118,7 @@ class Alarms(L.Callback):
         if new or step == self._first_step:  # a resume acts on the alarms of the interrupted step
             # Only the first rank has the probes, but all ranks must act on their alarms.
             self._act(trainer, pl_module, trainer.strategy.broadcast(alarms))
-        else:  # between flushes there are no new values, and a broadcast synchronizes with the device
+        else:  # no new values between flushes, and a broadcast would synchronize with the device
             self._waiting = alarms
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -176,7 +176,7 @@ class Alarms(L.Callback):
         return any(self.checkpoints.folder.glob(f"alarm_{name}_step*.ckpt"))
 
     def _keep(self, name: str, step: int) -> None:
-        """Link the new checkpoint under a second name, which is never removed."""
+        """Give the new checkpoint a second name that is never removed (a hard link)."""
         newest = self.checkpoints.folder / checkpoint_name(step)
         path = newest.with_name(f"alarm_{name}_{newest.name}")
         try:
@@ -186,7 +186,7 @@ class Alarms(L.Callback):
                 shutil.copyfileobj(source, file)
 
     def state_dict(self) -> dict[str, Any]:
-        # Include the alarms of the last flush: after an interruption the resumed run acts on them.
+        # Include the alarms of the last flush, because after an interruption the resumed run must act on them.
         self._waiting += self._look()
         waiting = [asdict(alarm) for alarm in self._waiting]
         return {"rules": self.rules.state_dict(), "probe_until": self._probe_until, "waiting": waiting}

@@ -26,7 +26,7 @@ def tune(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse the memory that it frees; return whether the C library supports it.
+    """Let this process reuse the memory that it frees; return whether the C library supports this.
 
     Only glibc supports this, for blocks below 1 GiB (32 MiB before 2.35). On macOS or with musl the call does
     nothing. The process keeps its peak memory until it ends.
@@ -55,7 +55,8 @@ def skip_nvml_check() -> None:
 
 
 def keep_new_memory_as_it_is() -> None:
-    """Do not fill new tensors under ``trainer.deterministic``. Filling them only reveals uninitialized reads.
+    """Do not fill new tensors under ``trainer.deterministic``. Filling them would only reveal reads of uninitialized
+    memory.
 
     Measured: ``python -m timeit "torch.empty(2**23)"`` takes 8 us after this call and 9.9 ms before it.
     """
@@ -63,11 +64,10 @@ def keep_new_memory_as_it_is() -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Use this number of CPU threads, or torch's default if it is 0. Lightning changes the number when it starts
-    processes.
+    """Set the number of CPU threads; 0 keeps torch's default. Call it again after Lightning has started processes,
+    because Lightning changes the number.
 
-    Sums depend on the number of threads, so a resumed run needs the same number. On two cores, two runs with one
-    thread each take 1.98 times as many steps per second as one run (benchmarks/README.md).
+    Sums depend on the number of threads, so a resumed run needs the number with which it began.
     """
     if threads:
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the device, the attention kernels and the compilation of the run, which its record stores.
+    """Return the device, the attention kernels and the compilation settings of the run, to store in its record.
 
     Raises:
         UserError: the device or the installation cannot run this configuration.

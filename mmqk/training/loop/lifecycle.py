@@ -18,12 +18,14 @@ from mmqk.training.step.module import TrainingModule
 class Lifecycle(L.Callback):
     """Writes status.json; at the first signal it writes a checkpoint and ends the run.
 
-    `Ending` receives the signals. It ends the process at once after a second signal, or if no step has ended since
-    the last checkpoint (for example while the first step compiles). If a program calls ``main``, mmqk handles no
-    signal: Ctrl-C raises Python's KeyboardInterrupt, and the run ends without a checkpoint.
+    `Ending` receives the signals. It ends the process at once at the second signal, or at the first signal if no step
+    has ended since the last checkpoint (for example while the first step compiles).
 
-    All ranks end after the same step, even if only one received the signal. Ranks exchange signals at a flush, which
-    synchronizes with the device anyway.
+    If a program calls ``main``, mmqk handles no signals: Ctrl-C raises Python's KeyboardInterrupt, and the run ends
+    without a checkpoint.
+
+    All ranks end after the same step, even if only one received the signal. Ranks exchange signals only at a flush,
+    because a flush synchronizes with the device anyway.
 
     Place this callback after `Checkpoints`.
 

@@ -17,7 +17,7 @@ def leave_signals_alone(trainer: L.Trainer) -> None:
 
 
 def skip_sigterm_broadcast(trainer: L.Trainer) -> None:
-    """Do not exchange SIGTERM between the processes in every step, because that synchronizes with the device.
+    """Do not exchange SIGTERM between the processes in every step, because the exchange synchronizes with the device.
 
     `Lifecycle` exchanges the signals at every flush.
     """

@@ -33,7 +33,7 @@ Message = tuple[str | None, Path | None, int | None]
 class Ranks:
     """Context manager for the processes of a run; only the first process writes to the run folder.
 
-    Lightning (one command on one machine), srun or torchrun starts them. Every process prepares the run
+    Lightning (one command on one machine), srun or torchrun starts the processes. Every process prepares the run
     separately; in `start` the first process sends the path of the checkpoint to all others. If the first process ends
     before `start`, because of an error or because the run is finished, the others end too.
 
@@ -69,13 +69,14 @@ class Ranks:
         self.several = self.trainer.world_size > 1
         if not self.several:
             ENDING.until(lambda: False)
-            # A run with one process, inside a cluster job with several tasks, is not a rank of a larger run.
+            # A run with one process is not a rank of a larger run, even inside a cluster job with several tasks.
             rank_zero_only.rank = 0  # type: ignore[attr-defined]
             return
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
         if isinstance(environment, SLURMEnvironment):
             environment.auto_requeue = False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
-        # Externally started processes may already wait for the first one. Lightning starts its processes later.
+        # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
+        # processes later.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
         # Until the first process has started the others, no process waits for it. The processes that it starts end
         # when it ends.

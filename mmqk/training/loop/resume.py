@@ -127,7 +127,8 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
 
 
 def check_restored(checkpoint: Path, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Check that a resumed run is at the step of its checkpoint, and that moments have their parameters' shapes.
+    """Check that a resumed run is at the step of its checkpoint, and that moments have the shapes of their
+    parameters.
 
     Moments may have an additional first axis for the modalities.
 

@@ -53,7 +53,7 @@ class Ending:
         self._over = False
         self.step: Callable[[], int] = lambda: 0
         self.prints = True
-        # If the run has several processes, none may exit before all are connected.
+        # If the run has several processes, no process may exit before all of them are connected.
         self._to_save: Callable[[], bool] = _among_others
         self._parent: int | None = None
         self._lock = threading.RLock()

@@ -27,13 +27,13 @@ FLUSH_EVERY = 10  # steps
 
 
 class StepLog(L.Callback):
-    """Logs for every step the total loss, loss and log Z by modality, the gradient norm and the learning rate.
+    """Logs, for every step, the total loss, the loss and log Z by modality, the gradient norm and the learning rate.
 
     Records stay on the device until a flush transfers all of them at once. The flush checks each step for non-finite
     numbers and divergence (`DivergenceRule`), and stops a diverged run.
 
     Args:
-        flush_at: Flush at every multiple of each of these numbers of steps; 0 is ignored.
+        flush_at: Numbers of steps. The log is flushed at every multiple of each number; 0 is ignored.
         at_start: Values that are known before the first step, logged at `first_step`.
         first_step: First step of the run: 0, or for a fork the step of the checkpoint that it starts from.
 
@@ -90,7 +90,7 @@ class StepLog(L.Callback):
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
         """Log the collected records; stop the trainer if the run has diverged.
 
-        If ``alone`` is true, no collective is used, because the other ranks might not call this method.
+        If ``alone`` is true, no collective call is made, because the other ranks might not call this method.
         """
         if not self._records:
             return
@@ -114,7 +114,8 @@ class StepLog(L.Callback):
 
     def _diverged(self, step: int, pl_module: TrainingModule, alone: bool) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
-            # The first non-finite tensor may come from another rank's batch, and a sharded model needs every rank.
+            # The search for the first non-finite tensor needs every rank, because the tensor may come from another
+            # rank's batch and the model may be sharded.
             together = not alone or pl_module.trainer.world_size == 1
             site = first_of_ranks(self._where(step, pl_module)) if together else None
             return f"the gradient norm became {self.latest['grad_norm']}{f': {site}' if site else ''}"
@@ -126,7 +127,7 @@ class StepLog(L.Callback):
     def _where(self, step: int, pl_module: TrainingModule) -> str | None:
         """Return the first non-finite tensor of a step as text, or None if the forward pass cannot run again."""
         accumulate = pl_module.trainer.accumulate_grad_batches
-        with contextlib.suppress(RuntimeError):  # out of memory: the reason must still be written
+        with contextlib.suppress(RuntimeError):  # memory may run out, and the status must still be written
             return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
         return None
 
@@ -184,9 +185,10 @@ class Validation(L.Callback):
 
 
 class Checkpoints(L.Callback):
-    """Writes ``step00000500.ckpt`` completely or not at all, after a flush without divergence.
+    """Writes each checkpoint (``step00000500.ckpt``) completely or not at all, and only after a flush without
+    divergence.
 
-    It removes an older checkpoint only after the new one is complete, so that a run can always resume.
+    It removes an older checkpoint only after the new checkpoint is complete, so that a run can always resume.
 
     Attributes:
         saved: Step of the newest checkpoint, or the first step of this process.

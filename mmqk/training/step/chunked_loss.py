@@ -39,8 +39,8 @@ def chunked_losses(
     the autocast dtype, and all other operations in at least fp32, as in `modality_losses`.
 
     The loss of a target depends only on the hidden state of its position, so all modalities share one gradient of the
-    hidden states. The head needs one gradient per modality, (M, V, D), and M more products per chunk. `by_modality`
-    adds these gradients of the head, and the gradient of the total loss stays bit-identical.
+    hidden states. If `by_modality` is set, the head also gets one gradient per modality, (M, V, D), at the cost of M
+    more products per chunk. The gradient of the total loss stays bit-identical.
 
     Args:
         hidden_BTD: Input of the head.
@@ -78,7 +78,7 @@ def chunked_losses(
 
 
 class _Chunks(torch.autograd.Function):
-    """Returns (objective_G, ce_N, log_z_N). Only the first has gradients, for the hidden states and the head."""
+    """Returns (objective_G, ce_N, log_z_N). Only objective_G has gradients, for the hidden states and the head."""
 
     @staticmethod
     def forward(
@@ -158,7 +158,7 @@ def _terms(
         sum_C = (wide_CV - largest_C[:, None]).exp().sum(-1)
         p_CV = (wide_CV - largest_C[:, None]).exp() / sum_C[:, None]
         log_sum_C = sum_C.log()
-    else:  # softmax takes one pass, and its largest probability is 1 / sum
+    else:  # softmax takes one pass; its largest probability is 1 / sum_C
         p_CV = torch.softmax(wide_CV, dim=-1)
         log_sum_C = -p_CV.amax(-1).log()
     ce_C, log_z_C = (largest_C - target_C) + log_sum_C, largest_C + log_sum_C

@@ -16,7 +16,7 @@ from mmqk.store import tag
 
 @dataclass(frozen=True)
 class Objective:
-    """The differentiable part of a chunked loss; its gradients were computed with these weights and this z-loss.
+    """The differentiable part of a chunked loss. Its gradients were computed with `weights_M` and `z_loss`.
 
     Attributes:
         total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
@@ -42,7 +42,7 @@ class LossSums:
         ce: Cross-entropy, nats.
         log_z: Log of the output softmax's normalizer, nats.
         log_z_sq: Square of that logarithm.
-        objective: For a chunked loss, the tensors that have gradients; the sums then have none.
+        objective: For a chunked loss, the tensors that have gradients; the sums then have no gradients.
     """
 
     count: Tensor
@@ -78,8 +78,8 @@ def modality_losses(
     wide_BTV = capped(logits_BTV, softcap)
     index_BT1 = targets_BT.where(target_mask_BT, 0)[..., None]
     if torch.compiler.is_compiling():
-        # This avoids gather, whose backward pass scatters into a second tensor of this size, which inductor does not
-        # fuse.
+        # Do not use gather: its backward pass scatters into a second tensor of this size, and inductor does not fuse
+        # that.
         largest_BT1 = wide_BTV.detach().amax(-1, keepdim=True)
         shifted_BTV = wide_BTV - largest_BT1
         log_sum_BT = shifted_BTV.exp().sum(-1).log()
@@ -87,8 +87,8 @@ def modality_losses(
         ce_BT = log_sum_BT - torch.where(is_target_BTV, shifted_BTV, 0.0).sum(-1)
         log_z_BT = largest_BT1[..., 0] + log_sum_BT
     else:
-        # One softmax pass gives cross-entropy and log Z: log Z is the target's logit minus its log-probability. With
-        # z_loss 0 no gradient flows through log Z, and the backward pass costs as much as that of a plain
+        # One softmax pass gives cross-entropy and log Z: log Z is the target's logit minus its log-probability. If
+        # z_loss is 0, no gradient flows through log Z, and the backward pass costs no more than for a plain
         # cross-entropy.
         ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
         log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT

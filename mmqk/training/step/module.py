@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class TrainingModule(L.LightningModule):
-    """Trains an EarlyFusionTransformer; every measurement is a function of the global batch.
+    """Trains an EarlyFusionTransformer. All measurements are computed over the global batch.
 
-    After each optimizer step ``step_record`` has the loss, the losses and log Z by modality and the gradient
-    norm as one device tensor. A callback reads and clears this record; the module never synchronizes with the host.
+    After each optimizer step, ``step_record`` has the total loss, the loss and log Z by modality, and the gradient
+    norm, as one device tensor. A callback reads and clears this record; the module never synchronizes with the host.
 
     An optimizer hook applies QK-Clip and the power step of σReparam after every update.
 
@@ -118,7 +118,7 @@ class TrainingModule(L.LightningModule):
         self._compiled = True
 
     def configure_model(self) -> None:
-        """Shard the model where the strategy has a device mesh (FSDP)."""
+        """Shard the model if the strategy has a device mesh (FSDP)."""
         if self.device_mesh is not None:
             shard(self.model, self.device_mesh["data_parallel"])
 
@@ -141,7 +141,7 @@ class TrainingModule(L.LightningModule):
         Args:
             batch: Tokens and targets.
             sink: See `EarlyFusionTransformer.forward`.
-            by_modality: Whether `loss_parts` will be called; it makes a chunked loss a little more expensive.
+            by_modality: Whether `loss_parts` will be called; True makes a chunked loss a little more expensive.
             model: The model to evaluate; None for the trained model.
             row_stats: Receives the softmax statistics of each layer.
         """
@@ -210,7 +210,8 @@ class TrainingModule(L.LightningModule):
             self._loss_parts_M = loss_parts(sums, *self.loss_weighting(batch))
         self._step_sums_RM = _plus(self._step_sums_RM, modality_sums(sums, batch))
         self._step_loss = _plus(self._step_loss, loss.detach())
-        # Lightning divides by the number of micro-batches and averages over ranks; the normalizer includes both.
+        # Undo two divisions: Lightning divides by the number of micro-batches and averages over ranks, but the
+        # normalizer already counts the targets of all micro-batches and ranks.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def _training_losses(self, batch: TokenBatch, by_modality: bool) -> LossSums:
@@ -250,7 +251,8 @@ class TrainingModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by global norm and record the step; Lightning calls it once per optimizer step, before the update.
+        """Clip by global norm and record the step. Lightning calls this method once per optimizer step, before the
+        update.
 
         Raises:
             UserError: the Trainer clips by value.
@@ -262,8 +264,8 @@ class TrainingModule(L.LightningModule):
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
         with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}
-        # Compute as torch.nn.utils.get_total_norm does, which does not return the norms of single parameters. Cast to
-        # at least fp32 first, because the norm of shards accepts no dtype.
+        # Compute the norm as torch.nn.utils.get_total_norm does; that function does not return the norms of single
+        # parameters. Cast to at least fp32 first, because the norm of shards accepts no dtype.
         gradients = [at_least_fp32(p.grad) for p in with_grad.values() if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))

@@ -57,7 +57,8 @@ def _only(groups: list[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> lis
 def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer of a run, with groups of parameters with and without weight decay."""
     parameters, decaying = [p for p in model.parameters() if p.requires_grad], decays(config, model)
-    # torch decays by lr_t * weight_decay, with lr_t = peak * s_t. Dividing by the peak gives s_t * weight_decay.
+    # torch decays by lr_t * weight_decay, with lr_t = peak * s_t and the schedule s_t. Dividing by the peak gives
+    # s_t * weight_decay.
     decay = config.weight_decay / (config.lr if config.decay_mode == "independent" else 1.0)
     both = [
         {"params": [p for p in parameters if p in decaying], "weight_decay": decay},

@@ -64,7 +64,7 @@ def largest_logits(
 def gamma_of(largest_H: Tensor, threshold: float) -> Tensor:
     """Return `min(1, threshold / S_h)`, with the largest logit S_h of head h (Kimi K2, arXiv 2507.20534).
 
-    It is 1 where S_h is not finite: the run diverges anyway, and weights of 0 or NaN would hide the cause.
+    If S_h is not finite, the result is 1: the run diverges anyway, and weights of 0 or NaN would hide the cause.
     """
     above_H = (largest_H > threshold) & torch.isfinite(largest_H)
     return torch.where(above_H, threshold / largest_H, 1.0)

@@ -37,7 +37,7 @@ class StepWatch(Protocol):
     def attributing(self) -> bool: ...
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """Called for each micro-batch with the loss of each modality; do not free the graph."""
+        """Called for each micro-batch with the loss of each modality. This method must not free the graph."""
 
     def before_update(
         self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]

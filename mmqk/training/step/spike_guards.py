@@ -19,10 +19,10 @@ class AdaGC(nn.Module):
     """Clips the gradient of each tensor to a multiple of the running mean of its norm (arXiv 2502.11034).
 
     ```
-    g <- g min(1, factor gamma / |g|)        gamma <- 0.98 gamma + 0.02 |g|, of the clipped gradient
+    g <- g min(1, factor gamma / |g|)        gamma <- 0.98 gamma + 0.02 |g|, with the clipped g
     ```
 
-    During warm-up it does not clip, and gamma is the smallest norm so far.
+    During warm-up, no gradient is clipped, and gamma is the smallest norm so far.
 
     Args:
         tensors: Number of parameter tensors.
@@ -50,7 +50,7 @@ class AdaGC(nn.Module):
 
 
 class SkipStep(nn.Module):
-    """Skips an update whose loss or gradient norm is far above those of the last 128 steps (OLMo-core).
+    """Skips an update whose loss or gradient norm is far above the mean of the last 128 steps (OLMo-core).
 
     A step is skipped if its loss or its gradient norm is more than ``sigmas`` standard deviations above the mean of
     the window. The first 64 steps are never skipped. Skipped steps count in the window.

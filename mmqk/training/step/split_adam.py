@@ -12,7 +12,7 @@ from mmqk.distributed import summed, world_size
 
 
 class SplitAdamW(optim.Optimizer):
-    """AdamW with first and second moments of each modality's gradient; the step is the sum over modalities.
+    """AdamW with separate first and second moments for each modality; a step is the sum of the modalities' steps.
 
     ```
     m_a <- beta1 m_a + (1 - beta1) g_a        g_a = c * gradient of the loss (with z-loss) on modality a's targets,
@@ -21,12 +21,12 @@ class SplitAdamW(optim.Optimizer):
     ```
 
     This optimizer is for experiments. In AdamW, modalities with gradients of different size share v and may disturb
-    each other ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165). Separate moments remove that
-    coupling. For a parameter with gradients from one modality only, the step is AdamW's. With n modalities the step
-    can be up to n times as long, so compare this optimizer at its own best learning rate. It costs n backward passes
-    and n times the optimizer state.
+    each other (for AdamW with unequal gradients of modalities, see arXiv 2605.16165). Separate moments remove this
+    coupling. For a parameter with gradients from only one modality, the step equals that of AdamW. With n modalities
+    the step can be up to n times as long, so compare this optimizer at its own best learning rate. This optimizer
+    needs n backward passes and n times the optimizer state.
 
-    A modality absent from a step has a gradient of 0, like an embedding row that no token uses under AdamW: its
+    A modality absent from a step has a gradient of 0, like an embedding row under AdamW that no token uses. Its
     moments decay, its momentum still moves the weights, and its step count increases.
 
     Args:

@@ -12,13 +12,13 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 def alibi(T: int) -> Tensor:
-    """Return an ALiBi bias, (H, T, T), that is smaller for keys further back."""
+    """Return an ALiBi bias of shape (H, T, T), which decreases with the distance to the key."""
     t = torch.arange(T)
     return -SLOPES[:, None, None] * (t[:, None] - t).abs()
 
 
 class SelfAttention(nn.Module):
-    """Computes attention with one of several calls. If ``keep`` is a list, each forward appends (q, k) to it."""
+    """Computes attention in the way that ``call`` names. If ``keep`` is a list, each forward appends (q, k) to it."""
 
     def __init__(self, call: str = "sdpa", kv_heads: int = H):
         super().__init__()

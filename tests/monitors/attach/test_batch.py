@@ -234,7 +234,7 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
     model, (ids,) = Pictured(["sdpa"]), batches(1)
     images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
     attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
-    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six tensors that each have the whole batch is not sliced
+    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of tensors that each have the whole batch is not cut
 
 
 @pytest.mark.parametrize(

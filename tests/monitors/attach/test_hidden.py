@@ -1,4 +1,4 @@
-"""Tests that `attach` reports attention that it cannot measure, however it is written and in every place."""
+"""Tests that `attach` reports attention that it cannot measure, wherever it is and however it is written."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
 
 
 class Unseen(torch.autograd.Function):
-    """A function that a TorchFunctionMode does not see."""
+    """A function that a TorchFunctionMode does not intercept."""
 
     @staticmethod
     def forward(ctx, x):
@@ -286,9 +286,9 @@ def test_streams_that_are_put_together_are_one_side():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
-    """A layer with attention by matmul and softmax is hidden only if this attention is over the tokens of `modality`.
+    """Only attention over the tokens of `modality` makes a layer hidden if it is written with matmul and softmax.
 
-    Another tower and cross-attention do not hide a layer.
+    Attention in another tower and cross-attention do not.
     """
 
     class CrossAttention(nn.Module):

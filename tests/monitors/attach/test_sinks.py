@@ -24,7 +24,7 @@ def gpt_oss():
     model = random_(t.GptOssForCausalLM(config))
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.sinks += 8  # as large as the largest logits
+            layer.self_attn.sinks += 8  # sinks as large as the largest logits
     return model
 
 

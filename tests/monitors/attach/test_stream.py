@@ -134,7 +134,7 @@ def test_however_it_is_added(kind, wrapped):
     layers = [kind(SelfAttention()) for _ in range(L)]
     net.layers = nn.ModuleList(layers if not wrapped else [Chain(layer) for layer in layers])
     random_(net)
-    # If wrapped, a module path has two more numbers: one before that of the layer, and one after it.
+    # If wrapped, module paths have one more number before that of the layer, and one more after it.
     whole = nn.Sequential(net) if wrapped else net
     measured = attach(whole, modality=IMAGE).probe(**({"input": ids} if wrapped else {"ids": ids})).flat()
     x, sites = net.embed(ids), {}

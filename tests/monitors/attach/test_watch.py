@@ -84,7 +84,7 @@ def test_an_accumulated_step_is_one_and_the_last_batch_is_probed():
 
 
 class Stateful(nn.Module):
-    """A forward that writes buffers and draws random numbers."""
+    """A model whose forward writes buffers and draws random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_probe_leaves_no_trace():
     assert model.training and model.norm.training and not model.frozen.training
     assert len(model._forward_pre_hooks) == hooks and torch.is_grad_enabled()
     assert torch.backends.mha.get_fastpath_enabled()
-    # Control: the model's forward changes all of these.
+    # Control: the model's forward changes the random states and the buffers.
     model(other)
     assert not torch.equal(torch.get_rng_state(), torch_state) and random.getstate() != python
     assert np.random.get_state()[2] != numpys

@@ -1,4 +1,4 @@
-"""Trains a model under FSDP in one of two processes, with the watch on or off. torch.distributed.run starts it.
+"""Trains a watched model under FSDP in one of two processes. torch.distributed.run starts it.
 
 Usage: train_foreign.py WAY OUT, where WAY is plain, lightning or transformers.
 """

@@ -63,7 +63,7 @@ def lightning_run(
 
 
 def _alone():
-    """Return an environment in which Lightning has one process; the process group connects the two processes."""
+    """Return an environment with world size 1 for Lightning; the process group connects the two processes."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     return LightningEnvironment()
