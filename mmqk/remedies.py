@@ -197,7 +197,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "the output of attention; a head can output nothing without large logits", "W_g: n_heads rows"),
         Remedy("attn_sink", "learned sink", {"model.attn_sink": True, "backend": "math"},
             "weight = exp(logit) / (exp(s_h) + Σ exp(logit)), s_h learned by head, initially 0",
-            "gpt-oss in transformers [V]", "the attention softmax, which then changes if all logits shift equally",
+            "gpt-oss in transformers [V]", "the attention softmax, which is then no longer shift-invariant",
             _NO_KERNEL),
         Remedy("head_scale", "scaled heads", {"model.head_scale": True},
             "out = W_o (s_h · attention(x)_h), s_h learned, initially 1",

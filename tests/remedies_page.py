@@ -136,7 +136,8 @@ Every published remedy is a switch that is off in the control, and most can be c
 - **Cost**: the change in parameters and in floating-point operations of all matrix products of a training step
   (forward, backward, update). The control has {parameters:,} parameters and {gflops:.2f} GFLOP, measured with dense
   attention at the size of `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,}
-  ids, {sequences} times {tokens} tokens). Other costs are described in words; times depend on the machine.
+  ids, {sequences} times {tokens} tokens). Other costs are described in words. Times are left out,
+  because they depend on the machine.
 - **Equals**: the outside implementation, or the formula in the test, that the remedy was compared with. The
   brackets give the largest difference that the test allows, and the precision of the computation. The test compares
   values and gradients of a forward pass with random gains and biases, the weights after an update, or the standard

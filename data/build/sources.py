@@ -101,9 +101,9 @@ SOURCES: dict[str, Source] = {
 
 
 def locate(source_dir: Path | None, cache: Path) -> dict[str, Path]:
-    """Return the path of each archive in ``source_dir``, or else in ``cache``; fetch missing ones into ``cache``.
+    """Return the path of each archive, after a comparison of its sha256 with the pinned one.
 
-    The sha256 of each archive is compared with the pinned one.
+    The archives must be in ``source_dir``. If it is None, they are in ``cache``, and missing archives are fetched.
 
     Raises:
         UserError: an archive or the client that fetches it is missing, the client fails, or a sha256 differs.
@@ -152,7 +152,7 @@ def _fetch(source: Source, cache: Path) -> None:
 
 
 def read_members(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Return the contents of those regular files in an archive whose name ``wanted`` accepts, by name.
+    """Return the contents, by name, of the regular files in an archive for which ``wanted(name)`` is true.
 
     No file is written to disk.
 

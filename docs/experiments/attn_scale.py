@@ -59,7 +59,7 @@ class Measured:
             keys. A common shift of all logits of a row does not affect the softmax or this variance.
         entropy: Softmax entropy divided by the entropy of equal weights, mean over queries with at least
             `FEWEST_KEYS` keys.
-        largest: Largest softmax weight, mean over the queries of `entropy`.
+        largest: Largest softmax weight of a query, mean over the queries that `entropy` uses.
     """
 
     variance: float

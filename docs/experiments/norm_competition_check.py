@@ -81,7 +81,7 @@ def load(read, metrics, blocks):
         run["learned"] = all(rows[-1].get(f"val_loss/{m}", np.inf) < u - 0.1 for m, u in unigram.items())
         run["failed"] = not done or diverged(rows, config["optim"]["warmup_steps"], trained)
         run["lost"] = bool(status.get("lost")) or len(rows) != status["step"] + 1
-        run["block"] = blocks[plan["family"]] + str(plan["point"])  # the block, at one point of the axes
+        run["block"] = blocks[plan["family"]] + str(plan["point"])  # the block and the point of the axes
         arms.setdefault(arm, {})[plan["seed"]] = run
     return arms, planned
 
@@ -99,8 +99,8 @@ def judge(claim, arms, planned):
     runs, block = [p[s] for p in pair for s in seeds], pair[0][seeds[0]]["block"]
     worst = max(finite(runs), default=np.nan)
     x = [np.mean([(finite([p[s]]) or [worst])[0] for s in seeds]) for p in pair]
-    # Runs for the seed spread: the treatment's block and the control. For a metric of a modality, only arms that
-    # train this modality.
+    # The seed spread uses the runs of the treatment's block and of the control. For a metric of one modality, it uses
+    # only arms that train this modality.
     values = {}
     modality = metric.partition("/")[2]
     for arm, of in arms.items():

@@ -28,7 +28,7 @@ from mmqk.store import Status
 
 HERE = Path(__file__).parent
 RATES, SEEDS, STEPS = (0.01, 0.02, 0.04, 0.08), range(26), (200, 250, 300)
-# Stored values of a probe, by column: the tag, and the function that combines layers.
+# Columns of the CSV with values of a probe: the tag of each value, and the function that combined the layers.
 PROBED = {
     "attn_logit_absmax": ("attn_logit_absmax/text-text/layer00", np.max),
     "attn_entropy": ("attn_entropy/text/layer00", np.min),
@@ -92,7 +92,7 @@ class Design:
         arms: names of the arms; the first is the control of every claim.
         seeds: number of seeds per arm.
         selection: number of seeds that choose the learning rate of an arm; if 0, every arm uses ``rate``.
-        rate: learning rate without selection.
+        rate: learning rate of every arm if ``selection`` is 0.
     """
 
     claims: tuple[Mapping[str, Any], ...]
@@ -154,9 +154,9 @@ def verdicts(
 
     Args:
         design: the grid.
-        seeds: by arm, from `split`.
+        seeds: stored seeds of each arm, from `split`.
         runs: the pool of each arm.
-        count: number of seeds of each arm to judge; None for all seeds.
+        count: number of seeds per arm that the verdicts use; None for all seeds.
     """
     placed: list[Run] = []
     for arm in design.arms:
@@ -195,7 +195,7 @@ def _placed(run: Run, arm: str, family: str, seed: int, rate: float, role: str) 
 
 @dataclass(frozen=True)
 class Rate:
-    """A number of draws with some property, out of all draws."""
+    """The share of draws with some property, as a count out of all draws."""
 
     count: int
     draws: int

@@ -20,7 +20,7 @@ OWN_TRAINER_FLAGS = {
     "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
     "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
-# Removed fields of older versions of mmqk, which did not change the numbers of a run.
+# Fields that only older versions of mmqk had. They did not change the numbers of a run.
 REMOVED_TRAINER_FLAGS = {"enable_autolog_hparams", "inference_mode", "profiler"}
 
 # Old and new names of renamed fields. Configurations of older runs, which `mmqk.ablate` and forks read, have the old
@@ -77,7 +77,7 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
 
 
 def _kinds(types: str) -> str:
-    """Return the types, as jsonargparse prints them, in words."""
+    """Convert jsonargparse's name of a type to words: ``<class 'int'>`` to ``a whole number``."""
     named = re.sub(r"<class '(\w+)'>", lambda m: _KINDS.get(m[1], m[1]), types)
     return named.replace("typing.Literal", "one of ")
 

@@ -80,7 +80,7 @@ class MicroBatches(Dataset):
 
 
 class PositionedLoader:
-    """A loader whose state is the number of micro-batches that it has returned, and `MicroBatches.ahead`.
+    """A loader whose state has two numbers: the micro-batches that it has returned, and `MicroBatches.ahead`.
 
     Lightning resumes at the exact micro-batch if the loader has a length and ``state_dict``/``load_state_dict``.
     """

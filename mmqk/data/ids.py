@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
         raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
     if (args.out / TOKENS).exists():
-        raise UserError(f"{args.out} is a token folder already: give another --out.")
+        raise UserError(f"{args.out} is already a token folder: give another --out.")
     try:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise UserError(f"{args.out} exists and is not an empty folder: give another --out.")

@@ -101,8 +101,8 @@ def describe(
         val_rows: held-out documents for the model-based estimate; may be empty.
         vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
         contexts: contexts of the model-based estimate, each a list of distances back to the context tokens, the most
-            informative first. ``(1, 8)`` is the previous token, then the token above in a grid with 8 columns. Every
-            prefix of a context is tried.
+            informative first. ``(1, 8)`` is the previous token, then the token above in a grid with 8 columns. The
+            estimate of a modality uses the best of all prefixes of the contexts.
 
     Returns:
         The statistics by the name of each modality in the training documents.

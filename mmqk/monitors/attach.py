@@ -173,8 +173,8 @@ class Watch:
     def _due(self, previous: int) -> bool:
         """Return whether a probe is due: the first probe, an overdue one, or one at a multiple of ``every_n_steps``.
 
-        With several optimizers a trainer's step number rises by more than 1 per step, so a probe is also due if the
-        number passes a multiple.
+        With several optimizers, a trainer's step number rises by more than 1 at a time and can skip a multiple. A
+        probe is then due at the first step after this multiple.
         """
         every, done = self.every_n_steps, self.steps - self._started
         if not every:

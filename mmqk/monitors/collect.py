@@ -307,8 +307,8 @@ class Collector:
             tags += self._tags_by_key("attn_mass", layer, head)
         F = len(tags) // M
         pairs_FM = rows.count[:F].clone()
-        # A query that sees no key of a modality has mass 0 on this modality. If no query sees such a key, the mass is
-        # left out.
+        # A query that sees no key of a modality has mass 0 on this modality. If no query of a modality sees a key of
+        # the other one, the mass of this pair is left out.
         if weights:
             pairs_FM[-M:] = count_MM.T
         self._probe.add(

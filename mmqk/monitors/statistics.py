@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 
-# Placeholder in a pattern of tags -> regular expression that it matches. In a pattern, [...] is optional.
+# Placeholder in a pattern of tags -> regular expression of the text that it stands for. In a pattern, the part in
+# [...] is optional.
 PLACES = {
     "MODALITY": "[^/-]+",
     "PARAMETER": r"[^/]+\.[^/]+",

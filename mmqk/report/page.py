@@ -129,7 +129,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
 
 # If more claims than this are not run, one sentence names all of them.
 FEW_UNRUN = 3
-# If there are more claims than this, the page lists them in rows, not on cards, and its title is the question.
+# If there are more claims than this, the page lists them in rows instead of cards, and its title is `_question`.
 MOST_CARDS = 6
 ABOUT_DATA = (
     "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "

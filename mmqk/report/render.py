@@ -18,7 +18,7 @@ _NUMBER = re.compile(
     r"(?<![\w.#/-])[×+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?![\w/]|\.\d|-[a-zA-Z]| % interval)"
 )
 
-# Colors in the drawings that the page replaces by the colors of its theme (light or dark).
+# Colors of the drawings. The page replaces them with the colors of its theme (light or dark).
 _VARIABLES = {"#1b1f24": "ink", "#e6e9ec": "grid", "#8b929b": "faint", "#ffffff": "paper", "#000000": "black"}
 _NEUTRAL = re.compile(rf"(fill|stroke): ({'|'.join(_VARIABLES)})")
 

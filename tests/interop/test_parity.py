@@ -327,7 +327,8 @@ def test_bf16_logits_are_near(peer):
         assert_near(plain(some_ids()).float(), theirs.float())
 
 
-# "same": the norm rounds like mmqk's, (w * x).to(bf16). "first": the norm rounds x before the product with w.
+# "same": the norm rounds like mmqk's, (w * x).to(bf16). "first": the norm rounds the normalized x
+# before the product with w.
 ROUNDING = [
     ("olmo2", "Olmo2RMSNorm", "same"),
     ("gemma2", "Gemma2RMSNorm", "same"),
@@ -342,8 +343,8 @@ ROUNDING = [
 @pytest.mark.parametrize(("module", "name", "order"), ROUNDING)
 @torch.no_grad()
 def test_rounding_order_of_norms(module, name, order):
-    """For "same", the values equal mmqk's bit for bit. For "first", they equal those of mmqk's norm with x rounded
-    before the gain (and, for LayerNorm, the bias) is applied."""
+    """For "same", the output equals that of mmqk's norm bit for bit. For "first", it equals the output of mmqk's norm
+    if the normalized x is rounded before the gain (and, for LayerNorm, the bias) is applied."""
     import importlib
 
     kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)

@@ -76,7 +76,7 @@ PEERS: list[Comparison] = [
     attention_peer(
         "qk_norm_zero_centered", "x-transformers Attention(qk_rmsnorm)", FP32_INSIDE,
         qk("rms", gain="zero_centered", eps=TINY), XT(True, qk_rmsnorm=True),
-        {"norm after RoPE": AFTER, "gain w for 1 + w": {"gain": "shared"}},
+        {"norm after RoPE": AFTER, "gain w instead of 1 + w": {"gain": "shared"}},
     ),
     attention_peer(
         "qkv_norm", "x-transformers Attention(qk_rmsnorm, value_rmsnorm)", FP32_INSIDE,

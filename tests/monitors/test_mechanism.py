@@ -83,7 +83,7 @@ def test_the_parts_sum_to_the_measured_change(changes):
         assert sum(parts.values()) == pytest.approx(change, rel=1e-9)
         assert values[f"{name}_growth_total/{layer}"] == pytest.approx(change, rel=1e-9)
         assert values[f"{name}_sq/{layer}"] == pytest.approx(end[where], rel=1e-12)
-        # Adam's formula explains the whole change, so a missing modality would be detected.
+        # Adam's formula explains the whole change: the rest is 0, and would not be 0 without a modality's part.
         assert abs(parts["rest"]) < 1e-9 * abs(change) and parts["unattributed"] == 0
         assert min(abs(parts[m]) for m in BLOCKS) > 1e-6 * abs(change)
 

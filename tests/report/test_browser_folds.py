@@ -118,7 +118,7 @@ def test_without_its_script_the_page_has_its_drawings(page, demo):
 
 
 def contrast(one, other):
-    """Return the contrast ratio of WCAG 2.2 of two colors, each [red, green, blue] from 0 to 255."""
+    """Return the WCAG 2.2 contrast ratio of two colors, each [red, green, blue] from 0 to 255."""
 
     def luminance(color):
         channels = [

@@ -337,7 +337,7 @@ def peak_memory() -> int:
 def test_pixel_cap_comes_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     bombs = [
         png((60000, 60000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # beyond Pillow's own cap
-        png((12000, 12000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # Pillow only warns of this size
+        png((12000, 12000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # Pillow only warns about this size
         png((8193, 8192, 8, 2, 0, 0, 0), b"\0" * 10**6),
         encoded(Image.new("1", (65535, 2000)), "GIF"),
         _announcing(16383, 16383),

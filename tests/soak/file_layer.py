@@ -43,7 +43,8 @@ Inode = tuple[int, int]
 
 
 class Lying(Disk):
-    """A disk with one fault of ``kind``; a crash writes a possible state of ``root`` and kills the process."""
+    """A disk with one fault of ``kind``. A crash writes a state that a power failure can leave in ``root``, and kills
+    the process."""
 
     def __init__(self, root: Path, kind: str, site: tuple[str, str], nth: int, rng: random.Random):
         code = errno.EIO if kind == "input/output error" else errno.ENOSPC

@@ -1,7 +1,7 @@
 """Kill a run with SIGKILL at any moment, then resume it: the result must equal that of a run that was never killed.
 
-Some kills come at a random time, the others at a chosen file operation. A kill at a write comes after half of its
-bytes. The kinds of runs: one batch per step, accumulated micro-batches, a fork, two loader workers,
+Some kills come at a random time, the others at a chosen file operation. A kill at a write comes when half of
+the bytes are written. The kinds of runs: one batch per step, accumulated micro-batches, a fork, two loader workers,
 two ranks with DDP or FSDP, a grid.
 """
 

@@ -63,7 +63,7 @@ class Methods(TorchFunctionMode):
 
 
 class Questions(L.Callback):
-    """Count the reads of each step, from the first micro-batch on.
+    """Count the calls in each step that make the host wait for the device, from its first micro-batch on.
 
     A mode applies to one thread; on a CPU the backward pass runs in the same thread.
     """

@@ -44,7 +44,7 @@ class Group:
 
 @dataclass
 class Outcomes:
-    """The metric of the compared groups.
+    """The values of a metric in the compared groups.
 
     Attributes:
         values: values on the metric's scale, by group and seed; a failed run has the worst finite value of all

@@ -140,6 +140,6 @@ def _counted(claim: Claim, n: int, m: int) -> str:
         return ""
     runs = plural(n, "run") if n == m else f"{n} and {m} runs"
     return (
-        f"even all runs of one arm against none of the other are not enough for min_effect {claim.min_effect:g} "
-        f"with {runs} per arm (p = {p:.2g}); add seeds or lower min_effect"
+        "even a count of all runs in one arm and of none in the other is not enough for min_effect "
+        f"{claim.min_effect:g} with {runs} per arm (p = {p:.2g}); add seeds or lower min_effect"
     )

@@ -1,7 +1,7 @@
 """The verdict of each claim.
 
 reproduced      the interval lies beyond min_effect, and all checks and the negative control passed
-contradicted    the interval lies short of min_effect, and all checks, the negative control and the positive control
+contradicted    the interval lies below min_effect, and all checks, the negative control and the positive control
                 passed
 not run         an arm has no finished run, or the claim sets not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown
@@ -232,8 +232,8 @@ def _fails_positive(verdict: Verdict) -> str:
 def _fails_negative(verdict: Verdict, assessment: Assessment) -> str:
     """Return why a claim fails as a negative control; empty if it passes.
 
-    The whole 95 % interval must lie short of the smallest effect of interest, and all checks must pass. An
-    inconclusive claim is therefore not enough.
+    The whole 95 % interval must lie below the smallest effect of interest, in the direction of the claim, and all
+    checks must pass. An inconclusive claim is therefore not enough.
     """
     if assessment.open or verdict.effect is None or not verdict.effect.has_interval:
         return _sentence(assessment.open or "no interval").rstrip(".")

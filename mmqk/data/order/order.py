@@ -14,7 +14,8 @@ from mmqk.data.order.sequences import Row, SequenceBuilder, joined, pieces
 from mmqk.data.synthetic.dial import Dial
 
 DIAL_CHUNK = 64
-# Number of the random stream of each kind under a seed; the mixture uses stream 0.
+# The order of each kind of row uses its own random stream: `random_stream(seed, number, epoch)` with this number.
+# The mixture uses number 0.
 STREAMS = {"pair": 1, "image": 3, "interleaved": 5, "tokens": 6, "text": 7}
 TEXT_WINDOWS, TEXT_OFFSET = 2, 4
 
@@ -48,7 +49,8 @@ class Windows(IndexedCache):
         return self._epochs.n
 
     def _make(self, epoch: int) -> int:
-        """Return the offset of the windows of an epoch, so that a document is not always cut at the same place."""
+        """Return the random offset of an epoch's windows. Without it, every epoch would cut a document at the same
+        places."""
         return int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
 
     def row(self, nth: int) -> Row:

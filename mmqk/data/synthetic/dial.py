@@ -1,9 +1,9 @@
 """The entropy dial: unlimited new documents with statistics that are known in closed form.
 
-A document has every modality once, one after the other. Within a modality each token has one earlier parent at a
-fixed distance, or is a root; the distribution of parent and child is that of `mmqk.data.synthetic.coupling`, with a
-chosen conditional entropy. The j-th roots of consecutive modalities are tied by the same kind of distribution, with a
-chosen mutual information.
+A document has every modality once, one after the other. Within a modality each token is a root or has one parent, an
+earlier token at a fixed distance. `mmqk.data.synthetic.coupling` defines the joint distribution of parent and child;
+their conditional entropy is chosen. The j-th roots of two consecutive modalities are tied: they have a joint
+distribution of the same kind, and their mutual information is chosen.
 So a document is a forest, every token has the unigram of its modality, and `Dial.log_prob` is exact. Ties join only
 roots, so in either order of the modalities each token depends on at most one earlier token.
 
@@ -32,7 +32,7 @@ _DOCUMENTS = 101  # random stream of the documents; the order of samples uses ot
 # Smallest number of times that the average transition must occur in training. In a trial with lag 1, a model learned
 # two thirds of the predictability if the average transition occurred 115 times, and almost nothing if it occurred
 # fewer than 30 times. With lag 4, the transition had to occur 370 times. So 100 is necessary but may not suffice.
-# (2 layers, d_model 64, vocabularies of 512, AdamW at 3e-3.)
+# The model had 2 layers, d_model 64 and vocabularies of 512, and was trained with AdamW at learning rate 3e-3.
 SEEN = 100
 _ROWS = 512  # number of documents evaluated together; they fit into the cache of a core
 

@@ -104,8 +104,8 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
 def _buffers(root: nn.Module) -> Iterator[None]:
     """Restore the buffers that a forward pass writes (a cache of keys, running means).
 
-    A buffer that the pass replaced by one of the same shape is restored too. A replacement of another shape is
-    kept, because it is a table that the model extended.
+    If the pass replaced a buffer with another tensor of the same shape, the old buffer is restored. A replacement of
+    another shape is kept, because it is a table that the model extended.
     """
     saved = [
         (module, name, buffer, buffer.clone())

@@ -148,7 +148,10 @@ class Stream:
         self._running.append((path, input_term, max(self.calls(), default=0)))
 
     def leave(self, path: str, module: nn.Module, module_input: Tensor | None, output: Tensor | None) -> None:
-        """Store the norms of the module in ``layers`` if it is a layer with one attention call."""
+        """After a module has run: pass the terms of a norm's input on to its output, and store a layer's L2 norms.
+
+        A numbered module is a layer if it has one attention call and its output is its input plus other terms.
+        """
         is_norm = _NORM.search(type(module).__name__) and not any(True for _ in module.children())
         if module_input is not None and output is not None and is_norm:
             self._norm(module_input, output)

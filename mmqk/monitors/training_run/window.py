@@ -185,7 +185,7 @@ class BudgetWindow:
         return dict(zip(values, numbers, strict=True)) | {"budget_window": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two steps."""
+        """Return the state. Call this only between two steps, because the state has no unfinished step."""
         state = {"steps": self.steps, "clip_sum": self.clip_sum, "present_M": self.present_M}
         return state | {"budgets": [dict(vars(b)) for b in self.budgets]}
 

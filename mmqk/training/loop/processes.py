@@ -78,8 +78,8 @@ class Ranks:
         # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
         # processes later.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
-        # Until the first process has started the others, no process waits for it. The processes that it starts end
-        # when it ends.
+        # Until the first process has started the others, no process waits for it, so a signal may end it at once. The
+        # processes that it starts end when it ends.
         ENDING.prints = self.first
         ENDING.until(lambda: self._awaited or not self.first)
         skip_sigterm_broadcast(self.trainer)
