@@ -13,8 +13,8 @@ from mmqk.analysis.metrics.metric import Measured, planned_steps
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run
 
-# Wortsman et al. (arXiv 2309.14322, Fig. 9) measure the logits of block 0 at step 2,000 of 100,000. The runs here
-# have other lengths, so the step is given as a share of the run.
+# Wortsman et al. (arXiv 2309.14322, Fig. 9) measure the logits of block 0 at step 2,000 of 100,000. The runs here are
+# shorter, and 2 % of their steps is within the warm-up, so the share is a fifth.
 AT_SHARE = 0.2
 BLOCK = 0
 FEWEST_FITTED = 3
