@@ -44,14 +44,14 @@ report:
 README = """\
 # {name}
 
-    mmqk train config.yaml                  # one run, into runs/config/
+    mmqk train config.yaml                  # in this folder: one run, into runs/config/
     mmqk watch runs                         # its losses and logits while it trains
     mmqk ablate grid.yaml --dry-run         # the runs of the grid, and how long they take
     mmqk ablate grid.yaml                   # train them
     mmqk report runs/{name} --out report    # verdict, figures and tables: report/index.html
 
 To train on your data, run `mmqk tokenize --shards 'path/{{00..99}}.tar' --out tokens`, then set `pairs: tokens` under
-`data:` in config.yaml. Its paths are relative to the file. `mmqk remedies` lists all remedies with their fields.
+`data:` in config.yaml. For a GPU, set `accelerator: auto` under `trainer:`. `mmqk remedies` lists all remedies.
 """
 
 

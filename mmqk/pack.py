@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     thinned = write_pack(options.runs, out, options.small)
     if thinned and not options.small:
         print(f"thinned the metrics of {', '.join(map(relative, thinned))}")
-    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+    size = out.stat().st_size
+    print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
     return 0
 
 

@@ -81,6 +81,8 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     Raises:
         UserError: the file is not a pack of this grid, or ``out`` cannot be written.
     """
+    if not pack.exists():
+        raise UserError(f"{pack} does not exist: --from takes a pack of the grid's runs (mmqk.pack)")
     source = unpacked(pack)
     packed = read_ablation(source)
     if not pack.is_file() or packed is None or packed.get("name") != grid.name:

@@ -18,7 +18,8 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
 
     An arm with the same definition in two grids becomes one arm with the seeds of both grids. If arms with different
     names have equal runs, the planner detects this when it resolves the configurations. Claims and report settings
-    are joined; each claim records its grid. ``added`` has further arms for the first grid.
+    are joined; each claim records its grid. The name of the grid becomes the block of each arm without one, so that
+    seed spreads are not pooled over grids. ``added`` has further arms for the first grid.
 
     Raises:
         UserError: a file is refused by `load_grid`, two grids have the same name, or two arms or claims with the
@@ -38,8 +39,9 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
     records: dict[str, Any] = {}
     for grid in grids:
         for arm in grid.arms:
+            arm = replace(arm, block=arm.block or grid.name)
             arms[arm.name] = _together(arms.get(arm.name), arm)
-            record = records.setdefault(arm.name, dict(grid.raw["arms"][arm.name] or {}))
+            record = records.setdefault(arm.name, dict(grid.raw["arms"][arm.name] or {}) | {"block": arm.block})
             record["seeds"] = list(arms[arm.name].seeds)
             if arm.axes:
                 record["axes"] = {axis.name: [fields for _, fields in axis.values] for axis in arm.axes}

@@ -203,7 +203,12 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     ]
     assert grid.raw["report"] == {"hero": ["a", "c"], "command": "make it"}
     assert json.loads(json.dumps(grid.raw)) == grid.raw
+    # Seed spreads are pooled by block, so they are not pooled over grids.
+    blocks = {"a": "toy", "b": "toy", "c": "two"}
+    assert {arm.name: arm.block for arm in grid.arms} == blocks
+    assert {name: record["block"] for name, record in grid.raw["arms"].items()} == blocks
     alone = load_grids([tmp_path / "toy.yaml"])
+    assert {arm.block for arm in alone.arms} == {""}
     text = (tmp_path / "toy.yaml").read_text()
     # If only one of the grids has a replay rule, the merged arm uses this rule.
     (tmp_path / "toy.yaml").write_text(f"{text}\nreplay: {{}}\n")

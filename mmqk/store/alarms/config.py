@@ -10,14 +10,16 @@ from mmqk.store.alarms.alarm import NAMES
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """What a run does when an alarm begins, besides reporting it. The alarms are spike, spike_median, stall, growth,
-    collapse and non_finite (docs/alarms.md). Divergence always ends a run and cannot be listed here.
+    """What a run does when an alarm begins, besides reporting it.
+
+    The alarms are spike, spike_median, stall, growth, collapse and non_finite (docs/alarms.md). Divergence always
+    ends a run and cannot be listed here.
 
     Args:
         checkpoint: alarms that write a permanent checkpoint ``alarm_<name>_step….ckpt`` when they first begin.
         probe: alarms after which every step is probed, for `probe_steps` steps.
         stop: alarms that end the run with the status interrupted; the same command resumes it.
-        probe_steps: number of probed steps after such an alarm.
+        probe_steps: number of probed steps after an alarm of `probe`.
     """
 
     checkpoint: list[str] = field(default_factory=list)
