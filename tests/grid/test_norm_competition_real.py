@@ -53,8 +53,8 @@ def test_each_arm_changes_what_it_names(study):
         "image-off": {"loss.weights.image", "data.batch_size"},
         "images-removed": {"data.pairing"},
         "shares": {"loss.weights.text", "loss.weights.image"},
-        "codes-64": {"data.tokenizers"},
-        "codes-2048": {"data.tokenizers"},
+        "codes-64": {"data.tokenizers", "model.vocab_sizes.image"},
+        "codes-2048": {"data.tokenizers", "model.vocab_sizes.image"},
     }
 
 
