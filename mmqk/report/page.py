@@ -169,11 +169,13 @@ def page_content(
         if present:
             ended = [row for row in rows if row["label"] in shown] if id == "not-decided" else []
             sections.append({"id": id, "title": heading, "figures": present, "ended": ended})
+    in_rows = len(verdicts) - len(_unrun(verdicts)) > MOST_CARDS
+    question = _question(study, verdicts)
     page = {
-        "title": headline(study, verdicts),
-        "question": _question(study, verdicts),
+        "title": question if in_rows else headline(study, verdicts),
+        "question": question,
         "titles": _titles(study, verdicts),
-        "standfirst": _standfirst(study, verdicts),
+        "standfirst": _standfirst(study, verdicts, in_rows),
         "kicker": _kicker(study),
         "learned": _about_learning(study),
         "losses": _about_losses([row["final"] for row in arm_results]),
@@ -181,10 +183,8 @@ def page_content(
         "numbers": about_numbers(verdicts),
         "data": ABOUT_DATA,
         "totals": totals(study),
-        "listed": len(verdicts) - len(_unrun(verdicts)) > MOST_CARDS,
+        "in_rows": in_rows,
     }
-    if page["listed"]:
-        page |= {"title": page["question"], "standfirst": [_unrun_sentence(verdicts)] if _unrun(verdicts) else []}
     content = {
         "figures": views,
         "verdicts": claims,
@@ -248,19 +248,17 @@ def _uncapitalized(text: str) -> str:
     return text if any(map(str.isupper, first[1:])) else text[:1].lower() + text[1:]
 
 
-def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
-    _, rest = lead(study, verdicts)
+def _standfirst(study: Study, verdicts: Sequence[Verdict], in_rows: bool) -> list[dict[str, str]]:
+    """Return the sentences below the title: one per claim, unless the claims are rows of a list."""
+    rest = [] if in_rows else lead(study, verdicts)[1]
     unrun = _unrun(verdicts)
     sentences = [
         {"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest if v.claim.id not in unrun
     ]
-    return [*sentences, _unrun_sentence(verdicts)] if unrun else sentences
-
-
-def _unrun_sentence(verdicts: Sequence[Verdict]) -> dict[str, str]:
-    unrun = _unrun(verdicts)
-    text = f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}."
-    return {"text": text, "href": "#verdicts"}
+    if unrun:
+        text = f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}."
+        sentences.append({"text": text, "href": "#verdicts"})
+    return sentences
 
 
 def _unrun(verdicts: Sequence[Verdict]) -> list[str]:

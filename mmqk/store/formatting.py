@@ -67,7 +67,7 @@ def relative(path: str | os.PathLike[str]) -> str:
 
 
 def relative_word(word: str) -> str:
-    """Return a word of a command line, such as ``--out=/home/me/runs/a``, with its path shortened by `relative`."""
+    """Return a command-line argument, such as ``--out=/home/me/runs/a``, with its path shortened by `relative`."""
     flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     return f"{flag}{equals}{relative(value) if value.startswith('/') else without_roots(value)}"
 
