@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if not argv and "_ARGCOMPLETE" not in os.environ:
         build_parser().print_help()
-        print("name a configuration, for example: mmqk train demo", file=sys.stderr)
+        print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)
     use_lean_torchmetrics()

@@ -204,6 +204,7 @@ def test_no_arguments_print_the_help_and_train_nothing(tmp_path, monkeypatch, ca
     assert cli_main(main)([]) == 2
     said = capsys.readouterr()
     assert said.out.startswith("usage: python -m mmqk.train") and "--model.qk_norm.kind" in said.out
+    assert said.out.endswith("Name a configuration, for example: mmqk train demo\n")
     assert not said.err and list(tmp_path.iterdir()) == []
 
 

@@ -134,7 +134,7 @@ def test_a_pack_of_another_grid_is_refused_and_nothing_is_written(toy, pack, cap
     assert toy("--from", "base.yaml") == 2
     assert "base.yaml cannot be read as a pack (File is not a zip file)" in capsys.readouterr().err
     assert toy("--from", "nothing.zip") == 2
-    assert "nothing.zip is not a pack of the grid 'toy'" in capsys.readouterr().err
+    assert "nothing.zip does not exist: --from takes a pack of the grid's runs" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
