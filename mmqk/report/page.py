@@ -14,12 +14,14 @@ from typing import Any
 from mmqk.analysis.formatting import DASH, listed, plural, slug
 from mmqk.analysis.metrics import LEARNED_NATS, LOSS_WINDOW, unigram_entropy
 from mmqk.analysis.verdicts.combined import Findings, read
+from mmqk.analysis.verdicts.failure_order import FailureOrder, failure_order
 from mmqk.analysis.verdicts.ranking import Ranking, ranking
 from mmqk.analysis.verdicts.specification import specifications
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
 from mmqk.report.compared import compared
 from mmqk.report.effect_bar import effect_bar
+from mmqk.report.failure_order import order_figure, order_table
 from mmqk.report.figures.claims import claim_figure
 from mmqk.report.figures.draw import Brush
 from mmqk.report.figures.files import figure_files, svg_panels
@@ -98,8 +100,10 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     claims = {v.claim.id: claim_figure(study, v) for v in findings.verdicts}
     ranked = ranking(study)
     specified = specifications(study)
+    order = failure_order(study)
+    failures = (survival_figure(study), order_figure(study, order))
     drawn = Drawn(
-        [*figures(study), *filter(None, [survival_figure(study)]), *outcome_figures(study)],
+        [*figures(study), *filter(None, failures), *outcome_figures(study)],
         {id: figure for id, figure in claims.items() if figure is not None},
         paper_figures(study),
         fork_figure(study, nodes),
@@ -121,7 +125,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
         files["ranking.csv"] = ranking_csv(study, ranked)
     if specified:
         files["specification.csv"] = specification_csv(specified)
-    content = page_content(findings, drawn, nodes, ranked)
+    content = page_content(findings, drawn, nodes, ranked, order)
     files["report.md"] = render("report.md", content)
     files["index.html"] = render("index.html", content | {"css": css()})
     return files
@@ -141,7 +145,11 @@ ABOUT_DATA = (
 
 
 def page_content(
-    findings: Findings, drawn: Drawn, nodes: Sequence[Node], ranked: Ranking | None = None
+    findings: Findings,
+    drawn: Drawn,
+    nodes: Sequence[Node],
+    ranked: Ranking | None = None,
+    order: FailureOrder | None = None,
 ) -> dict[str, Any]:
     """Return the values that the templates use, as plain data."""
     study, verdicts = findings.study, findings.verdicts
@@ -212,6 +220,7 @@ def page_content(
         "unfinished": [study.label(arm) for arm in ranked.unfinished] if ranked else [],
         "about_ranking": ABOUT,
         "hypotheses": hypothesis_table(study, verdicts),
+        "failure_order": order_table(study, order),
     }
     if drawn.ranking:
         page |= {

@@ -1,0 +1,127 @@
+"""The table of what left the range of the healthy runs first, and its figure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from mmqk.analysis.formatting import capital, plural
+from mmqk.analysis.metrics.departure import windowed
+from mmqk.analysis.verdicts.failure_order import FailureOrder, OrderRow
+from mmqk.analysis.verdicts.study import Study
+from mmqk.report.figures.captions import loss_series, reduced
+from mmqk.report.figures.curves import arm_lines, bin_width
+from mmqk.report.figures.shapes import Figure, Key, Line, Panel
+from mmqk.report.figures.style import INK, legend
+from mmqk.report.single import WORDS
+
+NAMES = WORDS | {
+    "w_q_stable_rank": "stable rank of W_q",
+    "w_k_stable_rank": "stable rank of W_k",
+    "w_q_grad_over_v": "RMS of g²/v of W_q",
+    "w_k_grad_over_v": "RMS of g²/v of W_k",
+    "log_z": "log Z",
+    "grad_norm": "gradient norm",
+    "loss": "loss",
+}
+ABOUT = (
+    "A statistic leaves the range of the healthy runs of “{control}” when it stays outside until the failure. The "
+    "range at a step goes from their lowest to their highest value, widened on both sides by its own width. Each run "
+    "counts with its earliest layer; the table names the most frequent one. Survivors: runs of the other compared "
+    "arms that did not fail. Healthy: the healthy runs themselves, each compared with the others. A statistic that "
+    "also leaves in survivors or healthy runs does not announce a failure."
+)
+
+
+def order_table(study: Study, order: FailureOrder | None) -> dict[str, Any]:
+    """Return the rows of the table and the sentence that explains it; empty without an order."""
+    if order is None:
+        return {}
+    return {
+        "about": ABOUT.format(control=study.label(order.control)),
+        "rows": [
+            {
+                "what": _what(row),
+                "layer": "–" if row.layer is None else str(row.layer),
+                "runs": f"{len(row.steps)} of {len(order.failing)}",
+                "step": _spread(row.steps.values()),
+                "before": _spread(row.before.values()),
+                "surviving": f"{row.surviving} of {len(order.surviving)}",
+                "healthy": f"{row.healthy} of {len(order.healthy)}",
+            }
+            for row in order.rows
+        ],
+    }
+
+
+def _what(row: OrderRow) -> str:
+    queries = " queries" if row.statistic.startswith("attn_") else ""
+    return f"{NAMES[row.statistic]}{f', {row.modality}{queries}' if row.modality else ''}"
+
+
+def _spread(steps: Collection[int]) -> str:
+    low, high = min(steps), max(steps)
+    middle = f"{np.median(list(steps)):,.0f}"
+    return middle if low == high else f"{middle} ({low:,} to {high:,})"
+
+
+def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
+    """Draw the statistics of the failing arm and of its control over time, one row above another; circles mark the
+    steps at which a failing run left the range of the healthy runs. None without an order."""
+    if order is None:
+        return None
+    width = bin_width(study)
+    panels = [
+        [("attn_logit_absmax", m, f"Largest logit, {m} queries", "|attention logit|") for m in study.modalities],
+        [("attn_entropy", m, f"Attention entropy, {m} queries", "lowest layer (nats)") for m in study.modalities],
+        [(f"w_{k}_stable_rank", "", f"Stable rank of W_{k}", "lowest layer") for k in "qk"],
+        [
+            ("grad_norm", "", "Gradient norm", "largest between probes"),
+            ("w_q_grad_over_v", "", "RMS of g²/v of W_q", "largest layer"),
+        ],
+        [("loss", m, f"{capital(m)} loss", "nats per token") for m in study.modalities],
+    ]
+    rows = []
+    for row in panels:
+        made = [_panel(study, order, *panel, width) for panel in row]
+        rows.append(tuple(panel for panel in made if panel.lines))
+    arms = (order.treatment, order.control)
+    keys = (*legend(study, arms), Key("leaves the range of the healthy runs", INK, marker="o"))
+    first = next((row for row in order.rows if not row.surviving and not row.healthy), None)
+    reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
+    if first is not None:
+        reading += (
+            f" Of the statistics that left the range in no other run, the first is {_what(first)}: "
+            f"{_spread(first.before.values())} steps before the failure, in {len(first.steps)} of "
+            f"{plural(len(order.failing), 'run')}."
+        )
+    caption = "Thin lines: runs; thick lines: medians; × marks a divergence."
+    return Figure("failure_order", reading, caption, tuple(filter(None, rows)), arms, keys)
+
+
+def _panel(
+    study: Study, order: FailureOrder, statistic: str, modality: str, title: str, ylabel: str, width: int
+) -> Panel:
+    """Return the panel of one statistic, reduced over layers."""
+
+    def series(run):
+        if statistic == "loss":
+            return loss_series(modality, width)(run)
+        if statistic == "grad_norm":
+            return windowed(run, statistic, statistic)
+        reduce = np.min if statistic.endswith(("entropy", "stable_rank")) else np.max
+        return reduced(statistic, reduce, modality or None)(run)
+
+    lines = arm_lines(study, (order.treatment, order.control), modality, series)
+    steps = next((r.steps for r in order.rows if (r.statistic, r.modality) == (statistic, modality)), {})
+    marks = []
+    for run in order.failing:
+        at, values = series(run)
+        if run.name in steps and len(at):
+            index = int(np.abs(at - steps[run.name]).argmin())
+            place = at[index : index + 1].astype(float), values[index : index + 1]
+            marks.append(Line(order.treatment, modality, run.seed, *place, run=run.name, marker="o"))
+    log = statistic in ("attn_logit_absmax", "grad_norm", "w_q_grad_over_v", "attn_entropy")
+    return Panel(statistic, title, ylabel, (*lines, *marks), log=log)

@@ -1,0 +1,98 @@
+"""Check when planted series leave the range of healthy runs, and the table of a planted grid."""
+
+import json
+
+import pytest
+
+from mmqk.analysis import load_study
+from mmqk.analysis.metrics.departure import departures
+from mmqk.analysis.verdicts.failure_order import failure_order
+from mmqk.report.page import write_report
+from tests.analysis.small_runs import config, small_run
+
+STEPS = range(100, 2001, 100)
+CONFIG = config(steps=2000) | {"monitor": {"every_n_steps": 100}}
+
+
+def run_of(folder, seed=0, leaves=None, status="completed", returns=False, spike_at=0):
+    """Return a run whose image entropy in layer 1 falls from step ``leaves``; healthy values are 2.0 to 2.3."""
+    entropy = {s: 2.0 + seed / 10 for s in STEPS}
+    for step in STEPS:
+        if leaves and step >= leaves and not (returns and step == STEPS[-1]):
+            entropy[step] = 1.0
+    loss = {s: 5.0 - s / 1000 + seed / 100 for s in range(1, 2001)}
+    if status == "diverged":
+        entropy, loss = ({s: v for s, v in series.items() if s <= 1800} for series in (entropy, loss))
+    grad_norm = {s: 50.0 if s == spike_at else 1.0 + seed / 10 for s in loss}
+    series = {
+        "attn_entropy/image/layer01": entropy,
+        "attn_entropy/image/layer00": {s: 2.5 + seed / 10 for s in entropy},
+        "loss/text": loss,
+        "grad_norm": grad_norm,
+    }
+    return small_run(folder, series, status=status, config=CONFIG, seed=seed)
+
+
+def found(run, healthy):
+    return [(d.statistic, d.modality, d.layer, d.step) for d in departures(run, healthy)]
+
+
+@pytest.fixture
+def healthy(tmp_path):
+    return [run_of(tmp_path / f"healthy{seed}", seed) for seed in range(4)]
+
+
+def test_the_step_from_which_a_series_stays_outside(tmp_path, healthy):
+    failing = run_of(tmp_path / "failing", leaves=700, status="diverged", spike_at=1750)
+    # The windows of the gradient norm end at probes: the spike is in the window from 1701 to 1800.
+    assert found(failing, healthy) == [("attn_entropy", "image", 1, 700), ("grad_norm", "", None, 1800)]
+
+
+def test_a_series_that_returns_or_stays_within_the_widened_range_has_not_left(tmp_path, healthy):
+    assert found(run_of(tmp_path / "back", leaves=700, returns=True), healthy) == []
+    # Entropies of the healthy runs are 2.0 to 2.3, so the widened range is 1.7 to 2.6.
+    assert found(run_of(tmp_path / "inside", seed=5), healthy) == []
+    assert [d.statistic for d in departures(run_of(tmp_path / "outside", seed=7), healthy)].count("attn_entropy") == 2
+    assert [found(run, [h for h in healthy if h is not run]) for run in healthy] == [[]] * 4
+
+
+def planted_grid(tmp_path, healthy_seeds=4):
+    """Write a grid: `bad` leaves at 700 and fails, `calm` is healthy, and `other` leaves at 900 and survives."""
+    folder = tmp_path / "grid"
+    runs = []
+    for arm, seeds in (("bad", 2), ("calm", healthy_seeds), ("other", 1)):
+        for seed in range(seeds):
+            leaves = {"bad": 700 + 100 * seed, "other": 900}.get(arm)
+            run_of(folder / arm / f"seed{seed}", seed, leaves, "diverged" if arm == "bad" else "completed",
+                   spike_at=1750 if arm == "bad" else 0)  # fmt: skip
+            runs.append({"arm": arm, "seed": seed, "folder": f"{arm}/seed{seed}"})
+    basic = {"metric": "time_of_failure", "direction": "less", "min_effect": 0.1, "treatment": "bad",
+             "statement": "it fails earlier", "status": "exploratory"}  # fmt: skip
+    claims = [basic | {"id": "a", "control": "calm"}, basic | {"id": "b", "control": "other"}]
+    grid = {"name": "grid", "arms": {"bad": {}, "calm": {}, "other": {}}, "claims": claims}
+    (folder / "ablation.json").write_text(json.dumps({"name": "grid", "grid": grid, "runs": runs}))
+    return folder
+
+
+def test_the_table_counts_failing_surviving_and_healthy_runs(tmp_path):
+    folder = planted_grid(tmp_path)
+    order = failure_order(load_study(folder))
+    rows = {(r.statistic, r.modality): r for r in order.rows}
+    entropy, gradient = rows["attn_entropy", "image"], rows["grad_norm", ""]
+    assert list(entropy.steps.values()) == [700, 800] and list(entropy.before.values()) == [1100, 1000]
+    assert (entropy.layer, entropy.surviving, entropy.healthy) == (1, 1, 0)
+    assert (gradient.layer, gradient.surviving, gradient.healthy) == (None, 0, 0)
+    write_report(folder, tmp_path / "out")
+    page = (tmp_path / "out" / "report.md").read_text()
+    row = "| 1 | 2 of 2 | 750 (700 to 800) | 1,050 (1,000 to 1,100) | 1 of 1 | 0 of 4 |"
+    assert f"| attention entropy, image queries {row}" in page
+    assert "the first is gradient norm: 0 steps before the failure, in 2 of 2 runs." in page
+    assert "figures/survival.png" in page and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_too_few_healthy_runs_have_no_range(tmp_path):
+    folder = planted_grid(tmp_path, healthy_seeds=3)
+    assert failure_order(load_study(folder)) is None
+    write_report(folder, tmp_path / "out")
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "leaves the range" not in page and "figures/survival.png" in page
