@@ -16,7 +16,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims late late-rehearsal check test soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims late late-rehearsal check test test-slow soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
@@ -24,7 +24,8 @@ help:
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
 	@echo "make late         train the runs of the study of late failure (14 core hours) and write reports/late/index.html"
 	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
-	@echo "make test         lint, types and tests"
+	@echo "make test         lint, types and all tests that are not slow"
+	@echo "make test-slow    the slow tests: several processes, kills, large pages, benchmarks"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
 	@echo "make soak         plant thousands of faults: kills, disk errors, crashes, bad files and numbers; continues"
 	@echo "make soak-quick   the same with a few faults of each kind"
@@ -61,8 +62,11 @@ late-rehearsal: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 
 test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy & types=$$!; $(PYTHON) -m pytest --numprocesses $(WORKERS) $(BY_FILE); tests=$$?; \
+	$(PYTHON) -m mypy & types=$$!; $(PYTHON) -m pytest --numprocesses $(WORKERS) $(BY_FILE) -m 'not slow'; tests=$$?; \
 		wait $$types && exit $$tests
+
+test-slow: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) $(BY_FILE) -m slow
 
 check: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .

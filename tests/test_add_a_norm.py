@@ -78,6 +78,7 @@ def test_the_page_is_the_whole_change_and_the_norm_is_ten_lines(patched):
     assert len([line for line in added(patched, "mmqk/model/norms.py") if line.strip()]) <= 10
 
 
+@pytest.mark.slow
 def test_its_parity_test_passes_there(patched):
     assert commands()[1] == "python -m pytest tests/model/test_dyt.py"
     done = run(patched, sys.executable, *commands()[1].split()[1:], "-p", "no:warnings")
@@ -112,6 +113,7 @@ def nested(args: list[str]) -> dict:
     return content
 
 
+@pytest.mark.slow
 def test_both_arms_of_its_ablation_train(patched, tiny_args):
     grid = patched / "configs/ablations/dyt.yaml"
     raw = yaml.safe_load(grid.read_text(encoding="utf-8"))

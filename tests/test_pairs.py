@@ -96,6 +96,7 @@ def test_alone_it_trains(remedy):
     assert unfinished(dict(remedy.settings)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", REMEDIES[:-1], ids=lambda remedy: remedy.key)
 def test_with_any_other_it_trains_or_is_refused_by_name(a):
     refused = set()

@@ -26,6 +26,7 @@ def null():
     del sys.modules["null_arms"]
 
 
+@pytest.mark.slow
 def test_a_thousand_splits_of_arms_that_are_alike(null):
     """With six claims, selected learning rates and a true effect of min_effect (the worst case), at most 6.5 % of the
     splits have a false verdict."""
@@ -55,6 +56,7 @@ def smallest_p(null, metrics, first, last, orders):
     return np.array(found)
 
 
+@pytest.mark.slow
 def test_seeds_that_are_added_are_paid_for(null):
     """The verdicts of the pipeline equal those of scipy's t-tests at the level of a look. These tests err in at most
     6.5 % of 20,000 splits; without the correction for looks, they err in more than 8 %."""
@@ -76,6 +78,7 @@ def test_seeds_that_are_added_are_paid_for(null):
             assert any(null.is_wrong(v, null.AT_DELTA) for v in judged) == (smallest[i] <= level)
 
 
+@pytest.mark.slow
 def test_a_planted_effect_is_found(null):
     """The true effect is a factor of 2; the claim states a factor above 1.25."""
     planted = null.Planted(math.log(2))

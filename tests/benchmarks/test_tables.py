@@ -17,6 +17,8 @@ from benchmarks.setups import QK_NORM, SIZES, full, parameters_of, toy
 from benchmarks.tables import one
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 RECORD = {
     "table", "unit", "title", "full", "started", "took_seconds", "command", "commit", "machine", "versions", "facts",
     "base", "rows",

@@ -285,6 +285,7 @@ def test_a_share_is_refused_before_all_are_read(tiny_data, tmp_path):
     assert set(account.reasons(0, 10_000).values()) == {"another reason"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_path, capfd, workers):
     from mmqk.store import cli_main, read_status

@@ -492,6 +492,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: Path, tiny_data: Path) -> None:
     write_tar(shards / "00002.tar", [m for seed in range(100, 160) for m in pair(seed)])
     expected = content(run(*pattern(shards), out="expected")[0])
@@ -570,6 +571,7 @@ def test_an_interrupt_right_after_a_record_was_written_counts_its_shard(
     assert "2 of 4 shards are kept" in capsys.readouterr().out, written
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_run_given_twice_counts_once(folders):
     assert records(found.verdicts) == records(judge(load_study(demo)))
 
 
+@pytest.mark.slow
 def test_a_joint_page_holds_everything_and_is_the_same_twice(folders, tmp_path):
     forks, replays = write_forks(tmp_path / "runs" / "forks"), write_replays(tmp_path / "runs" / "replays")
     together = [folders[0], forks, replays]
@@ -109,6 +110,7 @@ def test_thinning_keeps_spikes_and_ends():
     assert points_a_line(300) * 300 <= ALL_POINTS
 
 
+@pytest.mark.slow
 def test_hundreds_of_runs_fit_in_five_megabytes(tmp_path):
     for number in range(200):
         write(

@@ -14,7 +14,10 @@ def test_every_page_has_its_pack():
     assert {pack.stem for pack in PACKS} == {page.parent.name for page in EXAMPLES.glob("*/index.html")}
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
+@pytest.mark.parametrize(
+    "pack",
+    [pytest.param(pack, id=pack.stem, marks=pytest.mark.slow if pack.stem != "demo" else ()) for pack in PACKS],
+)
 def test_a_page_is_rendered_from_its_pack(pack, tmp_path, request):
     """All files of the demonstration's page are compared. Drawing the figures of another page takes half a minute or
     more, so the PNG and SVG files of these pages are left out, and all figures of the two largest ones.

@@ -220,6 +220,7 @@ def resume(folder: Path) -> None:
             assert not isinstance(identity, dict) or "run.json" in before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, capsys, monkeypatch, seed):
     """The pages have no figures, because figures take seconds and other tests cover them."""

@@ -209,6 +209,7 @@ def test_a_mix_on_the_command_line_replaces_that_of_a_file(args, tmp_path):
 # Ends ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path, mixed):
     args = [*args, "--trainer.max_steps=150", "--checkpoint.every_n_steps=10"]
     out, straight = tmp_path / "stopped", tmp_path / "straight"

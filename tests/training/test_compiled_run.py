@@ -20,6 +20,8 @@ from mmqk.training.loop import device
 from mmqk.training.step import chunked_loss
 from tests.training.test_resume import rewind, series, state
 
+pytestmark = pytest.mark.slow
+
 COMPILED, RECOMPUTED = "--compile=true", "--activation_checkpointing=true"
 
 

@@ -69,6 +69,7 @@ def test_the_disk_sees_what_a_run_writes(undisturbed):
     assert {"write", "fsync", "replace", "mkdir", "unlink"} <= set(operations) and len(names) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, capfd, part):
     """The first or the last operation of each kind fails, alone or together with all later writes."""

@@ -111,6 +111,7 @@ def test_steps_that_are_not_saved_are_saved_first_unless_the_signal_comes_again(
     goes_on(args, out, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [*SIGNALS[:2], signal.SIGKILL])
 def test_a_rank_that_is_just_starting_does_not_outlive_its_parent(tiny_args, tmp_path, monkeypatch, signum):
     """The first process waits in a call that executes no Python code; the second has not imported torch yet."""

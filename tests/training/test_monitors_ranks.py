@@ -76,6 +76,7 @@ def of_rank(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -22,6 +22,8 @@ from tests.training.ranks import end, start, train
 from tests.training.test_resume import rewind, series, state
 from tests.training.toy import MODEL, module_of
 
+pytestmark = pytest.mark.slow
+
 # Each process has two micro-batches of two sequences; the second process also has the third sequence of a probe.
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
         "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3",

@@ -91,6 +91,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     return process.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")]
 )

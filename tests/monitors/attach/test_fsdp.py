@@ -17,9 +17,10 @@ from tests.monitors.attach.nets import L, Net, batches
 
 ROOT = Path(__file__).parents[3]
 # The fully_shard of torch 2.6 uses stream events, which do not exist on a CPU.
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU"),
+]
 
 
 def two_processes(way: str, out: Path) -> str:
