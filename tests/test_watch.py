@@ -74,6 +74,19 @@ def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, mo
     assert "step 30: growth: [logits] have doubled" in said
 
 
+def test_a_monitored_model_without_losses_shows_its_logits_by_modality(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "run").mkdir()
+    writer = MetricsWriter(tmp_path / "run/metrics.jsonl")
+    values = {f"q_norm/{m}/layer00": norm for m, norm in (("text", 4.5), ("image", 7.25))}
+    writer.write(20, values | {"attn_logit_absmax/image-text/layer03": 31.0})
+    writer.close()
+    write_json(tmp_path / "run/status.json", {"status": "completed", "step": 20})
+    said = shown(capsys, "--once", tmp_path / "run")
+    assert "logit image" in said and "31 L3" in said and "loss" not in said
+    assert re.search(r"largest query norm +4\.5 L0 +7\.25 L0", said)
+
+
 def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     folder = tmp_path / "study"

@@ -78,6 +78,7 @@ def _table(views: Sequence[View], width: int) -> Table:
         **{
             f"loss {m}": [_formatted(view.values.get(f"loss/{m}"), ".2f") for view in views]
             for m in modalities
+            if any(f"loss/{m}" in view.values for view in views)
         },
     }
     last = {

@@ -62,7 +62,10 @@ class View:
 
     @property
     def modalities(self) -> list[str]:
-        return [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
+        """Modalities with a loss; for a monitored model without losses, modalities with a query norm."""
+        losses = [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
+        norms = [name.split("/")[1] for name in self.values if name.startswith("q_norm/")]
+        return losses or list(dict.fromkeys(norms))
 
     def extreme(self, statistic: str, modality: str, smallest: bool = False) -> Extreme | None:
         """Return the largest (or smallest) newest value of a statistic over all layers, and its layer. For a
