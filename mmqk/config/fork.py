@@ -45,6 +45,7 @@ class ForkConfig:
         skip_batches: number of batches (one per optimizer step) to skip before the first step.
         noise: RMS of the noise added to each weight matrix, divided by the RMS of the matrix.
         seed: seed of the noise.
+        new_moments: whether the optimizer starts without the moments of the parent.
     """
 
     parent: Parent
@@ -53,6 +54,7 @@ class ForkConfig:
     skip_batches: int = number(0, 0, MOST_STEPS)
     noise: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
     seed: int = number(0, 0, MOST_SEED)
+    new_moments: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "fork", "_")
@@ -63,18 +65,22 @@ class ForkConfig:
     def identity(self) -> dict[str, Any]:
         """The fields of the fork that are part of the run's identity."""
         fields = {"skip_batches": self.skip_batches, "noise": self.noise, "seed": self.seed}
-        return {"parent": self.parent.id, "step": self.parent.step, **fields}
+        return {"parent": self.parent.id, "step": self.parent.step, **fields, **self._new_moments("new_moments")}
 
     def flags(self) -> dict[str, Any]:
         """Return the fork's fields by their names on the command line."""
         fields = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
-        return {"fork": self.given, **fields} if self.given else {}
+        return {"fork": self.given, **fields, **self._new_moments("fork_new_moments")} if self.given else {}
+
+    def _new_moments(self, name: str) -> dict[str, bool]:
+        """Return the field only if it is set, so that the ids of older forks stay valid."""
+        return {name: True} if self.new_moments else {}
 
 
 def base_of(parent: Parent) -> dict[str, Any]:
     """Return the parent's configuration, which the fork's fields override."""
     config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
-    for name in ("fork", "fork_skip_batches", "fork_noise", "fork_seed"):
+    for name in ("fork", "fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments"):
         config.pop(name, None)
     config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
     config["checkpoint"]["at"] = []  # these are steps of the parent

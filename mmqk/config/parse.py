@@ -113,6 +113,8 @@ def _built(program: str, help_all: bool) -> Parser:
     perturb = "Fork: add noise to each weight matrix, with this share of its RMS."
     parser.add_argument("--fork_noise", type=float, default=0.0, help=perturb)
     parser.add_argument("--fork_seed", type=int, default=0, help="Fork: seed of that noise.")
+    moments = "Fork: start the optimizer without the moments of the parent."
+    parser.add_argument("--fork_new_moments", type=bool, default=False, help=moments)
     parser.add_argument("--quiet", action="store_true", help="Print one line only: the status and the run folder.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
@@ -141,7 +143,7 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     if "--help-all" in argv:
         build_parser(help_all=True).parse_args(["--help"])
     parsed = _parse(argv, build_parser())
-    details = {name: getattr(parsed, f"fork_{name}") for name in ("skip_batches", "noise", "seed")}
+    details = {name: getattr(parsed, f"fork_{name}") for name in ("skip_batches", "noise", "seed", "new_moments")}
     if parent is None and parsed.fork is None:
         for name, value in details.items():
             if value:

@@ -18,7 +18,7 @@ ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
 LR = "optim.lr"
 # Fields that an arm cannot set, because the grid sets them.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
-_OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed")
+_OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments")
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,19 @@ def test_splitting_moments_and_back(parent, tmp_path):
     assert tensors(tmp_path / "back")["0.exp_avg"].ndim == 2
 
 
+def test_new_moments_start_at_zero(parent, tmp_path):
+    fields = (NO_DROPOUT, "--optim.lr=0.002", "--optim.schedule=constant", "--fork_new_moments=true")
+    record = fork(parent, tmp_path / "new", *fields)
+    assert record["new_moments"] and record["optimizer"] == "all parameters start at zero"
+    losses, weights = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4, carry=False)
+    assert [line["loss"] for line in series(tmp_path / "new")] == pytest.approx(losses, abs=1e-5)
+    assert apart(tmp_path / "new", weights) < 2e-6
+    _, carried = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4)
+    assert apart(tmp_path / "new", carried) > 1e-3
+    identity = json.loads((tmp_path / "new/run.json").read_text())["identity"]["fork"]
+    assert identity["new_moments"] is True
+
+
 # Perturbation and identity ----------------------------------------------------------------------------------
 
 

@@ -113,6 +113,8 @@ def _changes(run: Run) -> tuple[str, str]:
     assert isinstance(fork, Mapping)
     if fork.get("skip_batches"):
         changed.append(plural(int(fork["skip_batches"]), "batch", "batches") + " left out")
+    if fork.get("new_moments"):
+        changed.append("new moments of the optimizer")
     if fork.get("noise"):
         changed.append(f"weights changed by {fork['noise']:g} of their RMS")
     remarks = []

@@ -78,12 +78,14 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         (new_optim, new, _trained(run.loss, run.model)),
         carried,
         lr,
+        fork.new_moments,
     )
     schedule = scheduler_state(
         saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"])
     )
     before, after = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
+    touched += ["fork_new_moments"] * fork.new_moments
     checkpoint = {
         **saved,
         "state_dict": {prefix + name: value.cpu() for name, value in new.state_dict().items()},
@@ -122,6 +124,7 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
     parts = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
     parts += [f"the next {fork.skip_batches} batches skipped"] if fork.skip_batches else []
     parts += [f"weights perturbed by {fork.noise:g} of their RMS"] if fork.noise else []
+    parts += ["new moments of the optimizer"] if fork.new_moments else []
     losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
     near = (
         "the function equals the parent's bit for bit"
@@ -155,6 +158,7 @@ def _record(
         "skip_batches": fork.skip_batches,
         "noise": fork.noise,
         "seed": fork.seed,
+        "new_moments": fork.new_moments,
         "added": [{"name": name, "how": how} for name, how in carried.added.items()],
         "dropped": [{"name": name, "how": how} for name, how in carried.dropped.items()],
         "optimizer": optimizer,

@@ -34,6 +34,7 @@ def optimizer_state(
     new: tuple[OptimConfig, EarlyFusionTransformer, Sequence[str]],
     carried: Carried,
     lr: float,
+    new_moments: bool = False,
 ) -> tuple[dict[str, Any], str]:
     """Return the parent's moments converted to the fork's settings, and a sentence about the conversion.
 
@@ -51,6 +52,7 @@ def optimizer_state(
         new: Settings, model and trained modalities of the fork.
         carried: Origin of the fork's parameters.
         lr: Learning rate of the next update.
+        new_moments: Whether to leave out the parent's moments.
     """
     (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
     old_names, _ = _names_in_order(old_config, old_model)
@@ -80,6 +82,9 @@ def optimizer_state(
     state["state"] = state_of
     for group in state["param_groups"]:
         group["initial_lr"], group["lr"] = group["lr"], lr
+    if new_moments:
+        state["state"] = {}
+        return state, "all parameters start at zero"
     parts = ["carried over"]
     if carried.scale:
         parts.append(f"rescaled for {len(carried.scale)} parameters into which gains were folded")

@@ -1,0 +1,108 @@
+"""How early do monitors tell which runs of the late grid fail? Prints the tables of docs/late_divergence.md.
+
+    python docs/experiments/late_prediction.py runs/late        (or the pack reports/examples/late.zip)
+
+First table: for each alarm rule and arm, how many runs had an alarm before their failure or end, how many alarms per
+1,000 steps, and how long before the failure the first one came. Second table: for each monitor at a fixed step, the
+AUROC of its value for failing against surviving runs of the arms without QK-Norm, and
+Spearman's correlation with the step of the failure over the failing runs.
+"""
+
+import sys
+
+import numpy as np
+from scipy import stats
+
+import mmqk
+from mmqk.analysis.metrics.late import failure_step
+
+RULES = ("spike", "spike_median", "growth", "collapse", "stall")
+# Monitor: statistic, reduction over layers and modalities, and the width of the window before the step.
+MONITORS = {
+    "largest attention logit": ("attn_logit_absmax", np.max, 1),
+    "lowest attention entropy": ("attn_entropy", np.min, 1),
+    "lowest stable rank of W_q": ("w_q_stable_rank", np.min, 1),
+    "largest norm of the last layer": ("final_norm", np.max, 1),
+    "largest gradient norm of 500 steps": ("grad_norm", np.max, 500),
+    "loss, mean of 500 steps": ("loss", np.mean, 500),
+}
+
+
+def value_at(run, step, statistic, reduce, width):
+    """Return the monitor of a run at a step; NaN if the run has none there."""
+    steps, values = run.series("loss") if statistic == "loss" else run.combined(statistic, reduce)
+    before = (steps <= step) & (steps > step - width) if width > 1 else steps == steps[steps <= step][-1:]
+    return float(reduce(values[before])) if before.any() else np.nan
+
+
+def spread(values):
+    return f"{np.median(values):,.0f} ({min(values):,} to {max(values):,})" if len(values) else "–"
+
+
+def alarm_rows(runs, failed):
+    for arm in dict.fromkeys(run.arm for run in runs):
+        of_arm = [run for run in runs if run.arm == arm]
+        failing = [run for run in of_arm if failed[run.name]]
+        for rule in RULES:
+            steps, lead, count, length = {}, [], 0, 0
+            for run in of_arm:
+                end = failed[run.name] or run.last_step
+                at = [alarm.step for alarm in run.alarms if alarm.name == rule and alarm.step < end]
+                count, length = count + len(at), length + end
+                if at:
+                    steps[run.name] = min(at)
+                    lead += [end - min(at)] if run in failing else []
+            others = len(of_arm) - len(failing)
+            yield (
+                arm,
+                rule,
+                f"{sum(run.name in steps for run in failing)} of {len(failing)}",
+                f"{len(steps) - len(lead)} of {others}",
+                f"{1000 * count / length:.2g}",
+                spread(lead),
+            )
+
+
+def auroc(values, failing):
+    values, failing = np.array(values), np.array(failing, dtype=bool)
+    kept = ~np.isnan(values)
+    bad, good = values[kept & failing], values[kept & ~failing]
+    if not len(bad) or not len(good):
+        return "–"
+    return f"{stats.mannwhitneyu(bad, good).statistic / (len(bad) * len(good)):.2f} ({len(bad)} and {len(good)})"
+
+
+def monitor_rows(runs, failed):
+    runs = [run for run in runs if run.setting("model.qk_norm.kind") == "none"]
+    failing = [run for run in runs if failed[run.name]]
+    end = int(np.median([failed[run.name] for run in failing]))
+    for share in (0.2, 0.4, 0.6):
+        step = round(share * end / 250) * 250
+        alive = [run for run in runs if not failed[run.name] or failed[run.name] > step]
+        for name, monitor in MONITORS.items():
+            values = {run.name: value_at(run, step, *monitor) for run in alive}
+            dying = [run for run in alive if failed[run.name]]
+            rho = "–"
+            if len(dying) > 3:
+                found = stats.spearmanr([values[r.name] for r in dying], [failed[r.name] for r in dying])
+                rho = f"{found.statistic:.2f} (p = {found.pvalue:.2g}, n = {len(dying)})"
+            yield f"{step:,}", name, auroc(list(values.values()), [bool(failed[r.name]) for r in alive]), rho
+
+
+def table(titles, rows):
+    print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+if __name__ == "__main__":
+    runs = [run for run in mmqk.load_runs(sys.argv[1]) if run.status.finished and run.role == "verdict"]
+    failed = {run.name: failure_step(run) for run in runs}
+    table(
+        ["arm", "alarm", "failed runs", "other runs", "alarms in 1,000 steps", "steps before the failure"],
+        alarm_rows(runs, failed),
+    )
+    if any(failed.values()):
+        titles = ["step", "monitor", "AUROC (failing and surviving runs)", "correlation with the time of the failure"]
+        table(titles, monitor_rows(runs, failed))
