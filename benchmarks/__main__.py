@@ -54,8 +54,8 @@ def seconds(units: Sequence[Unit]) -> float:
 
 
 def slices_needed(units: Sequence[Unit]) -> int:
-    """Return the smallest number of parts such that no part takes longer than `SLICE_SECONDS`, or than the longest
-    unit if this unit takes longer."""
+    """Return the smallest number of parts such that no part takes longer than the limit: `SLICE_SECONDS`, or the
+    duration of the longest unit if that is larger."""
     longest = max([SLICE_SECONDS, *(u.seconds for u in units)])
     return next(n for n in range(1, len(units) + 1) if max(map(seconds, deal(units, n))) <= longest)
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     # Free graphs and memory after each unit.
     for unit in deal(units, n)[part - 1] if n > 1 else units:
         if time.monotonic() > context.until:
-            print(f"{unit.path} is left out: --minutes is over.", file=sys.stderr)
+            print(f"{unit.path} is left out: the time given by --minutes is over.", file=sys.stderr)
             continue
         print(f"{unit.path} …", file=sys.stderr, flush=True)
         record = measured(unit, context, _command(argv))

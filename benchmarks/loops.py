@@ -59,7 +59,7 @@ class Loop:
         optimizer: torch.optim.Optimizer | None = None,
     ):
         if device == "cpu":
-            skip_nvml_check()  # a script without Lightning does not have this slow check
+            skip_nvml_check()  # Lightning turns on this slow check; a script without Lightning does not have it
         c = run.optim
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer or torch.optim.AdamW(

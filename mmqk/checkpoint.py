@@ -151,7 +151,7 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
     check_parts(content)
     differing = differing_fields(content["mmqk_model"], asdict(model))
     if differing:
-        raise CheckpointError(f"is of another model ({', '.join(f'model.{n}' for n in differing)} differ)")
+        raise CheckpointError(f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})")
     ranks = content.get("mmqk_ranks", ONE)
     if not isinstance(ranks, dict) or ranks.keys() != ONE.keys():
         raise CheckpointError("has a malformed part mmqk_ranks")

@@ -9,8 +9,8 @@ from mmqk.grid.language import name as grid_name
 from mmqk.store import OneSentenceParser, UserError, named_config, run_main
 
 DESCRIPTION = """\
-Write config.yaml (the settings of demo), grid.yaml (two arms, three seeds, one claim) and README.md into a new or
-empty folder. Runs use the data that ship with mmqk until you name your own in config.yaml."""
+Write config.yaml (the settings of demo.yaml), grid.yaml (two arms, three seeds, one claim) and README.md into a new
+or empty folder. Runs use the data that ship with mmqk until you name your own in config.yaml."""
 
 GRID = """\
 # Two arms, three seeds each, and one claim, which is registered before the runs.

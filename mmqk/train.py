@@ -259,7 +259,7 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     for kind, padding in data.order.padding.items():
         if padding > MOST_PADDING:
             print(
-                f"{padding:.0%} of the tokens in packed sequences of kind {kind} is padding: raise data.seq_len to"
+                f"{padding:.0%} of the tokens in packed sequences of kind {kind!r} are padding: raise data.seq_len to"
                 " pack more documents into each.",
                 file=sys.stderr,
             )

@@ -19,7 +19,7 @@ import pytest
 
 from tests import tiny
 
-# The slowest files. They start first, so that no worker is still busy with one when all others have finished.
+# The slowest test files. They start first, so that none of them is still running when the other workers are idle.
 SLOW = (
     "report/test_shipped_pages.py", "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
     "report/test_page.py", "store/test_store_damage.py", "training/test_run.py", "monitors/attach/test_fsdp.py",

@@ -144,8 +144,8 @@ Every published remedy is a switch that is off in the control, and most can be c
   deviations of initial weights. Each comparison has negative controls: wrong variants that must fail it.
 
 Two remedies can be combined, or the combination is refused with a sentence that names both. For example, QK-Clip is
-refused with QK-Norm or σReparam, which cancel its scaling, and an option of QK-Norm with a kind that does not use the
-option. Fields without a row here (shape, data, schedule) are not remedies.
+refused with QK-Norm or σReparam, which cancel its scaling. An option of QK-Norm is refused with a kind of QK-Norm
+that does not use it. Fields without a row here (shape, data, schedule) are not remedies.
 
 ## Two softmaxes
 

@@ -155,10 +155,10 @@ sizes are hints. "{unknown}" means that no source gives a range.
 
 ## Cost
 
-The table gives the operations of the matrix products of a probe of {probed} sequences, relative to one training
+The table counts operations of matrix products, for a probe of {probed} sequences and relative to one training
 step of `configs/demo.yaml` ({gflops:.2f} GFLOP: {sequences} times {tokens} tokens, forward, backward and update).
-Divide by `monitor.every_n_steps` for the cost per step. Passes over tensors are not included: `python -m benchmarks
-monitors` measures time.
+Divide a percentage by `monitor.every_n_steps` for the cost per step; that of *budget* is already per step of a
+window. Passes over tensors are not included: `python -m benchmarks monitors` measures time.
 
 | part | when | work | of a step's matrix products |
 | --- | --- | --- | --: |

@@ -101,8 +101,8 @@ def test_equal_logits_have_all_the_entropy(experiment):
     assert found.largest == pytest.approx(sum(1 / n for n in range(8, 41)) / 33)
 
 
-# The variance of a model with 4 heads of 16 channels has a standard deviation of about 3 % over seeds. The tolerance
-# is 4 standard deviations of the mean over three seeds, plus 0.5 % for the epsilon of the norm.
+# The logit variance of a model with 4 heads of 16 channels has a relative standard deviation of about 3 % over seeds.
+# The tolerance is 4 standard deviations of the mean over three seeds, plus 0.5 % for the epsilon of the norm.
 TOLERANCE = 0.075
 
 
@@ -146,8 +146,8 @@ def test_the_committed_page_is_that_of_the_committed_numbers(experiment):
 
 
 def test_the_committed_numbers_meet_the_predictions(experiment):
-    """In the first layer, the variance is within 3 % of the prediction, and for heads of at least 32 channels the
-    entropy is within 0.03."""
+    """In the first layer, the variance differs from its prediction by at most 3 %. For heads of at least 32 channels,
+    the entropy differs from its prediction by at most 0.03."""
     rows = experiment.from_csv((FOLDER / "attn_scale.csv").read_text())
     for row in rows:
         config = replace(experiment.VARIANTS[row.variant], d_head=row.head_dim)

@@ -218,7 +218,7 @@ def test_what_is_no_number_of_a_field_is_one_sentence_for_every_flag(text):
             ["--loss.weights.text=0", "--data.mix={text: 1}"],
             "loss.weights.text is 0 and data.mix has only text",
         ),
-        (["--optim.decay_mode=independent", "--optim.weight_decay=2"], "optim.weight_decay is 2.0, which"),
+        (["--optim.decay_mode=independent", "--optim.weight_decay=2"], "optim.weight_decay is 2.0, but"),
         (["--optim.lr=5e-324"], "optim.lr is 5e-324: it must be a number from 1e-37 to 1e+38"),
         (
             ["--model.n_layers=999999999"],

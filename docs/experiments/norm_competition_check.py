@@ -146,7 +146,7 @@ def compare(page, results, verdicts):
         interval = max(interval, (one if mine is None or its is None else max(abs(mine - its)), i))
         if verdicts[i] != page[i]["verdict"]:
             print(f"verdict of {i}: {verdicts[i]} here, {page[i]['verdict']} on the page")
-    print(f"{len(same)} claims compared; other runs on the page:", sorted(results.keys() - set(same)))
+    print(f"{len(same)} claims compared; the page uses other runs for:", sorted(results.keys() - set(same)))
     print("largest difference of effect: {:.2g} ({})\nof interval: {:.2g} ({})".format(*effect, *interval))
     sys.exit(int(not same or max(effect[0], interval[0]) > 1e-3))
 
@@ -180,7 +180,7 @@ def main():
         ends = [np.nan] * 2 if r["ends"] is None else r["ends"]
         numbers = [f"{v:.3f}" for v in (*r["means"], r["effect"], *ends, r["sd"])]
         print(row(i, r["n"], *numbers, r["how"], verdicts[i], ", ".join(r["failed"]) or "-"))
-    print(f"No finished runs: {len(claims) - len(results)} claims. Losses: nats; else natural logs.\n")
+    print(f"No finished runs: {len(claims) - len(results)} claims. Units: nats for losses, else natural logs.\n")
     for h in grid["hypotheses"]:
         marks = ""
         for i, predicted in h["predicts"].items():

@@ -32,7 +32,7 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
         of_step, of_family = pace
         seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
         borrowed += not of_family
-    from_others = f" ({borrowed} from the speed of other arms)" if borrowed else ""
+    from_others = f" ({plural(borrowed, 'run')} estimated from the speed of other arms)" if borrowed else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
     left = clock(seconds / min(jobs, len(open_runs)))
     return f"time to train {plural(len(open_runs), 'run')}{at_once}: about {left} (minutes:seconds){from_others}"

@@ -83,7 +83,8 @@ def replays_of(
         return tasks, blocked(f"{each * len(steps)} replays wait for {first.name}", possible=True)
     if (now.status, now.step) != ("diverged", diverged):
         return tasks, blocked(
-            f"its control {now.status} at step {now.step} and not at {diverged}: the run is not reproducible"
+            f"the run diverged at step {diverged}, but its control replay {now.status} at step {now.step}: "
+            "the run is not reproducible"
         )
     for depth, step in steps.items():
         file = checkpoint_of(control.folder, step)

@@ -55,7 +55,7 @@ class TrainerConfig:
         check_fields(self, "trainer")
         if self.deterministic == "warn":
             raise ValueError(
-                "trainer.deterministic warn does not make attention deterministic: set it to true, or leave it out."
+                "trainer.deterministic 'warn' does not make attention deterministic: set it to true, or leave it out."
             )
         if self.processes > 1 and self.strategy == "auto":
             object.__setattr__(self, "strategy", "ddp")

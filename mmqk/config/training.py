@@ -57,8 +57,9 @@ class OptimConfig:
         beta2: decay of the second moment.
         eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
         weight_decay: weight decay of matrices; `decay_embeddings` and `decay_gains` apply it to other parameters too.
-        decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW). independent multiplies it by
-            the learning rate divided by the peak (Wortsman et al., section 3.2.2); it needs a weight_decay near 1e-4.
+        decay_mode: coupled (the decay is multiplied by the learning rate, as in torch's AdamW) or independent (it is
+            multiplied by the learning rate divided by the peak, as in Wortsman et al., section 3.2.2, and needs a
+            weight_decay near 1e-4).
         warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
         schedule: schedule after the warm-up: constant, cosine or exponential.
         final_lr_ratio: final learning rate as a fraction of the peak.
@@ -108,12 +109,12 @@ class OptimConfig:
         check_fields(self, "optim")
         if self.decay_mode == "independent" and self.weight_decay > 1:
             raise ValueError(
-                f"optim.weight_decay is {self.weight_decay}, which optim.decay_mode independent subtracts in every"
-                " step as a share of the weights: give it at most 1, usually of the order of 1e-4."
+                f"optim.weight_decay is {self.weight_decay}, but with optim.decay_mode 'independent' it is the share"
+                " of the weights that a step subtracts: give it at most 1, usually of the order of 1e-4."
             )
         if self.schedule == "exponential" and self.final_lr_ratio == 0:
             raise ValueError(
-                "optim.schedule exponential cannot end at optim.final_lr_ratio 0: give it a share above 0."
+                "optim.schedule 'exponential' cannot end at optim.final_lr_ratio 0: give a ratio above 0."
             )
         if self.matrices != "adamw" and (self.split_second_moment or self.update_clip):
             other = "split_second_moment" if self.split_second_moment else "update_clip"
@@ -139,13 +140,13 @@ class MonitorConfig:
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
         probe_sequences: number of sequences in a probe.
-        probe_split: current probes the training batch; heldout probes the first validation sequences. The validation
-            sequences are the same in every run, so maxima of different runs can be compared.
+        probe_split: sequences of a probe: current (the training batch) or heldout (the first validation sequences,
+            which are the same in every run, so maxima of different runs can be compared).
         tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
         heads: measure attention logits and weights of each head.
-        parameters: measure for every parameter the gradient norm, the size of the latest update (divided by the
-            learning rate, and divided by the size of the parameter), and the share of elements with sqrt(v_hat)
-            below Adam's epsilon.
+        parameters: measure for every parameter the gradient norm, the RMS of the latest update (once divided by the
+            learning rate, once by the RMS of the parameter), and the share of elements with sqrt(v_hat) below Adam's
+            epsilon.
         second_moment: measure for every matrix the RMS of g / sqrt(v) in the latest update, with the gradient g and
             Adam's second moment v.
         precision: measure the rounding error of additions to a bf16 residual stream, with one more forward pass.
@@ -154,11 +155,12 @@ class MonitorConfig:
         curvature: measure the curvature of the loss along its gradient on the probe's batch. This costs a forward
             pass, a backward pass and a backward pass through both, in fp32 and with dense attention.
         channels: measure RMS, kurtosis and largest channel of the sublayers' outputs and of the residual stream.
-        gradient_agreement: measure how far the gradients of the modalities agree, from the two halves of a
-            micro-batch. Each probe then costs two more forward passes, and a backward pass per half and modality.
-        budget_every_n_steps: optimizer steps from the start of one window of the radial budget of W_q and W_k to the
-            start of the next; 0 switches the budget off. A step inside a window costs one more backward pass for
-            each modality except one.
+        gradient_agreement: measure cosine, signal and noise of the gradients of the modalities, from the gradients
+            of the two halves of a micro-batch. Each probe then costs two more forward passes, and a backward pass
+            per half and modality.
+        budget_every_n_steps: measure the radial budget (how much the gradients of each modality increase the norms
+            of W_q and W_k) over windows of steps; a new window starts every so many optimizer steps. 0 switches the
+            budget off. A step inside a window costs one more backward pass for each modality except one.
         budget_steps: length of a window in steps.
     """
 

@@ -27,8 +27,8 @@ class DataConfig:
 
     Args:
         pairs: image-caption pairs: shards with their manifest, or a folder of mmqk.data.tokenize; empty for none.
-        read: tokens reads pairs from token arrays, which are written once; shards reads and tokenizes pairs while
-            training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar.
+        read: how to read pairs: tokens (from token arrays, which are written once) or shards (tokenize them while
+            training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar).
         val_fraction: share of the pairs that is held out, by a hash of the image file; only for a pattern of shards.
         text: text-only documents: shards with their manifest or a token folder; empty for none.
         interleaved: documents of text and images: a folder of mmqk.data.tokenize --interleaved.
@@ -40,17 +40,17 @@ class DataConfig:
         mix: relative weight of each kind of sequence: pair, text, image, interleaved; or only
             tokens; or only dial. {"text": 1} is text only.
         image_first_prob: share of the pairs in which the image comes before its caption.
-        pairing: matched gives each image its caption, shuffled the caption of another pair, captions removes the
-            images.
-        pack: documents packs several documents into a sequence, none puts one document (or one window of text) into
-            each sequence.
+        pairing: matched (each image with its caption), shuffled (each image with the caption of another pair) or
+            captions (without the images).
+        pack: documents (several documents in a sequence) or none (one document, or one window of text, in each
+            sequence).
         document_mask: attention stays inside each packed document.
         dial: the synthetic source with known entropies, for mix {"dial": 1}.
         val_sequences: sequences in the validation set; the set is the same for every arm and seed.
         val_every_n_steps: optimizer steps between two validations; 0 validates only at the end. Every run validates
             at the end.
-        workers: loader processes, which do not change the samples. 0 is fastest for token arrays; with read shards,
-            more can be faster.
+        workers: loader processes, which do not change the samples. 0 is fastest for token arrays; if `read` is
+            shards, more can be faster.
     """
 
     pairs: str = "data/emoji"
@@ -77,20 +77,22 @@ class DataConfig:
         check_fields(self, "data")
         if self.read == "shards" and self.pack == "documents":
             raise ValueError(
-                "data.read shards cannot pack, because lengths are unknown: set data.pack none, or tokenize first."
+                "data.pack 'documents' does not work with data.read 'shards', because lengths are unknown: set"
+                " data.pack to none, or tokenize first."
             )
         if self.pairing != "matched":
             if self.read == "shards":
-                raise ValueError(f"data.pairing {self.pairing} reads token arrays: set data.read tokens.")
+                raise ValueError(f"data.pairing '{self.pairing}' needs token arrays: set data.read to tokens.")
             if self.pairing == "captions" and self.mix.get("image", 0) > 0:
                 raise ValueError(
-                    "data.pairing captions removes the images that data.mix asks for: set data.mix.image 0."
+                    "data.pairing 'captions' removes the images that data.mix asks for: set data.mix.image to 0."
                 )
         Mixture(self.mix, self.image_first_prob, seed=0)  # raises for an invalid mixture
         kinds = [kind for kind, weight in self.mix.items() if weight > 0]
         if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
             raise ValueError(
-                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have other vocabularies; use each alone."
+                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have their own vocabularies; use each"
+                " alone."
             )
         sources = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
         for kind in kinds:

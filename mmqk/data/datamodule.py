@@ -193,8 +193,8 @@ class TokenDataModule(L.LightningDataModule):
         if n >= wanted:
             return ""
         return (
-            f"data.val_sequences asks for {wanted} held-out sequences, but the data have only {n} with the fixed"
-            f" shares of the kinds: validation uses {n}; hold out more, or set data.val_sequences to {n}."
+            f"data.val_sequences asks for {wanted} held-out sequences, but one kind has too few for its fixed share:"
+            f" validation uses {n} sequences; hold out more, or set data.val_sequences to {n}."
         )
 
     def unread(self) -> list[str]:

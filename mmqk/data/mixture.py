@@ -94,7 +94,7 @@ class Mixture(IndexedCache):
         for slot, weight in by_slot.items():
             if weight > 0 and counts[slot] == 0:
                 raise ValueError(
-                    f"data.mix gives '{slot}' less than one of {CYCLE} places: raise its weight or set it to 0."
+                    f"data.mix gives '{slot}' less than one row in {CYCLE}: raise its weight or set it to 0."
                 )
         self.seed = seed
         self._counts = np.array([counts[s] for s in SLOTS])

@@ -111,7 +111,7 @@ def describe(
         ValueError: an id is outside the vocabulary, or a distance is not positive.
     """
     if any(distance < 1 for context in contexts for distance in context):
-        raise ValueError(f"contexts are {[tuple(c) for c in contexts]}: a distance is at least 1.")
+        raise ValueError(f"contexts are {[tuple(c) for c in contexts]}: each distance must be at least 1.")
     stream = _concatenated(list(train_rows), list(val_rows), list(vocab_sizes.values()))
     n = stream.trained
     training_N, held_out_N = stream.target_N.copy(), stream.target_N.copy()
@@ -227,8 +227,8 @@ def _ngram_nats(
 
     The model uses interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4). Unlike
     their modified Kneser-Ney, it uses plain counts, because continuation counts saturate in a vocabulary of few
-    codes: p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c). Below the shortest
-    context, p is 1 / size.
+    codes: p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c), where D is the discount of
+    the count and mass(c) the sum of the discounts in context c. Below the shortest context, p is 1 / size.
 
     The shortest context is the modality of the previous token. Without it, -log p of every token would include the
     choice of the modality, which rarely changes.

@@ -51,7 +51,7 @@ A sample that cannot be used is dropped and counted by reason, and so is a docum
 shard that cannot be read to its end is an error.
 Finished shards are kept: after an interruption or a repair of a shard, the same command continues. Samples with
 equal images (documents with equal content) fall into the same split. Images are fitted into the tokenizer's square:
---fit crop keeps the center, pad adds white, stretch distorts.
+--fit: crop keeps the center, pad adds white, stretch distorts.
 
 examples:
   python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--caption-field",
         metavar="NAME",
-        help="JSON field of the caption, or txt for the text file (default: caption, or else the text file)",
+        help="JSON field of the caption, or txt for the text file (default: field caption, or else the text file)",
     )
     return p
 
@@ -141,7 +141,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.interleaved and args.caption_field:
         raise UserError("--caption-field is for pairs: interleaved documents have their texts in a list")
     if not 0 <= args.val_fraction < 1:
-        raise UserError(f"--val-fraction is {args.val_fraction}: give a share from 0 up to 1")
+        raise UserError(f"--val-fraction is {args.val_fraction}: give a share of at least 0 and below 1")
     if args.workers is not None and args.workers < 0:
         raise UserError(f"--workers is {args.workers}: give 0 or more")
     cap = 2 * (Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
@@ -166,7 +166,7 @@ def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str
 
 def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     def shown(value: Any) -> str:
-        return f"{len(value)} files to {value[-1]}" if isinstance(value, list) else str(value)
+        return f"{len(value)} files up to {value[-1]}" if isinstance(value, list) else str(value)
 
     names = [*options, *(name for name in begun if name not in options)]
     differing = [

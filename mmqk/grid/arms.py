@@ -146,9 +146,9 @@ def check_settings(arm: Arm, where: str) -> None:
             raise UserError(f"{where}: {key!r} is for forks only, and this arm is not a fork: remove it")
         group = next((other for other in arm.fields if f"{key}.".startswith(f"{other}.")), None)
         if key in crossed and group is not None:
-            raise UserError(f"{where}: {key} is both set and an axis: remove it, or give the arm axes: {{}}")
+            raise UserError(f"{where}: {key} is both set and an axis: remove it, or give the arm 'axes: {{}}'")
     if arm.lr and any(f"{LR}.".startswith(f"{key}.") for key in (*arm.fields, *crossed)):
-        raise UserError(f"{where}: {LR} is set, and lr: own_best selects it too: remove one of the two")
+        raise UserError(f"{where}: {LR} is set, but the rule own_best also selects it: remove one of the two")
     if arm.lr and (both := set(arm.lr.seeds) & set(arm.seeds)):
         raise UserError(
             f"{where}: seed {min(both)} selects the learning rate and is also in the verdicts: use other lr.seeds"
@@ -169,7 +169,8 @@ def _fork(value: Any, where: str, path: Path) -> ArmFork:
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
-    """Return, for each job, the number that decides its part of the grid. A fork has the number of its parent."""
+    """Return for each job the number that decides which ``--slice`` of the grid trains it. A fork has the number of
+    its parent."""
     by_key = {job.key: job for job in jobs}
     roots = {}
     for key, job in by_key.items():

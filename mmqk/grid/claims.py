@@ -54,7 +54,8 @@ class Claim:
             factor of 2); for a prediction, the smallest AUROC of interest.
         direction: whether the treatment should be greater or less; not used for an equivalence.
         test: superiority: the effect exceeds min_effect. equivalence: the effect is smaller than min_effect in both
-            directions. count: more runs diverge, or reach ``at_least``; min_effect is a difference of shares.
+            directions. count: compares the shares of the runs that diverge, or reach ``at_least``; min_effect is a
+            difference of these shares.
             prediction: the metric is higher in failed runs than in the other runs of an arm (AUROC).
         regime: the name on the page for the check that the runs learned every trained modality.
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
@@ -66,10 +67,10 @@ class Claim:
             run must reach.
         status: a "shown" claim never gets a verdict; a "control" is a check and not a claim.
         alpha_family: name of the family of claims that share one significance level; by default the name of the grid.
-        seeds: registered seeds per arm; 0 if not registered.
+        seeds: registered number of seeds per arm; 0 if not registered.
         stopping: {max_seeds: n}: seeds may be added up to n; the significance level is corrected for the repeated
             tests.
-        lr_rule: the learning rate rule that the verdict checks.
+        lr_rule: the rule that the learning rates of the runs must follow; the verdict checks it.
         exclusions: a text about excluded runs, for the page; it has no effect on the verdict.
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.

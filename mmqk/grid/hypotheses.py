@@ -9,8 +9,8 @@ from typing import Any
 from mmqk.grid.language import build, mapping
 from mmqk.store import UserError
 
-# The effect of treatment over control: above the smallest effect of interest of the claim, too small to be of
-# interest (none), or below its negative.
+# The effect of the treatment relative to the control: above m (above), from -m to m (none), or below -m (below). m is
+# the smallest effect of interest of the claim.
 STATES = ("above", "none", "below")
 PREDICTIONS = {
     "above": {"above"}, "none": {"none"}, "below": {"below"},

@@ -18,8 +18,8 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
 
     An arm with the same definition in two grids becomes one arm with the seeds of both grids. If arms with different
     names have equal runs, the planner detects this when it resolves the configurations. Claims and report settings
-    are joined; each claim records its grid. The name of the grid becomes the block of each arm without one, so that
-    seed spreads are not pooled over grids. ``added`` has further arms for the first grid.
+    are joined; each claim records its grid. An arm without a block gets the name of its grid as its block, so that
+    the seed spread is not pooled over several grids. ``added`` has further arms for the first grid.
 
     Raises:
         UserError: a file is refused by `load_grid`, two grids have the same name, or two arms or claims with the

@@ -72,7 +72,7 @@ def read_lr(value: Any, where: str) -> LrRule | None:
     record = read.mapping({} if value is None else value, where)
     rule = read.build(LrRule, record, where)
     if rule.rule == "matched":
-        read.known(record, ("rule",), f"{where} with rule matched")
+        read.known(record, ("rule",), f"{where} with rule 'matched'")
         return None
     return replace(rule, grid=tuple(sorted(rule.grid)))
 

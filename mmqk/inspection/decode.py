@@ -22,7 +22,7 @@ BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens
 LARGEST_PICTURE = 160  # longest side of an image on a page, in pixels
 # An image counts as the original if the tokenizer encodes it to at least this share of the codes in the data. Some
-# codes may differ, because the batch size affects the rounding, which matters if two codes are almost equally close.
+# codes may differ: the batch size affects the rounding, which matters if a vector is almost as close to another code.
 SAME_CODES = 0.9
 # Five colors of Viridis, which color-blind readers can tell apart.
 _SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)

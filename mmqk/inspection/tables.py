@@ -36,7 +36,7 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
         row("repeated", "tokens in 8-token passages read before", lambda m, s: percent(s["repeated"])),
         row(
             "held-out, repeated",
-            "of its tokens, in 8-token passages of the training data",
+            "held-out tokens in 8-token passages of the training data",
             lambda m, s: _optional(s["repeated_held_out"]),
         ),
         row("duplicates", "documents equal to an earlier one", lambda m, s: percent(s["duplicates"])),

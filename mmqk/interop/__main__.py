@@ -68,8 +68,8 @@ def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
     hf_model = read_huggingface(source)
     model = adopt(hf_model, sizes)
     write_run(model, out)
-    listed = ", ".join(f"{name} {size:,}" for name, size in model.config.vocab_sizes.items())
-    print(f"{out}: {type(hf_model).__name__}, ids of {listed}; tokenizers stay in {source}")
+    listed = ", ".join(f"{size:,} {name}" for name, size in model.config.vocab_sizes.items())
+    print(f"{out}: {type(hf_model).__name__}; number of ids: {listed}; tokenizers stay in {source}")
     if type(hf_model).__name__ == CHAMELEON:
         print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
 
@@ -92,7 +92,7 @@ def _to_huggingface(source: Path, out: Path) -> None:
             "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."
         )
     if config.residual_dropout:
-        print(f"model.residual_dropout {config.residual_dropout} is dropped: the class has none.")
+        print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def model_card(
     sections = [
         _front(),
         f"# {name}",
-        f"`{architecture}` with {n_parameters:,} parameters over tokens of {' and '.join(config.vocab_sizes)}"
+        f"`{architecture}` with {n_parameters:,} parameters for tokens of {' and '.join(config.vocab_sizes)}"
         + (f", trained by mmqk to step {step_of(checkpoint):,}." if record else ", exported by mmqk."),
         *_use(architecture, tokenizer),
         *_ids(config, tokenizer),
@@ -89,8 +89,8 @@ def _use(architecture: str, tokenizer: bool) -> list[str]:
     return [
         "## Use",
         code,
-        "The image tokenizer of the class (`vqmodel`) is untrained, and its `forward` sets the logits of image ids to"
-        " the smallest number: `model.lm_head(model.model(ids).last_hidden_state)` gives all logits.",
+        "The image tokenizer (`vqmodel`) is untrained. The `forward` of the model sets the logits of image ids to the"
+        " smallest number: `model.lm_head(model.model(ids).last_hidden_state)` gives all logits.",
     ]
 
 

@@ -33,7 +33,7 @@ class Attention(nn.Module):
        └─ w_g ── sigmoid ────────────────────────────────────────┘
     ```
 
-    A disabled part is the identity; `qk_norm.place` after_rope swaps norm and RoPE.
+    A disabled part is the identity; `qk_norm.place` "after_rope" swaps norm and RoPE.
     """
 
     def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:

@@ -53,17 +53,17 @@ class QKNormConfig:
             _to_defaults(self, "scale_max")
         if self.bias and self.kind in ("rms", "l2"):
             raise ValueError(
-                f"model.qk_norm.bias belongs to kind layer, but model.qk_norm.kind is {self.kind}."
+                f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'."
             )
         if self.kind == "l2":
             if self.scope == "full":
                 raise ValueError(
-                    "model.qk_norm.scope full does not work with model.qk_norm.kind l2: set scope head."
+                    "model.qk_norm.scope 'full' does not work with model.qk_norm.kind 'l2': set it to head."
                 )
             if self.gain == "zero_centered":
                 raise ValueError(
-                    "model.qk_norm.gain zero_centered does not work with model.qk_norm.kind l2, whose scale starts at"
-                    " model.qk_norm.scale_init: set none, shared or per_head."
+                    "model.qk_norm.gain 'zero_centered' does not work with model.qk_norm.kind 'l2', whose scale"
+                    " starts at model.qk_norm.scale_init: set it to none, shared or per_head."
                 )
             if self.scale_max is not None and self.scale_max < self.scale_init:
                 raise ValueError(
@@ -75,8 +75,8 @@ class QKNormConfig:
 class PerModalityConfig:
     """Layers with one copy per modality (Mixture-of-Transformers, arXiv 2411.04996).
 
-    A token uses the copy of its modality. All copies start with the weights of the tied model, so an untied model
-    equals the tied one until its first update.
+    A token uses the copy of its modality. All copies start with the weights of the same model without copies, so both
+    models are equal until the first update.
 
     Attributes:
         norms: Whether each modality has its own gains (and biases) of the norms around the sublayers and of the final
@@ -162,7 +162,7 @@ class ModelConfig:
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, with the largest
             singular value sigma(W) (σReparam, arXiv 2303.06296).
         reparam_gamma: Initial value of gamma: sigma (the value sigma(W), so that the first forward pass equals that
-            of weight_reparam none, as in the authors' PyTorch code for vision and language) or one (as in their JAX
+            of weight_reparam "none", as in the authors' PyTorch code for vision and language) or one (as in their JAX
             code for speech).
         mlp_clamp: Bound c on the two factors of SwiGLU: gate is at most c, up is between -c and c (gpt-oss: 7); null:
             no bound.
@@ -174,7 +174,7 @@ class ModelConfig:
             residual_multiplier).
         deep_norm: Whether the residual stream is norm(alpha x + sublayer(x)) with alpha = (2 n_layers)^(1/4), without
             other norms around the sublayers and without a final norm. W_v, W_o and the matrices of the MLP start
-            smaller, by (8 n_layers)^(-1/4) (DeepNorm, arXiv 2203.00555).
+            smaller, by the factor (8 n_layers)^(-1/4) (DeepNorm, arXiv 2203.00555).
         residual_dropout: Probability of dropping an element of a sublayer's output before it is added.
         attn_dropout: Probability of dropping an attention weight.
         layer_scale: Initial value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
@@ -282,12 +282,12 @@ class ModelConfig:
             )
         if self.mlp_clamp is not None and self.mlp != "swiglu":
             raise ValueError(
-                f"model.mlp_clamp bounds model.mlp swiglu, but model.mlp is {self.mlp}: remove one of them."
+                f"model.mlp_clamp is for model.mlp 'swiglu', but model.mlp is '{self.mlp}': remove one of them."
             )
         if self.depth_scale == "norm" and not self.pre_norm:
             raise ValueError(
-                "model.depth_scale norm scales the output of pre-norms, but model.pre_norm is false: set branch or"
-                " none."
+                "model.depth_scale 'norm' scales the output of pre-norms, but model.pre_norm is false: set"
+                " model.depth_scale to branch or none."
             )
         self._check_untied()
         self._check_separate()
@@ -302,7 +302,7 @@ class ModelConfig:
             raise ValueError(
                 f"model.d_head is {self.d_head}, which RoPE cannot rotate in pairs: make it even."
                 if self.d_head
-                else f"model.d_model {self.d_model} over model.n_heads {self.n_heads} gives the odd head_dim "
+                else f"model.d_model {self.d_model} divided by model.n_heads {self.n_heads} gives the odd head_dim "
                 f"{self.head_dim}, which RoPE cannot rotate in pairs."
             )
         if self.n_heads % self.kv_heads:
@@ -312,7 +312,7 @@ class ModelConfig:
         for name in self.vocab_sizes:
             if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
                 raise ValueError(
-                    f"model.vocab_sizes has a modality {name!r}: name it in letters, digits and _, not like layer03."
+                    f"model.vocab_sizes has a modality {name!r}: use letters, digits and _, and no name like layer03."
                 )
 
     def _check_modalities(self) -> None:

@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import (
 
 from .dynamo import allow_many_graphs
 
-# The raw logit recovered from a capped fp32 logit is accurate to 1/1000 up to 6 times the cap and to 1/40 up to 8
-# times the cap. From about 9 times the cap, tanh rounds to 1.
+# The raw logit recovered from a capped fp32 logit has a relative error of at most 1/1000 up to 6 times the cap, and
+# of at most 1/40 up to 8 times the cap. From about 9 times the cap, tanh rounds to 1.
 SATURATED = 8.0
 
 

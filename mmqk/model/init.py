@@ -25,8 +25,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     | parameter      | values                                                                                 |
     | -------------- | -------------------------------------------------------------------------------------- |
     | embedding      | normal, standard deviation 1 / sqrt(d_model), times `embed_init` of its modality       |
-    | matrices       | normal truncated at two standard deviations of 1 / sqrt(fan_in); `output_init` scales  |
-    |                | the last matrix of a sublayer                                                          |
+    | matrices       | normal truncated at two standard deviations; its standard deviation after truncation   |
+    |                | is 1 / sqrt(fan_in); `output_init` scales the last matrix of a sublayer                |
     | gains, scales  | `initial` of their module: gains 1, biases 0                                           |
 
     Adding or removing a parameter does not change the others. All copies of a layer for different modalities start

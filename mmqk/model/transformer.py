@@ -246,7 +246,7 @@ class EarlyFusionTransformer(nn.Module):
                 `config.per_modality`, separated layers or `config.embed_scale`; an unknown number counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None
                 means one document per row.
-            sink: Called as `sink(site, layer, tensor)` during the forward pass, with tensors, not copies.
+            sink: Called as `sink(site, layer, tensor)` during the forward pass, with the tensor itself, not a copy.
 
                 | site              | shape            | tensor                                                      |
                 | ----------------- | ---------------- | ----------------------------------------------------------- |

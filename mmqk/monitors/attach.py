@@ -270,9 +270,9 @@ class Watch:
         return probe
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Return the modality of each token (B, T), and candidates for the set of inputs that contain these tokens.
+        """Return the modality of each token (B, T), and the sets of inputs that these tokens may come from.
 
-        The most likely candidate comes first. The candidate None stands for any input.
+        The most likely set comes first. None stands for any input.
         """
         ids = find_ids(inputs)
         sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]

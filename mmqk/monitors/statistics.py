@@ -136,14 +136,14 @@ def sizes(size: str) -> tuple[str, ...]:
     return tuple(f"{matrix.replace('SIZE', size)}/layerNN" for matrix in MATRICES)
 
 
-_ENTROPY = f"{UNKNOWN}; at most the log of the visible keys"
+_ENTROPY = f"{UNKNOWN}; at most the log of the number of visible keys"
 
 # fmt: off
 _GROUPS: dict[str, tuple[Statistic, ...]] = {
     "Every step": (
         Statistic(("loss",),
             "the loss that training minimizes, over the step's targets, with z-loss and loss weights", "nats", NONE,
-            "no step is more than 0.1 above the median of 201 steps (arXiv 2608.30320 [S])",
+            "no step is more than 0.1 nat above the median of the 201 steps around it (arXiv 2608.30320 [S])",
             "a spike, or no further learning", "step"),
         Statistic(("loss/TARGET",), "mean cross-entropy", "nats", TARGET,
             "within 0.5 nat of its own best 50-step median after warm-up [I]",
@@ -217,14 +217,14 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖x‖ of the residual stream after the layer (with deep_norm: after the layer's norm); mean and maximum",
             "–", INPUT,
             "the variance grows about linearly with depth if norms are on both sides of a sublayer, and exponentially"
-            " with pre-norm only (Peri-LN, arXiv 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin"
-            " V2, arXiv 2111.09883, Fig. 2 [V])",
+            " with pre-norm only (Peri-LN, arXiv 2502.02732 [S]); a ratio of 1e4 between layers preceded a crash"
+            " (Swin V2, arXiv 2111.09883, Fig. 2 [V])",
             "the outputs of late layers are too small to change the stream", "norms"),
         Statistic(("final_norm/MODALITY", "final_rms/MODALITY"),
             "‖x‖ of the last layer's output before the final norm (with deep_norm: after the layer's norm);"
             " final_rms is ‖x‖ / √d_model", "–", INPUT,
-            "no unlimited growth, which preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy size"
-            " not known",
+            "no unlimited growth; such growth preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy"
+            " size not known",
             "the run is likely to diverge; the modality that grows first is more informative than the size", "norms"),
     ),
     "Attention logits": (
@@ -248,7 +248,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "competition: variance of a row's offsets, weighted by the number of keys", "–", QUERY, UNKNOWN,
             "competition dominates", "attention"),
         Statistic(("attn_logit_spread_var/QUERY/layerNN[/headNN]",),
-            "sharpening: variance of z about the mean of its own block", "–", QUERY, UNKNOWN,
+            "sharpening: variance of z about the mean of the row's keys of the same modality", "–", QUERY, UNKNOWN,
             "attention sharpens within a modality", "attention"),
         Statistic(("attn_logit_bound/layerNN",), "upper bound on |z| under QK-Norm: scale · longest q · longest k",
             "–", NONE, "8 at head_dim 64 and gains 1 [S]",
@@ -260,12 +260,12 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "near 0 with a falling attn_rank: collapse; with a high rank it can be benign (Qi et al. 2025, arXiv"
             " 2505.21910 [S])", "attention"),
         Statistic(("attn_entropy_block/QUERY/layerNN[/headNN]",), "entropy of a row's masses on the modalities",
-            "nats", QUERY, f"{UNKNOWN}; at most the log of the modalities",
+            "nats", QUERY, f"{UNKNOWN}; at most the log of the number of modalities",
             "near 0: queries attend to one modality only", "attention"),
         Statistic(("attn_entropy_within/QUERY/layerNN[/headNN]",), "Σ mass · entropy within the modality", "nats",
             QUERY, _ENTROPY, "near 0: one key per modality gets all attention", "attention"),
         Statistic(("attn_mass/QUERY-KEY/layerNN[/headNN]",), "sum of p over a row's keys of one modality", "–", PAIR,
-            f"{UNKNOWN}; compare with the share of the visible keys",
+            f"{UNKNOWN}; compare with this modality's share of the visible keys",
             "0 or 1: the modalities do not mix, or one dominates", "attention"),
         Statistic(("sink_mass/QUERY/layerNN[/headNN]",),
             "p of the learned sink, exp(s) / (exp(s) + Σ exp z), s its logit and z after the cap; with"
@@ -306,7 +306,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "weights"),
         Statistic(("sigma_ratio/layerNN",),
             "uᵀWv / σ(W) of σReparam, σ(W) the largest singular value; minimum over the layer's matrices", "–",
-            NONE, "1 [I]; above 0.94 at a learning rate of 0.03",
+            NONE, "1 [I]; we measured values above 0.94 at a learning rate of 0.03",
             "sigma is too small, so the weights in use are too large", "weights"),
     ),
     "Output": (
@@ -340,7 +340,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(("qk_change_entropy[/MODALITY]/layerNN",),
             "−Σ p log p, p = s² / Σ s², s the singular values of Δ₂ = ΔW_q W_kᵀ + W_q ΔW_kᵀ of a head, ΔW since the"
             " last probe; mean over heads; at most log(2 head_dim)", "nats", NONE,
-            f"{UNKNOWN}; compare with a run that trains: the entropy changed thousands of steps before a divergence"
+            f"{UNKNOWN}; compare with a stable run: the entropy changed thousands of steps before a divergence"
             " (arXiv 2606.28116 [A])",
             "near 0: the change of W_q W_kᵀ is close to rank 1", "matrices"),
         Statistic(tuple(f"{s}_rms/MODALITY/layerNN" for s in CHANNELED),
@@ -399,21 +399,21 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "far above grad_signal: steps are mostly noise", "agreement"),
         Statistic(("grad_norm/PARAMETER",), "‖g‖ of one parameter before clipping", "–", NONE, UNKNOWN,
             "shows the parameter in which a spike begins", "parameters"),
-        Statistic(("update_rms/PARAMETER",), "RMS of the update over the learning rate", "–", NONE,
+        Statistic(("update_rms/PARAMETER",), "RMS of the update divided by the learning rate", "–", NONE,
             "1 for a pure sign step of Adam [I]", "far above 1: v is smaller than the current squared gradient",
             "parameters"),
         Statistic(("update_ratio/PARAMETER",),
-            "RMS of the update over the RMS of the parameter; absent if the RMS of the parameter is 0", "–", NONE,
-            UNKNOWN,
+            "RMS of the update divided by the RMS of the parameter; absent if the RMS of the parameter is 0", "–",
+            NONE, UNKNOWN,
             "the parameter changes completely within few steps, or does not change", "parameters"),
         Statistic(("adam_below_eps/PARAMETER",), "share of elements with √v̂ below Adam's epsilon", "–", NONE,
-            "0; gradients approach an epsilon of 1e-8 as size and learning rate grow (Wortsman et al. 2023, arXiv"
-            " 2309.14322, Fig. 11 to 13 [V])", "epsilon determines the size of the updates of these elements",
+            "0; gradients approach an epsilon of 1e-8 as model size and learning rate grow (Wortsman et al. 2023,"
+            " arXiv 2309.14322, Fig. 11 to 13 [V])", "epsilon determines the size of the updates of these elements",
             "parameters"),
         Statistic((*sizes("grad_over_v"), "embed_grad_over_v", "head_grad_over_v"),
             "√ mean(g² / max(v̂, ε²)) of the latest update, g after clipping, v̂ Adam's second moment after the"
             " update", "–", NONE,
-            "about 1; spikes follow values far above 1 by 1 to 8 steps (StableAdamW, arXiv 2304.13013 [A])",
+            "about 1; a spike follows 1 to 8 steps after a value far above 1 (StableAdamW, arXiv 2304.13013 [A])",
             "v lags behind the gradients, so updates are too long; `optim.update_clip` divides them by this value",
             "second moment"),
         Statistic(("curvature",), "gᵀHg / gᵀg, g and H the gradient and the Hessian of the loss of the probe's batch",
@@ -421,7 +421,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "below 0: the loss is concave along its gradient; growing: the loss becomes sharper", "curvature"),
         Statistic(("curvature_adam",),
             "gᵀPHg / gᵀg, P = (1 − β1) / ((1 + β1) (1 − β1^t)) / (√v̂ + ε), Adam's preconditioner", "–", NONE,
-            "below 2 / lr; a spike begins when it exceeds 2 / lr (arXiv 2506.04805 [A]; the factor of β1 [I])",
+            "below 2 / lr; a spike begins when it exceeds 2 / lr (arXiv 2506.04805 [A]; the factor (1 − β1) /"
+            " (1 + β1) in P [I])",
             "above 2 / lr: updates overshoot along the gradient", "curvature"),
     ),
     "Precision": (

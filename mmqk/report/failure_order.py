@@ -29,9 +29,9 @@ NAMES = WORDS | {
 ABOUT = (
     "A statistic leaves the range of the healthy runs of “{control}” when it stays outside until the failure. The "
     "range at a step goes from their lowest to their highest value, widened on both sides by its own width. Each run "
-    "counts with its earliest layer; the table names the most frequent one. Survivors: runs of the other compared "
-    "arms that did not fail. Healthy: the healthy runs themselves, each compared with the others. A statistic that "
-    "also leaves in survivors or healthy runs does not announce a failure."
+    "counts with the layer that leaves first; the table names the most frequent of these layers. Survivors: runs of "
+    "the other compared arms that did not fail. Healthy: the healthy runs themselves, each compared with the others. "
+    "A statistic that also leaves in survivors or healthy runs does not announce a failure."
 )
 
 
@@ -93,9 +93,9 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
     reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
     if first is not None:
         reading += (
-            f" Of the statistics that left the range in no other run, the first is {_what(first)}: "
-            f"{_spread(first.before.values())} steps before the failure, in {len(first.steps)} of "
-            f"{plural(len(order.failing), 'run')}."
+            " Of the statistics that left the range of the healthy runs only in failed runs, the most frequent is "
+            f"{_what(first)}: in {len(first.steps)} of {plural(len(order.failing), 'run')}, "
+            f"{_spread(first.before.values())} steps before the failure."
         )
     caption = "Thin lines: runs; thick lines: medians; × marks a divergence."
     return Figure("failure_order", reading, caption, tuple(filter(None, rows)), arms, keys)

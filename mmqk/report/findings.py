@@ -313,11 +313,11 @@ def _about_runs(study: Study) -> list[str]:
         if study.missing:
             parts.append(f"{plural(len(study.missing), 'run')} of the grid not started")
         parts += [
-            f"{study.label(run.arm)} seed {run.seed} {run.status.status} at step {run.status.step}"
+            f"“{study.label(run.arm)}”, seed {run.seed}: {run.status.status} at step {run.status.step}"
             for run in unfinished
         ]
         items.append(
-            f"Results of unfinished runs: {', '.join(parts)}. Figures show such runs; verdicts do not count them."
+            f"Results of unfinished runs: {'; '.join(parts)}. Figures show such runs; verdicts do not count them."
         )
     rates = {learning_rate(run) for arm in study.hero for run in study.of_arm(arm)}
     rates = {rate for rate in rates if math.isfinite(rate)}

@@ -88,7 +88,7 @@ def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str,
 
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """Return the marks of source access that the table uses, with their meaning."""
+    """Return the marks in the table that show how a source was read, with their meanings."""
     used = {v.claim.source_access for v in verdicts}
     return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
 

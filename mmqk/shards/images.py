@@ -58,12 +58,12 @@ class Dropped(Exception):
 
 
 def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode an image file and fit it into a square; the pixels of an RGB image of that size do not change.
+    """Decode an image file and fit it into a square of `size` pixels. An RGB image of that size keeps its pixels.
 
     The Exif orientation is applied, transparent parts become white, and only the first frame of an animation is used.
-    Gray images of more than 8 bits are scaled, not clipped: integers from the range 0 to 65535, floats from the range
-    0 to 1 or else 0 to 255. If a value lies outside, the range is from the lowest to the highest value. Color
-    profiles are ignored.
+    Gray images of more than 8 bits are scaled to 8 bits, not clipped. Their range is 0 to 65535 for integers; for
+    floats it is 0 to 1, or 0 to 255 if a value is outside 0 to 1. If a value is outside these ranges, the range is
+    from the lowest to the highest value. Color profiles are ignored.
 
     Args:
         content: the file's bytes; the format is detected from them.
@@ -81,7 +81,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         ValueError: `fit` is unknown, or `size` is below 1.
     """
     if fit not in get_args(Fit) or size < 1:
-        raise ValueError(f"fit={fit!r} of size={size}: fit is {' | '.join(get_args(Fit))}, size is 1 or more")
+        raise ValueError(f"fit is {fit!r}, size is {size}: fit must be {' | '.join(get_args(Fit))}, size 1 or more")
     if not content:
         raise Dropped(EMPTY)
     if content.startswith(_JPEG) and _has_too_many_scans(content):
@@ -124,7 +124,7 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
-    except Exception:  # damaged metadata; the image is rotated already, because Pillow writes the metadata afterwards
+    except Exception:  # the metadata are damaged; Pillow rotates the image before it rewrites them
         pass
     return _eight_bit(image)
 

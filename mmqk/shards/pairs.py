@@ -62,7 +62,7 @@ def pairs_of(index: TarIndex) -> Iterator[Pair]:
     """Yield the pairs of one archive.
 
     Raises:
-        UserError: a sample lacks a readable image or caption, or its image has another size.
+        UserError: a sample lacks a readable image or caption, or its image is not 64x64.
     """
     for key, sample in index:
         where = f"sample {printable(key)} of shard {index.path}"

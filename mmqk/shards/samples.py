@@ -29,7 +29,7 @@ NO_IMAGE = "no image file"
 FURTHER_DOT = "no image file, only files with a second dot in their names"
 NO_CAPTION = "no caption"
 EMPTY_CAPTION = "caption is empty"
-TOO_LONG = "text is longer than 4 MiB (its json: 16 MiB)"
+TOO_LONG = "text is longer than 4 MiB, or its json is longer than 16 MiB"
 NOT_UNICODE = "text is not valid Unicode"
 NO_LISTS = "no json with the lists images and texts"
 UNEQUAL = "lists images and texts are not equally long"
@@ -46,14 +46,15 @@ _DOTTED = {(".", field) for field in IMAGE_FIELDS}
 
 
 def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], otherwise: str = UNUSED) -> None:
-    """Count the files of a sample that no document uses; json and txt of a usable pair count as used.
+    """Count those files of a sample that no document uses. The json and txt of a usable pair count as used.
 
     Args:
         unread: receives the counts.
         kind: pair or interleaved.
         key: key of the sample.
         fields: fields of the sample.
-        otherwise: reason for a file without a second dot in its name; with `OF_DROPPED` all files are counted.
+        otherwise: reason for the counted files that have no second dot in their names. With `OF_DROPPED`, all files
+            of the sample are counted.
     """
     fields = list(fields)
     numbered = {field for field in fields if kind == "interleaved" and _NUMBERED.fullmatch(field)}
@@ -70,8 +71,8 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
 
     Args:
         sample: content by field, as returned by `TarIndex.read`.
-        caption_field: the field of the JSON with the caption, or "txt" for the text file. None takes
-            "caption" of the JSON or, if that is missing, the text file.
+        caption_field: the field of the JSON with the caption, or "txt" for the text file. If None, the caption
+            is the field "caption" of the JSON or, if that is missing, the text file.
 
     Raises:
         Dropped: the image file or the caption is missing, or the caption is blank, too long or not valid Unicode.

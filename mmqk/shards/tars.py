@@ -94,9 +94,9 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
 
-    A file belongs to no sample if its name has no dot, begins with a dot or is too long; `TarIndex.unread` counts
-    these files. It also counts links and devices, which have no content; their sample lacks their field. Folders are
-    not counted.
+    A file belongs to no sample if its name has no dot, begins with a dot, is too long or is reserved by webdataset;
+    `TarIndex.unread` counts these files. It also counts links, devices and sparse files, whose content is not read;
+    the sample of such a file lacks its field. Folders are not counted.
 
     Raises:
         UserError: the file cannot be read as one whole, uncompressed archive, or it contains a file twice or a sample

@@ -61,7 +61,7 @@ class ReasonCounts:
 
 @dataclass
 class Unread(ReasonCounts):
-    """Counts by reason of the files in archives that were not read, because no document uses them."""
+    """Counts by reason of files that were not read from their archives, because no document uses them."""
 
     def lines(self, total: int) -> Iterator[str]:
         """Yield the lines to print, given the total number of files; none if all files were read."""

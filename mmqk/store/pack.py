@@ -185,7 +185,7 @@ def _read(path: Path) -> Iterable[tuple[str, bytes]]:
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.namelist() != [TAR]:
-                raise ValueError(f"its only file is not {TAR}")
+                raise ValueError(f"{TAR} is not its only file")
             if archive.getinfo(TAR).file_size > _LARGEST:
                 raise UserError(f"{path} has more than 2 GiB: {advice}")
             runs = io.BytesIO(archive.read(TAR))

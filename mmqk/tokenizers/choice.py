@@ -21,7 +21,7 @@ class Selection:
         images: largest number of images in memory, for all tars together or for each split of a folder.
         captions: largest number of captions for the text tokenizer.
         characters: largest number of characters of documents for the text tokenizer.
-        val_fraction: held-out share of tars and of files of JSON lines.
+        val_fraction: held-out share of the samples in tars and of the lines of JSON lines files.
         fit: how images of tars are made square: crop, pad or stretch.
         max_pixels: largest number of pixels of an image in a tar; larger images are dropped.
         caption_field: field that has the caption of a sample in a tar, as for `pair_of`.
@@ -43,8 +43,8 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", nargs="+", default=[str(find_file("data/text"))], help="folder or JSON lines (data/text)")
     add("--images", type=int, default=c.images, help=f"largest number of images in memory ({c.images})")
     add("--captions", type=int, default=c.captions, help=f"largest number of captions ({c.captions})")
-    add("--characters", type=int, default=c.characters, help=f"most characters to use of --text ({c.characters})")
-    share = f"held-out share of tars and JSON lines ({c.val_fraction})"
+    add("--characters", type=int, default=c.characters, help=f"largest number of --text characters ({c.characters})")
+    share = f"held-out share of the samples in tars and of JSON lines ({c.val_fraction})"
     add("--val-fraction", type=float, default=c.val_fraction, help=share)
     add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
     add("--max-pixels", type=int, default=MAX_PIXELS, help=f"drop images with more pixels ({MAX_PIXELS})")

@@ -40,9 +40,9 @@ class Documents:
     def read(self) -> tuple[list[str], str]:
         """Return the texts, and a summary of how many documents were read.
 
-        The summary is empty if all documents of a folder were read. If there are more characters than the limit, the
-        documents of a folder are spread evenly over it. A JSON lines file then gives only its beginning, so that no
-        file is decompressed to its end.
+        The summary is empty if all documents of a folder were read. If the texts have more characters than the limit,
+        the documents are selected evenly from a folder. From a JSON lines file only the beginning is then read, so
+        that no file is decompressed to its end.
 
         Raises:
             UserError: a file is missing, damaged or truncated, or has no text.

@@ -182,8 +182,8 @@ tokenizers {tokenizers_hash(args.tokenizers)}). Command for the tokenizers:
 | --- | --- | --- | --- | --- |
 {lines(quality)}
 
-PSNR is the mean over images of 10 log10(1 / mean squared error), pixels in [0, 1]. {n} codes of
-{image.size} are {bits:.0f} bits per image; {n} mean colors at 8 bits per channel are {n * 24}.
+PSNR is the mean over images of 10 log10(1 / mean squared error), pixels in [0, 1]. {n} codes with
+{image.size} possible values take {bits:.0f} bits per image; {n} mean colors at 8 bits per channel take {n * 24}.
 
 ## Unigram entropy by modality, train split
 
@@ -224,7 +224,7 @@ def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int)
     width = None if c.decoder_width == 20 * c.stride else c.decoder_width
     shape = {"codes": c.codes, "image_size": c.image_size, "grid": c.grid, "decoder_width": width}
     flags = _differing(train.parser(), vars(args) | shape | {"text_size": text_size, "out": args.tokenizers})
-    others = " with its --steps, --batch-size and --seed" if flags else ""
+    others = " with the --steps, --batch-size and --seed of that training" if flags else ""
     return f"`{TRAIN_COMMAND} {shlex.join([*flags, '--overwrite'])}`{others}"
 
 
@@ -246,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
         prog=COMMAND,
-        description="Measure tokenizers and write their page. Give the data and --val-fraction of their training.",
+        description="Measure tokenizers and write their page. Give the data and --val-fraction of the training.",
     )
     add_data_arguments(p)
     tokenizers, out = find_file("data/tokenizers"), Path("reports/tokenizer")

@@ -59,7 +59,7 @@ class PairFolder:
         """Return the images of both splits, or an evenly spread sample of them.
 
         Raises:
-            UserError: a split is missing or empty, a shard is damaged, or an image has another size.
+            UserError: a split is missing or empty, a shard is damaged, or an image is not `size` x `size` pixels.
         """
         train, val = (self.split_images(split, size) for split in SPLITS)
         total, read = sum(map(self.manifest.count, SPLITS)), len(train) + len(val)

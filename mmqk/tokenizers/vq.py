@@ -65,8 +65,8 @@ class VQTrainingConfig:
     def dead_count(self, config: ImageTokenizerConfig) -> float:
         """Return the moving count (vectors per step) below which a code is replaced.
 
-        A fixed count would replace every code of a large codebook at every step: 8,192 codes that are used equally
-        often have a count of 1 each on batches of 8,192 vectors.
+        With `dead_below` alone, every code of a large codebook could be replaced at every step: if 8,192 codes are
+        used equally often in batches of 8,192 vectors, each has a count of 1.
         """
         return min(self.dead_below, self.dead_share * self.vectors(config) / config.codes)
 

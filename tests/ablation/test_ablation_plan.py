@@ -222,7 +222,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_replayed(world, tmp_path, caps
     _, runs = record_of(tmp_path / "runs/toy")
     assert [run["replay"]["numerics"] for run in runs.values() if run["replay"]] == ["control"]
     said = capsys.readouterr().out
-    assert "its control completed at step 30 and not at 20: the run is not reproducible" in said
+    assert "diverged at step 20, but its control replay completed at step 30: the run is not reproducible" in said
 
 
 def test_a_control_begins_at_the_nearest_checkpoint_before_every_depth(world, tmp_path):

@@ -59,17 +59,17 @@ REFUSED = {
     "no difference, leaning on what is shown": (
         [CLAIM | SAME | {"positive_control": "O"}, SHOWN],
         {},
-        "its positive control O is shown and never decided",
+        "its positive control O has the status 'shown' and no verdict",
     ),
     "a check that is shown": (
         [CLAIM | {"manipulation_check": "O"}, SHOWN],
         {},
-        "its manipulation check O is shown and never decided",
+        "its manipulation check O has the status 'shown' and no verdict",
     ),
     "a negative control that is shown": (
         [CLAIM | {"negative_control": "O"}, SHOWN],
         {},
-        "its negative control O is shown and never decided",
+        "its negative control O has the status 'shown' and no verdict",
     ),
     "a check that nothing supports": (
         [CLAIM | {"manipulation_check": "O"}, OTHER | {"test": "equivalence"}],

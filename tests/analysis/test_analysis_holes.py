@@ -86,7 +86,7 @@ def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
         path.write_text(path.read_text().replace("attn_logit_absmax", "attn_logit_other"))
     found = judge(load_study(tmp_path / "demo"))[0]
     assert found.verdict == "inconclusive"
-    assert found.open == "Without a value: mixed, QK-Norm seed 0, mixed, QK-Norm seed 1 and 4 more."
+    assert found.open == "Without a value: “mixed, QK-Norm” seed 0, “mixed, QK-Norm” seed 1 and 4 more."
 
 
 @pytest.mark.parametrize(("forked", "arms"), [(False, 5), (True, 3)])

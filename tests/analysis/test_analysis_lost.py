@@ -30,7 +30,7 @@ def test_no_verdict_rests_on_a_run_that_lacks_steps(tmp_path):
     study = load_study(folder)
     after = {v.claim.id: v for v in judge(study)}
     assert after["C2"].verdict == "inconclusive"
-    assert after["C2"].open == f"Without a value: mixed, no QK-Norm seed 1 ({LACKS})."
+    assert after["C2"].open == f"Without a value: “mixed, no QK-Norm” seed 1 ({LACKS})."
     assert after["C2"].open in after["C2"].as_record()["note"]
     rows = {row["name"]: row["remarks"] for row in run_rows(study, {})}
     assert rows["mixed-0000000000/seed1"] == f"{LACKS[0].upper()}{LACKS[1:]}."
@@ -38,7 +38,7 @@ def test_no_verdict_rests_on_a_run_that_lacks_steps(tmp_path):
 
 
 def test_the_mark_of_a_resume_counts_too(tmp_path):
-    """metrics.jsonl does not show that its values were changed, but status.json records it."""
+    """metrics.jsonl alone does not show that values were changed; a resume has recorded it in status.json."""
     folder = write_demo(tmp_path / "demo")
     path = folder / "mixed-qk-0000000001/seed2/status.json"
     reason = "metrics.jsonl was changed after it was written"

@@ -190,4 +190,4 @@ def test_a_family_that_lacks_a_run_is_open(tmp_path):
     path = next(run.path for run in study.runs if run.arm == "b-n_layers8" and run.seed == 2)
     (path / "status.json").write_text('{"status": "interrupted", "step": 3}')
     found = judge(load_study(tmp_path / "made"))[0]
-    assert found.verdict == "inconclusive" and "11 of 12 planned runs of b finished." in found.notes
+    assert found.verdict == "inconclusive" and "11 of 12 planned runs of “b” finished." in found.notes

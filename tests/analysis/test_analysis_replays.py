@@ -134,4 +134,4 @@ def test_an_attention_without_a_fused_form_is_judged_by_the_dense_one(fp32, labe
 def test_a_depth_that_lacks_what_others_have_is_not_judged():
     lacking = {"bf16-math": SAME["bf16-math"], "fp32": SAME["fp32"]}
     found = verdict(replays_of(SAME), replays_of(lacking, depth=0.05, step=950))
-    assert found.label == "undecided" and "0 replays of bf16-fused from 5 %" in found.sentence
+    assert found.label == "undecided" and "0 replays in bf16-fused from a depth of 5 %" in found.sentence

@@ -141,7 +141,7 @@ def test_an_interrupted_seed_leaves_it_open(tmp_path):
     status.write_text(json.dumps({"status": "interrupted", "step": 90}))
     found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
     assert found.verdict == "inconclusive"
-    assert found.notes[0] == "2 of 3 planned runs of mixed, no QK-Norm finished."
+    assert found.notes[0] == "2 of 3 planned runs of “mixed, no QK-Norm” finished."
     assert found.effect.n == 2 and len(found.runs) == 5
 
 
@@ -247,7 +247,7 @@ def test_a_treatment_that_diverges_early_with_low_logits_is_no_contradiction(tmp
     assert judged(tmp_path / "a", low)["C2"].verdict == "contradicted"
     found = judged(tmp_path / "b", low, diverge(("mixed", 0)))["C2"]
     assert found.verdict == "inconclusive"
-    assert any("1 run of mixed, no QK-Norm diverged" in note for note in found.notes)
+    assert any("1 run of “mixed, no QK-Norm” diverged" in note for note in found.notes)
 
 
 def test_a_control_that_diverges_is_no_reproduction(tmp_path):
@@ -297,7 +297,7 @@ def test_a_run_that_diverged_before_its_first_probe_ranks_worst(tmp_path):
 def test_a_finished_run_without_a_value_leaves_it_open(tmp_path):
     found = judged(tmp_path, None, without_probes("mixed-qk", 2, "completed"))["C2"]
     assert found.verdict == "inconclusive" and found.effect.n == 2
-    assert found.notes[0] == "Without a value: mixed, QK-Norm seed 2."
+    assert found.notes[0] == "Without a value: “mixed, QK-Norm” seed 2."
 
 
 def test_what_diverged_says_nothing_about_the_spread(tmp_path):

@@ -57,7 +57,8 @@ def test_a_series_that_returns_or_stays_within_the_widened_range_has_not_left(tm
 
 
 def planted_grid(tmp_path, healthy_seeds=4):
-    """Write a grid: `bad` leaves at 700 and fails, `calm` is healthy, and `other` leaves at 900 and survives."""
+    """Write a grid. `bad` leaves the healthy range at steps 700 and 800 (by seed) and fails, `calm` stays in it, and
+    `other` leaves it at step 900 and survives."""
     folder = tmp_path / "grid"
     runs = []
     for arm, seeds in (("bad", 2), ("calm", healthy_seeds), ("other", 1)):
@@ -86,7 +87,7 @@ def test_the_table_counts_failing_surviving_and_healthy_runs(tmp_path):
     page = (tmp_path / "out" / "report.md").read_text()
     row = "| 1 | 2 of 2 | 750 (700 to 800) | 1,050 (1,000 to 1,100) | 1 of 1 | 0 of 4 |"
     assert f"| attention entropy, image queries {row}" in page
-    assert "the first is gradient norm: 0 steps before the failure, in 2 of 2 runs." in page
+    assert "the most frequent is gradient norm: in 2 of 2 runs, 0 steps before the failure." in page
     assert "figures/survival.png" in page and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
 
 

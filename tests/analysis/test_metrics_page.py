@@ -75,7 +75,7 @@ def test_numbers_on_the_page_are_those_of_the_code(said, value):
 
 def test_shares_of_a_run_are_the_words_of_the_page():
     assert probes.SLOPE_FROM_SHARE == 0.2 and "last four fifths of the run" in TEXT
-    assert scaling.AT_SHARE == 0.2 and "the last probe up to a fifth of the run" in TEXT
+    assert scaling.AT_SHARE == 0.2 and "the last probe in the first fifth of the run" in TEXT
     assert probes.EARLY_SHARE == 0.25 and "to a quarter of the run" in TEXT
     assert scaling.FEWEST_FITTED == 3 and "4 model sizes" in TEXT and "With three smaller models" in TEXT
     assert f"{', '.join(WARNINGS[:-1])} and {WARNINGS[-1]}" in TEXT

@@ -29,7 +29,7 @@ def null():
 @pytest.mark.slow
 def test_a_thousand_splits_of_arms_that_are_alike(null):
     """With six claims, selected learning rates and a true effect of min_effect (the worst case), at most 6.5 % of the
-    splits have a false verdict."""
+    random splits of the seeds into arms have a false verdict."""
     rate = null.false_verdicts(null.SIX, draws=1000)
     assert rate.draws == 1000 and rate.upper <= 0.065
 
@@ -44,8 +44,8 @@ def test_without_an_effect_nothing_is_reproduced(null):
 
 
 def smallest_p(null, metrics, first, last, orders):
-    """Return the smallest p-value of scipy's t-test over looks, by metric and order of the stored seeds; the columns
-    of ``orders`` are the seeds of the control, then those of the treatment."""
+    """Return for each metric and each row of ``orders`` the smallest p-value of scipy's t-test over all looks. A row
+    has the seeds of the control, then those of the treatment."""
     found = []
     for name in metrics:
         values = np.array([metric_value(null.pool()[0.04, seed], name) for seed in null.SEEDS])

@@ -90,7 +90,7 @@ def test_the_numbers_of_the_ranking(tmp_path):
     assert good.difference.high - good.difference.value == pytest.approx(half)
     assert good.sensitivity == pytest.approx(np.mean([0.3, 0.1, 0.0, 0.2]))
     assert (good.rate, good.at_edge) == (0.03, False) and good.trains == dict.fromkeys(RATES, True)
-    # A learning rate trains if its loss is at most 0.25 nat above 4.7, the best loss of the arm without a remedy.
+    # An arm trains at a learning rate if its loss is at most 0.25 nat above 4.7, the best loss without a remedy.
     assert made.controls[0].trains == {0.003: True, 0.01: True, 0.03: False, 0.1: False}
     # The median of the last three probes.
     assert good.logit == pytest.approx(10.0) and math.exp(good.logit_ratio.value) == pytest.approx(0.25)

@@ -22,8 +22,8 @@ LEARNED, DECLARED, SEEDS = "modalities learned", "arms differ only as declared",
 
 
 def plain(**fields):
-    """Return a change of the grid that sets these fields of C2 and removes its regime, because the claims in the docs
-    have none."""
+    """Return a change of the grid that sets these fields of C2 and removes its `regime`, which would rename the check
+    "modalities learned" and forbid `unchecked.learned`."""
 
     def change(grid):
         grid["claims"][0].pop("regime")
@@ -95,6 +95,34 @@ def another_rate(runs):
         record = json.loads(path.read_text())
         record["identity"]["optim"]["lr"] = 0.03
         path.write_text(json.dumps(record))
+
+
+LARGE, SMALL = ({"vocab_sizes": {"text": size}} for size in (9, 7))
+PAIRS = {"data": {"pairs": "a1", "mix": {"pair": 1.0}, "image_first_prob": 0.5}, "model": LARGE}
+TEXT = {"data": {"pairs": "", "mix": {"text": 1.0}, "image_first_prob": 0.0}, "model": SMALL}
+
+
+@pytest.mark.parametrize(
+    ("treatment", "control", "named"),
+    [
+        # Only the mixture is named, not the fields that follow from it.
+        (PAIRS, TEXT, "they also differ in data.mix.pair, data.mix.text"),
+        (PAIRS, {**PAIRS, "data": {**PAIRS["data"], "pairs": "b2"}}, "they also differ in data.pairs"),
+        (PAIRS, {**PAIRS, "data": {**PAIRS["data"], "image_first_prob": 0.0}}, "data.image_first_prob"),
+        (PAIRS, {**PAIRS, "model": SMALL}, None),
+    ],
+)
+def test_a_source_that_only_one_arm_reads_follows_from_the_mixture(tmp_path, treatment, control, named):
+    def edit(runs):
+        for arm, identity in (("mixed-0*", treatment), ("mixed-qk*", control)):
+            for path in runs.glob(f"{arm}/seed*/run.json"):
+                record = json.loads(path.read_text())
+                for section, fields in identity.items():
+                    record["identity"].setdefault(section, {}).update(fields)
+                path.write_text(json.dumps(record))
+
+    found = check(verdict(tmp_path, edit=edit, change=plain()), DECLARED)
+    assert found.passed == (named is None) and found.detail.endswith(named or "model.qk_norm.kind")
 
 
 TURNED_OFF = {

@@ -102,7 +102,7 @@ def test_full_sizes_are_what_they_are_called(size):
 
 @pytest.mark.parametrize("name", variants.COMPARED)
 def test_every_arm_is_a_run(name, context):
-    """The parser accepts the flags, and the model differs from that of the plain arm."""
+    """The parser accepts the flags of each arm, and every arm but the plain one changes the configuration."""
     arms = variants.COMPARED[name][1]
     long = "--data.seq_len=128"  # backend flex requires a multiple of 128
     plain = toy(context, long, *arms[variants.PLAIN]).identity

@@ -406,7 +406,7 @@ def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
         lambda p: p.image.tobytes(),
     ):
         assert not {of(p) for p in train} & {of(p) for p in val}
-    # For comparison, a split by image puts many emoji into both halves, drawn by different vendors.
+    # The control: if every second image goes into the other split, both splits have images of many emoji.
     both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {
         p.meta["codepoint"] for p in [*train, *val][1::2]
     }

@@ -122,7 +122,7 @@ def test_epochs_visit_every_item_once_and_reshuffle():
         ({"pair": -1.0}, 0.5, "of at least 0"),
         ({"pair": 0.0}, 0.5, "no positive weight"),
         ({"pair": 1.0}, 1.5, "image_first"),
-        ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one of 240 places"),
+        ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one row in 240"),
     ],
 )
 def test_impossible_mixtures_are_refused(weights, share, says):

@@ -112,7 +112,7 @@ def test_a_configuration_without_the_field_is_matched(tmp_path):
 
 
 def test_what_cannot_be_shuffled_is_refused(tiny_data):
-    with pytest.raises(ValueError, match=r"set data\.read tokens"):
+    with pytest.raises(ValueError, match=r"set data\.read to tokens"):
         DataConfig(pairing="shuffled", read="shards")
     with pytest.raises(ValueError, match="removes the images"):
         DataConfig(pairing="captions", mix={"image": 1.0, "pair": 1.0})

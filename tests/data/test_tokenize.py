@@ -625,7 +625,7 @@ def test_other_options_for_a_folder_that_was_begun(
         for expected, args in cases.items():
             assert expected in refused(run, *pattern(shards), *args)
         message = refused(run, *pattern(shards, 2))
-        assert "--shards (4 files to 00003.tar, now 3 files to 00002.tar)" in message
+        assert "--shards (4 files up to 00003.tar, now 3 files up to 00002.tar)" in message
         with pytest.raises(UserError, match="--tokenizers"):
             tokenize.main([*pattern(shards), "--out", str(tmp_path / "out"), "--tokenizers", str(other)])
         assert "continues" in message or "give the same again, or another --out" in message

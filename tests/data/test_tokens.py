@@ -141,7 +141,7 @@ def test_arrays_of_another_form_are_named(tmp_path):
     whole = np.load(path)
     for wrong in (whole.astype(np.float32), whole.astype(np.int16), whole[:, None]):
         np.save(path, wrong)
-        with pytest.raises(UserError, match="00000 has no rows of unsigned integers"):
+        with pytest.raises(UserError, match="00000 are not 1-D arrays of unsigned integers"):
             open_tokens(folder)
     np.save(path, whole)
     assert len(open_tokens(folder)["train"]) == 6

@@ -129,7 +129,10 @@ def differences(old: dict[str, Any], new: dict[str, Any], digest: str | None) ->
         if not (a == b or abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) or (a != a and b != b)):
             lines.append(f"{tag}: {a!r} -> {b!r}")
     if digest is not None and not lines:
-        lines.append(f"bits differ from those stored on this platform, by at most {TOLERANCE:g}")
+        lines.append(
+            f"bits differ from those stored on this platform, but losses, norms and logits by at most "
+            f"{100 * TOLERANCE:g} %"
+        )
     return lines
 
 
@@ -161,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--equivalent", metavar="HASH", help="list this code hash as equivalent if all runs are equal"
     )
-    parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)} (all)")
+    parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"some of {', '.join(RUNS)} (default: all)")
     args = parser.parse_args(argv)
     if args.equivalent and (args.write or set(args.runs) != set(RUNS)):
         parser.error("--equivalent needs all runs and no --write")
@@ -177,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     digests, failed = digests_of(kept), 0
     for name, run in new.items():
         lines = differences(kept["runs"][name], run, digests.get(name))
-        bound = "bit for bit" if name in digests else f"to {TOLERANCE:g} (stored on another platform)"
+        bound = "bit for bit" if name in digests else f"within {100 * TOLERANCE:g} % (stored on another platform)"
         print(f"{name}: {'the same ' + bound if not lines else f'{len(lines)} differences'}")
         for line in lines[:10]:
             print(f"    {line}")

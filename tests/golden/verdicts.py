@@ -29,7 +29,7 @@ COMPARED_ADJUSTED = ("method", "claims", "level", "interval", "p")
 def differences(kept: list[dict[str, Any]], new: list[dict[str, Any]], but: set[str]) -> list[str]:
     """Return one line for each number or verdict that differs from the stored one; claims in ``but`` are left out."""
     before, after = ({claim["claim"]: claim for claim in claims} for claims in (kept, new))
-    lines = [f"{name}: only in one of the two" for name in sorted((before.keys() ^ after.keys()) - but)]
+    lines = [f"{name}: only in one of the two files" for name in sorted((before.keys() ^ after.keys()) - but)]
     for name in sorted((before.keys() & after.keys()) - but):
         a, b = before[name], after[name]
         lines += [f"{name}: {f} {a.get(f)} -> {b.get(f)}" for f in COMPARED if a.get(f) != b.get(f)]

@@ -126,14 +126,14 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms have the name a-lr0.1"),
         ("lr: {rule: best}\narms: {a: }", r"lr: rule is 'best': expected one of \['matched', 'own_best'\]"),
         ("lr: {rule: own_best}\narms: {a: }", "lr: grid must be a list of different numbers"),
-        ("lr: {grid: [1]}\narms: {a: }", "with rule matched: unknown key 'grid'"),
+        ("lr: {grid: [1]}\narms: {a: }", "with rule 'matched': unknown key 'grid'"),
         (
             "lr: {rule: own_best, grid: [0.1]}\narms: {a: }",
             "seed 0 selects the learning rate and is also in the verdicts",
         ),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim.lr: 1}}}",
-            "lr: own_best selects it",
+            "the rule own_best also selects it",
         ),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1, -1]}\narms: {a: }",
@@ -158,7 +158,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}", "optim.lr is both set and an axis"),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}",
-            "lr: own_best selects it",
+            "the rule own_best also selects it",
         ),
         ("replay: {noise: 5}\narms: {a: }", r"replay: noise is 5.0: it must be a number from 1e-07 to 1"),
         ("replay: {noise: 1.0e-9}\narms: {a: }", r"replay: noise is 1e-09: it must be"),
@@ -203,7 +203,7 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     ]
     assert grid.raw["report"] == {"hero": ["a", "c"], "command": "make it"}
     assert json.loads(json.dumps(grid.raw)) == grid.raw
-    # Seed spreads are pooled by block, so they are not pooled over grids.
+    # An arm without a block gets the name of its grid, so that seed spreads are not pooled over grids.
     blocks = {"a": "toy", "b": "toy", "c": "two"}
     assert {arm.name: arm.block for arm in grid.arms} == blocks
     assert {name: record["block"] for name, record in grid.raw["arms"].items()} == blocks

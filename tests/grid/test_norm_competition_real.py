@@ -95,7 +95,7 @@ def test_claims_are_exploratory_in_one_small_family(study):
 
 
 def test_the_codebooks_differ_in_their_image_codes_alone(study):
-    """The entropy of the codes is counted here, from the codes of 200 images."""
+    """The test computes the entropy of the codes from their counts in 200 images."""
     _, runs = study
     pairs = islice(read_pairs(ROOT / "data/emoji", "train"), 200)
     images_BCHW = torch.stack([to_tensor(pair.image) for pair in pairs])

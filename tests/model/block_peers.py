@@ -41,7 +41,7 @@ def first_gains(**fields):
 
 
 def written(**fields):
-    """Return a function that runs `WrittenOut` on `IDS_BT`, the ids of the other whole models."""
+    """Return a function that runs `WrittenOut` on `IDS_BT`, as `comparison.model` runs our whole model."""
     config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
     return lambda leaves: torch.stack([WrittenOut(leaves, config)(ids_T) for ids_T in IDS_BT])
 

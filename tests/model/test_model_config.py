@@ -68,9 +68,9 @@ def test_impossible_qk_norm_is_refused_by_name():
     with pytest.raises(ValueError, match=r"model\.qk_norm\.eps"):
         QKNormConfig("rms", eps=-1e-5)
     for fields, sentence in (
-        ({"kind": "rms", "bias": True}, r"qk_norm\.bias belongs to kind layer, but .* is rms"),
-        ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope full does not work with"),
-        ({"kind": "l2", "gain": "zero_centered"}, r"qk_norm\.gain zero_centered does not work with .*kind l2"),
+        ({"kind": "rms", "bias": True}, r"qk_norm\.bias belongs to kind 'layer', but .* is 'rms'"),
+        ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope 'full' does not work with"),
+        ({"kind": "l2", "gain": "zero_centered"}, r"qk_norm\.gain 'zero_centered' does not work with .*kind 'l2'"),
         (
             {"kind": "l2", "scale_max": 9.0},
             r"qk_norm\.scale_max 9\.0 is below model\.qk_norm\.scale_init 10\.0",

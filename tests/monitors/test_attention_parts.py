@@ -152,7 +152,8 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
 
 
 def test_the_largest_of_many_logits_are_those_of_a_sort():
-    """There are so many pairs that the tail has several values and only some groups of 32 pairs are sorted."""
+    """With this many pairs, `tail` has several values, and `_largest` (measures/attention.py) sorts only some of the
+    groups of 32 pairs."""
     random = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, 2, (1, 211), generator=random)

@@ -125,7 +125,7 @@ def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype, deep):
                 both = [getattr(p, part) for p in (a, b)]
                 mean = sum(float(p.sum[m]) for p in both) / sum(float(p.count[m]) for p in both)
                 assert found[f"{statistic}{ending}/{name}/layer0{layer}"] == pytest.approx(mean, rel=1e-6)
-    if dtype == torch.float32 and not deep:  # control: the rounding error grows with the stream
+    if dtype == torch.float32 and not deep:  # control: a larger residual stream has larger rounding errors
         with torch.no_grad():
             model.embed.weight.mul_(1000)
         more = residual_absorption(model, batch).flat()

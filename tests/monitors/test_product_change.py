@@ -64,7 +64,7 @@ def test_known_answers():
     K, D = 4, 32
     basis = torch.linalg.qr(torch.randn(D, 4 * K, generator=torch.Generator().manual_seed(1))).Q.T  # rows
     q, k, change_q, change_k = (1e-4 * x[None] if n > 1 else x[None] for n, x in enumerate(basis.split(K)))
-    # There are 2 K equal singular values, or K if only W_q changes.
+    # The change of the product has 2 K equal singular values, or K if only W_q changes.
     assert float(product_change_entropy(q + change_q, k + change_k, q, k).mean) == pytest.approx(
         math.log(2 * K), rel=1e-4
     )

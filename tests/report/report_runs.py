@@ -197,7 +197,7 @@ def write_forks(folder: Path) -> Path:
 
 
 def write_replays(folder: Path, *, fp32: str = "diverged") -> Path:
-    """Write a grid of one arm that diverged, with its control and 9 replays from each of two depths."""
+    """Write a grid of one arm that diverged, with its control replay and 9 replays from each of two earlier steps."""
     entries: list[dict[str, Any]] = []
 
     def add(name: str, role: str, replay: dict[str, Any] | None, **more: Any) -> None:

@@ -117,7 +117,7 @@ def test_largest_size_is_held_out_of_the_fit(sweep, tmp_path):
         found, why = extrapolate([run for run in one.runs])
         assert not why
         metric += [e.predicted for e in found]
-    # With one seed, the fitted curve ends at the prediction of the claim's metric.
+    # With one seed, the fitted curve ends at the prediction behind `logit_extrapolation`, the metric of claims.
     assert ends == pytest.approx(sorted(metric), rel=1e-4)
     assert "predicted" in figure.reading and "held out" in figure.reading
     three = load_study(write_sweep(tmp_path / "three", seeds=(0,), widths=WIDTHS[:3]))

@@ -19,8 +19,9 @@ def test_every_page_has_its_pack():
     [pytest.param(pack, id=pack.stem, marks=pytest.mark.slow if pack.stem != "demo" else ()) for pack in PACKS],
 )
 def test_a_page_is_rendered_from_its_pack(pack, tmp_path, request):
-    """All files of the demonstration's page are compared. Drawing the figures of another page takes half a minute or
-    more, so the PNG and SVG files of these pages are left out, and all figures of the two largest ones.
+    """All files of the demonstration's page are compared. Figures of the other pages take half a minute or more to
+    draw, so their PNG and SVG files are not compared. The two largest pages are rendered without any figure, and only
+    their report.md and verdicts.json are compared.
 
     Pixels depend on the version of matplotlib's fonts, so PNG files are compared only by name.
     """

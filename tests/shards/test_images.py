@@ -83,7 +83,7 @@ def test_images_of_the_right_size_come_through_bit_for_bit() -> None:
 
 
 def test_crop_keeps_the_centre_of_the_longer_side() -> None:
-    # Three squares in a row, of which only the middle one may be visible.
+    # Three squares side by side, of which only the middle one may be visible.
     wide = np.concatenate([np.full((50, 50, 3), c) for c in (10, 120, 240)], axis=1).astype(np.uint8)
     for array in (wide, wide.transpose(1, 0, 2)):
         square = pixels(load_image(encoded(Image.fromarray(np.ascontiguousarray(array)), "PNG"), 20))

@@ -175,7 +175,8 @@ def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, e
 
 
 def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
-    """Reading a line of 256 MB from a file of 250 kB takes less than 32 MiB of memory if a line may have 1 MiB."""
+    """If the limit for a line is 1 MiB, reading a line of 256 MiB from a compressed file of 250 kB takes less than
+    32 MiB of memory."""
     import gzip
     import tracemalloc
 
@@ -203,7 +204,7 @@ def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch
 
 
 def test_damage_after_the_first_xz_stream_is_no_end_of_the_file(tmp_path):
-    """lzma.LZMAFile reads one line of each of these files and reports no error."""
+    """From each file in `damaged`, lzma.LZMAFile would read the first line and report no error."""
     import lzma
 
     from mmqk.shards.lines import read_lines

@@ -271,7 +271,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
         events = EventAccumulator(str(run), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            if tag not in ("tokens_per_s", "alarms"):  # a resume at the last step adds no point to alarms
+            if tag not in ("tokens_per_s", "alarms"):  # a resume at the last step adds no point to the tag `alarms`
                 key = f"{run.relative_to(folder)}/{tag}"
                 found[key] = [(event.step, event.value) for event in events.Scalars(tag)]
     return found

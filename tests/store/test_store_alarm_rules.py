@@ -107,8 +107,8 @@ def test_a_loss_that_rests_above_its_ceiling_stalls_once():
     falling = [7.0 - 0.01 * i for i in range(200)]
     found = stalls(falling + noise(600, mean=5.0), ceiling=4.0)
     assert len(found) == 1 and found[0].name == "stall"
-    # The 50-step median falls by 0.05 for the last time 25 steps after the descent. The alarm comes a fifth of 1,500
-    # steps later.
+    # The loss stops falling at step 200. The 50-step median last falls by 0.05 about 25 steps later. The alarm comes
+    # after a fifth of the 1,500 steps without another such fall.
     assert found[0].step == pytest.approx(200 + 25 + 300, abs=6)
 
 

@@ -41,7 +41,7 @@ def test_fifty_steps_above_the_initial_loss_after_warmup_diverge():
     losses = [7.0] + [7.2] * 200
     step, reason = first_reason(DivergenceRule(20), {"image": losses})
     assert step == 70
-    assert reason == "image loss 7.20 was 0.1 nat above its initial 7.00 for 50 steps"
+    assert reason == "image loss 7.20 was more than 0.1 nat above its initial 7.00 for 50 steps"
 
 
 def test_forty_nine_steps_above_the_initial_loss_do_not_nor_does_a_smaller_rise():
@@ -56,7 +56,7 @@ def test_a_median_half_a_nat_above_its_own_best_diverges():
     losses = [7.0] + [3.0] * 199 + [3.6] * 100
     step, reason = first_reason(DivergenceRule(20), {"text": losses})
     assert step == 225
-    assert reason == "50-step median 3.60 of the text loss was 0.5 nat above its best 3.00"
+    assert reason == "50-step median 3.60 of the text loss was more than 0.5 nat above its best 3.00"
 
 
 def test_a_short_spike_and_a_smaller_rise_do_not_diverge():
@@ -68,7 +68,7 @@ def test_an_absent_modality_neither_counts_nor_resets():
     present = [7.0] + [7.2] * 60
     gaps = [value for loss in present for value in (loss, None, None)]
     found = first_reason(DivergenceRule(0), {"image": gaps, "text": [5.0] * len(gaps)})
-    assert found == (150, "image loss 7.20 was 0.1 nat above its initial 7.00 for 50 steps")
+    assert found == (150, "image loss 7.20 was more than 0.1 nat above its initial 7.00 for 50 steps")
 
 
 ABOVE_INITIAL = [7.0] + [7.2] * 200

@@ -177,7 +177,7 @@ def test_what_is_no_regular_file_is_refused(kind, tmp_path):
 def test_a_zip_file_of_other_files_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("a/run.json", "{}")
-    with pytest.raises(UserError, match=r"cannot be read as a pack \(its only file is not runs\.tar\)"):
+    with pytest.raises(UserError, match=r"cannot be read as a pack \(runs\.tar is not its only file\)"):
         unpacked(tmp_path / "other.zip")
 
 

@@ -12,7 +12,7 @@ from mmqk.tokenizers.measure import psnr
 from mmqk.tokenizers.source import open_source
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# The shipped codebook has a higher PSNR on held-out images, and a permuted codebook a lower one.
+# PSNR on held-out images in dB: that of the shipped codebook is higher, that of a permuted codebook is lower.
 HELD_OUT_DB = 20.0
 
 

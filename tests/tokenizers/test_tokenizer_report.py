@@ -115,13 +115,13 @@ def test_the_page_of_tars_and_of_a_larger_tokenizer(large, tmp_path, monkeypatch
     numbers = measure(images, source.captions()[0], [], large)
     n_val = len(images.val_BCHW)
     assert n_val + len(images.train_BCHW) == 20
-    assert "256 codes of\n8192 are 3328 bits per image" in text  # 16 * 16 * log2(8192)
+    assert "256 codes with\n8192 possible values take 3328 bits per image" in text  # 16 * 16 * log2(8192)
     assert f"| held out | {n_val} | {numbers.psnr_db['val']:.2f} |" in text
     assert f"| image codes | {256 * (20 - n_val):,} |" in text
     assert "of the images" not in text and "icons" not in text and "0.3 is held out by a hash" in text
     assert "| documents |" not in text and "in documents" not in text
     assert "Number of images: 21 samples read, 1 dropped (no caption: 1).\n" in text
-    with Image.open(tmp_path / SHEET) as sheet:  # 256 px, six in a row
+    with Image.open(tmp_path / SHEET) as sheet:  # six images of 256 px in each row
         assert sheet.size == (6 * 260 + 4, -(-min(n_val, 18) // 6) * (2 * 256 + 4 * 4) + 4)
     # the commands on the page have the flags that were given, with paths relative to the working directory
     assert str(large) not in text

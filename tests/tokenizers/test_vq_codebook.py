@@ -84,7 +84,7 @@ def test_codes_that_are_used_alike_are_not_replaced():
     kept = assignments(VQTrainingConfig(batch_size=1))
     assert kept[-1].unique().numel() > 0.9 * 64
     assert all((one == other).float().mean() > 0.9 for one, other in itertools.pairwise(kept[1:]))
-    # control: a bound that fits the shipped codebook replaces every code of this codebook at every step
+    # control: this `dead_share` gives the bound of the shipped codebook, 2, and every code is replaced at every step
     lost = assignments(VQTrainingConfig(batch_size=1, dead_share=100.0))
     assert all((one == other).float().mean() < 0.5 for one, other in itertools.pairwise(lost[1:]))
 
@@ -97,4 +97,4 @@ def test_memory_of_a_look_at_the_held_out_images_has_a_bound(size, grid):
         assert at_once >= 1
         # Memory: 4 bytes for each distance, and 4 bytes for each channel of each pixel.
         assert at_once == 1 or (at_once * grid**2 * codes <= 2**25 and at_once * size**2 <= 2**20)
-    assert images_at_once(ImageTokenizerConfig()) == 256  # as for the shipped page
+    assert images_at_once(ImageTokenizerConfig()) == 256  # as when the shipped page was written

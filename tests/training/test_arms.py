@@ -110,8 +110,8 @@ def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch
 
 
 def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
-    """The gradient is that of the mixed run's text targets, because tokens and denominator are those of the mixed
-    run."""
+    """Without the image loss, the gradient is that of the text targets in the mixed run: the tokens and the number of
+    targets, by which the loss is divided, do not change."""
     module, sums, targets = first_step(args)
     text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
     whole = gradients(module, total_loss(sums, module.loss_weights_M, module.loss_config.z_loss, targets))

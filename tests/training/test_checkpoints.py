@@ -96,7 +96,7 @@ HARMS = {
     "one bit of a weight": (lambda path: flip(path, place_of_weights(path)), "is damaged"),
     "cut": (lambda path: os.truncate(path, 2000), "cannot be read"),
     "emptied": (lambda path: os.truncate(path, 0), "cannot be read"),
-    "of another model": (foreign_model, "is of another model (model.attn_softcap differ)"),
+    "of another model": (foreign_model, "is of another model (different: model.attn_softcap)"),
     "of another run": (foreign_run, "is of run 0123456789"),
     "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
     "without moments": (lambda path: change(path, optimizer_states=None), "lacks its part optimizer_states"),

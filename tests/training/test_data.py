@@ -29,7 +29,7 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
     lines = {line["step"]: line for line in read_metrics(dialled / "metrics.jsonl")}
     data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
     data.setup()
-    # The negative log probability of each token of the first batch under the dial.
+    # The negative log probability that the synthetic source `dial` gives each token of the first batch.
     ids = np.stack([data.order.row(i).ids for i in range(4)])
     nats = -data.dial.log_prob(ids)[:, 1:]
     text = ids[:, 1:] < 128
@@ -74,7 +74,7 @@ def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
     assert not any("excess" in name for line in read_metrics(tmp_path / "run/metrics.jsonl") for name in line)
 
 
-@pytest.mark.parametrize("steps", [12, 150])  # the run has fewer, or more, sequences than the sample
+@pytest.mark.parametrize("steps", [12, 150])  # fewer, or more, sequences than `SAMPLE` of datamodule.py
 def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, steps):
     config = resolve(tiny_args).data
     data = TokenDataModule(config, 0)
@@ -111,7 +111,7 @@ def test_a_source_that_cannot_be_learned_in_time_is_said_to_be_so(tiny_args, dia
 def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
     main([*tiny_args, "--data.pack=documents", "--data.seq_len=150", f"--out={tmp_path / 'run'}"])
     assert (
-        "of the tokens in packed sequences of kind pair is padding: raise data.seq_len"
+        "of the tokens in packed sequences of kind 'pair' are padding: raise data.seq_len"
         in capsys.readouterr().err
     )
 

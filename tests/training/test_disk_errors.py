@@ -129,8 +129,9 @@ def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path
         return "" if status == "completed" and not said else f"continues as {status}"
     if ended not in (1, 2) or len(said) != 1 or str(out) not in said[0] or "cannot be" not in said[0]:
         return f"ends with {ended}"
-    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. If only
-    # the status for the last printed line cannot be read, the run is complete; `same` checks this.
+    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. A complete
+    # run reads its status for the last printed line; if only this read fails, the run stays complete, which `same`
+    # checks.
     begun = (out / "metrics.jsonl").exists()
     if not disk.failed or (begun and status not in ("failed", "completed") and not full):
         return f"leaves {status}"

@@ -54,7 +54,7 @@ def said(capsys, *args: str) -> str:
         (["--fork_skip_batches=-1"], "fork_skip_batches is -1"),
         (["--model.attn_softcap=30"], "backend sdpa cannot apply model.attn_softcap"),
         (["--optim.qk_clip=30"], "optim.qk_clip scales W_q and W_k"),
-        (["--model.qk_norm.kind=rms"], "model.qk_norm.bias belongs to kind layer"),
+        (["--model.qk_norm.kind=rms"], "model.qk_norm.bias belongs to kind 'layer'"),
         (["--model.qknorm.kind=rms"], "no field 'model.qknorm.kind'"),
         (["--optim.schedule_steps=0"], "optim.schedule_steps is 0"),
     ],

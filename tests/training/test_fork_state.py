@@ -44,7 +44,7 @@ def named_state(config: OptimConfig, model, state: dict) -> dict[str, dict]:
 
 
 def test_moments_follow_their_parameter_into_another_group():
-    """Without weight decay of embeddings, the parameters of the two groups are in a different order."""
+    """Embeddings that do not decay are in the other parameter group, which changes the order of the parameters."""
     config, other = OptimConfig(), OptimConfig(decay_embeddings=False, beta2=0.99, eps=1e-5)
     model, optimizer = stepped(config)
     state, said = optimizer_state(

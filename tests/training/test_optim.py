@@ -171,5 +171,5 @@ def test_a_number_that_is_not_finite_is_refused_by_name(field, value):
 def test_the_edges_are_allowed_and_an_exponential_to_zero_is_not():
     OptimConfig(beta1=0.0, beta2=0.0, weight_decay=0.0, warmup_steps=0, final_lr_ratio=0.0)
     assert OptimConfig(final_lr_ratio=1.0, schedule="exponential").final_lr_ratio == 1.0
-    with pytest.raises(ValueError, match=r"optim\.schedule exponential .*optim\.final_lr_ratio 0"):
+    with pytest.raises(ValueError, match=r"optim\.schedule 'exponential' .*optim\.final_lr_ratio 0"):
         OptimConfig(final_lr_ratio=0.0, schedule="exponential")

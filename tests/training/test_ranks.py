@@ -24,7 +24,8 @@ from tests.training.toy import MODEL, module_of
 
 pytestmark = pytest.mark.slow
 
-# Each process has two micro-batches of two sequences; the second process also has the third sequence of a probe.
+# Each process has two micro-batches of two sequences. A probe has three sequences: two of the first process and one
+# of the second.
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
         "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3",
         "--monitor.gradient_agreement=true",

@@ -77,8 +77,8 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
 
 
 def windowed(run: Run, name: str, statistic: str) -> Series:
-    """Return a series at the steps of the probes. A statistic of steps is reduced over the steps since the probe
-    before; steps before the first and after the last probe of the schedule are left out."""
+    """Return a series at the steps of the probes. A statistic of steps is reduced over the steps since the previous
+    probe. Step 0 and the steps after the last scheduled probe are left out."""
     steps, values = run.series(name)
     if statistic not in STEPPED:
         return steps, values

@@ -100,8 +100,8 @@ def is_trained(run: Run, modality: str) -> bool:
     """Return whether the run trains this modality: the modality has a loss, a share of the data mix and a weight
     above 0.
 
-    The special tokens around an image are text, but a mix of images alone does not train text. The dial and token
-    folders can have any modalities, so a mix that contains one of them counts as containing every modality.
+    The special tokens around an image are text, but a mix of images alone does not train text. Sequences of the kinds
+    dial and tokens can have any modalities, so a mix with one of these kinds counts as containing every modality.
     """
     if not len(run.series(f"loss/{modality}")[0]):
         return False

@@ -148,7 +148,7 @@ def _first(ended_runs: Sequence[Ended], failed: str, fails: Callable[[Ended], bo
     highest, before = ended_runs[-1].rate, ended_runs[-2].rate
     return Measured(
         highest * highest / before,
-        f"no learning rate up to {highest:g} {failed}: the next one of the grid is the bound",
+        f"no run up to the learning rate {highest:g} {failed}: the bound is the learning rate that would come next",
         1,
     )
 
@@ -189,5 +189,5 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
     if not slope:
         return Measured(float(stats.kendalltau(x, y).statistic))
     if not np.isfinite(y).all():
-        return Measured(math.nan, "a response is not finite: there is a monotonicity but no slope")
+        return Measured(math.nan, "a response is not finite, so there is no slope: use dose_monotonicity")
     return Measured(float(stats.linregress(x, y).slope))

@@ -108,7 +108,7 @@ METRICS = {
     "time_of_failure": _of_failures("time of failure", "of the run", time_of_failure, "low"),
     "alarm_lead_time": _of_failures("lead time of the first warning", "steps", alarm_lead_time, "low"),
 }
-_EXTRAPOLATION = "predicted over actual largest logit of the held-out largest model"
+_EXTRAPOLATION = "predicted divided by actual largest logit of the held-out largest model"
 FAMILY_METRICS = {
     "lr_sensitivity": FamilyMetric(
         "learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, True

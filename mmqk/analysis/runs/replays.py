@@ -108,7 +108,7 @@ def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayV
     if not against:
         words = "At every depth all replays diverged, and the fp32 divergence steps lie among the bf16 ones."
         return ReplayVerdict(name, "dynamics", words, rows)
-    sentence = f"From {'; from '.join(against)}."
+    sentence = f"From a depth of {'; from a depth of '.join(against)}."
     if not any(row.survived for row in rows if row.numerics == FP32):
         sentence += " All fp32 replays diverged: the divergence does not need bf16."
     return ReplayVerdict(name, "undecided", sentence, rows)
@@ -136,7 +136,7 @@ def _not_judged(
         for numerics in (*required, FP32):
             if counts.get(numerics, 0) < AT_LEAST:
                 done = plural(counts.get(numerics, 0), "replay")
-                return f"{done} of {numerics} from {100 * depth:g} %: at least {AT_LEAST} of each are needed."
+                return f"{done} in {numerics} from a depth of {100 * depth:g} %: {AT_LEAST} of each kind are needed."
     return "" if depths else "There is no replay except the control."
 
 

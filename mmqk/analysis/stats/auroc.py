@@ -150,7 +150,7 @@ def _summary(wins: NDArray[np.float64], allowed: NDArray[np.bool_], fewest: int)
     failures, survivors = int(allowed.any(axis=1).sum()), int(allowed.any(axis=0).sum())
     pairs = int(allowed.sum())
     if min(failures, survivors) < max(1, fewest):
-        why = f"{failures} failures and {survivors} survivors are in a pair: {fewest} of each are needed"
+        why = f"only {failures} failures and {survivors} survivors are in pairs: {fewest} of each are needed"
         return Auroc(math.nan, math.nan, failures, survivors, pairs, why)
     value = float(wins.sum() / pairs)
     error = _jackknife_error(wins, allowed)

@@ -44,7 +44,8 @@ def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
     values = np.asarray(differences, dtype=float)
     if not 0 < len(values) <= MOST_FLIPPED:
         return math.nan
-    # Sum the two halves separately and count pairs of sums by a sorted search: this needs 2^(n/2) numbers, not 2^n.
+    # Compute all signed sums of each half of the values, and count pairs of these sums by a sorted search: this needs
+    # 2^(n/2) numbers, not 2^n.
     first, second = _sums(values[: len(values) // 2]), np.sort(_sums(values[len(values) // 2 :]))
     size = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     above = len(second) - np.searchsorted(second, size - first, side="left")

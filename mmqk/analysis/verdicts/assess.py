@@ -54,7 +54,7 @@ class Assessment:
     Attributes:
         claim: the claim as registered.
         compared: the compared runs.
-        effect: effect of treatment over control on the metric's scale: a log ratio or a difference. For a claim that
+        effect: treatment relative to control on the metric's scale: a log ratio or a difference. For a claim that
             counts runs, it is a difference of shares; for a prediction, the AUROC. None if it was not measured.
         spread: spread over seeds within arms.
         medians: median of the metric over the finished runs, by arm or family; for a claim that counts runs, the
@@ -107,8 +107,8 @@ def assess(study: Study, claim: Claim) -> Assessment:
     outcomes = measure(compared.groups, claim.metric)
     medians = {name: middle(values) for name, values in outcomes.raw.items()}
     notes = [
-        f"{plural(len(seeds), 'run')} of {compared.groups[name].label} diverged or ended without a finite value and "
-        "got the worst finite value: the effect is a bound."
+        f"{plural(len(seeds), 'run')} of “{compared.groups[name].label}” diverged or ended without a finite value "
+        "and got the worst finite value: the effect is a bound."
         for name, seeds in outcomes.bounds.items()
     ]
     if not claim.decided:
@@ -156,15 +156,15 @@ def _registered(compared: Compared) -> str:
     for members in compared.groups.values():
         done = len(members.all)
         if done < members.planned:
-            return f"{done} of {plural(members.planned, 'planned run')} of {members.label} finished."
+            return f"{done} of {plural(members.planned, 'planned run')} of “{members.label}” finished."
     for members in compared.groups.values():
         if claim.seeds and members.seeds < claim.seeds:
             return (
-                f"Registered for {plural(claim.seeds, 'seed')} per arm; {members.label} has {members.seeds}."
+                f"Registered for {plural(claim.seeds, 'seed')} per arm; “{members.label}” has {members.seeds}."
             )
         if claim.seeds and members.seeds > claim.max_seeds:
             return (
-                f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; {members.label} has "
+                f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; “{members.label}” has "
                 f"{members.seeds}: to add seeds after seeing results, set stopping in the claim."
             )
     return ""
@@ -231,7 +231,7 @@ def _counted(compared: Compared) -> Assessment:
         counted = [_counts(claim, run) for run in members.all]
         counts[name] = counted.count(True), len(counted)
         unmeasured += [
-            f"{members.label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
+            f"“{members.label}” seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
             for run, one in zip(members.all, counted, strict=True)
             if one is None
         ]

@@ -90,7 +90,8 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     for name, reason in claim.unchecked.items():
         if name not in CHECKS or not reason.strip():
             raise UserError(
-                f"{where} has {name}: {reason} under unchecked: give one of {', '.join(CHECKS)} and the reason"
+                f"{where}: unchecked has {name!r} with the reason {reason!r}: give one of "
+                f"{', '.join(CHECKS)} and the reason"
             )
     if claim.regime and "learned" in claim.unchecked:
         raise UserError(f"{where} sets regime and turns off its check: remove regime or unchecked.learned")
@@ -120,7 +121,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
         raise UserError(f"{where}: give stopping as {{max_seeds: n}}")
     if claim.stopping and not 2 <= claim.seeds <= claim.max_seeds:
         raise UserError(
-            f"{where} has stopping and needs seeds from 2 to max_seeds, the number of seeds at the first look"
+            f"{where} has stopping and needs seeds, the number of seeds at the first look, from 2 to max_seeds"
         )
     for name in claim.compared:
         points = [point for point in arms[name] if at(point, claim.at)]
@@ -131,7 +132,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
         if isinstance(metric, FamilyMetric):
             if claim.test == "count":
                 raise UserError(
-                    f"{where} counts runs, but {claim.metric} needs several: name a metric of one run"
+                    f"{where} counts runs, but {claim.metric} is computed from several runs: name a metric of one run"
                 )
         elif len(points) > 1 and claim.test != "prediction":
             raise UserError(

@@ -143,7 +143,7 @@ def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
         for seed, runs in sorted(members.runs.items()):
             if lost := lost_of(runs):
                 outcomes.raw[key].append(math.nan)
-                outcomes.unmeasured.append(f"{members.label} seed {seed} ({lost})")
+                outcomes.unmeasured.append(f"“{members.label}” seed {seed} ({lost})")
                 continue
             if isinstance(metric, FamilyMetric):
                 measured = metric.measured(runs, modality, [arm.point for arm in members.arms])
@@ -159,7 +159,7 @@ def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
                     observed.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
             elif math.isnan(value):
                 why = f" ({measured.why})" if measured.why else ""
-                outcomes.unmeasured.append(f"{members.label} seed {seed}{why}")
+                outcomes.unmeasured.append(f"“{members.label}” seed {seed}{why}")
             else:
                 outcomes.values[key][seed] = value
     observed += [value for by_seed in outcomes.values.values() for value in by_seed.values()]

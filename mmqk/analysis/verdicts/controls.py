@@ -19,9 +19,14 @@ from mmqk.analysis.verdicts.compared import Compared, Group, lost_of, metric_val
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import CHECKS
-from mmqk.store import differing_fields, same_code
+from mmqk.store import differing_fields, flatten, same_code
 
 BOUND_SLACK = 1.01
+# Fields of the identity that follow from the data and have no setting of their own.
+OF_DATA = ("model.vocab_sizes", "data.dial.modalities")
+# Sources of data, which the identity stores as "" if the run does not read them, and fields of pairs.
+SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.tokenizers")
+OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
 # The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
 FEWEST_SEEDS = 3
 
@@ -102,7 +107,7 @@ def _learning(run: Run, modality: str) -> str:
 def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:
     """Check that both arms ran the same code and that the runs of a seed differ only in fields that the grid sets.
 
-    Runs that do not differ at all fail the check.
+    A field that follows from these fields may differ too (`_follows`). Runs that do not differ at all fail the check.
 
     Args:
         compared: the runs of the arms.
@@ -118,7 +123,12 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
     declared = [field for arm in compared.arms for field in arm.settings]
     declared += [RATE] if rates_chosen else []
     pairs = _pairs(first, second)
-    differing = {field for run, other in pairs for field in differing_fields(run.identity, other.identity)}
+    differing = {
+        field
+        for run, other in pairs
+        for field in differing_fields(run.identity, other.identity)
+        if not _follows(field, run.identity, other.identity)
+    }
     if not first.runs.keys() & second.runs.keys():
         differing.discard("seed")
     extra = sorted(f for f in differing if not any(_covers(d, f) for d in declared))
@@ -128,6 +138,19 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
     # A fork without changed fields still differs from its parent, because only the fork starts from a checkpoint.
     forked = any(run.fork != other.fork for run, other in pairs)
     return Control(name, bool(named) or forked, f"they differ in {', '.join(named) or 'nothing'}")
+
+
+def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether the difference follows from another field of the data, which `only_declared_differences` checks.
+
+    This is the case for `OF_DATA`, for a source that one of the runs does not read, and for a field of pairs if one
+    of the runs reads no pairs.
+    """
+    if field.startswith(OF_DATA):
+        return True
+    values = [flatten(identity) for identity in (first, second)]
+    source = "data.pairs" if field in OF_PAIRS else field
+    return source in SOURCES and any(v.get(source) == "" for v in values)
 
 
 def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
@@ -167,7 +190,7 @@ def _covers(declared: str, field: str) -> bool:
 
 
 def within_bound(runs: Sequence[Run]) -> Control | None:
-    """Check that no finite logit exceeds the QK-Norm bound of its layer; None if no layer has a bound.
+    """Return the check that no finite logit exceeds the QK-Norm bound of its layer; None if no layer has a bound.
 
     A failure means an error in mmqk.
     """
@@ -193,8 +216,8 @@ def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> 
 
 
 def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
-    """Check that the median of every arm of a control reaches ``at_least``; for a negative control, that no arm's
-    median reaches it.
+    """Return the check that the median of the metric reaches ``at_least`` in every arm of a control; for a negative
+    control, that it reaches ``at_least`` in no arm.
 
     Args:
         study: the study with its runs.
@@ -225,7 +248,7 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
 
 
 def numerics_agree(compared: Compared) -> Control | None:
-    """Check that no compared divergence has the replay verdict "numerics"; None if no run diverged."""
+    """Return the check that no compared divergence has the replay verdict "numerics"; None if no run diverged."""
     diverged = [run.name for run in compared.runs if run.status.status == "diverged"]
     if not diverged:
         return None
@@ -264,8 +287,8 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
             ran = listed([f"{rate:g}" for rate in sorted(used[arm.name])])
             wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
         if choice.at_edge:
-            edges.append(f"{choice.rate:g} of {label} is at the edge of the tried rates: try more beyond it")
-    inside = "; ".join(edges) or "none is at the edge of the tried rates"
+            edges.append(f"{choice.rate:g} of {label} is the lowest or highest learning rate tried: try more beyond")
+    inside = "; ".join(edges) or "none is the lowest or highest learning rate tried"
     checks = [
         Control(name, not wrong, "; ".join(wrong or words)),
         Control(f"{name} inside the grid", not edges, inside),
@@ -276,8 +299,8 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
 
 
 def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]:
-    """Check that the selection runs distinguish the learning rates of treatment and control at each point; empty if
-    the learning rates are equal everywhere."""
+    """Return the check that the selection runs distinguish the learning rate of the treatment from that of the
+    control at each point; an empty list if the two are equal at every point."""
     study, first, second = compared.study, *compared.pair
     pairs = list(zip(first.arms, second.arms, strict=False))
     close = []
@@ -287,13 +310,13 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]
             [value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)
         ]
         if not distinguishable(a, b, values):
-            close.append(f"{a.rate:g} ({study.label(one.name)}) and {b.rate:g} ({study.label(other.name)})")
+            close.append(f"{a.rate:g} ({study.label(one.name)}) from {b.rate:g} ({study.label(other.name)})")
     if all(choices[one.name].rate == choices[other.name].rate for one, other in pairs):
         return []
     detail = (
         f"the selection runs do not distinguish {listed(close)}: increase lr.seeds, or match the learning rates"
         if close
-        else "the selection runs distinguish the learning rates"
+        else "the selection runs distinguish the learning rate of the treatment from that of the control"
     )
     return [Control("learning rates differ by more than chance", not close, detail)]
 

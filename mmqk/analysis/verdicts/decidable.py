@@ -68,7 +68,7 @@ def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], abov
         return why
     if claim.test == "equivalence" and not claim.positive_control:
         return (
-            "test: equivalence needs a positive_control, because runs that cannot show any effect show no difference "
+            "an equivalence needs a positive_control, because runs that cannot show any effect show no difference "
             "either; name a claim or control with a known effect"
         )
     needed = [("manipulation check", claim.manipulation_check), ("negative control", claim.negative_control)]
@@ -89,7 +89,7 @@ def _never_passes(
     if other.id in above:
         return "depends on this claim in turn; remove one of the two references"
     if not other.decided:
-        return f"is {other.status} and never decided; name one with the status control or exploratory"
+        return f"has the status {other.status!r} and no verdict; name one with the status 'control' or 'exploratory'"
     if kind != "negative control":
         if other.test == "equivalence":
             return "is an equivalence, which cannot show an effect; name another claim"
@@ -117,7 +117,10 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
     for job in (*treatment, *control, *(job for job in jobs if job.family.block in blocks)):
         by_arm.setdefault(job.arm, set()).add(job.seed)
     if len(both) == 1 and all(len(seeds) == 1 for seeds in by_arm.values()):
-        return f"{arms} have one seed, which gives no interval; plan {FEWEST_SEEDS}, or give the claim status: shown"
+        return (
+            f"{arms} have one seed, which gives no interval; plan {FEWEST_SEEDS} seeds, or set the status of the "
+            "claim to 'shown'"
+        )
     return ""
 
 

@@ -24,9 +24,10 @@ class OrderRow:
         statistic: name of the statistic.
         modality: modality of the tokens, or of the queries; empty if there is none.
         layer: the layer that left first in most of the failing runs; None if the statistic has no layer.
-        steps: the step at which the statistic left, by name of the failing run; the rest of the runs stayed inside.
-        before: steps from leaving to the failure, by name of the failing run.
-        surviving: number of surviving runs of other arms in which the statistic left.
+        steps: the step at which the statistic left the range, by name of the failing run; runs without an entry
+            stayed inside.
+        before: number of steps from leaving the range to the failure, by name of the failing run.
+        surviving: number of the runs in `FailureOrder.surviving` in which the statistic left the range.
         healthy: number of healthy runs in which it left the range of the other healthy runs.
     """
 
@@ -40,7 +41,7 @@ class OrderRow:
 
     @property
     def step(self) -> float:
-        """Median over the failing runs in which the statistic left."""
+        """Median of ``steps`` over the failing runs in which the statistic left the range."""
         return statistics.median(self.steps.values())
 
 
@@ -52,7 +53,7 @@ class FailureOrder:
         treatment: name of the arm that fails.
         control: name of the control arm.
         failing: failed runs of the treatment.
-        surviving: runs without a failure of the other arms that claims about failures compare.
+        surviving: runs that did not fail, of all arms except the control that claims about failures compare.
         healthy: runs of the control without a failure.
         rows: statistics, sorted by the number of failing runs in which they left, then by the median step.
     """

@@ -1,8 +1,8 @@
 """The verdict of a hypothesis: whether the effects of several claims have the pattern that it predicts.
 
-A hypothesis of a grid predicts, for some claims, the state of the effect of treatment over control: "above" (above
-min_effect), "none" (between -min_effect and min_effect) or "below" (below -min_effect). The 95 % interval of an
-effect leaves one or more of these three states possible. A prediction allows one or two of the states. Its verdict is
+A hypothesis of a grid predicts, for some claims, the state of the effect: "above" (above min_effect), "none" (between
+-min_effect and min_effect) or "below" (below -min_effect). The 95 % interval of an effect leaves one or more
+of these three states possible. A prediction allows one or two of the states. Its verdict is
 
 contradicted    if it allows none of the possible states
 supported       if it allows all of the possible states

@@ -21,8 +21,8 @@ from mmqk.analysis.verdicts.compared import metric_value
 from mmqk.analysis.verdicts.study import RATE_METRIC, Study, StudyArm
 from mmqk.store import UserError
 
-# Probability of declaring two equally good learning rates different, over all pairs of learning rates that two arms
-# may choose.
+# Probability that the test declares two equally good learning rates different, in total over all pairs of learning
+# rates that two arms may choose.
 ERROR = 0.01
 _BY_MODALITY = ("final_loss", "final_excess")
 

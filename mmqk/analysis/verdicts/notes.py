@@ -51,7 +51,8 @@ def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
         shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
                   for count, n in arms for low, high in [clopper_pearson(count, n)]]  # fmt: skip
         return [
-            f"{shares[0]} against {shares[1]}, 95 % Clopper-Pearson; Fisher's p {_p(effect.fisher)} for equal shares."
+            f"Counted runs: {shares[0]} in the treatment, {shares[1]} in the control, with 95 % Clopper-Pearson "
+            f"intervals; Fisher's p {_p(effect.fisher)} for equal shares."
         ]
     if isinstance(effect, Auroc):
         of = f"{plural(effect.failures, 'failed run')} and {plural(effect.survivors, 'other run')}"

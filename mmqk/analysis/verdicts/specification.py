@@ -35,7 +35,7 @@ class Specification:
         metric: key of `SPECIFIED`.
         window: key of `WINDOWS`.
         runs: key of `RUNS`.
-        effect: treatment over control, with the spread over the seeds of these two arms.
+        effect: treatment relative to control, with the spread over the seeds of these two arms.
     """
 
     claim: str

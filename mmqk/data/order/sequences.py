@@ -90,7 +90,7 @@ class SequenceBuilder:
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
-        """Return the row of pair ``item``. If ``caption`` is given, the row has the caption of that pair instead."""
+        """Return the row of pair ``item``; if ``caption`` is given, its caption is that of pair ``caption``."""
         image, words = self._pair(item)
         if caption is not None:
             words = self._pair(caption)[1]

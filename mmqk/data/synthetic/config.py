@@ -60,7 +60,7 @@ class DialConfig:
         check_fields(self, "data.dial")
         names = tuple(self.vocabulary)
         if not names:
-            raise ValueError("data.dial.vocabulary is empty: give the tokens of at least 1 modality.")
+            raise ValueError("data.dial.vocabulary is empty: give the number of ids of at least 1 modality.")
         try:
             for m in names:
                 tag("loss", m)

@@ -31,7 +31,7 @@ _CHUNK_TOKENS = 2**19
 _DOCUMENTS = 101  # random stream of the documents; the order of samples uses other streams
 # Smallest number of times that the average transition must occur in training. In a trial with lag 1, a model learned
 # two thirds of the predictability if the average transition occurred 115 times, and almost nothing if it occurred
-# fewer than 30 times. With lag 4, the transition had to occur 370 times. So 100 is necessary but may not suffice.
+# fewer than 30 times. With lag 4, learning as much took 370 occurrences. So 100 is necessary but may not suffice.
 # The model had 2 layers, d_model 64 and vocabularies of 512, and was trained with AdamW at learning rate 3e-3.
 SEEN = 100
 _ROWS = 512  # number of documents evaluated together; they fit into the cache of a core
@@ -245,10 +245,10 @@ class Dial:
         return rows
 
     def unlearnable(self, training_tokens: int) -> list[str]:
-        """Return a sentence for each distribution that a run of this many tokens is too short to learn.
+        """Return a sentence for each distribution that a run with ``training_tokens`` tokens cannot learn.
 
-        A run is too short if the average transition occurs fewer than 100 times (see `SEEN`). Distributions with less
-        than 0.1 nat of mutual information are left out.
+        In such a run, the average transition of the distribution occurs fewer than 100 times (see `SEEN`).
+        Distributions with less than 0.1 nat of mutual information are left out.
         """
         edges = [(f"Tokens of {m.name}", m.inner, len(m.child_T)) for m in self._modalities]
         for (a, b), tie in zip(pairwise(self.vocab_sizes), self._ties, strict=True):
@@ -260,8 +260,8 @@ class Dial:
                 needed = math.ceil(SEEN / self._seen(edge, places, 1))
                 sentences.append(
                     f"{name} cannot be learned in this run: each of the {edge.coupling.transitions:,} transitions"
-                    f" occurs {seen:.1f} times in {training_tokens:,} training tokens, and {SEEN} are needed; train"
-                    f" on at least {needed:,} tokens or lower the vocabulary."
+                    f" occurs {seen:.1f} times on average in {training_tokens:,} training tokens, and {SEEN} are"
+                    f" needed; train on at least {needed:,} tokens or lower the vocabulary."
                 )
         return sentences
 

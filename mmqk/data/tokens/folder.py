@@ -313,7 +313,7 @@ def _read_part(
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
     if not (ids.ndim == lengths.ndim == 1 and ids.dtype.kind == lengths.dtype.kind == "u"):
-        raise UserError(f"Part {stem} has no rows of unsigned integers: make the folder again.")
+        raise UserError(f"The arrays of part {stem} are not 1-D arrays of unsigned integers: make the folder again.")
     if len(lengths) != part["documents"] or not len(ids) == part["tokens"] == lengths.sum(dtype=np.int64):
         raise UserError(f"Part {stem} has other sizes than {TOKENS} lists: make the folder again.")
     for path, sha256 in zip(paths, part["sha256"], strict=True):
@@ -375,8 +375,8 @@ def is_token_folder(folder: Path | str) -> bool:
 
 
 def tokens_hash(folder: Path | str) -> str:
-    """Return the identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and
-    sha256."""
+    """Return the identity of a folder's documents: 10 hex digits of the hash of its kind, its layout, and the counts
+    and sha256 of every part."""
     record = read_header(folder)
     identity = {name: record[name] for name in ("kind", "layout", "splits")}
     return identity_hash({**identity, "modalities": list(record["layout"]["vocab_sizes"])})

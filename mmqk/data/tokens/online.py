@@ -1,7 +1,7 @@
 """Read pairs from the shards during training, by offset, without a token cache.
 
 Each read decodes and encodes its image again, which takes milliseconds. Use it to try out a data set, or for one pass
-over a data set that is too large to store twice. Longer training is faster from tokens.
+over a data set that is too large to store twice. Longer training is faster from a token folder.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class OnlinePairs:
     next usable sample of the split, so that a document depends only on its index.
 
     Args:
-        shards: indices of the shards.
-        samples_N2: shard and sample of each document.
+        shards: the `TarIndex` of each shard.
+        samples_N2: for each document, the number of its shard and of its sample in the shard.
         tokenizers: folder of the tokenizers.
         account: records which samples of all splits were read and which are unusable.
         number: index of the first document of this split in ``account``.
@@ -255,7 +255,7 @@ class _StoredIndex:
 
 
 def _samples_of(shards: Sequence[TarIndex]) -> np.ndarray:
-    """Return the shard and sample of every sample: (N, 2)."""
+    """Return for every sample the number of its shard and its number in the shard: (N, 2)."""
     places = [np.stack([np.full(len(t), s), np.arange(len(t))], axis=1) for s, t in enumerate(shards)]
     return np.concatenate([np.zeros((0, 2), dtype=np.int64), *places])
 

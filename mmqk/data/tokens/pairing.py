@@ -31,7 +31,7 @@ class ShuffledPairs:
     def __init__(self, pairs: TokenStore) -> None:
         n = len(pairs)
         if n == 1:
-            raise ValueError("data.pairing shuffled needs two pairs in each split: hold out more, or none.")
+            raise ValueError("data.pairing 'shuffled' needs two pairs in each split: hold out more, or none.")
         self.kind, self.layout = pairs.kind, pairs.layout
         self.image_tokens = pairs.image_tokens if n else 0
         self._pairs = pairs

@@ -29,8 +29,8 @@ class AttentionStatistics:
     ``rows`` has F = 7 + 2 M statistics by query modality, (F, M):
 
     - mean and variance of the row's logits
-    - variance of the row's offsets, weighted by the keys of each block, and variance of the logits about the mean of
-      their block; the two add up to the variance of the logits
+    - variance of the row's offsets, weighted by the number of keys in each block, and variance of the logits about
+      the mean of their block; the two add up to the variance of the logits
     - M offsets: mean of a block minus mean of the row
     - entropy of the weights in nats, entropy of the masses of the blocks, and mean entropy within a block,
       weighted by the mass of the block; the last two add up to the first

@@ -109,8 +109,8 @@ def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
     """Return the squared length of the mean key divided by the mean squared length of the keys, by modality.
 
     The ratio ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head, is 1 if all keys
-    are equal, and 1/n for n random keys. The mean key adds the same number to a query's logits of all keys of its
-    modality.
+    are equal, and 1/n for n random keys. The mean key of a modality adds the same number to all logits of one query
+    with keys of this modality.
     """
     k_MBHSK = _by_modality(k_BHSK, token_MBT)
     n_MB1 = token_MBT.sum(-1, keepdim=True)

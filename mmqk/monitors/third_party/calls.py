@@ -105,7 +105,7 @@ def of_head(tensor: Tensor, head: int) -> Tensor:
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """Return (1, 1, T, S), aligned to the upper left corner as with torch's ``is_causal``."""
+    """Return the causal mask (1, 1, T, S), aligned to the upper left corner as with torch's ``is_causal``."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]
 
 

@@ -35,8 +35,8 @@ class Layers:
 
     Attributes:
         numbers: layer numbers of the measured calls, in call order.
-        hidden: names of layers whose attention was not measured, such as "layers.3". If another call of the layer was
-            measured, the name is the path of the module that was not measured.
+        hidden: names of layers whose attention was not measured, such as "layers.3". If only a part of a layer's
+            attention was measured, the full path of the module that was not measured.
         total: number of layers with attention, measured or not.
     """
 

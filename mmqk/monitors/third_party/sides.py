@@ -101,7 +101,7 @@ def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Moda
                 f"sides: {name} is {value!r}: give the name of an input of the model, or (name, modality)"
             )
         if name in names:
-            raise UserError(f"sides: {name} is already the name of a modality: rename the side")
+            raise UserError(f"sides: '{name}' is already the name of a modality: rename the side")
         try:
             tag("q_norm", name)
         except ValueError as error:
@@ -122,11 +122,11 @@ def sides_of_batch(
     for name, (source, modalities) in declared.items():
         if source not in by_name:
             raise UserError(
-                f"sides: the model has no tensor input {source} for {name}: use one of {', '.join(by_name)}"
+                f"sides: the model has no tensor input '{source}' for side '{name}': use one of {', '.join(by_name)}"
             )
         if main.inputs is not None and source in main.inputs:
             raise UserError(
-                f"sides: {source}, given for {name}, is already described by modality: name another input"
+                f"sides: input '{source}' of side '{name}' is already described by modality: name another input"
             )
         names = (name,) if modalities is None else tuple(f"{name}_{part}" for part in modalities.names)
         side = Side(name, names, frozenset({source}), modalities, padding_BT=padding_mask(inputs, [source]))

@@ -47,7 +47,7 @@ def gradient_curvature(
     z_loss: float,
     optimizer: Optimizer | None = None,
 ) -> dict[str, float]:
-    """Return `curvature` along the gradient of `batch_loss`, as tags; empty if no target is trained.
+    """Return, by tag, the `curvature` along the gradient of `batch_loss`; empty if no target is trained.
 
     ``curvature_adam`` is the curvature with Adam's preconditioner. It needs Adam's second moment of every parameter,
     so it is left out before the first step, with split or sharded moments, and with another optimizer. The function

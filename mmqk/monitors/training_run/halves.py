@@ -28,7 +28,7 @@ LossParts = Callable[[TokenBatch], Tensor]
 def gradient_agreement(
     model: EarlyFusionTransformer, batch: TokenBatch, loss_parts: LossParts
 ) -> dict[str, float]:
-    """Return the cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
+    """Return, by tag, the cosine, signal and noise of the modalities' gradients by layer and over all parameters.
 
     The halves are the even and the odd sequences, numbered over all ranks; every rank has a batch of equal size. The
     call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective with several ranks.

@@ -119,7 +119,8 @@ class BudgetWindow:
         self._gradients = [{} for _ in self.parameters]
         self._before = []
         if self.present_M is not None:
-            self.present_M = summed(self.present_M.long()) > 0  # other ranks may have parts of other modalities
+            # Another rank may have a loss of a modality that this rank lacks.
+            self.present_M = summed(self.present_M.long()) > 0
 
     def _clipped(self, p: Tensor, gradients: dict[int, Tensor]) -> list[Tensor | None]:
         """Return the clipped fp64 gradients by modality over all ranks; their sum is the optimizer's gradient."""
@@ -135,7 +136,8 @@ class BudgetWindow:
     def _add_split(self, budget: RadialBudget, update: AdamUpdate, moments: Tensor) -> None:
         """Add a step of SplitAdamW, whose state has a moment for each modality, so that nothing is unattributed.
 
-        The budget gets each modality's step as the gradient of an optimizer with betas 0, v = 0 and epsilon 1.
+        `RadialBudget.add` gets the modalities' steps in place of their gradients; with betas 0, v = 0 and epsilon 1
+        it uses them unchanged.
         """
         beta1, beta2 = update.betas
         root_v = (update.second_moment.double() / (1 - beta2**update.step)).sqrt()

@@ -74,8 +74,8 @@ class DivergenceRule:
             return alarm(
                 loss,
                 initial + ABOVE_INITIAL_NATS,
-                f"{modality} loss {loss:.2f} was {ABOVE_INITIAL_NATS} nat above its initial {initial:.2f} for"
-                f" {WINDOW} steps",
+                f"{modality} loss {loss:.2f} was more than {ABOVE_INITIAL_NATS} nat above its initial {initial:.2f}"
+                f" for {WINDOW} steps",
             )
         series.window = [*series.window, loss][-WINDOW:]
         if len(series.window) < WINDOW:
@@ -86,7 +86,7 @@ class DivergenceRule:
             return alarm(
                 median,
                 series.best + ABOVE_BEST_NATS,
-                f"{WINDOW}-step median {median:.2f} of the {modality} loss was {ABOVE_BEST_NATS} nat above "
+                f"{WINDOW}-step median {median:.2f} of the {modality} loss was more than {ABOVE_BEST_NATS} nat above "
                 f"its best {series.best:.2f}",
             )
         return None

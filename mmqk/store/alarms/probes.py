@@ -59,7 +59,7 @@ class Growth(Rule):
         if step < self.start or not math.isfinite(value) or value <= 0:
             return None
         if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
-            return None  # skip a probe soon after the last one, so that the window has few points
+            return None  # skip a probe that follows the last point too closely
         if len(self.first) < GROWTH_FIRST:
             self.first.append(value)
         self.points.append([step, math.log(value)])
@@ -122,8 +122,8 @@ class Collapse(Rule):
         if not self.begins(value < COLLAPSE_SHARE * self.first):
             return None
         sentence = (
-            f"{tag} {plain(value)} nats is {value / self.first:.0%} of its {plain(self.first)} at the start"
+            f"{tag} is {plain(value)} nats, {value / self.first:.0%} of its first value {plain(self.first)}"
         )
         if rank is not None and self.first_rank is not None:
-            sentence += f"; the rank of the layer's attention is {plain(rank)}, from {plain(self.first_rank)}"
+            sentence += f"; the rank of the layer's attention is {plain(rank)} and was {plain(self.first_rank)}"
         return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, sentence)

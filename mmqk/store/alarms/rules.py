@@ -93,7 +93,7 @@ class AlarmRules:
             return None
         layers = {name: layer for name in bad if (layer := parsed_tag(name).layer) is not None}
         first = min(layers, key=layers.__getitem__) if layers else bad[0]
-        more = f", and so did {len(bad) - 1} more series of this step" if len(bad) > 1 else ""
+        more = f"; other series of this step that are not finite: {len(bad) - 1}" if len(bad) > 1 else ""
         return Alarm(
             "non_finite", step, first, values[first], math.inf, f"{first} became {values[first]}{more}"
         )

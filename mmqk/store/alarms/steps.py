@@ -99,9 +99,9 @@ class SpikeOfMedian(Rule):
 class Stall(Rule):
     """Rule: a loss stays above a loss that any learning model reaches, and no longer improves.
 
-    An alarm begins if the median of the last 50 values is above a ceiling and has not fallen by 0.05 nat for a fifth
-    of the run, but for at least 200 steps. In a run without a set length, it must not have fallen for 1000 steps.
-    Steps of the warm-up do not count.
+    An alarm begins if the median of the last 50 values is above a ceiling and has not fallen by 0.05 nat during the
+    last N steps. N is a fifth of the run, at least 200, and 1000 in a run without a set length. Steps of the warm-up
+    do not count.
 
     The ceiling is an excess loss of 0.1 nat if the floor is known. Otherwise it is the modality's unigram loss minus
     0.1 nat, because a model reaches the unigram loss without using the context. A constant loss below its ceiling
@@ -142,8 +142,8 @@ class Stall(Rule):
 def spike_score(values: Sequence[float]) -> float:
     """Return the spike score of OLMo 2: the percentage of the checked values that are spikes (see `Spike`).
 
-    The score is nan if no value is checked. The first `SPIKE_FEWEST` finite values are not checked. This number has
-    no published source, because OLMo 2 gives no rule for fewer than 1000 values.
+    The score is nan if no value is checked. The first `SPIKE_FEWEST` finite values are not checked. The value of
+    `SPIKE_FEWEST` has no published source, because OLMo 2 gives no rule for fewer than 1000 values.
     """
     window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
     for value in values:
@@ -157,7 +157,8 @@ def spike_score(values: Sequence[float]) -> float:
 
 
 def spike_rate(losses: Sequence[float]) -> float:
-    """Return the spike rate of Qwen: steps more than 0.1 above a centered 201-step median, per 10,000 steps.
+    """Return the spike rate of Qwen: of 10,000 steps, how many have a loss more than 0.1 above the centered 201-step
+    median.
 
     The rate is nan for fewer than 201 finite values. It uses only Qwen's threshold, so it also counts noise if the
     batches are small.

@@ -200,7 +200,7 @@ class _Carrying(Matrices):
             gain = (weighed_HK.sum(0) / other_H.sum()).sqrt() * _sign(gain_HK.mean(0))
         copy.weight.copy_(gain - copy.offset)
         if isinstance(one_copy(parent), Norm) and getattr(one_copy(parent), "weight", None) is not None:
-            self.done.added.setdefault(f"{prefix}.weight", "the parent's gain, by the measured RMS")
+            self.done.added.setdefault(f"{prefix}.weight", "the parent's gain, scaled by measured RMS")
         else:
             self.done.added[f"{prefix}.weight"] = "the measured RMS"
         if f"{prefix}.weight" in self.done.from_name:

@@ -32,7 +32,7 @@ class AlarmStop(Interrupted):
 
     def __init__(self, alarm: Alarm):
         super().__init__(signal.SIGINT)
-        self.args = (f"stopped by the alarm {alarm.line()}",)
+        self.args = (f"stopped by an alarm at {alarm.line()}",)
 
 
 class _Tap(Logger):

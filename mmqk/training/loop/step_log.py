@@ -191,7 +191,7 @@ class Checkpoints(L.Callback):
     It removes an older checkpoint only after the new checkpoint is complete, so that a run can always resume.
 
     Attributes:
-        saved: Step of the newest checkpoint, or the first step of this process.
+        saved: Step of the newest checkpoint that this process wrote; before that, the step at which it started.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
@@ -199,8 +199,7 @@ class Checkpoints(L.Callback):
         self.saved, self._written = -1, Written(folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the lengths and hashes of the record files, which a resume checks, and the sentences on lost
-        records."""
+        """Return the lengths and hashes of the record files, which a resume checks, and `Status.lost`."""
         lost = ""
         with contextlib.suppress(UserError):  # the resume reports a damaged file
             status = read_status(self.folder.parent)
@@ -233,7 +232,7 @@ class Checkpoints(L.Callback):
         path = self.folder / checkpoint_name(trainer.global_step)
         trainer.save_checkpoint(path)
         self.saved = trainer.global_step
-        if trainer.is_global_zero:  # the new checkpoint was read back from the disk
+        if trainer.is_global_zero:  # `write_checkpoint` has read the new checkpoint back from the disk
             older = [old for old in checkpoints_in(self.folder) if step_of(old) < trainer.global_step]
             for old in older[: len(older) + 1 - self.config.keep]:
                 if step_of(old) not in self.config.at:

@@ -1,7 +1,8 @@
 """Computes head and loss for one chunk of tokens at a time, so that the logits of a whole batch are never stored.
 
 Shapes are in the names: B batch, T tokens, N = B * T, C tokens of a chunk, D model width, V vocabulary,
-M modalities, G groups of targets whose gradients are kept: all targets, then optionally those of each modality.
+M modalities, G groups of targets, each with its own loss and gradient of the head: all targets, then optionally the
+targets of each modality.
 """
 
 from __future__ import annotations

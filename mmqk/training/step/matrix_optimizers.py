@@ -110,7 +110,7 @@ class WithMuon(optim.Optimizer):
 
 
 def _with_norm(x: Tensor, length: Tensor) -> Tensor:
-    """Return `x` with this Frobenius norm; 0 if `x` is 0."""
+    """Return `x` scaled to the Frobenius norm `length`; 0 if `x` is 0."""
     norm = x.norm()
     return x * torch.where(norm > 0, length / norm, 0.0)
 
@@ -124,5 +124,5 @@ def _call(closure: Callable[[], Any] | None) -> Any:
 
 
 def _unless(found_inf: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
-    """Return ``after``, or ``before`` if the flag is true, without synchronizing with the host."""
+    """Return ``after``, or ``before`` if ``found_inf`` is true, without synchronizing with the host."""
     return after if found_inf is None else torch.where(found_inf.bool(), before, after)

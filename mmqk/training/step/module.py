@@ -66,8 +66,8 @@ class TrainingModule(L.LightningModule):
         step_record: Record of the latest optimizer step; None after a callback has read it.
         step_watch: Receives the tensors of every step, or None.
         stored: Entries that the module adds to its checkpoints: the configuration of the model, which
-            `mmqk.checkpoint` compares on loading. A run adds its id and configuration, which a fork reads, and its
-            processes (`RunConfig.ranks`).
+            `mmqk.checkpoint` compares on loading. A run adds its id and configuration, which a fork reads, and the
+            strategy and number of its processes (`RunConfig.ranks`), which a resume compares.
     """
 
     def __init__(
@@ -380,7 +380,8 @@ class TrainingModule(L.LightningModule):
         ``model`` keeps its mode (training or evaluation), which turns dropout on or off; None is the trained model.
         """
         with self.trainer.precision_plugin.train_step_context():
-            # A sink makes the blocks run eagerly. Without it, each half of a batch would compile another graph.
+            # A sink makes the blocks run eagerly. `gradient_agreement` calls this method with halves of a batch, and
+            # compiled blocks would need another graph for each half.
             sums = self.losses(batch, lambda *_: None, by_modality=True, model=model)
             return loss_parts(sums, *self.loss_weighting(batch))
 

@@ -112,7 +112,7 @@ def test_cross_attention_is_left_out_and_the_rest_stays():
 
 
 def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
-    """The eager attention of transformers is patched: its softmax uses 3 times the keys that it is called with."""
+    """The eager attention of transformers is patched: it multiplies the keys of the measured call by 3."""
     modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
     from tests.monitors.attach.test_exact import hugging_face

@@ -286,10 +286,8 @@ def test_streams_that_are_put_together_are_one_side():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
-    """Only attention over the tokens of `modality` makes a layer hidden if it is written with matmul and softmax.
-
-    Attention in another tower and cross-attention do not.
-    """
+    """A layer is in `hidden` if its attention over the tokens of `modality` is written with matmul and softmax. Such
+    attention in another tower, and such cross-attention, put no layer there."""
 
     class CrossAttention(nn.Module):
         def forward(self, x, context):
@@ -319,9 +317,9 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
 @pytest.mark.parametrize(
     ("sides", "message"),
     [
-        ({"decoder": "labels"}, "the model has no tensor input labels for decoder: use one of ids"),
-        ({"other": "ids"}, "ids, given for other, is already described by modality"),
-        ({"image": "ids"}, "image is already the name of a modality"),
+        ({"decoder": "labels"}, "the model has no tensor input 'labels' for side 'decoder': use one of ids"),
+        ({"other": "ids"}, "input 'ids' of side 'other' is already described by modality"),
+        ({"image": "ids"}, "'image' is already the name of a modality"),
         ({"a-side": "ids"}, "a modality's name"),
         ({"other": 3}, "give the name of an input of the model"),
     ],

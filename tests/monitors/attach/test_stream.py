@@ -134,7 +134,7 @@ def test_however_it_is_added(kind, wrapped):
     layers = [kind(SelfAttention()) for _ in range(L)]
     net.layers = nn.ModuleList(layers if not wrapped else [Chain(layer) for layer in layers])
     random_(net)
-    # If wrapped, module paths have one more number before that of the layer, and one more after it.
+    # If wrapped, the path of layer 1 is 0.layers.1.0: only the second number is the number of the layer.
     whole = nn.Sequential(net) if wrapped else net
     measured = attach(whole, modality=IMAGE).probe(**({"input": ids} if wrapped else {"ids": ids})).flat()
     x, sites = net.embed(ids), {}

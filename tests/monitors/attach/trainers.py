@@ -63,7 +63,8 @@ def lightning_run(
 
 
 def _alone():
-    """Return an environment with world size 1 for Lightning; the process group connects the two processes."""
+    """Return an environment with world size 1 for Lightning, although the test runs two processes: torch's process
+    group connects them."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     return LightningEnvironment()
