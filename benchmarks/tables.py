@@ -206,4 +206,5 @@ def _losses(rows: Sequence[Row]) -> list[str]:
     if len(values) < 2:
         return []
     apart = (max(values) - min(values)) / max(values)
-    return ["", f"Losses of the first step: {min(values):.4f} to {max(values):.4f} nats, {apart:.1e} apart."]
+    ends = f"{min(values):.4f} to {max(values):.4f} nats"
+    return ["", f"Losses of the first step: {ends}, a relative difference of {apart:.1e}."]

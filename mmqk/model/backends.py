@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backend_check import check_backend
 from .config import ModelConfig
-from .dense import dense_attention
+from .dense_attention import dense_attention
 
 _KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,

@@ -121,7 +121,7 @@ def _tail(verdict: Verdict) -> str:
         "reproduced": f", no difference as large as {threshold}" if equivalence else "",
         "contradicted": f", a difference of at least {threshold}"
         if equivalence
-        else f", short of the smallest effect of interest, {threshold}",
+        else f", weaker than the smallest effect of interest, {threshold}",
         "inconclusive": f", which does not decide {verdict.claim.id}{_because(verdict)}",
     }[verdict.verdict]
 
@@ -290,7 +290,7 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         if verdict.effect is not None and not equivalence and (size := detectable_in_words(verdict)):
             powers.setdefault(verdict.effect.n, []).append(f"{size} ({verdict.claim.id})")
     items += [
-        f"Effects short of {listed(sizes)}: with {plural(n, 'seed')} per arm the power for them is below 80 %."
+        f"Effects weaker than {listed(sizes)}: with {plural(n, 'seed')} per arm the power for them is below 80 %."
         for n, sizes in powers.items()
     ]
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]

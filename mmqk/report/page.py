@@ -368,13 +368,14 @@ def _about_learning(study: Study) -> str:
     modalities = study.modalities
     measured = any(unigram_entropy(run, m) > 0 for run in study.runs for m in modalities)
     floor = (
-        "its unigram loss: that of a model which knows token frequencies and the form of a sequence, on held-out data"
+        "its unigram loss, the held-out loss of a model that knows only token frequencies and the places of special "
+        "tokens"
         if measured
         else "its value at initialization"
     )
     return (
         f"A modality counts as learned once its loss has been {LEARNED_NATS} nat below {floor}. "
-        "A comparison of an arm that learned with one that did not is about learning only."
+        "A comparison of an arm that learned with one that did not shows only that one of them learned."
     )
 
 

@@ -48,12 +48,12 @@ def specification_figure(study: Study, made: Sequence[Specification]) -> Figure 
         f" 1/{ratio} and {ratio} in {within}, and below 1/{ratio} in {below}."
     )
     caption = (
-        "Treatment over control under every choice of claim (color), metric (column), window and excluded runs, with"
-        " its 95 % interval, sorted within a column. The choices share runs, so they are not independent. A logit"
-        " contains a query norm and a key norm: if both grow by 1.22, it grows by 1.5."
+        "Ratio of treatment to control for every choice of claim (color), metric (column), window and excluded runs,"
+        " with its 95 % interval, sorted within a column. The choices share runs, so they are not independent. A"
+        " logit contains a query norm and a key norm: if both grow by 1.22, it grows by 1.5."
     )
     panel = Panel(
-        "effect", "", "treatment over control", tuple(lines), log=True, xlabel="", x="metric", labeled=True,
+        "effect", "", "treatment / control", tuple(lines), log=True, xlabel="", x="metric", labeled=True,
         ticks=tuple(TICKS[name] for name in metrics),
     )  # fmt: skip
     keys = tuple(Key(claims[id].statement or id, colors[id], marker="o") for id in ids)

@@ -132,7 +132,7 @@ def test_a_modality_that_is_not_trained_need_not_be_learned(tmp_path):
     found = verdicts(tmp_path)["C10"]
     assert controls(found)["both modalities learned"]
     detail = next(c.detail for c in found.controls if c.name == "both modalities learned")
-    assert "image is not trained in image loss off" in detail
+    assert "image is not trained in “image loss off" in detail
 
 
 def test_an_interrupted_seed_leaves_it_open(tmp_path):

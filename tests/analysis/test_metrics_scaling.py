@@ -91,7 +91,7 @@ def test_what_cannot_be_extrapolated_is_named(tmp_path):
         assert math.isnan(found.value)
         return found.why
 
-    assert "there are 3 model sizes: the fit needs 3, and the prediction one more" in why(runs[:3])
+    assert "the model sizes are too few (3): the fit needs 3, and the prediction one more" in why(runs[:3])
     assert "two runs have" in why([*runs, sized(tmp_path / "twice", SIZES[0])])
     assert "probed at different steps" in why([*runs[:4], sized(tmp_path / "s", SIZES[4], step=15)])
     assert "a smaller model is not finite" in why(

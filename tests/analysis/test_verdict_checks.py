@@ -46,7 +46,7 @@ def check(found, name):
 def test_runs_that_learned_nothing_decide_nothing(tmp_path):
     found = verdict(tmp_path / "nothing", NOTHING, change=plain())
     assert found.effect.low > found.claim.min_effect and found.verdict == "inconclusive"
-    assert "text was not learned in 3 of 3 runs of mixed, no QK-Norm" in check(found, LEARNED).detail
+    assert "text was not learned in 3 of 3 runs of “mixed, no QK-Norm”" in check(found, LEARNED).detail
     assert f"Failed checks: {LEARNED}." in found.notes
     found = verdict(tmp_path / "learned", change=plain())
     assert found.verdict == "reproduced" and all(control.passed for control in found.controls)
@@ -59,7 +59,7 @@ def test_runs_of_which_learning_is_not_known_decide_nothing(tmp_path):
 
     found = verdict(tmp_path, edit=without_losses, change=plain())
     assert found.verdict == "inconclusive"
-    assert "no trained modality has a loss in 3 of 3 runs of mixed, QK-Norm" in check(found, LEARNED).detail
+    assert "no trained modality has a loss in 3 of 3 runs of “mixed, QK-Norm”" in check(found, LEARNED).detail
 
 
 @pytest.mark.parametrize(("seeds", "outcome"), [(2, "inconclusive"), (3, "reproduced")])

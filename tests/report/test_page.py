@@ -369,7 +369,7 @@ def test_sentences_follow_the_verdicts(tmp_path):
     study = load_study(write_demo(tmp_path / "a", {"mixed-qk": Planted(120.0)}))
     title = headline(study, judge(study))
     assert "0.500 times as high" in title
-    assert title.endswith(", short of the smallest effect of interest, a factor of 1.99")
+    assert title.endswith(", weaker than the smallest effect of interest, a factor of 1.99")
     study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
     assert "C2 was not run" in headline(study, judge(study))
 
@@ -431,7 +431,7 @@ def test_what_cannot_be_told_is_generated(tmp_path):
     study = load_study(write_demo(tmp_path / "demo", leave_out=("image-off",)))
     items = cannot_tell(study, judge(study))
     assert items[0] == "Anything about size: these are toy models on icon art."
-    assert any("Effects short of a factor of" in item for item in items)
+    assert any("Effects weaker than a factor of" in item for item in items)
     assert any("3 runs of the grid not started" in item for item in items)
     assert any("C13: shown without a verdict" in item for item in items)
     assert any("ran at 0.01" in item for item in items)

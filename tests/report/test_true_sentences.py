@@ -199,11 +199,11 @@ WHERE = [
     ("Not shown: .* unfinished run", "sweep going on", ["sweep"]),
     ("shown without a verdict", "demo", ["all decided", "counts"]),
     ("Results of unfinished runs", "going on", ["demo"]),
-    ("Effects short of", "demo", ["alone", "one seed"]),
+    ("Effects weaker than", "demo", ["alone", "one seed"]),
     ("the runs used several versions", "two codes", ["demo"]),
     ("the effect is a bound", "failed", ["demo", "calm"]),
     ("a bound, because 3 failed runs count", "failed", ["demo"]),
-    ("a model which knows token frequencies and the form of a sequence", "demo", ["no unigrams"]),
+    ("a model that knows only token frequencies and the places of special tokens", "demo", ["no unigrams"]),
     ("its value at initialization", "no unigrams", ["demo"]),
     (
         r"arms: \* marks means of the last 50 training steps; the others are on held-out data",

@@ -70,8 +70,8 @@ def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
 
 
 def unigram_entropy(run: Run, modality: str) -> float:
-    """Return the held-out loss of a model that knows token frequencies and the form of a sequence; NaN if not
-    measured."""
+    """Return the held-out loss of a model that knows only token frequencies and the places of special tokens; NaN
+    if not measured."""
     values = run.series(f"val_unigram/{modality}")[1][:1]
     return float(values[0]) if len(values) else math.nan
 

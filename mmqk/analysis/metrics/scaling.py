@@ -107,7 +107,8 @@ def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapol
     if len(sizes) <= FEWEST_FITTED:
         return (
             None,
-            f"{at} there are {len(sizes)} model sizes: the fit needs {FEWEST_FITTED}, and the prediction one more",
+            f"{at} the model sizes are too few ({len(sizes)}): the fit needs {FEWEST_FITTED}, and the prediction one "
+            "more",
         )
     steps, logits = zip(*(by_size[size] for size in sizes), strict=True)
     if len(set(steps)) > 1:

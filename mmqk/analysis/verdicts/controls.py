@@ -67,11 +67,11 @@ def regime_reached(compared: Compared) -> Control:
         unknown[name] += all(observed == {"not trained"} for observed in states.values())
     noun = "seeds" if of_rates else "runs"
     parts = [
-        f"{modality} was not learned in {count} of {len(units[name])} {noun} of {study.label(name)}"
+        f"{modality} was not learned in {count} of {len(units[name])} {noun} of “{study.label(name)}”"
         for (name, modality), count in unlearned.items()
     ]
     parts += [
-        f"no trained modality has a loss in {count} of {len(units[name])} {noun} of {study.label(name)}"
+        f"no trained modality has a loss in {count} of {len(units[name])} {noun} of “{study.label(name)}”"
         for name, count in unknown.items()
         if count
     ]
@@ -80,7 +80,7 @@ def regime_reached(compared: Compared) -> Control:
         where = "at some learning rate of every seed" if of_rates else "in every run"
         parts = [f"every trained modality was learned {where}"]
     parts += [
-        f"{modality} is not trained in {study.label(name)}"
+        f"{modality} is not trained in “{study.label(name)}”"
         for name, modality in untrained
         if unknown[name] < len(units[name])
     ]
@@ -239,9 +239,9 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
         passed = passed and (median >= control.at_least if reached else median < control.at_least)
         which = "median " if len(values) > 1 else ""
         details.append(
-            f"{which}{number(median)} in {study.label(arm)}"
+            f"{which}{number(median)} in “{study.label(arm)}”"
             if values
-            else f"no finished run of {study.label(arm)}"
+            else f"no finished run of “{study.label(arm)}”"
         )
     condition = f"{metric.label} {'at least' if reached else 'below'} {control.at_least:g}"
     return Control(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")

@@ -34,12 +34,12 @@ def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: 
     if adjusted.claims > 1 or looks:
         low, high = _interval_text(claim, *effect.interval(adjusted.alpha))
         notes.append(
-            f"p {_p(p)} against the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
+            f"p {_p(p)} for a true effect equal to the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
             f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
             f"{percent(1 - adjusted.alpha, 3)} interval, {low} to {high}."
         )
     else:
-        notes.append(f"p {_p(p)} against the smallest effect of interest.")
+        notes.append(f"p {_p(p)} for a true effect equal to the smallest effect of interest.")
     return notes
 
 
@@ -69,7 +69,7 @@ def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
         ]
     sds = ", ".join(f"{plain(sd, 2)}" for sd in spread.by_arm.values())
     method = {
-        "pooled": "the pooled one",
+        "pooled": "from the pooled standard deviation",
         "two arms": "Welch's for the two arms alone, because its standard error is larger",
     }[effect.of]
     return [
@@ -86,7 +86,7 @@ def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> lis
     if math.isfinite(sign_flip):
         return [f"Exact sign-flip test of the same hypothesis: p {_p(sign_flip)}."]
     if claim.status == "confirmatory" and effect.n < ENOUGH_SEEDS:
-        return [f"Too few seeds for an exact sign-flip test: {effect.n}, and it needs {ENOUGH_SEEDS}."]
+        return [f"An exact sign-flip test needs {ENOUGH_SEEDS} seeds; there are {effect.n}."]
     return []
 
 
@@ -97,7 +97,7 @@ def about_power(claim: Claim, size: str) -> str:
         return ""
     if claim.test == "equivalence":
         return f"With these seeds an equivalence has 80 % power only for a min_effect of at least {size}."
-    return f"With these seeds 80 % power to reproduce the claim needs a true effect of {size}."
+    return f"With these seeds the claim is reproduced with 80 % power if the true effect is {size}."
 
 
 def trained_targets(run: Run) -> float:

@@ -137,7 +137,7 @@ class TrainingOrder:
                 self._orders[kind] = Epochs(len(self._pieces.get(kind, store)), seed, STREAMS[kind])
 
     def _lengths(self, kind: str) -> np.ndarray:
-        """Return the number of tokens that each item of a kind takes in a row."""
+        """Return, for each item of a kind, the number of positions that it fills, special tokens included."""
         if kind == "pair":
             return self.builder.pair_lengths()
         if kind == "image":

@@ -116,7 +116,7 @@ def _changes(run: Run) -> tuple[str, str]:
     if fork.get("new_moments"):
         changed.append("new moments of the optimizer")
     if fork.get("noise"):
-        changed.append(f"weights changed by {fork['noise']:g} of their RMS")
+        changed.append(f"weights changed by {fork['noise']:g} times their RMS")
     remarks = []
     if record.get("added"):
         remarks.append(f"{plural(len(record['added']), 'parameter')} added")
@@ -128,7 +128,7 @@ def _changes(run: Run) -> tuple[str, str]:
         remarks.append(
             "the outputs did not change"
             if shift == 0
-            else f"the outputs changed by {number(shift)} of their RMS"
+            else f"the outputs changed by {number(shift)} times their RMS"
         )
     optimizer = record.get("optimizer")
     if isinstance(optimizer, str) and optimizer:

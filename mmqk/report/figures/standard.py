@@ -228,7 +228,7 @@ def norms(study: Study) -> Figure | None:
         return None
     top = _changed_most(growth)
     reading = (
-        f"Of these norms {top[0]} of {top[1]} tokens in “{study.label(top[2])}” changed most from first to last "
+        f"Of these norms, {top[0]} of {top[1]} tokens in “{study.label(top[2])}” changed most from first to last "
         f"probe: ×{number(growth[top])}"
     )
     values = {key: v for key, v in growth.items() if key[0] == NORMS["v_norm"]}

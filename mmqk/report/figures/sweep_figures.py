@@ -68,8 +68,8 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
     caption = _dots(groups) + _given(groups, "their loss at initialization")
     if sentences:
         caption += (
-            " Sensitivity: mean over the learning rates of min(final loss, loss at initialization) minus the best of "
-            "them (the source's Section 2.2), over the seeds that have every learning rate."
+            " Sensitivity (the source's Section 2.2): the mean over the learning rates of min(final loss, loss at "
+            "initialization), minus the lowest of these values; over the seeds that have every learning rate."
         )
     return Figure("lr_sensitivity", reading, caption, tuple(rows), _arms(groups), tuple(keys), like)
 

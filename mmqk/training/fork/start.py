@@ -42,7 +42,8 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     Args:
         run: The configuration, with its `fork`.
         folder: The run folder.
-        probe: Held-out sequences on which the gains are measured and the outputs of parent and fork are compared.
+        probe: Held-out sequences. New gains are computed from the parent's activations on them, and the outputs of
+            parent and fork are compared on them.
 
     Raises:
         UserError: the parent's checkpoint is missing, damaged, or not of the run and step in the configuration.

@@ -73,8 +73,8 @@ class Alarms(L.Callback):
         folder: Folder of ``alarms.jsonl``.
         config: Actions of the alarms.
         rules: The rules, created with the lengths of this run and its warm-up.
-        step_log: The step log. The callback flushes it before each probe of ``alarm.probe``, so that the values of a
-            step are logged together.
+        step_log: The step log. The callback flushes it before each probe that an alarm causes (``alarm.probe``), so
+            that the losses and the probe of a step are logged together.
         monitor: Runs the probes.
         checkpoints: Writes the checkpoints.
     """
