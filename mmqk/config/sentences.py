@@ -92,7 +92,7 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
         return f"mmqk sets trainer.{flag}: leave it out."
     if name.startswith("trainer.") and flag in REMOVED_TRAINER_FLAGS:
-        return f"trainer.{flag} is no longer a field, because it changed no number of a run: leave it out."
+        return f"trainer.{flag} was removed, because it had no effect on the results of a run: leave it out."
     for old, new in RENAMED.items():
         if name.startswith(old) and name[len(old) : len(old) + 1] in ("", ".", "+"):
             return f"{name} has a new name: write {new}{name[len(old) :]}."

@@ -262,7 +262,7 @@ def _predicted(compared: Compared) -> Assessment:
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:
-    """Return whether the run diverged or reached the value of the claim; None if its value was not measured.
+    """Return whether the run diverged or its metric reached `at_least` of the claim; None if it was not measured.
 
     If the metric has an exact value for diverged runs, only this value decides whether a diverged run counts."""
     if run.lost:

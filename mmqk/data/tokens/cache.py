@@ -80,8 +80,8 @@ def open_source(
         if header["tokenizers"] != made_by:
             raise UserError(
                 f"{folder} was made with other tokenizers ({header['tokenizers'] or 'of another program'}) than those"
-                f" in {tokenizers} ({made_by}): set --data.tokenizers to the folder of the former, or tokenize"
-                " the shards again."
+                f" in {tokenizers} ({made_by}): set --data.tokenizers to the folder of the tokenizers that made"
+                f" {folder}, or tokenize the shards again."
             )
         return open_tokens(folder, root)
     digest = hashlib.sha256(f"{FORMAT}/{kind}/{manifest_hash(folder)}/{made_by}".encode()).hexdigest()[:10]

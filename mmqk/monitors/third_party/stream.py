@@ -36,7 +36,7 @@ class Term:
     """One term of a sum.
 
     Attributes:
-        tensor: its value; None before the first addition.
+        tensor: its value, stored when an addition adds the term; None before that.
         call: the ``call`` of its `Origin`.
         parts: the terms of the sum that this term stands for, if it is a layer's input or a norm's output.
     """

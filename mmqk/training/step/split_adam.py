@@ -15,10 +15,13 @@ class SplitAdamW(optim.Optimizer):
     """AdamW with separate first and second moments for each modality; a step is the sum of the modalities' steps.
 
     ```
-    m_a <- beta1 m_a + (1 - beta1) g_a        g_a = c * gradient of the loss (with z-loss) on modality a's targets,
-    v_a <- beta2 v_a + (1 - beta2) g_a^2            with the normalizer of all modalities; c = shared clipping factor
+    m_a <- beta1 m_a + (1 - beta1) g_a
+    v_a <- beta2 v_a + (1 - beta2) g_a^2
     W   <- W - lr * decay * W - lr * sum_a mhat_a / (sqrt(vhat_a) + eps)
     ```
+
+    g_a is the clipping factor, which the modalities share, times the gradient of modality a's part of the loss (with
+    z-loss). Each part is divided by the number of trained targets of all modalities.
 
     This optimizer is for experiments. In AdamW, modalities with gradients of different size share v and may disturb
     each other (for AdamW with unequal gradients of modalities, see arXiv 2605.16165). Separate moments remove this
