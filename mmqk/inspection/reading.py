@@ -109,8 +109,8 @@ def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str,
 
 
 def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
-    """Return for each slot its configured share, its share in the first cycle, and the range of its share over all
-    windows."""
+    """Return for each slot (kind of sequence) its configured share, its share in the first `CYCLE` sequences, and its
+    lowest and highest share in any `WINDOW` sequences in a row."""
     mix, total = run.data.mix, sum(run.data.mix.values())
     pair = mix.get("pair", 0.0)
     weights = {SLOTS[0]: pair * run.data.image_first_prob, SLOTS[1]: pair * (1 - run.data.image_first_prob)}

@@ -69,7 +69,7 @@ class PairFolder:
         """Return the images of one split, (B, 3, size, size) uint8; raises the errors of `images`."""
         chosen: set[int] | None = None
         for place, pair in enumerate(read_pairs(self.folder, split)):
-            if chosen is None:  # inside the loop, because read_pairs raises for a missing split
+            if chosen is None:  # inside the loop, because manifest.count raises a KeyError for a missing split
                 chosen = set(spread(self.manifest.count(split), self.selection.images).tolist())
                 pixels = _empty(len(chosen), size)
                 count = 0
