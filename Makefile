@@ -16,7 +16,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims late late-rehearsal check test test-slow soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims late late-rehearsal late-rescue check test test-slow soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
@@ -24,6 +24,7 @@ help:
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
 	@echo "make late         train the runs of the study of late failure (14 core hours) and write reports/late/index.html"
 	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
+	@echo "make late-rescue  remedies switched on before two runs fail (4 core hours)"
 	@echo "make test         lint, types and all tests that are not slow"
 	@echo "make test-slow    the slow tests: several processes, kills, large pages, benchmarks"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
@@ -59,6 +60,12 @@ late: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 late-rehearsal: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/failures/late_rehearsal.yaml --out runs/late_rehearsal --jobs 2
 	$(PYTHON) -m mmqk.report runs/late_rehearsal --out reports/late_rehearsal
+
+# About 4 core hours.
+late-rescue: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
+	$(PYTHON) -m mmqk.ablate --config configs/failures/late_rescue.yaml --out runs/late_rescue --jobs 2 \
+		$(if $(MINUTES),--max-minutes $(MINUTES))
+	$(PYTHON) -m mmqk.report runs/late_rescue --out reports/late_rescue
 
 test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .

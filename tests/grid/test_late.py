@@ -7,6 +7,8 @@ import pytest
 
 from mmqk.analysis.verdicts.claims import check_claims
 from mmqk.analysis.verdicts.decidable import check_decidable
+from mmqk.config import resolve
+from mmqk.grid import load_grid
 from mmqk.grid.claims import read_claims
 from mmqk.shards.pairs import read_pairs
 from mmqk.tokenizers import TextTokenizer
@@ -77,8 +79,26 @@ def test_claims_can_be_decided(study):
 
 
 def test_the_rehearsal_trains_the_same_settings(study):
-    """The rehearsal differs from the study only in the seed and the run length."""
+    """The rehearsal differs from the study only in the run length."""
     _, runs = study
-    _, rehearsal = resolved("configs/failures/late_rehearsal.yaml", seed=0)
-    assert unequal(runs["mixed"], rehearsal["mixed"]) == {"seed", "trainer.max_steps", "checkpoint.keep"}
-    assert unequal(runs["mixed-qk"], rehearsal["mixed-qk"]) == {"seed", "trainer.max_steps"}
+    _, rehearsal = resolved("configs/failures/late_rehearsal.yaml", seed=11)
+    assert unequal(runs["mixed"], rehearsal["mixed"]) == {"trainer.max_steps", "checkpoint.keep"}
+    assert unequal(runs["mixed-qk"], rehearsal["mixed-qk"]) == {"trainer.max_steps"}
+
+
+def test_the_rescue_forks_the_mixed_runs_of_the_study(study, monkeypatch):
+    _, runs = study
+    monkeypatch.chdir(ROOT)
+    grid = load_grid("configs/failures/late_rescue.yaml")
+    parents = [job for job in grid.jobs if job.family.fork is None]
+    assert [(job.arm, job.seed) for job in parents] == [("mixed", 11), ("mixed", 13)]
+    assert unequal(resolve(list(parents[0].args)), runs["mixed"]) == {"trainer.max_steps"}
+    forks = {arm.name: arm.fork for arm in grid.arms if arm.fork is not None}
+    steps = {name: fork.step for name, fork in forks.items()}
+    assert all(fork.arm == "mixed" for fork in forks.values())
+    remedies = {f"{remedy}-{at}": at for remedy in ("qk", "clip", "third", "decay") for at in (1500, 3000, 3500)}
+    assert steps == remedies | dict.fromkeys(("same", "data", "moments", "bf16", "noise"), 3500)
+    # A checkpoint exists at every one of these steps, and the parents keep all of them.
+    settings = runs["mixed"]
+    assert all(step % settings.checkpoint.every_n_steps == 0 for step in steps.values())
+    assert settings.checkpoint.keep * settings.checkpoint.every_n_steps >= settings.trainer["max_steps"]
