@@ -27,11 +27,12 @@ NAMES = WORDS | {
     "loss": "loss",
 }
 ABOUT = (
-    "A statistic leaves the range of the healthy runs of “{control}” when it stays outside until the failure. The "
-    "range at a step goes from their lowest to their highest value, widened on both sides by its own width. Each run "
-    "counts with the layer that leaves first; the table names the most frequent of these layers. Survivors: runs of "
-    "the other compared arms that did not fail. Healthy: the healthy runs themselves, each compared with the others. "
-    "A statistic that also leaves in survivors or healthy runs does not announce a failure."
+    "A statistic leaves the range of the healthy runs of “{control}” if, after warm-up, it is outside at the last 4 "
+    "probes before the failure or more; the table has the first of these probes. The range at a step goes from their "
+    "lowest to their highest value, widened on both sides by its own width. Each run counts with the layer that leaves "
+    "first; the table names the most frequent of these layers. Survivors: compared runs without a failure, except those "
+    "of the control. Healthy: the healthy runs themselves, each compared with the others. A statistic that also leaves "
+    "in survivors or healthy runs does not announce a failure."
 )
 
 

@@ -23,7 +23,7 @@ def run_of(folder, seed=0, leaves=None, status="completed", returns=False, spike
     loss = {s: 5.0 - s / 1000 + seed / 100 for s in range(1, 2001)}
     if status == "diverged":
         entropy, loss = ({s: v for s, v in series.items() if s <= 1800} for series in (entropy, loss))
-    grad_norm = {s: 50.0 if s == spike_at else 1.0 + seed / 10 for s in loss}
+    grad_norm = {s: 50.0 if spike_at and s >= spike_at else 1.0 + seed / 10 for s in loss}
     series = {
         "attn_entropy/image/layer01": entropy,
         "attn_entropy/image/layer00": {s: 2.5 + seed / 10 for s in entropy},
@@ -43,9 +43,12 @@ def healthy(tmp_path):
 
 
 def test_the_step_from_which_a_series_stays_outside(tmp_path, healthy):
-    failing = run_of(tmp_path / "failing", leaves=700, status="diverged", spike_at=1750)
-    # The windows of the gradient norm end at probes: the spike is in the window from 1701 to 1800.
-    assert found(failing, healthy) == [("attn_entropy", "image", 1, 700), ("grad_norm", "", None, 1800)]
+    failing = run_of(tmp_path / "failing", leaves=700, status="diverged", spike_at=1450)
+    # The windows of the gradient norm end at probes: it is high from the window of steps 1401 to 1500 on.
+    assert found(failing, healthy) == [("attn_entropy", "image", 1, 700), ("grad_norm", "", None, 1500)]
+    # The control: three probes are too few.
+    short = run_of(tmp_path / "short", leaves=700, status="diverged", spike_at=1550)
+    assert [d.statistic for d in departures(short, healthy)] == ["attn_entropy"]
 
 
 def test_a_series_that_returns_or_stays_within_the_widened_range_has_not_left(tmp_path, healthy):
@@ -65,7 +68,7 @@ def planted_grid(tmp_path, healthy_seeds=4):
         for seed in range(seeds):
             leaves = {"bad": 700 + 100 * seed, "other": 900}.get(arm)
             run_of(folder / arm / f"seed{seed}", seed, leaves, "diverged" if arm == "bad" else "completed",
-                   spike_at=1750 if arm == "bad" else 0)  # fmt: skip
+                   spike_at=1450 if arm == "bad" else 0)  # fmt: skip
             runs.append({"arm": arm, "seed": seed, "folder": f"{arm}/seed{seed}"})
     basic = {"metric": "time_of_failure", "direction": "less", "min_effect": 0.1, "treatment": "bad",
              "statement": "it fails earlier", "status": "exploratory"}  # fmt: skip
@@ -87,7 +90,7 @@ def test_the_table_counts_failing_surviving_and_healthy_runs(tmp_path):
     page = (tmp_path / "out" / "report.md").read_text()
     row = "| 1 | 2 of 2 | 750 (700 to 800) | 1,050 (1,000 to 1,100) | 1 of 1 | 0 of 4 |"
     assert f"| attention entropy, image queries {row}" in page
-    assert "the most frequent is gradient norm: in 2 of 2 runs, 0 steps before the failure." in page
+    assert "the most frequent is gradient norm: in 2 of 2 runs, 300 steps before the failure." in page
     assert "figures/survival.png" in page and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
 
 

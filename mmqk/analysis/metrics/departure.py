@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmqk.analysis.metrics.late import failure_step
+from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run, Series
 
 # Statistics of probes, in the order of the page, and statistics of steps with the function that reduces a window.
@@ -17,6 +18,8 @@ PROBED = (
 )  # fmt: skip
 STEPPED: dict[str, Callable] = {"log_z": np.mean, "grad_norm": np.max, "loss": np.mean}
 FEWEST_HEALTHY = 3
+# A series that is outside at its last one to three probes only may be outside by chance.
+FEWEST_OUTSIDE = 4
 
 
 @dataclass(frozen=True)
@@ -40,36 +43,35 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
     """Return the series that left the range of the healthy runs, sorted by the step at which they left it.
 
     The range at a step goes from the lowest to the highest value of the healthy runs at this step, widened on both
-    sides by its own width. A series has left the range if it stays outside until the run fails (`failure_step`) or
-    ends. A value that is not finite is outside. Loss and log Z are means, and the gradient norm is the largest value,
-    over the steps between two probes.
+    sides by its own width. A series has left the range if, after warm-up, it is outside at its last 4 probes or more,
+    until the run fails (`failure_step`) or ends. A value that is not finite is outside. Loss and log Z are means, and
+    the gradient norm is the largest value, over the steps between two probes.
 
     Args:
         run: the run to examine.
         healthy: at least 3 other runs. Steps that one of them did not reach are not compared.
     """
     assert len(healthy) >= FEWEST_HEALTHY
-    failed = failure_step(run)
+    failed, start = failure_step(run), warmup_steps(run)
+    end = run.last_step if failed is None else failed
     left = []
     for name, tag in run.tags.items():
         if tag.statistic not in (*PROBED, *STEPPED) or tag.head is not None:
             continue
         steps, values = windowed(run, name, tag.statistic)
-        before = steps <= (run.last_step if failed is None else failed)
-        steps, values = steps[before], values[before]
+        kept = (steps > start) & (steps <= end)
+        steps, values = steps[kept], values[kept]
         others = [windowed(other, name, tag.statistic) for other in healthy]
         for at, _ in others:
             steps, kept, _ = np.intersect1d(steps, at, return_indices=True)
             values = values[kept]
-        if not len(steps):
-            continue
         table = np.stack([seen[np.searchsorted(at, steps)] for at, seen in others])
-        low, high = table.min(axis=0), table.max(axis=0)
+        low, high = np.fmin.reduce(table), np.fmax.reduce(table)
         with np.errstate(invalid="ignore"):
             inside = (values >= 2 * low - high) & (values <= 2 * high - low)
         last_inside = np.flatnonzero(inside)
         index = int(last_inside[-1]) + 1 if len(last_inside) else 0
-        if index < len(steps):
+        if len(steps) - index >= FEWEST_OUTSIDE:
             modality = tag.pair[0] if tag.pair else tag.modality
             left.append(Departure(tag.statistic, modality or "", tag.layer, int(steps[index])))
     order = [*PROBED, *STEPPED]
@@ -82,7 +84,7 @@ def windowed(run: Run, name: str, statistic: str) -> Series:
     steps, values = run.series(name)
     if statistic not in STEPPED:
         return steps, values
-    width = int(run.setting("monitor.every_n_steps", 1))
+    width = max(1, int(run.setting("monitor.every_n_steps", 1)))
     windows = (steps - 1) // width
     complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * width <= run.last_step]
     reduced = [float(STEPPED[statistic](values[windows == w])) for w in complete]
