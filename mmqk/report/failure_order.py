@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from mmqk.analysis.formatting import capital, plural
-from mmqk.analysis.metrics.departure import windowed
+from mmqk.analysis.metrics.departure import reduced
 from mmqk.analysis.verdicts.failure_order import FailureOrder, OrderRow
 from mmqk.analysis.verdicts.study import Study
-from mmqk.report.figures.captions import loss_series, reduced
+from mmqk.report.figures.captions import loss_series
 from mmqk.report.figures.curves import arm_lines, bin_width
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import INK, legend
@@ -27,12 +27,13 @@ NAMES = WORDS | {
     "loss": "loss",
 }
 ABOUT = (
-    "A statistic leaves the range of the healthy runs of “{control}” if, after warm-up, it is outside at the last 4 "
-    "probes before the failure or more; the table has the first of these probes. The range at a step goes from their "
-    "lowest to their highest value, widened on both sides by its own width. Each run counts with the layer that leaves "
-    "first; the table names the most frequent of these layers. Survivors: compared runs without a failure, except those "
-    "of the control. Healthy: the healthy runs themselves, each compared with the others. A statistic that also leaves "
-    "in survivors or healthy runs does not announce a failure."
+    "Each statistic is the largest value over layers (attention entropy and stable rank: the smallest); the table "
+    "names the layer. A statistic leaves the range of the healthy runs of “{control}” if, after warm-up, it is "
+    "outside at the last 4 probes before the failure or more; the table has the first of these probes. The range "
+    "at a step goes from their lowest to their highest value, widened on both sides by its own width (on a log "
+    "scale, except for loss and log Z). Survivors: compared runs without a failure, except those of the control. "
+    "Healthy: the healthy runs, each compared with the others. A statistic that also leaves in survivors or "
+    "healthy runs does not announce a failure."
 )
 
 
@@ -94,9 +95,9 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
     reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
     if first is not None:
         reading += (
-            " Of the statistics that left the range of the healthy runs only in failed runs, the most frequent is "
-            f"{_what(first)}: in {len(first.steps)} of {plural(len(order.failing), 'run')}, "
-            f"{_spread(first.before.values())} steps before the failure."
+            f" First to leave the range of the healthy runs, in failed runs only: {_what(first)}, in "
+            f"{len(first.steps)} of {plural(len(order.failing), 'run')}, {_spread(first.before.values())} steps before "
+            "the failure."
         )
     caption = "Thin lines: runs; thick lines: medians; × marks a divergence."
     return Figure("failure_order", reading, caption, tuple(filter(None, rows)), arms, keys)
@@ -110,10 +111,9 @@ def _panel(
     def series(run):
         if statistic == "loss":
             return loss_series(modality, width)(run)
-        if statistic == "grad_norm":
-            return windowed(run, statistic, statistic)
-        reduce = np.min if statistic.endswith(("entropy", "stable_rank")) else np.max
-        return reduced(statistic, reduce, modality or None)(run)
+        steps, values = reduced(run, statistic, modality)
+        finite = np.isfinite(values)
+        return steps[finite], values[finite]
 
     lines = arm_lines(study, (order.treatment, order.control), modality, series)
     steps = next((r.steps for r in order.rows if (r.statistic, r.modality) == (statistic, modality)), {})

@@ -1,4 +1,4 @@
-"""When statistics of a run leave the range of healthy runs, by layer and modality."""
+"""When statistics of a run leave the range of healthy runs, by modality."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from mmqk.analysis.metrics.late import failure_step
 from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run, Series
 
-# Statistics of probes, in the order of the page, and statistics of steps with the function that reduces a window.
-PROBED = (
-    "attn_logit_absmax", "attn_entropy", "w_q_stable_rank", "w_k_stable_rank", "w_q_grad_over_v", "w_k_grad_over_v",
-    "final_norm",
-)  # fmt: skip
+# Statistics of probes with the function that reduces them over layers, and statistics of steps with the function that
+# reduces them over the steps between two probes; in the order of the page.
+PROBED: dict[str, Callable] = {
+    "attn_logit_absmax": np.max, "attn_entropy": np.min, "w_q_stable_rank": np.min, "w_k_stable_rank": np.min,
+    "w_q_grad_over_v": np.max, "w_k_grad_over_v": np.max, "final_norm": np.max,
+}  # fmt: skip
+LINEAR = ("log_z", "loss")  # the others are positive and compared on a log scale
 STEPPED: dict[str, Callable] = {"log_z": np.mean, "grad_norm": np.max, "loss": np.mean}
 FEWEST_HEALTHY = 3
 # A series that is outside at its last one to three probes only may be outside by chance.
@@ -24,13 +26,13 @@ FEWEST_OUTSIDE = 4
 
 @dataclass(frozen=True)
 class Departure:
-    """One series that left the range of the healthy runs and did not return.
+    """One statistic that left the range of the healthy runs and did not return.
 
     Attributes:
         statistic: name of the statistic, as in docs/statistics.md.
         modality: modality of the tokens, or of the queries; empty if there is none.
-        layer: the layer; None if the statistic has no layer.
-        step: the first step from which the series stays outside.
+        layer: the layer with the largest (smallest) value at this step; None if the statistic has no layer.
+        step: the first step from which the statistic stays outside.
     """
 
     statistic: str
@@ -40,12 +42,12 @@ class Departure:
 
 
 def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
-    """Return the series that left the range of the healthy runs, sorted by the step at which they left it.
+    """Return the statistics that left the range of the healthy runs, sorted by the step at which they left it.
 
     The range at a step goes from the lowest to the highest value of the healthy runs at this step, widened on both
-    sides by its own width. A series has left the range if, after warm-up, it is outside at its last 4 probes or more,
-    until the run fails (`failure_step`) or ends. A value that is not finite is outside. Loss and log Z are means, and
-    the gradient norm is the largest value, over the steps between two probes.
+    sides by its own width; on a log scale, except for loss and log Z. A statistic has left the range if, after
+    warm-up, it is outside at its last 4 probes or more, until the run fails (`failure_step`) or ends. A value that is
+    not finite is outside.
 
     Args:
         run: the run to examine.
@@ -54,38 +56,51 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
     assert len(healthy) >= FEWEST_HEALTHY
     failed, start = failure_step(run), warmup_steps(run)
     end = run.last_step if failed is None else failed
+    tags = [tag for tag in run.tags.values() if tag.head is None]
     left = []
-    for name, tag in run.tags.items():
-        if tag.statistic not in (*PROBED, *STEPPED) or tag.head is not None:
-            continue
-        steps, values = windowed(run, name, tag.statistic)
-        kept = (steps > start) & (steps <= end)
-        steps, values = steps[kept], values[kept]
-        others = [windowed(other, name, tag.statistic) for other in healthy]
-        for at, _ in others:
-            steps, kept, _ = np.intersect1d(steps, at, return_indices=True)
-            values = values[kept]
-        table = np.stack([seen[np.searchsorted(at, steps)] for at, seen in others])
-        low, high = np.fmin.reduce(table), np.fmax.reduce(table)
-        with np.errstate(invalid="ignore"):
-            inside = (values >= 2 * low - high) & (values <= 2 * high - low)
-        last_inside = np.flatnonzero(inside)
-        index = int(last_inside[-1]) + 1 if len(last_inside) else 0
-        if len(steps) - index >= FEWEST_OUTSIDE:
-            modality = tag.pair[0] if tag.pair else tag.modality
-            left.append(Departure(tag.statistic, modality or "", tag.layer, int(steps[index])))
-    order = [*PROBED, *STEPPED]
-    return sorted(left, key=lambda d: (d.step, order.index(d.statistic), d.layer or 0, d.modality))
+    for statistic in (*PROBED, *STEPPED):
+        names = {(tag.pair[0] if tag.pair else tag.modality) or "" for tag in tags if tag.statistic == statistic}
+        for modality in sorted(names):
+            steps, values = reduced(run, statistic, modality)
+            during = (steps > start) & (steps <= end)
+            steps, values = steps[during], values[during]
+            others = [reduced(other, statistic, modality) for other in healthy]
+            for at, _ in others:
+                steps, places, _ = np.intersect1d(steps, at, return_indices=True)
+                values = values[places]
+            table = np.stack([values, *(seen[np.searchsorted(at, steps)] for at, seen in others)])
+            with np.errstate(invalid="ignore", divide="ignore"):
+                values, *rest = np.log(table) if statistic not in LINEAR else table
+                low, high = np.fmin.reduce(rest), np.fmax.reduce(rest)
+                inside = np.flatnonzero((values >= 2 * low - high) & (values <= 2 * high - low))
+            index = int(inside[-1]) + 1 if len(inside) else 0
+            if len(steps) - index >= FEWEST_OUTSIDE:
+                step = int(steps[index])
+                left.append(Departure(statistic, modality, _layer(run, statistic, modality, step), step))
+    return sorted(left, key=lambda departure: departure.step)
 
 
-def windowed(run: Run, name: str, statistic: str) -> Series:
-    """Return a series at the steps of the probes. A statistic of steps is reduced over the steps since the previous
-    probe. Step 0 and the steps after the last scheduled probe are left out."""
-    steps, values = run.series(name)
-    if statistic not in STEPPED:
-        return steps, values
+def reduced(run: Run, statistic: str, modality: str) -> Series:
+    """Return a statistic at the steps of the probes: the largest (smallest) value over layers and key modalities, or
+    the mean (gradient norm: the largest value) over the steps since the previous probe. Step 0 and the steps after
+    the last scheduled probe have no value of the second kind."""
+    if statistic in PROBED:
+        return run.combined(statistic, PROBED[statistic], modality or None)
+    steps, values = run.series(f"{statistic}/{modality}" if modality else statistic)
     width = max(1, int(run.setting("monitor.every_n_steps", 1)))
     windows = (steps - 1) // width
     complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * width <= run.last_step]
-    reduced = [float(STEPPED[statistic](values[windows == w])) for w in complete]
-    return np.array([(w + 1) * width for w in complete], dtype=np.int64), np.array(reduced)
+    means = [float(STEPPED[statistic](values[windows == w])) for w in complete]
+    return np.array([(w + 1) * width for w in complete], dtype=np.int64), np.array(means)
+
+
+def _layer(run: Run, statistic: str, modality: str, step: int) -> int | None:
+    """Return the layer that has the value of `reduced` at this step."""
+    layers = {tag.layer for tag in run.tags.values() if tag.statistic == statistic and tag.layer is not None}
+    found: dict[int, float] = {}
+    for layer in sorted(layers):
+        steps, values = run.combined(statistic, PROBED[statistic], modality or None, layer)
+        if len(at := np.flatnonzero(steps == step)):
+            found[layer] = float(values[at[0]])
+    worst = max if PROBED.get(statistic) is np.max else min
+    return worst(found, key=found.__getitem__, default=None)

@@ -18,12 +18,12 @@ LATE = ("late_failure", *EVENTS)
 
 @dataclass(frozen=True)
 class OrderRow:
-    """One statistic of one modality; each run counts with the layer that left the range first.
+    """One statistic of one modality.
 
     Attributes:
         statistic: name of the statistic.
         modality: modality of the tokens, or of the queries; empty if there is none.
-        layer: the layer that left first in most of the failing runs; None if the statistic has no layer.
+        layer: the layer with the largest (smallest) value in most of the failing runs; None if there is no layer.
         steps: the step at which the statistic left the range, by name of the failing run; runs without an entry
             stayed inside.
         before: number of steps from leaving the range to the failure, by name of the failing run.
@@ -83,8 +83,8 @@ def failure_order(study: Study) -> FailureOrder | None:
     surviving = tuple(run for arm in others for run in study.finished(arm) if failed[run.name] is None)
     if not failing or len(healthy) <= FEWEST_HEALTHY:
         return None
-    left = {run.name: _first(departures(run, healthy)) for run in (*failing, *surviving)}
-    left |= {run.name: _first(departures(run, [h for h in healthy if h is not run])) for run in healthy}
+    left = {run.name: _by_key(departures(run, healthy)) for run in (*failing, *surviving)}
+    left |= {run.name: _by_key(departures(run, [h for h in healthy if h is not run])) for run in healthy}
     rows = []
     for key in sorted({key for run in failing for key in left[run.name]}, key=_place):
         first = {run.name: left[run.name][key] for run in failing if key in left[run.name]}
@@ -102,9 +102,8 @@ def failure_order(study: Study) -> FailureOrder | None:
     return FailureOrder(treatment, control, failing, surviving, healthy, tuple(rows))
 
 
-def _first(left: Sequence[Departure]) -> dict[tuple[str, str], Departure]:
-    """Return the earliest departure by statistic and modality."""
-    return {(d.statistic, d.modality): d for d in reversed(left)}
+def _by_key(left: Sequence[Departure]) -> dict[tuple[str, str], Departure]:
+    return {(d.statistic, d.modality): d for d in left}
 
 
 def _place(key: tuple[str, str]) -> tuple[int, str]:

@@ -24,7 +24,7 @@ def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
     return lambda run: binned(run.series(f"loss/{modality}"), width)
 
 
-def reduced(statistic: str, reduce: Callable, modality: str | None) -> Callable[[Run], Series]:
+def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
     """Return a function that returns a statistic of a run, reduced over layers, without its non-finite values."""
 
     def series(run: Run) -> Series:
