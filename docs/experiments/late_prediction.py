@@ -31,8 +31,9 @@ MONITORS = {
 def value_at(run, step, statistic, reduce, width):
     """Return the monitor of a run at a step; NaN if the run has none there."""
     steps, values = run.series("loss") if statistic == "loss" else run.combined(statistic, reduce)
-    before = (steps <= step) & (steps > step - width) if width > 1 else steps == steps[steps <= step][-1:]
-    return float(reduce(values[before])) if before.any() else np.nan
+    before = np.flatnonzero((steps <= step) & (steps > step - width if width > 1 else True))
+    before = before if width > 1 else before[-1:]
+    return float(reduce(values[before])) if len(before) else np.nan
 
 
 def spread(values):
@@ -75,6 +76,8 @@ def auroc(values, failing):
 def monitor_rows(runs, failed):
     runs = [run for run in runs if run.setting("model.qk_norm.kind") == "none"]
     failing = [run for run in runs if failed[run.name]]
+    if not failing:
+        return
     end = int(np.median([failed[run.name] for run in failing]))
     for share in (0.2, 0.4, 0.6):
         step = round(share * end / 250) * 250
@@ -84,7 +87,9 @@ def monitor_rows(runs, failed):
             dying = [run for run in alive if failed[run.name]]
             rho = "–"
             if len(dying) > 3:
-                found = stats.spearmanr([values[r.name] for r in dying], [failed[r.name] for r in dying])
+                found = stats.spearmanr(
+                    [values[r.name] for r in dying], [failed[r.name] for r in dying], nan_policy="omit"
+                )
                 rho = f"{found.statistic:.2f} (p = {found.pvalue:.2g}, n = {len(dying)})"
             yield f"{step:,}", name, auroc(list(values.values()), [bool(failed[r.name]) for r in alive]), rho
 

@@ -22,24 +22,25 @@ NAMES = WORDS | {
     "w_k_stable_rank": "stable rank of W_k",
     "w_q_grad_over_v": "RMS of g²/v of W_q",
     "w_k_grad_over_v": "RMS of g²/v of W_k",
-    "log_z": "log Z",
+    "out_log_z": "log Z",
     "grad_norm": "gradient norm",
     "loss": "loss",
 }
 ABOUT = (
-    "Each statistic is the largest value over layers (attention entropy and stable rank: the smallest); the table "
-    "names the layer. A statistic leaves the range of the healthy runs of “{control}” if, after warm-up, it is "
-    "outside at the last 4 probes before the failure or more; the table has the first of these probes. The range "
-    "at a step goes from their lowest to their highest value, widened on both sides by its own width (on a log "
-    "scale, except for loss and log Z). Survivors: compared runs without a failure, except those of the control. "
-    "Healthy: the healthy runs, each compared with the others. A statistic that also leaves in survivors or "
-    "healthy runs does not announce a failure."
+    "Each statistic is the largest value over layers (attention entropy and stable rank: the smallest); the "
+    "table names the layer. A statistic leaves the range of the healthy runs of “{control}” if, after warm-up, "
+    "it is outside at the last 4 probes before the failure or more; the table has the first of these probes, so "
+    "no lead is shorter than 3 intervals between probes. The range at a step goes from their lowest to their "
+    "highest value, widened on both sides by its own width (on a log scale, except for loss and log Z). "
+    "Survivors: compared runs without a failure, except those of the control; they may differ in other "
+    "settings. Healthy: the healthy runs, each compared with the others. A statistic that also leaves in "
+    "survivors or healthy runs does not distinguish the failed runs."
 )
 
 
 def order_table(study: Study, order: FailureOrder | None) -> dict[str, Any]:
     """Return the rows of the table and the sentence that explains it; empty without an order."""
-    if order is None:
+    if order is None or not order.rows:
         return {}
     return {
         "about": ABOUT.format(control=study.label(order.control)),
@@ -96,8 +97,8 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
     if first is not None:
         reading += (
             f" First to leave the range of the healthy runs, in failed runs only: {_what(first)}, in "
-            f"{len(first.steps)} of {plural(len(order.failing), 'run')}, {_spread(first.before.values())} steps before "
-            "the failure."
+            f"{len(first.steps)} of {plural(len(order.failing), 'run')}, {_spread(first.before.values())} steps "
+            "before the failure."
         )
     caption = "Thin lines: runs; thick lines: medians; × marks a divergence."
     return Figure("failure_order", reading, caption, tuple(filter(None, rows)), arms, keys)
@@ -123,6 +124,6 @@ def _panel(
         if run.name in steps and len(at):
             index = int(np.abs(at - steps[run.name]).argmin())
             place = at[index : index + 1].astype(float), values[index : index + 1]
-            marks.append(Line(order.treatment, modality, run.seed, *place, run=run.name, marker="o"))
+            marks.append(Line(order.treatment, modality, run.seed, *place, "event", run=run.name, marker="o"))
     log = statistic in ("attn_logit_absmax", "grad_norm", "w_q_grad_over_v", "attn_entropy")
     return Panel(statistic, title, ylabel, (*lines, *marks), log=log)

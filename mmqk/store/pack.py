@@ -40,7 +40,8 @@ REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
     "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",
     "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm",
-    "final_rms", "tokens_per_s",
+    "final_rms", "out_log_z", "w_q_stable_rank", "w_k_stable_rank", "w_q_grad_over_v", "w_k_grad_over_v",
+    "tokens_per_s",
 }  # fmt: skip
 # If another series has more values than this, only every n-th value is packed.
 MOST_VALUES = 1000

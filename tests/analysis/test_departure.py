@@ -1,6 +1,7 @@
 """Check when planted series leave the range of healthy runs, and the table of a planted grid."""
 
 import json
+import math
 
 import pytest
 
@@ -59,6 +60,27 @@ def test_a_series_that_returns_or_stays_within_the_widened_range_has_not_left(tm
     assert [found(run, [h for h in healthy if h is not run]) for run in healthy] == [[]] * 4
 
 
+def test_a_value_that_is_not_finite_is_outside_and_no_range(tmp_path, healthy):
+    for name, value in (("nan", math.nan), ("inf", math.inf)):
+        steps = {s: 2.0 if s < 700 else value for s in STEPS}
+        broken = small_run(tmp_path / name, {"final_norm/text": steps}, config=CONFIG)
+        calm = [
+            small_run(tmp_path / f"{name}{k}", {"final_norm/text": dict.fromkeys(STEPS, 2.0 + k / 10)}, config=CONFIG)
+            for k in range(4)
+        ]
+        assert found(broken, calm) == [("final_norm", "text", None, 700)]
+        large = small_run(tmp_path / f"{name}large", {"final_norm/text": dict.fromkeys(STEPS, 50.0)}, config=CONFIG)
+        # One healthy run that breaks does not make every value lie inside.
+        assert found(large, [*calm, broken]) == [("final_norm", "text", None, 100)]
+
+
+def test_fewer_than_three_healthy_runs_with_the_series_are_no_range(tmp_path, healthy):
+    failing = run_of(tmp_path / "failing", leaves=700, status="diverged")
+    without = small_run(tmp_path / "without", {"loss/text": {s: 5.0 for s in range(1, 2001)}}, config=CONFIG)
+    assert found(failing, [*healthy[:3], without]) == found(failing, healthy[:3]) != []
+    assert found(failing, [*healthy[:2], without]) == []
+
+
 def planted_grid(tmp_path, healthy_seeds=4):
     """Write a grid. `bad` leaves the healthy range at steps 700 and 800 (by seed) and fails, `calm` stays in it, and
     `other` leaves it at step 900 and survives."""
@@ -70,9 +92,10 @@ def planted_grid(tmp_path, healthy_seeds=4):
             run_of(folder / arm / f"seed{seed}", seed, leaves, "diverged" if arm == "bad" else "completed",
                    spike_at=1450 if arm == "bad" else 0)  # fmt: skip
             runs.append({"arm": arm, "seed": seed, "folder": f"{arm}/seed{seed}"})
-    basic = {"metric": "time_of_failure", "direction": "less", "min_effect": 0.1, "treatment": "bad",
-             "statement": "it fails earlier", "status": "exploratory"}  # fmt: skip
-    claims = [basic | {"id": "a", "control": "calm"}, basic | {"id": "b", "control": "other"}]
+    basic = {"metric": "time_of_failure", "min_effect": 0.1, "statement": "s", "status": "exploratory"}
+    # Claim `a` names the failing arm as its control.
+    claims = [basic | {"id": "a", "direction": "greater", "treatment": "calm", "control": "bad"},
+              basic | {"id": "b", "direction": "less", "treatment": "bad", "control": "other"}]  # fmt: skip
     grid = {"name": "grid", "arms": {"bad": {}, "calm": {}, "other": {}}, "claims": claims}
     (folder / "ablation.json").write_text(json.dumps({"name": "grid", "grid": grid, "runs": runs}))
     return folder

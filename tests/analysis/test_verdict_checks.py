@@ -98,8 +98,9 @@ def another_rate(runs):
 
 
 LARGE, SMALL = ({"vocab_sizes": {"text": size}} for size in (9, 7))
-PAIRS = {"data": {"pairs": "a1", "mix": {"pair": 1.0}, "image_first_prob": 0.5}, "model": LARGE}
-TEXT = {"data": {"pairs": "", "mix": {"text": 1.0}, "image_first_prob": 0.0}, "model": SMALL}
+DIAL = {"data": {"dial": {"modalities": ["text", "image"]}}}
+PAIRS = {"data": {"tokenizers": "t1", "pairs": "a1", "mix": {"pair": 1.0}, "image_first_prob": 0.5}, "model": LARGE}
+TEXT = {"data": {"tokenizers": "t1", "pairs": "", "mix": {"text": 1.0}, "image_first_prob": 0.0}, "model": SMALL}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,10 @@ TEXT = {"data": {"pairs": "", "mix": {"text": 1.0}, "image_first_prob": 0.0}, "m
         (PAIRS, TEXT, "they also differ in data.mix.pair, data.mix.text"),
         (PAIRS, {**PAIRS, "data": {**PAIRS["data"], "pairs": "b2"}}, "they also differ in data.pairs"),
         (PAIRS, {**PAIRS, "data": {**PAIRS["data"], "image_first_prob": 0.0}}, "data.image_first_prob"),
-        (PAIRS, {**PAIRS, "model": SMALL}, None),
+        (PAIRS, {**PAIRS, "model": SMALL}, "they also differ in model.vocab_sizes.text"),
+        (PAIRS, {"data": {**PAIRS["data"], "tokenizers": ""}, "model": SMALL}, None),
+        (DIAL, {"data": {"dial": {"modalities": ["image", "text"]}}}, "they also differ in data.dial.modalities"),
+        (DIAL, {"data": {"dial": {"modalities": ["text"]}}}, None),
     ],
 )
 def test_a_source_that_only_one_arm_reads_follows_from_the_mixture(tmp_path, treatment, control, named):

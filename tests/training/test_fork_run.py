@@ -310,7 +310,7 @@ def test_splitting_moments_and_back(parent, tmp_path):
 def test_new_moments_start_at_zero(parent, tmp_path):
     fields = (NO_DROPOUT, "--optim.lr=0.002", "--optim.schedule=constant", "--fork_new_moments=true")
     record = fork(parent, tmp_path / "new", *fields)
-    assert record["new_moments"] and record["optimizer"] == "all parameters start at zero"
+    assert record["new_moments"] and record["optimizer"] == "all moments start at zero"
     losses, weights = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4, carry=False)
     assert [line["loss"] for line in series(tmp_path / "new")] == pytest.approx(losses, abs=1e-5)
     assert apart(tmp_path / "new", weights) < 2e-6

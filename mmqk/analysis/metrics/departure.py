@@ -12,14 +12,15 @@ from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run, Series
 
 # Statistics of probes with the function that reduces them over layers, and statistics of steps with the function that
-# reduces them over the steps between two probes; in the order of the page.
+# reduces them over the steps between two probes (np.add: their mean); in the order of the page.
 PROBED: dict[str, Callable] = {
     "attn_logit_absmax": np.max, "attn_entropy": np.min, "w_q_stable_rank": np.min, "w_k_stable_rank": np.min,
-    "w_q_grad_over_v": np.max, "w_k_grad_over_v": np.max, "final_norm": np.max,
+    "w_q_grad_over_v": np.max, "w_k_grad_over_v": np.max, "final_norm": np.max, "out_log_z": np.max,
 }  # fmt: skip
-LINEAR = ("log_z", "loss")  # the others are positive and compared on a log scale
-STEPPED: dict[str, Callable] = {"log_z": np.mean, "grad_norm": np.max, "loss": np.mean}
+LINEAR = ("out_log_z", "loss")  # the others are positive and compared on a log scale
+STEPPED: dict[str, np.ufunc] = {"grad_norm": np.maximum, "loss": np.add}
 FEWEST_HEALTHY = 3
+DEFAULT_WINDOW = 100  # steps, for a run without probes
 # A series that is outside at its last one to three probes only may be outside by chance.
 FEWEST_OUTSIDE = 4
 
@@ -51,12 +52,11 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
 
     Args:
         run: the run to examine.
-        healthy: at least 3 other runs. Steps that one of them did not reach are not compared.
+        healthy: other runs. A statistic is compared if at least 3 of them have it up to the last 4 probes.
     """
-    assert len(healthy) >= FEWEST_HEALTHY
     failed, start = failure_step(run), warmup_steps(run)
     end = run.last_step if failed is None else failed
-    tags = [tag for tag in run.tags.values() if tag.head is None]
+    tags = [tag for name, tag in run.tags.items() if tag.head is None and not name.startswith("grad_norm/")]
     left = []
     for statistic in (*PROBED, *STEPPED):
         names = {(tag.pair[0] if tag.pair else tag.modality) or "" for tag in tags if tag.statistic == statistic}
@@ -64,16 +64,24 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
             steps, values = reduced(run, statistic, modality)
             during = (steps > start) & (steps <= end)
             steps, values = steps[during], values[during]
-            others = [reduced(other, statistic, modality) for other in healthy]
+            others = [
+                (at, seen)
+                for at, seen in (reduced(other, statistic, modality) for other in healthy)
+                if np.isin(steps[-FEWEST_OUTSIDE:], at).all()
+            ]
+            if len(others) < FEWEST_HEALTHY:
+                continue
             for at, _ in others:
                 steps, places, _ = np.intersect1d(steps, at, return_indices=True)
                 values = values[places]
             table = np.stack([values, *(seen[np.searchsorted(at, steps)] for at, seen in others)])
             with np.errstate(invalid="ignore", divide="ignore"):
-                values, *rest = np.log(table) if statistic not in LINEAR else table
+                table = np.log(table) if statistic not in LINEAR else table
+                values, rest = table[0], np.where(np.isfinite(table[1:]), table[1:], np.nan)
                 low, high = np.fmin.reduce(rest), np.fmax.reduce(rest)
-                inside = np.flatnonzero((values >= 2 * low - high) & (values <= 2 * high - low))
-            index = int(inside[-1]) + 1 if len(inside) else 0
+                inside = (values >= 2 * low - high) & (values <= 2 * high - low) & np.isfinite(values)
+            last = np.flatnonzero(inside)
+            index = int(last[-1]) + 1 if len(last) else 0
             if len(steps) - index >= FEWEST_OUTSIDE:
                 step = int(steps[index])
                 left.append(Departure(statistic, modality, _layer(run, statistic, modality, step), step))
@@ -87,11 +95,14 @@ def reduced(run: Run, statistic: str, modality: str) -> Series:
     if statistic in PROBED:
         return run.combined(statistic, PROBED[statistic], modality or None)
     steps, values = run.series(f"{statistic}/{modality}" if modality else statistic)
-    width = max(1, int(run.setting("monitor.every_n_steps", 1)))
-    windows = (steps - 1) // width
-    complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * width <= run.last_step]
-    means = [float(STEPPED[statistic](values[windows == w])) for w in complete]
-    return np.array([(w + 1) * width for w in complete], dtype=np.int64), np.array(means)
+    width = int(run.setting("monitor.every_n_steps", 0)) or DEFAULT_WINDOW
+    complete = (steps > 0) & (steps <= run.last_step // width * width)
+    steps, values = steps[complete], values[complete]
+    if not len(steps):
+        return steps, values
+    windows, starts, counts = np.unique((steps - 1) // width, return_index=True, return_counts=True)
+    sums = STEPPED[statistic].reduceat(values, starts)
+    return (windows + 1) * width, sums / counts if STEPPED[statistic] is np.add else sums
 
 
 def _layer(run: Run, statistic: str, modality: str, step: int) -> int | None:

@@ -52,8 +52,11 @@ def divergence_step(run: Run) -> int | None:
     """Return the optimizer step at which the run diverged, None if it did not.
 
     This is the first step at which `DivergenceRule` fires on the training excess loss of the trained modalities (on
-    the loss if there is no floor), or the step at which the run ended as diverged, whichever comes first.
+    the loss if there is no floor), or the step at which the run ended as diverged, whichever comes first. For a fork
+    only the second step counts, because the rule needs the losses of its parent.
     """
+    if run.fork:
+        return run.status.step if run.status.status == "diverged" else None
     rule, steps = DivergenceRule(warmup_steps(run)), []
     by_step: dict[int, dict[str, float]] = {}
     for modality in trained_modalities(run):

@@ -22,8 +22,8 @@ from mmqk.grid.claims import CHECKS
 from mmqk.store import differing_fields, flatten, same_code
 
 BOUND_SLACK = 1.01
-# Fields of the identity that follow from the data and have no setting of their own.
-OF_DATA = ("model.vocab_sizes", "data.dial.modalities")
+# Names of the identity for the order of the dial's modalities, and for the sizes of the vocabularies.
+ORDER, SIZES = "data.dial.modalities", "model.vocab_sizes"
 # Sources of data, which the identity stores as "" if the run does not read them, and fields of pairs.
 SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.tokenizers")
 OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
@@ -143,14 +143,18 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
 def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether the difference follows from another field of the data, which `only_declared_differences` checks.
 
-    This is the case for `OF_DATA`, for a source that one of the runs does not read, and for a field of pairs if one
-    of the runs reads no pairs.
+    This is the case for the sizes of the vocabularies if the data differs, for the order of the dial's modalities if
+    their names differ, for a source that one of the runs does not read, and for a field of pairs if one of the runs
+    reads no pairs.
     """
-    if field.startswith(OF_DATA):
-        return True
     values = [flatten(identity) for identity in (first, second)]
-    source = "data.pairs" if field in OF_PAIRS else field
-    return source in SOURCES and any(v.get(source) == "" for v in values)
+    if field.startswith(SIZES):
+        return first.get("data") != second.get("data")
+    if field == ORDER:
+        return set(values[0].get(ORDER) or ()) != set(values[1].get(ORDER) or ())
+    if field in OF_PAIRS:
+        return any(v.get("data.pairs") == "" or not v.get("data.mix.pair") for v in values)
+    return field in SOURCES and any(v.get(field) == "" for v in values)
 
 
 def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:

@@ -39,23 +39,18 @@ class OrderRow:
     surviving: int
     healthy: int
 
-    @property
-    def step(self) -> float:
-        """Median of ``steps`` over the failing runs in which the statistic left the range."""
-        return statistics.median(self.steps.values())
-
 
 @dataclass(frozen=True)
 class FailureOrder:
     """The failing runs of an arm beside the healthy runs of its control.
 
     Attributes:
-        treatment: name of the arm that fails.
-        control: name of the control arm.
+        treatment: name of the arm with failed runs.
+        control: name of the arm with healthy runs.
         failing: failed runs of the treatment.
         surviving: runs that did not fail, of all arms except the control that claims about failures compare.
         healthy: runs of the control without a failure.
-        rows: statistics, sorted by the number of failing runs in which they left, then by the median step.
+        rows: statistics, sorted by the number of failing runs in which they left, then by the lead.
     """
 
     treatment: str
@@ -67,22 +62,24 @@ class FailureOrder:
 
 
 def failure_order(study: Study) -> FailureOrder | None:
-    """Return the order for the first claim about failures (`LATE`) that compares two arms.
-
-    None if there is no such claim, no run of its treatment failed, or its control has fewer than 4 healthy runs.
+    """Return the order for the first claim about failures (`LATE`) of whose two arms one has a failed run and the
+    other has at least 4 healthy runs; None if there is no such claim.
     """
     claims = [c for c in study.claims if c.metric in LATE and len(c.compared) == 2]
-    if not claims:
-        return None
-    arms = list(dict.fromkeys(arm.name for c in claims for name in c.compared for arm in study.arms_of(name)))
-    treatment, control = (study.arms_of(name)[0].name for name in claims[0].compared)
+    pairs = [tuple(study.arms_of(name, c.at)[0].name for name in c.compared) for c in claims]
+    arms = dict.fromkeys(arm for pair in pairs for arm in pair)
     failed = {run.name: failure_step(run) for arm in arms for run in study.finished(arm)}
-    failing = tuple(run for run in study.finished(treatment) if failed[run.name] is not None)
-    healthy = tuple(run for run in study.finished(control) if failed[run.name] is None)
-    others = [arm for arm in arms if arm != control]
-    surviving = tuple(run for arm in others for run in study.finished(arm) if failed[run.name] is None)
-    if not failing or len(healthy) <= FEWEST_HEALTHY:
+
+    def runs(arm: str, fails: bool) -> tuple[Run, ...]:
+        return tuple(run for run in study.finished(arm) if (failed[run.name] is not None) == fails)
+
+    either_way = [order for pair in pairs for order in (pair, pair[::-1])]
+    found = [(a, b) for a, b in either_way if runs(a, True) and len(runs(b, False)) > FEWEST_HEALTHY]
+    if not found:
         return None
+    treatment, control = found[0]
+    failing, healthy = runs(treatment, True), runs(control, False)
+    surviving = tuple(run for arm in arms if arm != control for run in runs(arm, False))
     left = {run.name: _by_key(departures(run, healthy)) for run in (*failing, *surviving)}
     left |= {run.name: _by_key(departures(run, [h for h in healthy if h is not run])) for run in healthy}
     rows = []
@@ -98,7 +95,7 @@ def failure_order(study: Study) -> FailureOrder | None:
                 healthy=_count(left, key, healthy),
             )
         )
-    rows.sort(key=lambda row: (-len(row.steps), row.step))
+    rows.sort(key=lambda row: (-len(row.steps), -statistics.median(row.before.values())))
     return FailureOrder(treatment, control, failing, surviving, healthy, tuple(rows))
 
 

@@ -16,7 +16,8 @@ STEP = "optimizer step"
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of one run (role "seed"), of an arm's median over seeds, of its QK-Norm bound, or of a fit.
+    """A curve of one run (role "seed"), of an arm's median over seeds, of its QK-Norm bound, or of a fit; or an event
+    of a run.
 
     Attributes:
         steps: x values: optimizer steps, unless the panel has another ``xlabel``.
@@ -32,7 +33,7 @@ class Line:
     seed: int | None
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
-    role: Literal["seed", "median", "bound", "fit"] = "seed"
+    role: Literal["seed", "median", "bound", "fit", "event"] = "seed"
     alone: bool = False
     diverged: bool = False
     run: str = ""
@@ -150,9 +151,8 @@ class Figure:
                 continue
             axis = [panel.x] if several else []
             for line in panel.lines:
-                statistic = {"bound": "attn_logit_bound", "fit": f"{panel.statistic} (fit)"}.get(
-                    line.role, panel.statistic
-                )
+                names = {"bound": "attn_logit_bound"} | {r: f"{panel.statistic} ({r})" for r in ("fit", "event")}
+                statistic = names.get(line.role, panel.statistic)
                 seed = "median" if line.seed is None else line.seed
                 cells = [statistic, line.arm, line.modality, seed, "", *axis]
                 for step, value in zip(line.steps, line.values, strict=True):

@@ -84,7 +84,7 @@ def optimizer_state(
         group["initial_lr"], group["lr"] = group["lr"], lr
     if new_moments:
         state["state"] = {}
-        return state, "all parameters start at zero"
+        return state, "all moments start at zero"
     parts = ["carried over"]
     if carried.scale:
         parts.append(f"rescaled for {len(carried.scale)} parameters into which gains were folded")
