@@ -73,7 +73,7 @@ def test_everything_else_is_undecided_and_says_why(changed, words):
     found = verdict(replays_of({**SAME, **changed}))
     assert found.label == "undecided"
     assert words in found.sentence
-    judged_without_a_survivor = "at least" not in words and None not in changed.get("fp32", ())
+    judged_without_a_survivor = "needed" not in words and None not in changed.get("fp32", ())
     assert ("does not need bf16" in found.sentence) == judged_without_a_survivor
 
 
