@@ -22,7 +22,7 @@ help:
 	@echo "make setup        make .venv and install mmqk"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
-	@echo "make late         train the runs of the study of late failure (18 core hours) and write reports/late/index.html"
+	@echo "make late         train the runs of the study of late failure (20 core hours) and write reports/late/index.html"
 	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
 	@echo "make late-rescue  remedies switched on before two runs fail (4 core hours)"
 	@echo "make test         lint, types and all tests that are not slow"
@@ -51,7 +51,7 @@ claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES)) $(if $(FROM),--from $(FROM))
 	$(PYTHON) -m mmqk.report runs/claims --out reports/claims
 
-# About 18 core hours. MINUTES=50 stops after 50 minutes; the next call continues.
+# About 20 core hours. MINUTES=50 stops after 50 minutes; the next call continues.
 # FROM=reports/examples/late.zip copies the runs of the repository first.
 late: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/failures/late.yaml --out runs/late --jobs 2 \
