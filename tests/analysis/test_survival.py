@@ -59,6 +59,9 @@ def test_a_claim_about_a_time_of_failure_has_the_test_and_the_curves(tmp_path):
     assert lines["a"].values[-1] == 0 and lines["b"].values[-1] == 1
     assert lines["a"].steps.max() == 105 and lines["b"].steps.max() == 200
     assert "6 of 6 (a)" in figure.reading
+    # The interactive chart draws one value per step, so each drop takes one step.
+    assert lines["a"].steps.tolist() == [0, 99, 100, 101, 102, 103, 104, 105]
+    assert lines["a"].values.tolist() == pytest.approx([1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
 
 
 def test_other_claims_have_neither(tmp_path):

@@ -151,8 +151,8 @@ class Figure:
                 continue
             axis = [panel.x] if several else []
             for line in panel.lines:
-                names = {"bound": "attn_logit_bound"} | {r: f"{panel.statistic} ({r})" for r in ("fit", "event")}
-                statistic = names.get(line.role, panel.statistic)
+                roles = {"bound": "attn_logit_bound"} | {r: f"{panel.statistic} ({r})" for r in ("fit", "event")}
+                statistic = roles.get(line.role, panel.statistic)
                 seed = "median" if line.seed is None else line.seed
                 cells = [statistic, line.arm, line.modality, seed, "", *axis]
                 for step, value in zip(line.steps, line.values, strict=True):

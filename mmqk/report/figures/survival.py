@@ -6,6 +6,7 @@ import numpy as np
 
 from mmqk.analysis.formatting import listed
 from mmqk.analysis.stats.survival import kaplan_meier
+from mmqk.analysis.verdicts.failure_order import LATE
 from mmqk.analysis.verdicts.failures import EVENTS, times_to_failure
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Line, Panel
@@ -13,19 +14,24 @@ from mmqk.report.figures.style import legend
 
 
 def survival_figure(study: Study) -> Figure | None:
-    """Draw the Kaplan-Meier curve of each arm in a claim about a time of failure; None if there is no such claim."""
-    claims = [claim for claim in study.claims if claim.metric in EVENTS and claim.compared]
+    """Draw the Kaplan-Meier curve of each arm in a claim about failures; None if there is no such claim."""
+    claims = [claim for claim in study.claims if claim.metric in LATE and claim.compared]
     if not claims:
         return None
-    metric = claims[0].metric
-    named = dict.fromkeys(arm.name for claim in claims for name in claim.compared for arm in study.arms_of(name))
+    metric = claims[0].metric if claims[0].metric in EVENTS else "time_of_failure"
+    named = dict.fromkeys(
+        arm.name for claim in claims for name in claim.compared for arm in study.arms_of(name, claim.at)
+    )
     arms = tuple(arm for arm in named if study.finished(arm))
     lines, counts = [], []
     for arm in arms:
         times, failed = times_to_failure(study.finished(arm), metric)
         steps, shares = kaplan_meier(times, failed)
-        # Draw a step function: each share holds until the next failure.
-        lines.append(Line(arm, "", None, np.repeat(steps, 2)[1:], np.repeat(shares, 2)[:-1], "median"))
+        # Draw a step function: each share holds until the step before the next failure. The x values must differ.
+        at, held = np.repeat(steps, 2)[1:], np.repeat(shares, 2)[:-1]
+        at[1::2] -= 1
+        at, first = np.unique(at, return_index=True)
+        lines.append(Line(arm, "", None, at, held[first], "median"))
         counts.append(f"{sum(failed)} of {len(failed)} ({study.label(arm)})")
     if not lines:
         return None
