@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="only this case of the part")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
+    args.out = args.out.resolve()  # a part may change the working directory
     parts = args.part or PARTS
     if args.case is not None:
         (part,) = parts
