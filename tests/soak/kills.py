@@ -85,7 +85,9 @@ def prepare(shared: Path) -> None:
     grid(shared, shared / "grid").communicate()
 
 
-def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: float = 0.0) -> bool:
+def in_child(
+    call: Callable[[], object], begun: Callable[[], bool] | None = None, kill_after: float = 0.0
+) -> bool:
     """Call a function in a forked process, and return whether the process was killed. Fail if the process
     ended by itself with an exit code other than 0."""
     pid = os.fork()
@@ -101,12 +103,12 @@ def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: 
     return waited([pid], begun, kill_after)
 
 
-def waited(pids: list[int], begun: Path | None = None, kill_after: float = 0.0) -> bool:
+def waited(pids: list[int], begun: Callable[[], bool] | None = None, kill_after: float = 0.0) -> bool:
     """Wait for all processes, and return whether one was killed. The last process is killed ``kill_after`` seconds
-    after the file ``begun`` exists; the others end by themselves."""
+    after ``begun`` returns true; the others end by themselves."""
     if begun is not None:
         while (
-            not begun.exists() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            not begun() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         ):
             time.sleep(0.01)
         time.sleep(kill_after)
@@ -128,12 +130,19 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
         out: the run folder.
         disk: kills the process at a file operation.
         record: file for the file operations, each with the index of its last call.
-        kill_after: seconds from the lock of the run folder to the kill.
+        kill_after: seconds to the kill, from the lock of the run folder, or from the moment when all ranks have
+            joined: a rank that waits for another to join would wait until torch's timeout of 30 minutes.
     """
     args = [*arguments(kind, shared), f"--out={out}"]
-    begun, seconds = (out / "run.lock", kill_after) if kill_after is not None else (None, 0.0)
+    seconds = kill_after or 0.0
     if kind in STRATEGIES:
-        return waited(ranks(args, out.parent, kind), begun, seconds)
+        before = _written(out / "data.json")  # the first rank writes this file when all ranks have joined
+
+        def joined() -> bool:
+            return _written(out / "data.json") != before
+
+        return waited(ranks(args, out.parent, kind), None if kill_after is None else joined, seconds)
+    begun = None if kill_after is None else (out / "run.lock").exists
 
     def call() -> int:
         nonlocal disk
@@ -146,6 +155,10 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
         return code
 
     return in_child(call, begun, seconds)
+
+
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def ranks(args: list[str], folder: Path, strategy: str) -> list[int]:
@@ -198,7 +211,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         else:
             status = read_status(shared / kind)
             assert status is not None
-            killed += train(kind, shared, out, kill_after=rng.uniform(0, status.seconds))
+            longest = status.seconds / (3 if kind in STRATEGIES else 1)  # ranks take most of this time to join
+            killed += train(kind, shared, out, kill_after=rng.uniform(0, longest))
         age_events(out)
     assert not train(kind, shared, out)
     compare(shared / kind, out)
