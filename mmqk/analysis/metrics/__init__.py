@@ -9,6 +9,9 @@ metric        the classes of metrics
 probes        attention logits, entropy, norms and their slopes
 losses        initial, best and final loss; learned modalities
 stability     spikes, divergence, warnings
+late          failures after long training
+departure     the step at which a statistic leaves the range of healthy runs
+growth_order  the order in which the statistics of one run grew
 outcome       diverged, stalled, regime not reached
 rates         learning-rate sensitivity, first unstable learning rate, dose response
 scaling       model size, extrapolation of the largest logit
