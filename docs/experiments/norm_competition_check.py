@@ -29,6 +29,14 @@ def reader(source):
         texts = {member.name: pack.extractfile(member).read().decode() for member in pack}
     return lambda name: texts.get(name, "")
 
+def metrics_of(read, folder):
+    """Return the records of a run's metrics. A pack may store them as columns: the shape of each line, that is its keys,
+    and the values of each key."""
+    if columns := json.loads(read(folder + "/metrics.columns.json") or "{}"):
+        values = {key: iter(column) for key, column in columns["values"].items()}
+        return [{key: next(values[key]) for key in columns["shapes"][shape]} for shape in columns["lines"]]
+    return [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
+
 def diverged(rows, warmup, trained):
     """Return whether a run diverged, by the rule of docs/metrics.md, from the excess loss if it is logged, else from
     the loss."""
@@ -70,7 +78,7 @@ def load(read, metrics, blocks):
         if plan["role"] != "verdict" or status.get("status") not in ("completed", "diverged"):
             continue
         config = yaml.load(read(folder + "/config.yaml"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        lines = [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
+        lines = metrics_of(read, folder)
         # A resume repeats steps: use the last row of each step.
         rows = [row for _, row in sorted({row["step"]: row for row in lines}.items())]
         weights, done = config["loss"]["weights"], status["status"] == "completed"

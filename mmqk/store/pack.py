@@ -5,7 +5,8 @@ TensorBoard events. Its command lines and base configs have no absolute paths, b
 the same runs have the same bytes, and the report of a pack equals the report of the folder.
 
 The zip file has one member, ``runs.tar``, in which files with the same name follow each other. The files of different
-runs are similar, so one compressed stream for all files is up to 2.5 times smaller than one stream per file.
+runs are similar, so one compressed stream for all files is up to 2.5 times smaller than one stream per file. Metrics
+are stored as columns (`mmqk.store.columns`), which are another quarter smaller.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mmqk.store.columns import COLUMNS_NAME, from_columns, to_columns
 from mmqk.store.errors import UserError
 from mmqk.store.files import read_regular, write_atomic
 from mmqk.store.folder import find_runs
@@ -85,6 +87,9 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
             if record:
                 content[str(PurePosixPath(name, THINNED))] = json.dumps(record).encode()
                 thinned.append(name)
+        if path in content and (columns := to_columns(content[path])) is not None:
+            content[str(PurePosixPath(name, COLUMNS_NAME))] = columns
+            del content[path]
     packed, runs = io.BytesIO(), io.BytesIO()
     with tarfile.open(fileobj=runs, mode="w") as tar:
         for name in sorted(content, key=lambda name: (PurePosixPath(name).name, name)):
@@ -190,17 +195,21 @@ def _read(path: Path) -> Iterable[tuple[str, bytes]]:
             if archive.getinfo(TAR).file_size > _LARGEST:
                 raise UserError(f"{path} has more than 2 GiB: {advice}")
             runs = io.BytesIO(archive.read(TAR))
-        files = []
+        files, left = [], _LARGEST
         with tarfile.open(fileobj=runs, mode="r:") as tar:
             for member in tar:
                 place = PurePosixPath(member.name)
                 inside = not place.is_absolute() and ".." not in place.parts and "\\" not in member.name
-                known = place.name in FILES or member.name == ABLATION
+                known = place.name in (*FILES, COLUMNS_NAME) or member.name == ABLATION
                 if not (inside and known and member.isreg() and not member.issparse()):
                     raise UserError(f"{path} has the file {member.name!r:.80}, which no pack has: {advice}")
                 content = tar.extractfile(member)
                 assert content is not None  # the member is a regular file
-                files.append((member.name, content.read()))
+                data = content.read()
+                if place.name == COLUMNS_NAME:
+                    place, data = place.with_name(METRICS_NAME), from_columns(data, left)
+                    left -= len(data)
+                files.append((str(place), data))
         return files
     except (
         zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, ValueError, RuntimeError, OSError

@@ -142,6 +142,45 @@ def test_a_report_reads_no_series_that_is_thinned(monkeypatch, tmp_path):
     assert not missing, "add them to mmqk.store.pack.REPORTED"
 
 
+def test_metrics_are_stored_as_columns_and_restored_byte_for_byte(folder, tmp_path):
+    copy = tmp_path / "demo"
+    shutil.copytree(folder, copy)
+    first, second = sorted(copy.rglob("metrics.jsonl"))[:2]
+    write = lambda path, text: path.write_bytes(text.encode())  # noqa: E731
+    write(first, '{"step":0,"loss":1.5,"q_norm":"nan"}\n{"step":1,"q_norm":-0.0,"loss":1e-300}\n{"step":1,"alarm":1}\n')
+    write(second, '{"step":0,"loss":1.5}\n{"step":1,"lo')  # a line that cannot be read
+    write_pack(copy, tmp_path / "demo.zip")
+    restored = unpacked(tmp_path / "demo.zip")
+    for path in copy.rglob("metrics.jsonl"):
+        assert (restored / path.relative_to(copy)).read_bytes() == path.read_bytes()
+    with zipfile.ZipFile(tmp_path / "demo.zip") as archive, tarfile.open(
+        fileobj=io.BytesIO(archive.read("runs.tar"))
+    ) as tar:
+        names = tar.getnames()
+    as_lines = {name for name in names if name.endswith("metrics.jsonl")}
+    assert second.relative_to(copy).as_posix() in as_lines and first.relative_to(copy).as_posix() not in as_lines
+
+
+@pytest.mark.parametrize("content, why", [
+    ('{"shapes":[["step"]],"lines":[0,0],"values":{"step":[1]}}', "damaged"),  # a value is missing
+    ('{"shapes":[["step"]],"lines":[1],"values":{"step":[1]}}', "damaged"),
+    ('{"shapes":[["step"]],"lines":[0],"values":[1]}', "damaged"),
+    ("[]", "damaged"),
+    ('{"shapes":[["step"]],"lines":[0],"values":{"step":[NaN]}}', ""),
+    # Two million lines whose key has 2,000 characters would have 4 GB.
+    ('{"shapes":[["%s"]],"lines":[%s0],"values":{"%s":[%s1]}}' % ("k" * 2000, "0," * 2_000_000, "k" * 2000, "1," * 2_000_000),
+     "more than"),
+], ids=["short", "shape", "types", "list", "nan", "bomb"])  # fmt: skip
+def test_damaged_columns_are_refused(content, why, tmp_path, monkeypatch):
+    monkeypatch.setattr("mmqk.store.pack._LARGEST", 10**8)
+    write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/metrics.columns.json"), content=content.encode())
+    with pytest.raises(UserError, match=rf"cannot be read as a pack \(.*{why}"):
+        unpacked(tmp_path / "bad.zip")
+    good = b'{"shapes":[["step"]],"lines":[0],"values":{"step":[1]}}'  # the control
+    write_zip(tmp_path / "good.zip", tarfile.TarInfo("a/metrics.columns.json"), content=good)
+    assert (unpacked(tmp_path / "good.zip") / "a/metrics.jsonl").read_bytes() == b'{"step":1}\n'
+
+
 def write_zip(path: Path, *members: tarfile.TarInfo, content: bytes = b"{}") -> None:
     """Write a pack with these members, without the checks of `write_pack`."""
     runs = io.BytesIO()
