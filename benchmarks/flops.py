@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from mmqk.model import ModelConfig
 
-# Dense bf16 operations per second (without sparsity), from NVIDIA's data sheets, by a word in the name of the device.
-# An H200 differs from an H100 only in its memory.
+# Peak dense bf16 operations per second (without sparsity), from NVIDIA's data sheets. Each key is a word in the name
+# of the device. An H200 differs from an H100 only in its memory.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
 

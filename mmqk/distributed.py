@@ -31,8 +31,10 @@ def largest(tensor: Tensor) -> Tensor:
 
 
 def first_of_ranks(sentence: str | None) -> str | None:
-    """Return the sentence of the first rank that has one, or None. All ranks must call this function, which
-    synchronizes with the device."""
+    """Return the first argument that is not None, in the order of ranks; None if every rank passes None.
+
+    All ranks must call this function, which synchronizes with the device.
+    """
     if world_size() == 1:
         return sentence
     sentences: list[str | None] = [None] * world_size()

@@ -125,8 +125,10 @@ def test_a_mistake_on_the_command_line_names_no_file(tiny_args, tmp_path):
     ],
 )
 def test_a_config_that_is_not_a_text_file_is_refused_at_once(tmp_path, make, why):
-    """The file is refused as a configuration and as a grid. The control: the other tests of this module read text
-    files."""
+    """The file is refused both as a configuration and as a grid.
+
+    The other tests of this module are the control: they read text files and do not get this error.
+    """
     path = tmp_path / "bad.yaml"
     make(path)
     for read in (lambda: resolve([f"--config={path}"]), lambda: load_grid(path)):

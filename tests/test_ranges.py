@@ -30,7 +30,7 @@ CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "min_eff
 
 
 def claim(**values: Any) -> Claim:
-    """Return a claim that is read as in a grid."""
+    """Return the claim `CLAIM` with these fields changed, read by `read_claims` like the claims of a grid."""
     return read_claims([{**CLAIM, **values}], ("a", "b"), "g", "g")[0]
 
 

@@ -26,6 +26,7 @@ from mmqk.training.step.optimizers import block_matrices
 from tests import recipe_peers
 from tests.model.comparison import outcome
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
+from tests.versions import older
 
 FOLDER = Path("configs/recipes")
 # mmqk.interop reads the models that the recipes in CONVERTED cite; tests/recipe_peers.py has the models of PEERED.
@@ -386,6 +387,8 @@ def peers():
     known = {}
 
     def peer_of(name: str):
+        if name in ("muse_spark", "muse_glimmer", "gpt_oss") and older("transformers", "5.20"):
+            pytest.skip("the cited model has its present form since transformers 5.20")
         if name not in known:
             config = recipe_peers.small(as_run(name).model, name)
             leaves = recipe_peers.leaves_for(config, name)

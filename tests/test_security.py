@@ -18,7 +18,7 @@ from mmqk.train import main
 
 
 class Payload:
-    """Create a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path

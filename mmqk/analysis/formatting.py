@@ -34,8 +34,8 @@ def number(value: float, digits: int = 3) -> str:
 def decimals(error: float) -> int:
     """Return how many decimals a number with this error should have.
 
-    The decimals keep two digits of the error if its leading digits are below 3.5, otherwise one digit (Review of
-    Particle Physics, section 5.3).
+    The error is shown with two significant digits if these digits are below 35, and otherwise with one: 0.031, but
+    0.04 (Review of Particle Physics, section 5.3). The number gets as many decimals as its error.
     """
     if not (math.isfinite(error) and error > 0):
         return 2

@@ -1,4 +1,5 @@
-"""The Lightning datamodule: splits the order of a run into micro-batches, by rank and loader worker."""
+"""The Lightning datamodule. It divides the ordered training sequences of a run into micro-batches, and assigns the
+micro-batches to ranks and loader workers."""
 
 from __future__ import annotations
 
@@ -324,7 +325,9 @@ class TokenDataModule(L.LightningDataModule):
 
 
 def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
-    """Return the ids or surprises of the targets of a row (all tokens but the first of each document); empty if they
-    are unknown."""
+    """Return the ids of the targets of a row, or their surprises: -log probability under the source, in nats.
+
+    The targets are all tokens but the first of each document. The result is empty if the surprises are unknown.
+    """
     values = getattr(row, of)
     return np.zeros(0) if values is None else np.delete(values, row.starts)

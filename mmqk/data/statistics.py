@@ -42,15 +42,18 @@ class ModalityStatistics:
         compressed: LZMA size of the tokens of the modality, in the order of the documents. It is an upper bound on
             their entropy without the context of other modalities. It includes the cost of learning the statistics:
             on tokens without structure, it is 3 to 15 % above the entropy.
-        compressed_by_tokens: ``compressed`` of the first hundredth, the first tenth and all of the tokens, by the
-            number of tokens. If the last value is far below the one before, more data would lower it further.
+        compressed_by_tokens: ``compressed`` of the first hundredth, the first tenth and all of the tokens. The keys
+            are the numbers of tokens. If the last value is far below the one before, more data would lower it
+            further.
         model: held-out cross-entropy of an n-gram model of the joint vocabulary, trained on the training documents,
             with the best context for this modality. It is an upper bound on the entropy given that context. Like the
-            loss of a model, it includes the choice of the next modality. None without held-out documents.
-        model_error: standard error of ``model`` over held-out documents.
-        model_context: distances of the tokens in that context; empty for none.
-        model_by_context: the cross-entropy with each context, by its distances ("1,2"). Every context includes the
-            modality of the previous token; the context "none" has only this modality.
+            loss of a model, it includes the choice of the next modality. None if no held-out target has this
+            modality.
+        model_error: standard error of ``model`` over held-out documents; None if ``model`` is None.
+        model_context: the best context, as distances back to its tokens; empty if the best context has no tokens.
+        model_by_context: held-out cross-entropy with each context that was tried. The key "1,2" is the context of the
+            tokens at distances 1 and 2. Every context includes the modality of the previous token; the context "none"
+            has only this modality.
         repeated: share of the tokens that are in a passage of 8 tokens which occurred earlier in training, 0 to 1.
         repeated_held_out: share of the held-out tokens that are in a passage of 8 tokens which occurred in training.
         duplicates: share of the documents whose tokens of this modality equal those of an earlier document.

@@ -96,8 +96,10 @@ def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
 
 
 def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the number of targets by modality, and their mean -log p under the source, which is empty if p is
-    unknown."""
+    """Return two dictionaries by modality: the number of targets, and the mean of their -log p in nats.
+
+    p is the probability of a target under the source of the data. If p is unknown, the second dictionary is empty.
+    """
     modality = layout.modality(np.concatenate([np.delete(row.ids, row.starts) for row in rows]))
     of_modality = {name: modality == m for m, name in enumerate(layout.vocab_sizes)}
     counts = {name: int(mask.sum()) for name, mask in of_modality.items() if mask.any()}

@@ -35,9 +35,9 @@ MOST_SCANS = 100
 # and support of AVIF depends on the Pillow version.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
-# Fast integer reductions (JPEG's DCT scaling, a box filter) shrink an image to no less than this many times the
-# target size; the antialiased bicubic filter does the rest. At 3 the mean difference from the exact result is below
-# one gray level for a photo.
+# An image is shrunk in two stages. First, fast integer reductions (JPEG's DCT scaling, a box filter) shrink it, but
+# leave it at least this many times as large as the target. Then the antialiased bicubic filter shrinks it to the
+# target size. At 3 the mean difference from the exact result is below one gray level for a photo.
 _GAP = 3.0
 _JPEG = b"\xff\xd8"
 _MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # a JPEG marker other than stuffing and restart

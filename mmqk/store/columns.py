@@ -1,8 +1,8 @@
 """The columns of a metrics file, for packs: the values of one series follow each other, so they compress better than
 lines.
 
-A file of columns is one JSON object. ``shapes`` lists the different sequences of keys that a line has, ``lines`` has the
-index of each line's shape, and ``values`` has the values of each key in the order of the lines.
+A file of columns is one JSON object. ``shapes`` lists the different sequences of keys that lines have. ``lines`` has
+the index of each line's shape. ``values`` has the values of each key in the order of the lines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ COLUMNS_NAME = "metrics.columns.json"
 
 
 def to_columns(metrics: bytes) -> bytes | None:
-    """Return the columns of a metrics file, or None if `from_columns` would not restore the file byte for byte, as with
-    an unreadable line."""
+    """Return the columns of a metrics file.
+
+    Returns None if `from_columns` would not restore the file byte for byte, for example because a line is unreadable.
+    """
     shapes: dict[tuple[str, ...], int] = {}
     lines: list[int] = []
     values: dict[str, list[Any]] = {}

@@ -38,7 +38,8 @@ from mmqk.tokenizers.text import TextTokenizer
 COMMAND = "python -m mmqk.tokenizers.report"
 SHEET = "held-out.png"
 SHIPPED = "emoji"  # name in the manifest of the shipped images
-# Of the contact sheet: number of rows; and in pixels its width, the side of an image and the gap between images.
+# Layout of the contact sheet: number of rows, then (in pixels) width of the sheet, side of an image, and gap between
+# images.
 ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4
 KEPT_BELOW = "<!-- The command keeps the text below this line. -->"
 

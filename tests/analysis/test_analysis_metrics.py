@@ -170,7 +170,8 @@ def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
     measure = METRICS["qk_norm_product"].measure
     run = load_runs(tmp_path)[0]
     assert measure(run, "text") == pytest.approx(math.sqrt(2 * 3 * 8 * 1))
-    # The control: the product of arithmetic means differs. In the mean over modalities both have the same weight.
+    # The control: the product of the arithmetic means differs. Without a modality, the metric is the geometric mean
+    # of the values of text and image, with equal weights.
     assert measure(run, "text") != pytest.approx((2 + 8) / 2 * (3 + 1) / 2, rel=0.1)
     assert measure(run, None) == pytest.approx(math.sqrt(math.sqrt(48) * 1000**2))
     assert math.isnan(measure(run, "audio"))

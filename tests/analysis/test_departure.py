@@ -1,4 +1,5 @@
-"""Check when planted series leave the range of healthy runs, and the table of a planted grid."""
+"""Check the step at which a planted series leaves the range of healthy runs. Check the table of such steps that a
+report has for a planted grid."""
 
 import json
 import math

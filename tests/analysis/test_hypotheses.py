@@ -20,7 +20,8 @@ SIZE = 0.2231
 
 
 def study_of(folder, logits, hypotheses, seeds=6, spread=0.05):
-    """Return a study of arms with these largest logits; one claim per later arm compares it with the first arm."""
+    """Return a study with planted runs. ``logits`` has the largest attention logit of each arm. Each arm after the
+    first has a claim that compares it with the first arm."""
     names = list(logits)
     runs = [
         ({"arm": arm, "seed": seed}, Planted(logit, spread=spread), {})

@@ -57,14 +57,14 @@ def test_lr_sensitivity_by_hand(tmp_path):
 
 
 def test_lr_sensitivity_clips_the_excess_where_every_run_has_one(tmp_path):
-    # The floor differs between batches, so clipping at the initial excess loss 4.2 differs from clipping at the
-    # initial loss 7.
+    # The second run ends with a loss of 6.8, below the initial loss of 7. Its excess loss ends at 4.3, above the
+    # initial excess loss of 4.2, because the floor differs between batches. So only its excess loss is clipped.
     runs = [
         ended(tmp_path, 0.01, 3.0, excess=(4.2, 0.5)),
         ended(tmp_path, 0.1, 6.8, excess=(4.2, 4.3)),
     ]
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.7) / 2)
-    runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # it has no excess loss: the loss is used for both runs
+    runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # this run has no excess loss, so both use the loss
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.8) / 2)
 
 

@@ -129,7 +129,7 @@ def test_the_excess_decides_where_there_is_one(tmp_path):
 
 
 def test_what_ended_the_run_counts_too(tmp_path):
-    # A gradient norm that is not finite ends a run with finite losses.
+    # A gradient norm that is not finite ends a run as diverged, even if all its losses are finite.
     series = {"loss/text": [4.0] * 60}
     run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100))
     assert divergence_step(run) == 57 and value("time_of_divergence", run) == 0.57

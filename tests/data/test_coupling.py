@@ -106,7 +106,8 @@ def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
     quantile = Quantile(ends, order)
     assert (quantile(places) == expected).all()
     assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
-    # The control: some places are edges of intervals, where a search with side="left" gives another token.
+    # The control: ``places`` includes the numbers at which one interval ends and the next begins. For these numbers a
+    # search with side="left" gives another token.
     assert (order[np.searchsorted(edges, places, side="left")] != expected).any()
 
 

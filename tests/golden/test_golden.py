@@ -22,6 +22,7 @@ from tests.golden.__main__ import (
     this_platform,
     write_documents,
 )
+from tests.versions import draws_other_weights
 
 KEPT_VALUES = json.loads(KEPT.read_text())
 KEPT_RUNS = KEPT_VALUES["runs"]
@@ -65,6 +66,7 @@ def ids(tmp_path_factory) -> dict:
     return measure("ids", scratch)
 
 
+@pytest.mark.skipif(draws_other_weights(), reason="this torch draws other initial weights")
 def test_a_golden_run_has_its_kept_numbers(ids):
     assert differences(KEPT_RUNS["ids"], ids, digests_of(KEPT_VALUES).get("ids")) == []
 

@@ -105,7 +105,9 @@ def test_compiled_equals_eager_to_the_bit(name, monkeypatch):
     plain = build(**VARIANTS[name])
     model = compiled(plain)
     assert same(step(model, document_BT=DOCUMENT_BT), step(plain, document_BT=DOCUMENT_BT))
-    assert n_graphs() == 2  # one graph for all blocks, one for the final norm
+    # One graph for all blocks and one for the final norm. With DeepNorm the final norm does nothing, and torch 2.11
+    # makes no graph for it.
+    assert n_graphs() == 2 or (name == "deep norm" and n_graphs() == 1)
     assert not counters["graph_break"]
     with torch.no_grad():
         for parameter in plain.blocks[1].attention.w_q.parameters():

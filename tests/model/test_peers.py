@@ -30,6 +30,7 @@ from tests.model.comparison import (
     qk,
     split,
 )  # fmt: skip
+from tests.versions import older
 
 
 def attention_peer(remedy, name, tolerance, fields, theirs, wrong):
@@ -207,8 +208,18 @@ PEERS += [
 PEERS += BLOCK_PEERS
 
 
+# The models of these references have their present form since transformers 5.20.
+LATER = {
+    "transformers MuseGlimmerTextAttention",
+    "transformers MuseSparkResidualGate",
+    "transformers GPT2Model",
+}
+
+
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{', '.join(peer.remedies)}: {peer.name}")
 def test_ours_is_theirs_and_a_wrong_variant_is_not(peer):
+    if peer.name in LATER and older("transformers", "5.20"):
+        pytest.skip("the reference needs transformers 5.20")
     leaves = peer.leaves()
     ours, theirs = outcome(peer.ours, leaves), outcome(peer.theirs, leaves)
     for name, a, b in zip(("value", *leaves), ours, theirs, strict=True):

@@ -60,7 +60,7 @@ def test_the_code_is_the_formula_of_the_page():
     }
     measured = float(half_products(pairs).agreement().cosine[0, 1])
     assert measured == pytest.approx(documented(formula, vectors), rel=1e-9)
-    # Control: one product of the numerator alone gives another number.
+    # Control: with only one of the two products in the numerator, the formula gives another number.
     one = "⟨g_a^A, g_b^B⟩ / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩)"
     assert measured != pytest.approx(documented(one, vectors), rel=1e-2)
 

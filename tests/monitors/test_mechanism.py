@@ -1,4 +1,7 @@
-"""Tests windows of the radial budget without Lightning: known answers, save and resume, and parts that must be 0."""
+"""Tests `BudgetWindow`, which splits the change of ``|W|^2`` of W_q and W_k over a window of steps into parts.
+
+The tests need no Lightning. They check known answers, saving and resuming, and parts that must be 0.
+"""
 
 from __future__ import annotations
 

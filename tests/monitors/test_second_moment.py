@@ -1,5 +1,5 @@
-"""Compares the ratio of the gradient to Adam's second moment with loops, StableAdamW's update, and a training loop in
-torch."""
+"""Compares the ratio of the gradient to Adam's second moment with loops over elements, with StableAdamW's update, and
+with a training loop in torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
 
 
 def written_out(clip: float | None) -> dict[int, float]:
-    """Train with torch's AdamW and return the expected ratio of the first W_q by step; v is computed by hand."""
+    """Train with torch's AdamW, and return the expected ``w_q_grad_over_v`` of the first layer at each step.
+
+    Adam's second moment is computed by hand, from the gradients.
+    """
     model, moment, by_step = module_of().model, 0.0, {}
     weight = model.blocks[0].attention.w_q.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)

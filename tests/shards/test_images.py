@@ -15,6 +15,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from mmqk.shards import images
 from mmqk.shards.images import Dropped, load_image, on_white
+from tests.versions import older
 
 WHITE = (255, 255, 255)
 
@@ -204,6 +205,7 @@ def test_cmyk_as_another_decoder_sees_it() -> None:
     assert abs(pixels(load_image(encoded(inks, "TIFF"), 96)) - formula).max() <= 2
 
 
+@pytest.mark.skipif(older("pillow", "13"), reason="Pillow 12 cannot read the YCbCr TIFF that it writes")
 def test_luma_and_chroma() -> None:
     red = Image.new("YCbCr", (70, 70), (76, 85, 255))  # BT.601 of (254, 0, 0)
     square = pixels(load_image(encoded(red, "TIFF"), 64))
@@ -340,9 +342,10 @@ def test_pixel_cap_comes_before_decoding(monkeypatch: pytest.MonkeyPatch) -> Non
         png((12000, 12000, 8, 2, 0, 0, 0), b"\0" * 10**6),  # Pillow only warns about this size
         png((8193, 8192, 8, 2, 0, 0, 0), b"\0" * 10**6),
         encoded(Image.new("1", (65535, 2000)), "GIF"),
-        _announcing(16383, 16383),
         _tiled(60000),
     ]
+    if not older("pillow", "13"):  # Pillow 12 cannot open such a WebP at all
+        bombs.append(_announcing(16383, 16383))
     # With a small tile the file is decoded, but its data are too short.
     assert reason(_tiled(64)) == images.BROKEN
     before = peak_memory()

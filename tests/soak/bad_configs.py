@@ -28,7 +28,8 @@ FIXED = {
     "--model.n_layers": "2", "--model.n_heads": "2", "--optim.warmup_steps": "1", "--trainer.max_steps": "2",
     "--data.mix": '{"dial": 1}', "--trainer.accelerator": "cpu", "--threads": "1", "--monitor.probe_sequences": "1",
 }  # fmt: skip
-# These fields choose files, hardware or a size that two steps do not need.
+# Fields that are not changed: they choose files or hardware, or set a number that need not vary in a run of two
+# steps, such as the number of loader workers.
 LEFT_OUT = {
     "data.pairs", "data.text", "data.tokenizers", "data.cache", "data.tokens", "data.workers", "trainer.max_steps",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.log_every_n_steps",

@@ -107,8 +107,8 @@ def test_a_loss_that_rests_above_its_ceiling_stalls_once():
     falling = [7.0 - 0.01 * i for i in range(200)]
     found = stalls(falling + noise(600, mean=5.0), ceiling=4.0)
     assert len(found) == 1 and found[0].name == "stall"
-    # The loss stops falling at step 200. The 50-step median last falls by 0.05 about 25 steps later. The alarm comes
-    # after a fifth of the 1,500 steps without another such fall.
+    # The loss stops falling at step 200. Its 50-step median falls by 0.05 nat for the last time about 25 steps later.
+    # The alarm comes after 300 more steps without such a fall; 300 is a fifth of the run's 1,500 steps.
     assert found[0].step == pytest.approx(200 + 25 + 300, abs=6)
 
 

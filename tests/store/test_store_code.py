@@ -13,7 +13,10 @@ from mmqk.store.code import DECIDES, LEAVES, PACKAGE, code_hash, lists, same_cod
 
 
 def imported(package: Path, start: str = "train.py") -> set[str]:
-    """Return the files of mmqk that a file imports, directly or indirectly, also in functions."""
+    """Return ``start`` and the files of mmqk that it imports, directly or through other files.
+
+    Imports inside functions count too.
+    """
     seen, left = set(), [start]
     while left:
         file = left.pop()

@@ -151,8 +151,7 @@ def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
 
 
 def test_image_loss_off_never_moves_toward_images(mixed, image_off):
-    """Text targets lower the logits of all image codes, so the image loss, which is measured but not trained, stays
-    high.
+    """The image loss, which is measured but not trained, stays higher than that of the mixed run.
 
     Each step has different images, so the image loss is compared with that of the mixed run at the same steps.
     """
@@ -161,7 +160,7 @@ def test_image_loss_off_never_moves_toward_images(mixed, image_off):
     further = [off[step] - on[step] for step in sorted(off)]
     assert min(further[1:]) > 0 and further[-1] > 0.5
     late = sorted(off)[len(off) // 2 :]
-    assert sum(off[s] for s in late) / len(late) > off[1] - 0.1
+    assert sum(off[s] - on[s] for s in late) / len(late) > 0.5
     assert sum(on[s] for s in late) / len(late) < on[1] - 0.1
     text = by_step(image_off, "loss/text")
     assert text[max(text)] < text[1] - 0.1  # the text loss falls

@@ -81,7 +81,8 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
 
 
 def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
-    """A fork cannot use its parent's folder, or the folder of a fork that skips one batch fewer."""
+    """A fork is refused in its parent's folder. A fork that skips one batch is refused in the folder of a fork that
+    skips none."""
     fields = [f"--fork={parent}/checkpoints/step00000004.ckpt", "--trainer.max_steps=6"]
     assert "fork.parent" in said(capsys, *fields, f"--out={parent}")
     assert main([*fields, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0

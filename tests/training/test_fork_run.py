@@ -313,7 +313,7 @@ def test_new_moments_start_at_zero(parent, tmp_path):
     assert record["new_moments"] and record["optimizer"] == "all moments start at zero"
     losses, weights = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4, carry=False)
     assert [line["loss"] for line in series(tmp_path / "new")] == pytest.approx(losses, abs=1e-5)
-    assert apart(tmp_path / "new", weights) < 2e-6
+    assert apart(tmp_path / "new", weights) < 1e-5
     _, carried = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4)
     assert apart(tmp_path / "new", carried) > 1e-3
     identity = json.loads((tmp_path / "new/run.json").read_text())["identity"]["fork"]

@@ -11,17 +11,18 @@ from mmqk.analysis.metrics.late import failure_step
 from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run, Series
 
-# Statistics of probes with the function that reduces them over layers, and statistics of steps with the function that
-# reduces them over the steps between two probes (np.add: their mean); in the order of the page.
+# Statistics that probes measure, each with the function that reduces it over layers; in the order of the page.
 PROBED: dict[str, Callable] = {
     "attn_logit_absmax": np.max, "attn_entropy": np.min, "w_q_stable_rank": np.min, "w_k_stable_rank": np.min,
     "w_q_grad_over_v": np.max, "w_k_grad_over_v": np.max, "final_norm": np.max, "out_log_z": np.max,
 }  # fmt: skip
 LINEAR = ("out_log_z", "loss")  # the others are positive and compared on a log scale
+# Statistics that every step measures, each with the function that reduces it over the steps between two probes: the
+# largest value (np.maximum) or the mean (np.add).
 STEPPED: dict[str, np.ufunc] = {"grad_norm": np.maximum, "loss": np.add}
 FEWEST_HEALTHY = 3
 DEFAULT_WINDOW = 100  # steps, for a run without probes
-# A series that is outside at its last one to three probes only may be outside by chance.
+# If only the last one, two or three probes are outside the range of the healthy runs, this may be by chance.
 FEWEST_OUTSIDE = 4
 
 
@@ -32,8 +33,9 @@ class Departure:
     Attributes:
         statistic: name of the statistic, as in docs/statistics.md.
         modality: modality of the tokens, or of the queries; empty if there is none.
-        layer: the layer with the largest (smallest) value at this step; None if the statistic has no layer.
-        step: the first step from which the statistic stays outside.
+        layer: the layer with the largest or smallest value (by the function in `PROBED`) at this step; None if the
+            statistic has no layer.
+        step: the first step from which the statistic stays outside the range.
     """
 
     statistic: str
@@ -45,14 +47,15 @@ class Departure:
 def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
     """Return the statistics that left the range of the healthy runs, sorted by the step at which they left it.
 
-    The range at a step goes from the lowest to the highest value of the healthy runs at this step, widened on both
-    sides by its own width; on a log scale, except for loss and log Z. A statistic has left the range if, after
-    warm-up, it is outside at its last 4 probes or more, until the run fails (`failure_step`) or ends. A value that is
-    not finite is outside.
+    The range at a step goes from the lowest to the highest value of the healthy runs at this step, and is then
+    widened on both sides by its own width. It is computed on a log scale, except for loss and log Z.
+
+    Only probes after warm-up count, up to the step at which the run fails (`failure_step`) or ends. A statistic has
+    left the range if it is outside at the last 4 or more of these probes. A value that is not finite is outside.
 
     Args:
         run: the run to examine.
-        healthy: other runs. A statistic is compared if at least 3 of them have it up to the last 4 probes.
+        healthy: other runs. A statistic is compared if at least 3 of these runs have it at each of the last 4 probes.
     """
     failed, start = failure_step(run), warmup_steps(run)
     end = run.last_step if failed is None else failed
@@ -89,9 +92,12 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
 
 
 def reduced(run: Run, statistic: str, modality: str) -> Series:
-    """Return a statistic at the steps of the probes: the largest (smallest) value over layers and key modalities, or
-    the mean (gradient norm: the largest value) over the steps since the previous probe. Step 0 and the steps after
-    the last scheduled probe have no value of the second kind."""
+    """Return a statistic with one value for each probe.
+
+    A statistic of `PROBED` is reduced over layers and key modalities, to its largest or smallest value. A statistic
+    of `STEPPED` is reduced over the steps since the previous probe: the loss to its mean, the gradient norm to its
+    largest value. Step 0 and the steps after the last scheduled probe are left out of the statistics of `STEPPED`.
+    """
     if statistic in PROBED:
         return run.combined(statistic, PROBED[statistic], modality or None)
     steps, values = run.series(f"{statistic}/{modality}" if modality else statistic)

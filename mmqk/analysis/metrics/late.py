@@ -32,9 +32,9 @@ def failure_step(run: Run) -> int | None:
     """Return the step at which the run failed permanently; None if it did not fail.
 
     A run fails if it diverges (`divergence_step`). It also fails if the loss of a trained modality stays high until
-    the run ends: in each of the last two or more windows of 500 steps, the mean loss is more than 0.1 nat above the
-    lowest mean of the earlier windows. This failure happens at the end of the first of these last windows. If a
-    run fails in both ways, the earlier step is returned.
+    the run ends. A window of 500 steps is high if its mean loss is more than 0.1 nat above the lowest mean of the
+    earlier windows. The run fails if it ends with two or more high windows in a row. The failure step is then the
+    last step of the first of these windows. If a run fails in both ways, the earlier step is returned.
     """
     candidates = [divergence_step(run)]
     for modality in trained_modalities(run):

@@ -85,7 +85,7 @@ class FamilyMetric(_Quantity):
     """A metric with one value for each family and seed, from the runs at all values of the family's axes.
 
     Attributes:
-        compute: computes the number from the runs, in any order, and a modality.
+        compute: function that returns the number. Its arguments are the runs, in any order, and a modality or None.
         of_rates: whether the metric measures the learning rates at which runs fail. If True, a run that learned
             nothing still counts, provided that a run at another learning rate learned, with the same seed and the
             same values on the other axes.

@@ -166,7 +166,8 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
     for seed in shared:
         by_place = {_place(run): run for run in second.runs[seed]}
         for run in first.runs[seed]:
-            # Runs of two families are paired by their point; a single run of ``second`` is paired with every point.
+            # In families, pair the runs that have the same values on the axes. If ``second`` has a single run at this
+            # seed, pair this run with each run of ``first``.
             other = by_place.get(_place(run)) or (second.runs[seed][0] if len(by_place) == 1 else None)
             if other is not None:
                 pairs.append((run, other))
@@ -189,7 +190,8 @@ def _place(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _covers(declared: str, field: str) -> bool:
-    # If a mapping is empty in one arm, ``field`` is the whole mapping, and ``declared`` is a field inside it.
+    # ``declared`` is a field that the grid sets, and ``field`` is a field that differs between two runs. If a mapping
+    # is empty in one run, ``field`` names the whole mapping, and ``declared`` may be a field inside this mapping.
     return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 

@@ -199,7 +199,8 @@ VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) -> list[Row]:
     """Return the fixed validation sequences, which are equal for every arm and seed and never packed.
 
-    Returns fewer than ``n`` rows if a kind has too few, so that the shares of the kinds do not change.
+    If one kind has too few held-out rows for its share, fewer than ``n`` rows are returned, so that the shares of the
+    kinds do not change.
 
     Raises:
         ValueError: a kind has no held-out rows.
@@ -222,10 +223,10 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
 
 
 class HeldOut:
-    """The held-out rows of a kind of `VALIDATION_CYCLE`.
+    """The held-out rows of one kind, such as pairs or text (`VALIDATION_CYCLE` lists the kinds).
 
     Raises:
-        ValueError: the text is too short for a row.
+        ValueError: the held-out text is too short for a row.
     """
 
     def __init__(self, builder: SequenceBuilder, kind: str) -> None:

@@ -78,7 +78,8 @@ class Coupling:
         return float((self._product_S * ratio_S * np.log(ratio_S)).sum() + rest)
 
     def draw_b(self, place_N: np.ndarray) -> np.ndarray:
-        """Return the tokens of b whose intervals contain the numbers ``place_N``, which are in [0, 1)."""
+        """Return, for each number of ``place_N``, the token of b whose interval contains it. The numbers are in
+        [0, 1)."""
         return self._quantile_b(place_N)
 
     def solve(self, information: float) -> float:

@@ -1,8 +1,8 @@
 """Adapters: tables of the tensors that a probe reads in addition to the attention calls, by module name.
 
 Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
-where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A site that an
-adapter lists replaces the detected site of the same name.
+where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A tensor at a
+module is called a site (`Site`). A site that an adapter lists replaces the detected site of the same name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Sites of a family of models.
+    """The tensors (`Site`) that a probe reads in one family of models, such as Llama and Mistral.
 
     Args:
         layer: regular expression for the full name (Python module and class) of the family's layer class; only

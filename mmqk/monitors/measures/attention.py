@@ -44,7 +44,7 @@ class AttentionStatistics:
         max: largest signed logit, (M, M); -inf if there is no pair.
         absmax: largest absolute logit, (M, M).
         tail: for each query modality and key modality, the largest absolute logits: one for every thousand pairs, and
-            at least one. With `collective` pairs, the pairs of all ranks are counted.
+            at least one. If all ranks measure together (`Pairs.collective`), the pairs of all ranks are counted.
         rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
             large for one chunk. The column of a sink is not part of the matrix.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
@@ -90,7 +90,8 @@ def attention_statistics(
         softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
         sink_H: logit of each head's sink, which is not capped; None if there are no sinks.
     """
-    # The head axis comes first, so that an index into (B, C, S) selects from a contiguous slice of each head.
+    # The head axis comes first, so that the logits of each head are contiguous. `chunk.places` has indices into the
+    # flattened (B, C, S) axes, which select the same pairs from every head.
     q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
     H, M = len(q_HBTK), pairs.n_modalities
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]

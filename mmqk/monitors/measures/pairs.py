@@ -61,7 +61,8 @@ class Mask:
 class Chunk:
     """A slice of queries, and the first S keys, which include all keys that these queries see.
 
-    A row has F statistics: four of the logits, M offsets, three of the weights, and M masses.
+    A row is a query. It has F statistics: four of the logits, M offsets, three of the weights, and M masses
+    (`AttentionStatistics`).
 
     Attributes:
         rows: slice of the query axis.
@@ -71,10 +72,12 @@ class Chunk:
         divisor_BMC: ``visible_BMC`` with 1 in place of 0, to divide by.
         share_BMC: ``visible_BMC`` as a share of all keys that the query sees.
         queries_MBC: True at the queries of each modality.
-        selected_FMBC: queries whose row is part of the mean of a statistic. They see at least 8 keys and, for the
-            offset of a block, at least 1 key of the block.
-        count_FM: number of these queries.
-        places: indices of the visible pairs in flattened (B, C, S), by query modality, then by key modality.
+        selected_FMBC: for each statistic and query modality, True at the queries that count in the mean of the
+            statistic. A query counts if it sees at least 8 keys. For the offset of one key modality, the query must
+            also see at least 1 key of this modality.
+        count_FM: number of queries that count, by statistic and query modality.
+        places: for each combination of query modality and key modality, the indices of its visible pairs in the
+            flattened (B, C, S) axes. The key modality changes fastest in the list.
     """
 
     rows: slice

@@ -35,7 +35,12 @@ def selection(modality_BT: Tensor, valid_BT: Tensor, n_modalities: int) -> Tenso
 
 
 def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
-    """Return the count and sum by modality of one number for each head and token; (B, T) values have one head."""
+    """Return, for each modality, the number and the sum of the selected values.
+
+    Args:
+        values_BHT: one value for each head and token; (B, T) if there is one value for each token.
+        selected_MBT: True at the selected tokens of each modality.
+    """
     values = values_BHT.float() if values_BHT.ndim == 3 else values_BHT.float()[:, None]
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
     # torch.where, since a product would spread a NaN from another modality's token.

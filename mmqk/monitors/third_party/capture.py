@@ -263,7 +263,7 @@ class Capture(TorchFunctionMode):
 def _run_eager(
     rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Call | NotMeasured]:
-    """Run an ``eager_attention_forward``; return its output, and its call with the weights that it returned."""
+    """Run an ``eager_attention_forward``. Return its output, and the `Call` with its inputs and returned weights."""
     out = forward(module, *args, **kwargs)
     try:
         named = by_name(forward, (module, *args), kwargs)
@@ -282,9 +282,10 @@ def _run_eager(
 def _run_flash(
     rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Call | NotMeasured]:
-    """Return the output and call of transformers' flash-attention function.
+    """Replace one call of transformers' flash-attention function. Return the output, and the `Call` with its inputs.
 
-    The output is computed densely, because the function refuses fp32 and unpads the batch.
+    The output is computed with dense attention, because the function refuses fp32 and unpads the batch. A call that
+    cannot be measured is not replaced: the function runs, and the reason is returned instead of the `Call`.
     """
     try:
         call = calls_flash.of_transformers_flash(rows, module, *args, **kwargs)

@@ -196,7 +196,11 @@ class Measurement:
     def _merge_over_ranks(
         self, record: SiteRecord, pairs: Pairs | None, has_score_mod: bool, n: int
     ) -> tuple[list[int], bool]:
-        """Merge pair counts, ``has_score_mod``, and whether any rank cannot measure the call or its weights."""
+        """Return the pair counts, summed over ranks, and whether the call has a ``score_mod`` on any rank.
+
+        If another rank cannot measure the call or compute its attention weights, ``record`` stores this reason. If
+        the ranks do not probe together (`collective`), nothing is merged.
+        """
         if not self.collective:
             return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), has_score_mod
         sums = torch.zeros(n + 3, dtype=torch.long, device=self.device)

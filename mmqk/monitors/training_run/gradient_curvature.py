@@ -50,9 +50,10 @@ def gradient_curvature(
     """Return, by tag, the `curvature` along the gradient of `batch_loss`; empty if no target is trained.
 
     ``curvature_adam`` is the curvature with Adam's preconditioner. It needs Adam's second moment of every parameter,
-    so it is left out before the first step, with split or sharded moments, and with another optimizer. The function
-    costs a forward pass, a backward pass and a backward pass through both, and the memory of their graph. It changes
-    no weight, mode, ``.grad`` or random state.
+    so it is left out before the first step, with split or sharded moments, and with another optimizer.
+
+    The function runs a forward pass, a backward pass, and a second backward pass through the graph of the first two
+    passes. It needs the memory of this graph. It changes no weight, mode, ``.grad`` or random state.
 
     Args:
         model: the trained model.

@@ -18,7 +18,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def check_memory(run: RunConfig, device: torch.device) -> None:
-    """Refuse a run whose weights or one micro-batch need more memory than the device has.
+    """Refuse a run if its weights and one micro-batch together need more memory than the device has.
 
     The estimate is a lower bound, so a run that passes may still be too large.
 

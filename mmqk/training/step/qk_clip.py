@@ -85,7 +85,10 @@ class QKClip:
         self._largest: dict[int, Tensor] = {}
 
     def sink(self, batch: TokenBatch) -> Callable[[str, int, Tensor], None]:
-        """Return a sink for a forward pass over `batch`; the maximum is over all micro-batches of the step."""
+        """Return a sink: a callback that gets q and k in a forward pass over `batch` and finds the largest logits.
+
+        The largest logits are collected over all micro-batches of the step.
+        """
         queries: dict[int, Tensor] = {}
         scale, config = self.model.attn_scale_value, self.model.config
 

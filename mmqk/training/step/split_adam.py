@@ -72,7 +72,8 @@ class SplitAdamW(optim.Optimizer):
     def sum_ranks(self) -> None:
         """Sum the gradients over all processes, once before a step; a collective call.
 
-        DistributedDataParallel handles ``loss.backward()`` only, and not the gradients of `backward`.
+        DistributedDataParallel synchronizes gradients only in ``loss.backward()``. `SplitAdamW.backward` calls
+        ``torch.autograd.grad`` instead, so its gradients must be summed here.
         """
         if world_size() > 1:
             for p, by_modality in self._gradients.items():
