@@ -16,7 +16,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims late late-rehearsal late-rescue check test test-slow soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims late late-rehearsal late-rescue check test test-slow soak soak-quick wheel-test golden pages test-oldest test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
@@ -32,6 +32,7 @@ help:
 	@echo "make soak-quick   the same with a few faults of each kind"
 	@echo "make check        lint, types and a tenth of the tests"
 	@echo "make golden       train nine short runs and compare their numbers with the stored ones"
+	@echo "make test-oldest  the tests with the oldest supported version of every dependency, in a separate environment"
 	@echo "make test-oldest-torch  test the monitors on torch 2.6, in a separate environment"
 	@echo "make pages        render the pages of reports/examples from their packs"
 	@echo "make tensorboard  open the dashboards of runs/"
@@ -95,6 +96,13 @@ golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 
 pages: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	for pack in reports/examples/*.zip; do $(PYTHON) -m mmqk.report $$pack --out $${pack%.zip} || exit 1; done
+
+# uv installs the lowest version that pyproject.toml allows of each dependency.
+test-oldest:
+	test -d .venv-oldest || $(BASE_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=.venv-oldest .venv-oldest/bin/python -m uv pip install --quiet --resolution lowest-direct -e '.[test]'
+	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) $(BY_FILE) -m 'not slow'
 
 # The monitors support an older torch than the rest of mmqk.
 test-oldest-torch:

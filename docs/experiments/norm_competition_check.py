@@ -30,8 +30,8 @@ def reader(source):
     return lambda name: texts.get(name, "")
 
 def metrics_of(read, folder):
-    """Return the records of a run's metrics. A pack may store columns: the shape of each line, that is its keys, and the
-    values of each key."""
+    """Return the records of a run's metrics. A pack may store columns: the shape of each line, that is its keys, and
+    the values of each key."""
     if columns := json.loads(read(folder + "/metrics.columns.json") or "{}"):
         values = {key: iter(column) for key, column in columns["values"].items()}
         return [{key: next(values[key]) for key in columns["shapes"][shape]} for shape in columns["lines"]]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.report.page import write_report
+from tests.versions import older
 
 EXAMPLES = Path(__file__).parents[2] / "reports/examples"
 PACKS = sorted(EXAMPLES.glob("*.zip"))
@@ -23,9 +24,10 @@ def test_a_page_is_rendered_from_its_pack(pack, tmp_path, request):
     draw, so their PNG and SVG files are not compared. The two largest pages are rendered without any figure, and only
     their report.md and verdicts.json are compared.
 
-    Pixels depend on the version of matplotlib's fonts, so PNG files are compared only by name.
+    Pixels depend on the version of matplotlib's fonts, so PNG files are compared only by name. With an older matplotlib
+    than that of the shipped pages, no figure is compared.
     """
-    if pack.stem in ("norm_competition", "claims"):
+    if pack.stem in ("norm_competition", "claims") or older("matplotlib", "3.11"):
         request.getfixturevalue("without_figures")
         write_report(pack, tmp_path / "page")
         names = ("report.md", "verdicts.json")

@@ -41,7 +41,7 @@ HOT = [
 @pytest.fixture(autouse=True)
 def eager_rules(monkeypatch):
     monkeypatch.setattr(steps, "SPIKE_FEWEST", 5)
-    monkeypatch.setattr(steps, "SPIKE_STDS", 2.5)
+    monkeypatch.setattr(steps, "SPIKE_STDS", 0.8)
     monkeypatch.setattr(probes, "COLLAPSE_SHARE", 0.9)
 
 
@@ -54,7 +54,7 @@ def reporting(tiny_args, tmp_path_factory):
     out, said = tmp_path_factory.mktemp("alarms") / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(steps, "SPIKE_FEWEST", 5)
-        patch.setattr(steps, "SPIKE_STDS", 2.5)
+        patch.setattr(steps, "SPIKE_STDS", 0.8)
         patch.setattr(probes, "COLLAPSE_SHARE", 0.9)
         assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
     return out, said.getvalue()
