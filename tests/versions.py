@@ -7,6 +7,9 @@ from importlib.metadata import version
 import torch
 from packaging.version import Version
 
+# The first weight that `draws_other_weights` draws with torch 2.14 and 2.15.
+FIRST_WEIGHT = -0.0099
+
 
 def older(package: str, release: str) -> bool:
     return Version(version(package)) < Version(release)
@@ -21,6 +24,3 @@ def draws_other_weights() -> bool:
         torch.empty(64, 64), std=0.02, generator=torch.Generator().manual_seed(5)
     )
     return abs(float(weights[0, 0]) - FIRST_WEIGHT) > 1e-4
-
-
-FIRST_WEIGHT = -0.0099
