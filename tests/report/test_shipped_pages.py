@@ -24,8 +24,8 @@ def test_a_page_is_rendered_from_its_pack(pack, tmp_path, request):
     draw, so their PNG and SVG files are not compared. The two largest pages are rendered without any figure, and only
     their report.md and verdicts.json are compared.
 
-    Pixels depend on the version of matplotlib's fonts, so PNG files are compared only by name. With an older matplotlib
-    than that of the shipped pages, no figure is compared.
+    Pixels depend on the version of matplotlib's fonts, so PNG files are compared only by name. With an older
+    matplotlib than that of the shipped pages, no figure is compared.
     """
     if pack.stem in ("norm_competition", "claims") or older("matplotlib", "3.11"):
         request.getfixturevalue("without_figures")

@@ -1,5 +1,5 @@
-"""Random configurations on the command line: each trains two steps, diverges, or is refused by a sentence that names a
-field.
+"""Random configurations on the command line: each trains two steps, diverges, or is refused by a sentence that names
+a field.
 
 If a configuration trains, a second run is trained from the config.yaml of the first one; both must have the same id
 and metrics. The fields in `LEFT_OUT` are not changed.

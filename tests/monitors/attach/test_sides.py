@@ -28,6 +28,8 @@ def random_(model):
 
 def t5():
     t = pytest.importorskip("transformers")
+    if not hasattr(t.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("T5 of this transformers multiplies the matrices itself, so attach cannot measure its attention")
     config = t.T5Config(
         vocab_size=V, d_model=32, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=4, decoder_start_token_id=0,
         attn_implementation="eager",
@@ -170,6 +172,8 @@ def test_a_vision_tower_is_no_part_of_the_text():
     measured = watch.probe(input_ids=ids, pixel_values=images).flat()
     outputs = model(input_ids=ids, pixel_values=images, output_attentions=True)
     modality = modality_of(ids)
+    if outputs.text_model_output.attentions is None:
+        pytest.skip("CLIP of this transformers does not return the attention weights of its text model")
     text = of_weights(dict(enumerate(outputs.text_model_output.attentions)), modality, modality, NAMES, NAMES)
     assert same(measured, text) and watch.layers.numbers == list(range(LAYERS))
     assert "not measured (attention over the tokens of pixel_values; modality describes input_ids)" in summary(watch)
