@@ -46,7 +46,7 @@ README = """\
 
     mmqk train config.yaml                  # in this folder: one run, into runs/config/
     mmqk watch runs                         # its losses and logits while it trains
-    mmqk ablate grid.yaml --dry-run         # the runs of the grid, and how long they take
+    mmqk ablate grid.yaml --dry-run         # the runs of the grid
     mmqk ablate grid.yaml                   # train them
     mmqk report runs/{name} --out report    # verdict, figures and tables: report/index.html
 

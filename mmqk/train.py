@@ -301,6 +301,16 @@ def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     if run.fork is not None and not checkpoints_in(folder.checkpoints):
         probe = data.probe_batch(PROBE_SEQUENCES)
         print(make_fork(run, folder.path, probe), file=sys.stderr, flush=True)
+        parent = run.fork.parent.config
+        before = parent["optim"].get("schedule_steps") or parent["trainer"]["max_steps"]
+        after = run.optim.schedule_steps or run.trainer["max_steps"]
+        if run.optim.schedule != "constant" and after != before:
+            print(
+                f"the learning rate follows a schedule of {after} steps, that of the parent had {before}: set"
+                f" optim.schedule_steps={before} to keep it",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _environment() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mmqk.analysis.formatting import number
-from mmqk.analysis.metrics.growth_order import FACTOR, Growth, growth_order
+from mmqk.analysis.metrics.growth_order import FACTOR, Growth, growth_order, has_two_probes, warmup_steps
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.compared import PLACES, as_text
@@ -38,8 +38,11 @@ def single(study: Study) -> dict[str, Any] | None:
     ended = f"The run {still}{run.status.status} at step {run.status.step:,}"
     reason = f": {run.status.reason.rstrip('.')}" if run.status.reason else ""
     first = "No measured series grew"
-    if grown:
+    if not has_two_probes(run):
+        first = "What grew first is unknown: the run has fewer than two probes after the warm-up"
+    elif grown:
         first = f"First to change: {_place(grown[0])}, from step {grown[0].step:,}"
+    reference = "the end of the learning rate's warm-up" if warmup_steps(run) else "the first probe"
     rows = [
         {
             "what": _place(growth),
@@ -60,8 +63,8 @@ def single(study: Study) -> dict[str, Any] | None:
         "alarms": [
             {"step": f"{a.step:,}", "name": a.name, "where": a.where, "sentence": a.sentence} for a in run.alarms
         ],
-        "rule": f"A series is listed if it stays beyond {FACTOR:g} times its value at the end of the learning rate's "
-        "warm-up (attention entropy: below half of it) from this step to the end of the run.",
+        "rule": f"A series is listed if it stays beyond {FACTOR:g} times its value at {reference} "
+        "(attention entropy: below half of it) from this step to the end of the run.",
     }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from mmqk.analysis.runs.load import Run
+from mmqk.store import Tag
 
 # Statistics that grow before a divergence; attention entropy falls.
 GROWING = (
@@ -53,17 +55,8 @@ def growth_order(run: Run) -> list[Growth]:
     `mmqk.monitors.attach`, the reference is the value at the first probe. A value that is not finite is beyond every
     limit. Series that crossed at the same step are sorted by their ratio, the largest first.
     """
-    warmup = run.setting("optim.warmup_steps", 0)
-    first = warmup if isinstance(warmup, int) else 0
     grown = []
-    for name, tag in run.tags.items():
-        if tag.statistic not in (*GROWING, *FALLING) or tag.head is not None:
-            continue
-        steps, values = run.series(name)
-        after = np.flatnonzero(steps >= first)
-        if len(after) < 2:
-            continue
-        steps, values = steps[after], values[after]
+    for tag, steps, values in _after_warmup(run):
         start = float(values[0])
         if not start > 0 or not math.isfinite(start):
             continue
@@ -76,3 +69,24 @@ def growth_order(run: Run) -> list[Growth]:
             end = float(values[-1])
             grown.append(Growth(tag.statistic, tag.modality or "", tag.layer, int(steps[index]), start, end))
     return sorted(grown, key=lambda growth: (growth.step, -growth.ratio))
+
+
+def warmup_steps(run: Run) -> int:
+    """Return the length of the learning-rate warm-up; 0 if the run has no record of it."""
+    warmup = run.setting("optim.warmup_steps", 0)
+    return warmup if isinstance(warmup, int) else 0
+
+
+def has_two_probes(run: Run) -> bool:
+    """Return whether any series has two values at or after the end of the warm-up, so that it could be listed."""
+    return any(True for _ in _after_warmup(run))
+
+
+def _after_warmup(run: Run) -> Iterator[tuple[Tag, np.ndarray, np.ndarray]]:
+    """Yield the tag, steps and values of each series that can be listed, from the end of the warm-up."""
+    for name, tag in run.tags.items():
+        if tag.statistic in (*GROWING, *FALLING) and tag.head is None:
+            steps, values = run.series(name)
+            after = np.flatnonzero(steps >= warmup_steps(run))
+            if len(after) >= 2:
+                yield tag, steps[after], values[after]
