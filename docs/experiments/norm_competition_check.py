@@ -127,7 +127,8 @@ def judge(claim, arms, planned):
         out |= {"se": se, "df": df, "p": 2 * stats.t.sf(abs(out["effect"] - claim["min_effect"]) / se, df)}
         out["ends"] = out["effect"] + se * stats.t.ppf([0.025, 0.975], df)
     checks = {"a bound": len(finite(runs)) < len(runs), "lost": any(r["lost"] for r in runs),
-              "learned": "learned" not in claim.get("unchecked", {}) and not all(r["learned"] for r in runs),
+              "learned": "learned" not in claim.get("unchecked", {})
+              and not all(r["learned"] for p in pair for r in p.values()),
               "seeds": n < 3 or claim.get("seeds", n) != n,
               "unfinished": any(len(arms[a]) < planned[a] for a in names)}
     every = {r["folder"] for p in pair for r in p.values()}

@@ -258,10 +258,7 @@ def _plain_headline(study: Study) -> str:
         ]
         also = f" and the losses at {listed(losses)} nats" if losses else ""
         medians = of_medians(study, measured)
-        return (
-            f"{study.label(arm)}: the largest attention logit {ended} at {number(value)}{also} ({runs}{medians}; the "
-            "logit is the median of the last 3 probes)"
-        )
+        return f"{study.label(arm)}: the largest attention logit {ended} at {number(value)}{also} ({runs}{medians})"
     low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
     return (
         f"Over {runs} the largest attention logit {verb(study, measured)} between {number(measured[low])} "

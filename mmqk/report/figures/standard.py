@@ -10,6 +10,7 @@ import numpy as np
 
 from mmqk.analysis.formatting import capital, listed, nats, number
 from mmqk.analysis.metrics import METRICS, attention_entropy
+from mmqk.analysis.metrics.probes import LAST_PROBES
 from mmqk.analysis.runs.load import Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
@@ -135,7 +136,8 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     if any(line.role != "bound" for panel in logits for line in panel.lines):
         caption.append(
             "Attention logits are measured before any cap: the largest over layers, heads, keys and the sequences of "
-            "the probe."
+            "the probe. A logit or norm that a sentence gives for the end is the median of the last "
+            f"{LAST_PROBES} probes."
         )
     if cut:
         caption.append(f"Losses above {nats(top)} nats are cut off.")
