@@ -37,12 +37,12 @@ def single(study: Study) -> dict[str, Any] | None:
     still = "is " if run.status.status == "running" else ""
     ended = f"The run {still}{run.status.status} at step {run.status.step:,}"
     reason = f": {run.status.reason.rstrip('.')}" if run.status.reason else ""
+    reference = "the end of the learning rate's warm-up" if warmup_steps(run) else "the first probe"
     first = "No measured series grew"
     if not has_two_probes(run):
-        first = "What grew first is unknown: the run has fewer than two probes after the warm-up"
+        first = f"What grew first is unknown: no norm, logit or attention entropy has two values from {reference} on"
     elif grown:
         first = f"First to change: {_place(grown[0])}, from step {grown[0].step:,}"
-    reference = "the end of the learning rate's warm-up" if warmup_steps(run) else "the first probe"
     rows = [
         {
             "what": _place(growth),

@@ -43,6 +43,16 @@ def test_a_calm_run_names_nothing(tmp_path):
     assert "0 alarms</summary>" in page and "<td>key norm" not in page
 
 
+def test_a_run_with_one_probe_after_its_warmup_cannot_tell_what_grew(tmp_path):
+    headlines = {}
+    for warmup in (199, 0):  # the control: without a warm-up the series is listed
+        run = run_of(tmp_path / str(warmup), warmup, k_norm__image__layer03=lambda step: 1.0 + step)
+        headlines[warmup] = page_of(run.path, tmp_path)[1].splitlines()[0]
+    unknown = "# What grew first is unknown: no norm, logit or attention entropy has two values from the end of the "
+    assert headlines[199] == f"{unknown}learning rate's warm-up on. The run completed at step 200."
+    assert headlines[0].startswith("# First to change: key norm, image, layer 3")
+
+
 def test_the_page_lists_the_fields_that_differ_from_their_defaults(tmp_path):
     run = run_of(tmp_path / "mine", loss__text=lambda step: 4.0)
     record = json.loads((run.path / "run.json").read_text())

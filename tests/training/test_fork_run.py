@@ -60,6 +60,16 @@ def fork(parent: Path, out: Path, *fields: str, step: int = STEP) -> dict:
     return json.loads((out / "fork.json").read_text())
 
 
+def test_a_fork_names_a_schedule_of_another_length(parent, tmp_path, capsys):
+    fork(parent, tmp_path / "longer", f"--trainer.max_steps={LAST + 4}")
+    sentence = f"schedule of {LAST + 4} steps, that of the parent had {LAST}: set optim.schedule_steps={LAST} to keep"
+    assert sentence in capsys.readouterr().err
+    # The controls: a schedule that is kept, and a constant one.
+    fork(parent, tmp_path / "kept", f"--trainer.max_steps={LAST + 4}", f"--optim.schedule_steps={LAST}")
+    fork(parent, tmp_path / "constant", f"--trainer.max_steps={LAST + 4}", "--optim.schedule=constant")
+    assert "a schedule of" not in capsys.readouterr().err
+
+
 def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
     record = fork(parent, tmp_path / "fork")
     assert same(tensors(tmp_path / "fork"), tensors(parent))
