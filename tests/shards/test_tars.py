@@ -316,7 +316,8 @@ def test_headers_that_are_not_plausible_are_refused(tmp_path: Path, kind: bytes)
     assert "too many digits" in refusal(path)  # tarfile would search for seconds
     path.write_bytes(header("long", b"a" * 600, kind=kind) * 1500 + last)
     if kind != b"g":
-        assert "too many headers" in refusal(path)
+        # Python 3.13 refuses the content of such an extended header earlier.
+        assert any(reason in refusal(path) for reason in ("too many headers", "invalid header"))
 
 
 def test_global_headers_that_apply_to_all_files_are_refused(tmp_path: Path) -> None:
