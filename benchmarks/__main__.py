@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneSentenceParser:
     parser = OneSentenceParser(
         prog="python -m benchmarks",
-        description="Measure speed; toy size on a CPU unless --full. Each table is printed and stored as JSON.",
+        description="Measure speed; toy size on a CPU unless --full. Each table is printed and\nstored as JSON.",
     )
     parser.add_argument(
         "names", nargs="*", metavar="TABLE[/UNIT]", help=f"{', '.join(TABLES)} (default: all)"

@@ -195,7 +195,7 @@ def _about(unit: Unit) -> str:
     rounds = max((len(row["seconds"]) for row in unit["rows"]), default=0)
     return (
         f"{device} ({m['threads']} of {m['cpus']} CPU threads, load {m['load']} at the start); {packages}."
-        f" {facts}; medians of {rounds} rounds in turns. `{unit['command']}`"
+        f" {facts}; medians of {rounds} interleaved rounds. `{unit['command']}`"
     )
 
 

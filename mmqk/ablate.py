@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from mmqk.ablation.choose import check_metric
 from mmqk.ablation.devices import cores, gpus
 from mmqk.ablation.estimate import time_left
 from mmqk.ablation.plan import plan
@@ -191,8 +190,11 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
             options.replay, name, title, (), {"name": name, "title": title, "arms": {arm: {"label": arm}}}
         )
     grid = load_grids(options.config, added)
-    for metric in {arm.lr.metric for arm in grid.arms if arm.lr}:
-        check_metric(metric)
+    if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
+        from mmqk.analysis.verdicts.learning_rates import selection_metric  # slow to import
+
+        for metric in metrics:
+            selection_metric(metric)
     report = grid.raw.get("report") or {}
     if "command" in report:
         return grid
@@ -212,7 +214,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m mmqk.ablate",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     grid_or_run = parser.add_mutually_exclusive_group(required=True)
     grid_or_run.add_argument(

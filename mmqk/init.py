@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from mmqk.grid.language import name as grid_name
@@ -64,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneSentenceParser(
         prog="python -m mmqk.init",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "folder",

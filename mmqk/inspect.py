@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, with_configs, write_folder
+from mmqk.store.files import writing
 
 DESCRIPTION = """\
 Show the training data of a configuration and seed: its first sequences with text, images, modalities, targets and
@@ -39,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
         usage="%(prog)s [--config YAML] [--sequences N] [--out DIR] [--FIELD VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--sequences", type=int, default=8, help="sequences to show (default: 8)")
@@ -80,10 +80,8 @@ def write(out: Path, files: dict[str, Any]) -> None:
             content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         )
 
-    try:
+    with writing(out):
         write_folder(out, {name: text(content) for name, content in files.items()})
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from None
 
 
 def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:

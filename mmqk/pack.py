@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from mmqk.store import OneSentenceParser, UserError, relative, run_main
@@ -27,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneSentenceParser(
         prog="python -m mmqk.pack",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, help="folder of a grid, an arm or a run")

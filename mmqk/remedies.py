@@ -6,7 +6,6 @@ the implementation that it was compared with. Nothing here imports torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Mapping
@@ -425,7 +424,6 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m mmqk.remedies",
         description="Print every published remedy: the flags that switch it on, its formula, its source.",
         epilog="docs/remedies.md adds the cost of each remedy, and the implementation that it was compared with.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(argv)
     print("Add the flags to: python -m mmqk.train --config configs/demo.yaml\n")
     for group, remedies in _GROUPS.items():

@@ -207,6 +207,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     trainer = ranks.trainer
     trainer.callbacks += callbacks  # type: ignore[attr-defined]
     trainer.loggers = loggers
+    if folder is not None:
+        folder.begin_training()
     try:
         with restoring(resume_from):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)

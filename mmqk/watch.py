@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
 from pathlib import Path
 
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store import NoRun, OneSentenceParser, UserError, run_main
 
 DESCRIPTION = """\
 Show runs while they train: losses by modality, the largest attention logits and norms with their layers, alarms,
-speed and time left. Ends when every run has ended, or on Ctrl-C."""
+speed and time left. Waits for the first run of a folder. Ends when every run has ended, or on Ctrl-C."""
 
 EPILOG = """\
 examples:
@@ -28,13 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     """Show runs until all of them have ended, or show them once.
 
     Raises:
-        UserError: a folder does not exist or has no run.
+        UserError: a path is not a folder; or, if the runs are shown once, a folder does not exist or has no run.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.watch",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, nargs="*", help="folders of grids, of arms or of runs")
@@ -58,20 +56,43 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk.ablation.table import runs_table
     from mmqk.ablation.views import follow
 
-    runs = follow(options.runs)
     console = Console()
     width = max(NARROWEST, console.width)
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
-        console.print(runs_table([run.look() for run in runs], width), soft_wrap=True)
+        console.print(runs_table([run.look() for run in follow(options.runs)], width), soft_wrap=True)
         return 0
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while True:
-            views = [run.look() for run in runs]
-            live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
-            if all(view.ended for view in views):
-                break
-            time.sleep(options.every)
+    with contextlib.suppress(KeyboardInterrupt):
+        for folder in options.runs:
+            _wait_for_run(folder, options.every)
+        runs = follow(options.runs)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                views = [run.look() for run in runs]
+                live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
+                if all(view.ended for view in views):
+                    break
+                time.sleep(options.every)
     return 0
+
+
+def _wait_for_run(folder: Path, every: float) -> None:
+    """Wait until the folder has a run; look every ``every`` seconds.
+
+    Raises:
+        UserError: the path is not a folder, or its ablation.json cannot be read.
+    """
+    from mmqk.ablation.views import follow
+
+    waiting = False
+    while True:
+        try:
+            follow([folder])
+            return
+        except NoRun:
+            if not waiting:
+                print(f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)", flush=True)
+            waiting = True
+            time.sleep(every)
 
 
 if __name__ == "__main__":

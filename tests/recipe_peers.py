@@ -40,7 +40,7 @@ def leaves_for(config: ModelConfig, name: str) -> Leaves:
     """Return random fp64 weights with which every field has an effect: values near each eps, beyond each softcap and
     clamp.
 
-    Muse Spark's norms after the sublayers use their gains in another way than mmqk. These gains keep their initial
+    In Muse Spark, the norms after the sublayers use their gains differently from mmqk. These gains keep their initial
     value 0 and are not returned.
     """
     factors = {"embed": 0.05, "head": 8.0, "w_up": 4.0, "w_gate": 4.0}

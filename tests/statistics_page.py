@@ -1,4 +1,4 @@
-"""Write docs/statistics.md from `mmqk.monitors.statistics` and from measured probes and steps.
+"""Write docs/statistics.md from `tests.statistics_table` and from measured probes and steps.
 
 ``python -m tests.statistics_page`` writes the page; a test checks that the committed page is up to date.
 """
@@ -18,7 +18,6 @@ from mmqk.monitors import probe
 from mmqk.monitors.measures.attention import attention_statistics
 from mmqk.monitors.measures.growth import common_mode, logit_growth
 from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.statistics import COSTS, STATISTICS
 from mmqk.monitors.training_run.gradient_curvature import gradient_curvature
 from mmqk.monitors.training_run.halves import gradient_agreement
 from mmqk.monitors.training_run.residual import residual_absorption
@@ -27,6 +26,7 @@ from mmqk.remedies import MARKS
 from mmqk.training.step.module import TrainingModule
 from tests.one_step import build, token_batch
 from tests.remedies_page import REFERENCE, SEQUENCES, TOKENS, measure, row
+from tests.statistics_table import COSTS, STATISTICS
 
 PAGE = Path(__file__).parents[1] / "docs/statistics.md"
 PROBED = 4  # sequences, the default of monitor.probe_sequences
@@ -99,7 +99,7 @@ HEAD = """\
 # Statistics
 
 All statistics that mmqk logs. This page is written by `python -m tests.statistics_page` from
-`mmqk.monitors.statistics` and from measured probes; do not edit it. A test compares it with the log of a run.
+`tests.statistics_table` and from measured probes; do not edit it. A test compares it with the log of a run.
 
 ## Tags
 

@@ -28,7 +28,8 @@ def names_after(notebook: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """Run in an empty folder examples/ beside the shipped pack; check that nothing is written into this folder."""
+    """Run the test in an empty folder examples/ next to the shipped pack, and check that it wrote nothing into
+    examples/."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "reports/examples").mkdir(parents=True)
     shutil.copy(ROOT / "reports/examples/demo.zip", tmp_path / "reports/examples")

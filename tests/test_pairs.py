@@ -82,8 +82,8 @@ def unfinished(settings: dict) -> list[str]:
 
 
 def names_both(sentence: str, a: Remedy, b: Remedy) -> bool:
-    """Return whether the sentence names a field of each remedy, at least by the last part of its name, and the two
-    fields differ."""
+    """Return whether the message is one sentence that names two different fields, one of each remedy. The last part
+    of a dotted field name is enough."""
     named = [
         {name for name in remedy.settings if re.search(rf"\b{name.rpartition('.')[2]}\b", sentence)}
         for remedy in (a, b)

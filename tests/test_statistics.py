@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,6 @@ import torch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import attach, probe
 from mmqk.monitors.probe import block_matrices
-from mmqk.monitors.statistics import COSTS, STATISTICS, UNKNOWN, Statistic
 from mmqk.monitors.training_run.product_change import ProductChange
 from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.store import tag as tag_of
@@ -26,6 +23,7 @@ from mmqk.training.step.row_stats import RowLog
 from tests.one_step import token_batch
 from tests.remedies_page import measure
 from tests.statistics_page import ALL_MARKS, PAGE, page, parts, render
+from tests.statistics_table import COSTS, STATISTICS, UNKNOWN, Statistic
 
 ROOT = Path(__file__).parents[1]
 EVERYTHING = [
@@ -159,12 +157,3 @@ def test_a_page_of_other_costs_is_another_and_costs_are_those_of_the_textbook():
     assert (
         6 * measured["agreement"] == 10 * step
     )  # each half has one forward pass and a backward pass for each of two modalities
-
-
-@pytest.mark.parametrize(("first", "code"), [("", 0), ("sys.modules['torch'] = sys; ", 1)])
-def test_the_table_needs_no_torch(first, code):
-    command = f"""import sys; {first}import importlib.util as u
-spec = u.spec_from_file_location("table", "mmqk/monitors/statistics.py"); table = u.module_from_spec(spec)
-sys.modules["table"] = table; spec.loader.exec_module(table)
-sys.exit("torch" in sys.modules)"""
-    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == code

@@ -249,6 +249,46 @@ def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
     assert b"2.22" in said and b"completed" in said and b"\x1b[1A" in said
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_in_a_terminal_it_waits_for_the_first_run(tmp_path, exists):
+    folder = tmp_path / "runs"
+    if exists:
+        folder.mkdir()
+    here, there = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(folder)]
+    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
+    os.close(there)
+    said, guard = b"", threading.Timer(1800, process.kill)  # ends a process that shows nothing
+    guard.start()
+    try:
+        while b"has no run yet" not in said:
+            said += os.read(here, 65536)
+        assert process.poll() is None and f"{folder} has no run yet: waiting".encode() in said
+        write_run(folder / "r", "completed")
+        while True:
+            said += os.read(here, 65536)
+    except OSError:  # the process has closed its end of the terminal
+        pass
+    finally:
+        guard.cancel()
+        process.kill()
+        os.close(here)
+    assert process.wait() == 0, said.decode()
+    assert said.count(b"has no run yet") == 1 and b"completed" in said and b"4.60" in said
+
+
+def test_in_a_terminal_it_does_not_wait_for_a_file_to_become_a_folder(tmp_path):
+    (tmp_path / "runs.zip").write_text("")
+    here, there = pty.openpty()
+    command = [sys.executable, "-m", "mmqk.watch", str(tmp_path / "runs.zip")]
+    environment = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(command, stdout=there, stderr=subprocess.PIPE, cwd=ROOT, env=environment, timeout=1800)
+    os.close(there)
+    os.close(here)
+    assert done.returncode == 2 and b"runs.zip is not a folder" in done.stderr
+
+
 @pytest.mark.parametrize(("terminal", "redrawn"), [("xterm", True), ("dumb", False)])
 def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, terminal, redrawn):
     write_run(tmp_path / "r")

@@ -44,7 +44,8 @@ def times(value: str) -> str:
 def whole() -> str:
     """Return the table of all remedies, with their purposes."""
     lines = [
-        "| remedy | what it is for | loss against none (nats) | trains | sensitivity | largest logit | time |",
+        "| remedy | what it is for | loss relative to no remedy (nats) | trains | sensitivity | largest logit"
+        " | time |",
         "| --- | --- | --: | --: | --: | --: | --: |",
     ]
     for row in rows().values():
@@ -60,7 +61,7 @@ def short() -> str:
     """Return the table of the remedies in `SHORT` in the order of the ranking, and of the arm without a remedy."""
     table = rows()
     lines = [
-        "| remedy | loss against none (nats) | learning rates that train | largest logit | time |",
+        "| remedy | loss relative to no remedy (nats) | learning rates that train | largest logit | time |",
         "| --- | --: | --: | --: | --: |",
     ]
     for row in table.values():

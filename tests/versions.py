@@ -16,7 +16,7 @@ def older(package: str, release: str) -> bool:
 
 
 def draws_other_weights() -> bool:
-    """Return whether this torch draws other initial weights than the torch of the stored numbers.
+    """Return whether the initial weights of this torch differ from those of the torch of the stored numbers.
 
     ``trunc_normal_`` of torch 2.11 gives other numbers from the same generator than that of torch 2.14.
     """

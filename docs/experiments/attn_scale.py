@@ -54,7 +54,7 @@ class Measured:
 
     Attributes:
         variance: Variance over all pairs of a query and an earlier key, pooled over heads and sequences.
-        own: Variance over pairs of a query and its own key.
+        own: Variance of the logits between each query and the key of its own token.
         in_row: Variance over the earlier keys of one query, mean over queries with at least `FEWEST_KEYS` earlier
             keys. A common shift of all logits of a row does not affect the softmax or this variance.
         entropy: Softmax entropy divided by the entropy of equal weights, mean over queries with at least
@@ -136,9 +136,10 @@ def predicted_variance(config: ModelConfig, layer: int) -> float:
     """Return the variance of a logit of this layer (from 1) if all entries of q and k are independent.
 
     If W_q and W_k have variance 1 / d_model, the entries of q and k have the mean square m of the input, and q.k has
-    the variance head_dim * m^2 (Vaswani et al. 2017, arXiv 1706.03762, footnote 4, for m = 1). With pre-norm or RMS
+    variance head_dim * m^2 (Vaswani et al. 2017, arXiv 1706.03762, footnote 4, for m = 1). With pre-norm or RMS
     QK-Norm m is 1. With post-norm alone the input is the residual stream, and m is 1 / d_model from the embedding
-    plus 1 for every branch added so far. The cosine of two random directions has the variance 1 / head_dim.
+    plus 1 for every branch added so far. The cosine of the angle between two random directions has variance 1 /
+    head_dim.
     """
     if config.qk_norm.kind == "l2":
         return config.qk_norm.scale_init**2 / config.head_dim

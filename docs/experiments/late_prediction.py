@@ -5,7 +5,7 @@
 First table: for each alarm rule and arm, how many runs had an alarm before their failure or end, how many alarms per
 1,000 steps, and how long before the failure the first one came. Second table: for each monitor at a fixed step, the
 AUROC of its value for failing against surviving runs of the arms without QK-Norm, and
-Spearman's correlation with the step of the failure over the failing runs.
+the Spearman correlation with the step of the failure over the failing runs.
 """
 
 import sys

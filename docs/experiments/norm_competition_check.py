@@ -56,8 +56,8 @@ def value(metric, rows, completed):
     if name == "final_loss":
         key = ("val_loss/" if completed else "loss/") + modality
         return float(np.mean([r.get(key, np.nan) for r in rows[-1 if completed else -50 :]]))
-    probes = []
-    for r in [r for r in rows if any(k.startswith("q_norm/") for k in r)][-3:]:
+    probes, probed = [], [r for r in rows if any(k.startswith("q_norm/") for k in r)]
+    for r in ([r for r in probed if r["step"]] or probed)[-3:]:
         chosen = {k: float(v) for k, v in r.items() if k.count("/") and modality in ("", k.split("/")[1])}
         if name == "largest_attention_logit":
             probes.append(max(v for k, v in chosen.items() if k.startswith("attn_logit_absmax/")))
@@ -176,7 +176,7 @@ def main():
     for i, c in claims.items():
         if c["status"] == "confirmatory":
             families.setdefault(c["alpha_family"], []).append(i)
-    for ids in families.values():  # Holm's rule; a claim that cannot be judged counts with p = 1
+    for ids in families.values():  # the Holm correction; a claim that cannot be judged counts with p = 1
         ids.sort(key=lambda i: 1.0 if i not in results or results[i]["failed"] else results[i]["p"])
         for k, i in enumerate(ids):
             if i in results:

@@ -206,7 +206,7 @@ class Rate:
 
     @property
     def upper(self) -> float:
-        """Upper end of the 95 % interval of Clopper and Pearson."""
+        """Upper end of the 95 % Clopper-Pearson interval."""
         return clopper_pearson(self.count, self.draws)[1]
 
     def __str__(self) -> str:
@@ -215,8 +215,8 @@ class Rate:
 
 
 def is_wrong(verdict: Verdict, planted: Planted) -> bool:
-    """Return whether a verdict is false. If the effect is exactly min_effect, reproduced and contradicted are both
-    false."""
+    """Return whether a verdict is false. If the true effect is exactly min_effect, both reproduced and contradicted
+    count as false."""
     if planted != Planted():
         return verdict.verdict in ("reproduced", "contradicted")
     return verdict.verdict == ("contradicted" if verdict.claim.test == "equivalence" else "reproduced")
@@ -277,7 +277,7 @@ def tables() -> dict[str, str]:
         (f"{own}, effect at min_effect, no check that the chosen learning rates differ", by_chance(500)),
         (f"{own}, no effect, no check that the chosen learning rates differ", by_chance(500, Planted())),
         (f"{one}, true effect at min_effect", false_verdicts(MATCHED, draws=2000)),
-        (f"{one}, effect at min_effect, without Holm's rule", false_verdicts(WITHOUT_HOLM, draws=500)),
+        (f"{one}, effect at min_effect, without the Holm correction", false_verdicts(WITHOUT_HOLM, draws=500)),
         (looked, false_verdicts(looks(6, 10), first=6, draws=8000)),
         (
             f"{looked}, level not corrected for repeated looks",

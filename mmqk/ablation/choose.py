@@ -62,21 +62,3 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
             " lower learning rates"
         )
     return ChosenRate(arm, best.rate, metric, best.means)
-
-
-def check_metric(name: str) -> None:
-    """Refuse a metric that cannot select a learning rate.
-
-    Raises:
-        UserError: the metric is unknown, or is computed from several runs.
-    """
-    from mmqk.analysis.metrics import FamilyMetric, find_metric
-
-    try:
-        metric = find_metric(name)[0]
-    except UserError:
-        if "/" in name:
-            raise
-        metric = find_metric(f"{name}/text")[0]  # one value per modality; the selection uses their mean
-    if isinstance(metric, FamilyMetric):
-        raise UserError(f"lr.metric is {name}, which needs several runs: name a metric of a single run")

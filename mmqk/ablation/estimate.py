@@ -15,8 +15,8 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     time.
 
     The time per step is the median over the finished runs of the arm. If the arm has no finished run, it is the
-    median over the finished runs of the family, or else over all finished runs of the grid. The time includes startup
-    and validation. For a fork, only the steps after the fork count.
+    median over the finished runs of the family, or else over all finished runs of the grid. The time includes
+    probes and validation, but not the startup. For a fork, only the steps after the fork count.
     """
     open_runs = [
         task for task, outcome in outcomes.items() if not outcome.finished and outcome.status != "never"

@@ -189,7 +189,7 @@ class Pool:
             status, reason = "failed", _reason(code, task.folder / LOG_NAME)
         with contextlib.suppress(OSError):
             mark_ended(task.folder, status, step, reason, before)
-        return TaskOutcome(status, step, now.loss, now.seconds, reason)
+        return TaskOutcome(status, step, reason, now.seconds, loss=now.loss)
 
     def _stop(self) -> None:
         """Interrupt the runs at the first signal. Kill them at the second signal, or ``grace`` seconds after the

@@ -10,6 +10,7 @@ from mmqk.ablation.task import Task, TaskOutcome
 from mmqk.ablation.views import Follow
 from mmqk.progress import Progress
 from mmqk.store import is_locked, last_metrics
+from mmqk.store.formatting import text_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -87,14 +88,5 @@ def table(outcomes: Mapping[Task, TaskOutcome]) -> str:
         loss = "" if out.loss is None else f"{out.loss:.3f}"
         step = f"{out.step}/{task.max_steps}" if task.max_steps else str(out.step)
         rows.append((task.arm, str(task.seed), out.status, step, loss, f"{out.seconds:.0f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    left = (0, 2)
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
     reasons = [f"{task.name} {out.status}: {out.reason}" for task, out in outcomes.items() if out.reason]
-    return "\n".join(line.rstrip() for line in [*lines, *reasons])
+    return "\n".join(line.rstrip() for line in [*text_table(rows, {0, 2}), *reasons])

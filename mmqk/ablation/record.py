@@ -12,6 +12,7 @@ from mmqk.grid.claims import claims_hash
 from mmqk.grid.grid import Grid
 from mmqk.grid.record import ABLATION_NAME, read_ablation
 from mmqk.store import FolderLock, UserError, locked, new_folder, read_run, read_status, write_json
+from mmqk.store.files import writing
 from mmqk.store.pack import unpacked
 
 LOCK_NAME = "ablation.lock"
@@ -45,7 +46,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     Raises:
         UserError: the folder cannot be written, or its ablation.json cannot be read.
     """
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / LOCK_NAME):
             first = read_ablation(out) or {}
@@ -68,8 +69,6 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             if record != first:
                 write_json(out / ABLATION_NAME, record)
             return plan
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
 
 
 def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
@@ -90,7 +89,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
             f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk.pack)"
         )
     new: list[str] = []
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with locked(out / LOCK_NAME):
             first = read_ablation(out)
@@ -117,8 +116,6 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
             if packed.get("lost") or begun:
                 first["lost"] = True
             write_json(out / ABLATION_NAME, first)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
     return new
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import FINISHED, DamagedFile, last_metrics, read_run, read_status
+from mmqk.store import DamagedFile, Status, last_metrics, read_run, read_status
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,11 @@ class Task:
 
 
 @dataclass(frozen=True)
-class TaskOutcome:
-    """The outcome of a task. The status is that of status.json, or "waiting" before the start, or "never" if the run
-    cannot start."""
+class TaskOutcome(Status):
+    """The outcome of a task: the status of its run and its last training loss. The status is "waiting" before the
+    start, and "never" if the run cannot start."""
 
-    status: str
-    step: int = 0
     loss: float | None = None
-    seconds: float = 0.0
-    reason: str = ""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run needs no more training."""
-        return self.status in FINISHED
 
     @property
     def ended(self) -> bool:
@@ -80,4 +71,4 @@ def standing(task: Task) -> TaskOutcome:
     if record is None or record.get("id") != task.id or status is None:
         return TaskOutcome("waiting")
     last = last_metrics(task.folder / "metrics.jsonl", having="loss")
-    return TaskOutcome(status.status, status.step, last.get("loss"), status.seconds, status.reason)
+    return TaskOutcome(**vars(status), loss=last.get("loss"))

@@ -13,6 +13,7 @@ from mmqk.grid.record import read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,
+    NoRun,
     UserError,
     find_runs,
     is_locked,
@@ -151,12 +152,14 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
     an ablation, whose waiting runs are included.
 
     Raises:
-        UserError: a folder does not exist or has no run, or its ablation.json cannot be read.
+        NoRun: a folder does not exist or has no run.
+        UserError: a path is not a folder, or an ablation.json cannot be read.
     """
     follows: list[Follow] = []
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
+            kind = UserError if folder.exists() else NoRun
+            raise kind(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
         if entries := (read_ablation(folder) or {}).get("runs"):
             follows += [Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"]) for e in entries]
         else:

@@ -59,7 +59,7 @@ def check_matrices(
     if parent not in (None, optim.matrices) and "muon" in (parent, optim.matrices):
         raise ValueError(
             f"optim.matrices is {parent} in the parent and {optim.matrices} here, and a fork cannot change it,"
-            " because muon has other moments than Adam: keep the parent's value, or start a new run."
+            " because the moments of muon differ from those of Adam: keep the parent's value, or start a new run."
         )
     if optim.matrices == "muon":
         wanted = {"monitor.parameters": monitor.parameters, "monitor.second_moment": monitor.second_moment}

@@ -131,8 +131,8 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
 
     Args:
         argv: the command line; ``demo optim.lr=0.01`` is short for ``--config configs/demo.yaml --optim.lr=0.01``.
-        parent: the parent of a fork, if its checkpoint does not exist yet. With None, ``--fork`` names the checkpoint
-            of a fork.
+        parent: the parent of a fork whose checkpoint does not exist yet. If it is None and the run is a fork,
+            ``--fork`` in ``argv`` gives the checkpoint.
 
     Raises:
         UserError: an unknown field, a wrong type, an impossible value, missing data or tokenizers, or an impossible

@@ -1,4 +1,4 @@
-"""Converts the messages of jsonargparse to one plain sentence."""
+"""Converts each error message of jsonargparse to one plain sentence."""
 
 from __future__ import annotations
 

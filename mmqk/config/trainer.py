@@ -27,7 +27,8 @@ class TrainerConfig:
         max_steps: number of optimizer steps.
         accumulate_grad_batches: micro-batches per optimizer step.
         gradient_clip_val: largest gradient norm; larger gradients are scaled down to it. 0 or null: no clipping.
-        deterministic: use deterministic kernels only, which sum in another order than the usual kernels.
+        deterministic: use deterministic kernels only, whose order of summation differs from that of the usual
+            kernels.
         benchmark: let cuDNN time its kernels and use the fastest.
         detect_anomaly: stop at the first NaN in a backward pass, with a traceback of the forward pass; slow.
         accelerator: cpu, gpu, mps or auto (a GPU if there is one).

@@ -17,8 +17,8 @@ class LossConfig:
         z_loss: Coefficient of log(Z)^2, with Z the normalizer of the output softmax (PaLM, arXiv 2204.02311).
         weights: Weight of the loss and z-loss of each modality, by name. The default is 1; 0 switches a loss off.
         chunk_size: Number of tokens whose logits exist at the same time. Head and loss process one chunk after
-            another, so that their memory does not grow with batch size times vocabulary; the loss is equal up to
-            rounding. With a large vocabulary on a GPU, a few thousand tokens are usual. Null: all tokens at once.
+            another, so their memory does not grow with batch size times vocabulary; the loss is equal up to rounding.
+            With a large vocabulary on a GPU, a few thousand tokens are usual. Null: all tokens at once.
     """
 
     z_loss: float = number(0.0, 1e-12, 1e6, zero=True)

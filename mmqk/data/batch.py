@@ -16,8 +16,8 @@ class TokenBatch:
     Attributes:
         ids_BT: token ids, int64.
         modality_BT: modality of each token by vocabulary block (0 text, 1 image; more are allowed), int64.
-        target_mask_BT: whether the position is a trained target, so that its *next* token counts in the loss, bool.
-            Always False at the last position, which has no next token.
+        target_mask_BT: whether the position is a trained target, whose *next* token counts in the loss, bool. Always
+            False at the last position, which has no next token.
         valid_BT: False at padding, bool. Every statistic must leave out padding.
         step_targets: number of trained targets in the whole optimizer step, over all micro-batches and ranks. The
             loss is divided by it, so gradient accumulation and data parallelism give the loss of one large batch.

@@ -19,6 +19,8 @@ from mmqk.store import UserError, find_file
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
 # Fields of DataConfig that name a source, by kind.
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
+# The same for every kind of data.mix that reads a folder.
+FOLDER_FIELDS = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,10 @@ class DataConfig:
                 f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have their own vocabularies; use each"
                 " alone."
             )
-        sources = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
         for kind in kinds:
-            if kind in sources and not getattr(self, sources[kind]):
-                raise ValueError(
-                    f"data.mix asks for {kind}, but data.{sources[kind]} is empty: name its folder."
-                )
+            folder = FOLDER_FIELDS.get(kind)
+            if folder and not getattr(self, folder):
+                raise ValueError(f"data.mix asks for {kind}, but data.{folder} is empty: name its folder.")
 
     @property
     def documents_apart(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter
 from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, new_folder, run_main
+from mmqk.store.files import writing
 from mmqk.store.vocab_sizes import parse_vocab_sizes
 
 EPILOG = """\
@@ -37,7 +38,6 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m mmqk.data.ids",
         description="Make a folder to train on from arrays of ids of any tokenizers.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--train", required=True, help="arrays, a path or pattern")
@@ -60,12 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
     if (args.out / TOKENS).exists():
         raise UserError(f"{args.out} is already a token folder: give another --out.")
-    try:
+    with writing(args.out, "give another --out."):
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise UserError(f"{args.out} exists and is not an empty folder: give another --out.")
         counts = _write(args, layout)
-    except OSError as error:
-        raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from None
     print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
     return 0
 

@@ -30,6 +30,7 @@ from mmqk.store import (
     run_main,
     write_json,
 )
+from mmqk.store.files import writing
 
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
 UNFINISHED = "unfinished"
@@ -66,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m mmqk.data.tokenize",
         description="Turn your shards into a folder of tokens to train on.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--shards", nargs="+", metavar="PATTERN", help="tar archives")
@@ -121,16 +121,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(args, kind, paths)
     if is_token_folder(job.out):
         return _already_finished(job.out, options)
-    try:
-        with _claimed(job.out, options):
-            if is_token_folder(job.out):  # another process finished it before this one got the lock
-                return _already_finished(job.out, options)
-            records = _tokenize(job, shards, args.workers)
-            _finish(job, options, records)
-    except OSError as error:
-        raise UserError(
-            f"{job.out} cannot be written ({error.strerror or error}): give another --out or make room"
-        ) from None
+    with writing(job.out, "give another --out or make room"), _claimed(job.out, options):
+        if is_token_folder(job.out):  # another process finished it before this one got the lock
+            return _already_finished(job.out, options)
+        records = _tokenize(job, shards, args.workers)
+        _finish(job, options, records)
     return 0
 
 

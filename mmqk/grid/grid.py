@@ -19,7 +19,8 @@
 
 docs/ablations.md has examples. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``, whose
 parser refuses unknown fields. `mmqk.analysis` uses the claims and the report; this package only reads them and checks
-the names of their arms. This package does not import torch, because the analysis uses this package.
+the names of their arms. This package does not import torch, because `mmqk.analysis` imports it and must work without
+torch.
 """
 
 from __future__ import annotations

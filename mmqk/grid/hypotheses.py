@@ -27,7 +27,8 @@ class Hypothesis:
         statement: the explanation, one sentence.
         source: where it was proposed.
         source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
-        predicts: a key of `PREDICTIONS` by claim id; the hypothesis predicts nothing for other claims.
+        predicts: maps a claim id to the predicted effect, which is a key of `PREDICTIONS`. The hypothesis predicts
+            nothing for claims that are not in the mapping.
         note: a sentence to print on the page.
     """
 

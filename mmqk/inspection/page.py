@@ -5,10 +5,10 @@ The same configuration gives the same bytes: a page contains no time and no abso
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import yaml
 
 from mmqk.analysis.formatting import listed, nats, number, plural
@@ -19,7 +19,7 @@ from mmqk.inspection.decode import IdDecoder, Originals, Pictures
 from mmqk.inspection.reading import WINDOW, read
 from mmqk.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
 from mmqk.inspection.views import SequenceView, Viewer
-from mmqk.report.page import TEMPLATES as SHARED_TEMPLATES
+from mmqk.report import render as report
 from mmqk.store import find_file, without_roots
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 LARGEST_PAGE = 5_000_000
 PICTURE_BYTES = 2_500_000  # limit for all images of a page, before base64 encoding
 TEMPLATES = Path(__file__).parent / "templates"
+FILTERS: dict[str, Callable[..., str]] = {
+    "percent": percent,
+    "number": number,
+    "thousands": lambda value: "–" if value is None else f"{value:,}",
+}
 SLOT_WORDS = {
     "image_first": "image, then its caption",
     "caption_first": "caption, then its image",
@@ -66,7 +71,7 @@ def inspect(
         "page": {
             "kicker": f"{name + ' · ' if name else ''}seed {run.seed} · training data",
             "title": title(plain),
-            "standfirst": standfirst(plain),
+            "subtitle": subtitle(plain),
         },
         "names": list(plain["modalities"]),
         "rows": rows,
@@ -82,19 +87,18 @@ def inspect(
         **_sequences(run, data, decoder, plain, min(sequences, plain["run_sequences"])),
     }
     files = {"index.html": render(content), "statistics.json": plain}
-    first = [line for line in (data.few_held_out(), standfirst(plain)[0]) if line]
+    first = [line for line in (data.few_held_out(), subtitle(plain)[0]) if line]
     return files, [*first, "", *table_lines(list(plain["modalities"]), rows)]
 
 
 def render(content: dict[str, Any]) -> str:
     """Render the page, with fewer sequences if it would exceed `LARGEST_PAGE` bytes."""
-    css = (SHARED_TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
+    css = (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
     sequences = content["sequences"]
     while True:
         missing = len(content["sequences"]) - len(sequences)
-        page = _template("inspect.html").render(
-            {**content, "sequences": sequences, "missing": missing}, css=css
-        )
+        shown = {**content, "sequences": sequences, "missing": missing, "css": css}
+        page = report.render("inspect.html", shown, TEMPLATES, FILTERS)
         if len(page.encode()) <= LARGEST_PAGE or len(sequences) == 1:
             return page
         sequences = sequences[: len(sequences) // 2]
@@ -110,7 +114,7 @@ def title(plain: dict[str, Any]) -> str:
     return f"The targets are {which} tokens, in sequences of {length:,} positions"
 
 
-def standfirst(plain: dict[str, Any]) -> list[str]:
+def subtitle(plain: dict[str, Any]) -> list[str]:
     """Return the one or two sentences below the title."""
     first = (
         f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
@@ -127,9 +131,11 @@ def standfirst(plain: dict[str, Any]) -> list[str]:
     model = listed([f"{nats(s['model'])} ({m})" for m, s in measured.items()])
     unigram = listed([nats(s["unigram"]) for s in measured.values()])
     entropy = "unigram entropy is" if len(measured) == 1 else "unigram entropies are"
+    tokens = listed([f"{s['tokens']:,} {m}" for m, s in measured.items()])
     return [
         first,
-        f"The held-out loss of a small n-gram model is {model} nats per token; the {entropy} {unigram}.",
+        f"The held-out loss of a small n-gram model is {model} nats per token; the {entropy} {unigram} (sample:"
+        f" {tokens} tokens).",
     ]
 
 
@@ -207,18 +213,3 @@ def _head(data: TokenDataModule, decoder: IdDecoder | None, content: Content) ->
     whole = content.end - content.start >= length
     part = "" if whole else f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
     return f"Document {item:,}{part}", ""
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "percent": percent,
-        "number": number,
-        "thousands": lambda value: "–" if value is None else f"{value:,}",
-    }
-    return environment.get_template(name)

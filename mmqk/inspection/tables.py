@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmqk.analysis.formatting import listed, nats, number
+from mmqk.store.formatting import text_table
 
 Row = dict[str, Any]
 
@@ -23,6 +24,7 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
         row("share", "of all targets", lambda m, s: percent(s["share"])),
         row("ids used", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
         row("uniform", "ln of the block size, nats per token", lambda m, s: nats(math.log(s["block"]))),
+        row("sample", "tokens of the estimates below", lambda m, s: f"{s['tokens']:,}"),
         row("unigram entropy", "nats per token, Miller-Madow", lambda m, s: nats(s["unigram"])),
         row("compressed", "LZMA, nats per token", lambda m, s: nats(s["compressed"])),
         row("n-gram model", "held-out nats per token, ± standard error", lambda m, s: _measured(s)),
@@ -76,17 +78,8 @@ def dial_rows(plain: dict[str, Any]) -> list[Row]:
 def table_lines(names: list[str], rows: list[Row]) -> list[str]:
     """Return the table as text for a terminal."""
     cells = [["", *names], *([row["label"], *row["cells"]] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in cells
-    ]
-    return [
-        f"{line}  {note}".rstrip()
-        for line, note in zip(lines, ["", *(row["note"] for row in rows)], strict=True)
-    ]
+    notes = ["", *(row["note"] for row in rows)]
+    return [f"{line}  {note}".rstrip() for line, note in zip(text_table(cells, {0}), notes, strict=True)]
 
 
 def percent(share: float) -> str:

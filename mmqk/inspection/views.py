@@ -18,7 +18,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
 from mmqk.inspection.decode import IdDecoder, Pictures, shaded
 
-# Okabe and Ito's palette for color-blind readers; the first two colors also differ in gray.
+# The Okabe-Ito palette for color-blind readers; the first two colors also differ in gray.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 PADDING, INK = "#d5dae0", "#1b1f24"
 MOST_WORDS = 1500

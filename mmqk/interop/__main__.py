@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from mmqk.store import OneSentenceParser, UserError, run_main
@@ -36,7 +35,6 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m mmqk.interop",
         description="Convert weights and configuration of a Hugging Face model to mmqk, or of a run to Hugging Face.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--from", dest="source", type=Path, required=True, help="a folder with config.json, or a run folder"

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from mmqk.data.config import FOLDER_FIELDS
 from mmqk.model import ModelConfig
 from mmqk.shards.manifest import load_manifest, manifest_hash
 from mmqk.store import DamagedFile, UserError, read_metrics, read_run, relative, without_roots
@@ -16,13 +17,6 @@ from mmqk.tokenizers.vocabulary import SPECIALS
 
 from .names import CHAMELEON
 
-_SOURCES = {
-    "pair": "pairs",
-    "image": "pairs",
-    "text": "text",
-    "interleaved": "interleaved",
-    "tokens": "tokens",
-}
 _LOSSES = {
     "loss": "training loss",
     "val_loss": "validation loss",
@@ -133,7 +127,7 @@ def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
         return []
     rows = []
     for kind, weight in mix.items():
-        field = _SOURCES.get(kind, "")
+        field = FOLDER_FIELDS.get(kind, "")
         folder, hashed = data.get(field) or "", identity.get(field) or ""
         sources = ", ".join(_sources(Path(folder), hashed)) if folder else ""
         rows.append([kind, f"{weight:g}", f"`{relative(folder)}`" if folder else "", hashed, sources])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,11 +90,8 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
     from mmqk.checkpoint import PREFIX, save_checkpoint
 
     weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
-
-    def write(folder: Path) -> None:
+    with _publishing(out) as folder:
         save_checkpoint({"mmqk_model": asdict(model.config), "state_dict": weights}, folder / CHECKPOINT)
-
-    _publish(out, write)
 
 
 def write_huggingface(model: PreTrainedModel, out: Path, files: Mapping[str, str] | None = None) -> None:
@@ -103,14 +100,11 @@ def write_huggingface(model: PreTrainedModel, out: Path, files: Mapping[str, str
     Raises:
         UserError: `out` is not empty or cannot be written.
     """
-
-    def write(folder: Path) -> None:
+    with _publishing(out) as folder:
         with _quiet(import_transformers()):
             model.save_pretrained(folder)
         for name, text in (files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
-
-    _publish(out, write)
 
 
 def check_empty(out: Path) -> None:
@@ -119,12 +113,13 @@ def check_empty(out: Path) -> None:
         raise UserError(f"{out} exists and is not an empty folder: give another --to.")
 
 
-def _publish(out: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` on a temporary folder next to `out`, then rename this folder to `out`."""
+@contextlib.contextmanager
+def _publishing(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `out` that is renamed to `out` at the end of the ``with`` block."""
     check_empty(out)
     try:
         with new_folder(out) as folder:
-            write(folder)
+            yield folder
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of them
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
         raise UserError(f"{out} cannot be written ({reason}): give another --to.") from error

@@ -20,7 +20,7 @@ Tap = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward 
 
 
 def no_tap(site: str, tensor: Tensor) -> None:
-    """Do nothing. This is the tap of a forward pass without a sink."""
+    """Do nothing. A forward pass without a sink passes this tap to its layers."""
 
 
 class Attention(nn.Module):

@@ -3,6 +3,7 @@
 Shapes are in the names: B batch, T query tokens, S key tokens, H heads, K head_dim.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backend_check import check_backend
 from .config import ModelConfig
-from .dense_attention import dense_attention
+from .norms import at_least_fp32
 
 _KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -185,7 +186,25 @@ def attention(
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
             ), None
-    return dense_attention(q_BHTK, k_BHTK, v_BHTK, mask, scale, kind, softcap, dropout, sink_H), None
+    # The backend math, which is also the reference in the tests of all other kernels. It computes in at least fp32.
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
+        logits_BHTS = (scale * q) @ k.transpose(-1, -2)
+        if softcap is not None:
+            logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
+        # Adding -inf in place reads the logits once, in the forward pass. masked_fill would read them again in the
+        # backward pass.
+        logits_BHTS += mask
+        if sink_H is not None:
+            sink_BHT1 = at_least_fp32(sink_H)[:, None, None].expand(*logits_BHTS.shape[:-1], 1)
+            weight_BHTS = torch.softmax(torch.cat((logits_BHTS, sink_BHT1), -1), -1)[..., :-1]
+        elif kind == "softmax":
+            weight_BHTS = torch.softmax(logits_BHTS, dim=-1)
+        else:
+            weight_BHTS = torch.sigmoid(logits_BHTS - math.log(q.shape[-2]))
+        if dropout:
+            weight_BHTS = F.dropout(weight_BHTS, dropout)
+        return (weight_BHTS @ v).to(v_BHTK.dtype), None
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

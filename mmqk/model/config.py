@@ -30,7 +30,8 @@ class QKNormConfig:
         place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
         normalize_v: Whether to normalize values too (QKV-Norm, arXiv 2410.16682); with kind l2 values get no scale.
         scale_init: Initial value of the scale of kind l2.
-        scale_max: Largest scale of kind l2; if given, the parameter is the scale's logarithm (Swin V2: 100).
+        scale_max: Largest scale of kind l2 (Swin V2: 100). If this is set, the trained parameter is the logarithm of
+            the scale.
     """
 
     kind: Literal["none", "rms", "layer", "l2"] = "none"
@@ -156,8 +157,8 @@ class ModelConfig:
             padding and other documents, so the same tokens in a longer row give different outputs.
         attn_gate: Factor sigmoid(W_g x) on attention's output, before W_o: none, element (one per channel:
             Qwen3-Next, arXiv 2505.06708) or head (one per head).
-        attn_sink: Whether each head has a learned logit that only adds to the softmax's denominator (gpt-oss), so
-            that the weights of the keys sum to less than 1.
+        attn_sink: Whether each head has a learned logit that only adds to the softmax's denominator (gpt-oss), so the
+            weights of the keys sum to less than 1.
         head_scale: Whether a learned factor multiplies each head's output (NormFormer, arXiv 2110.09456).
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, with the largest
             singular value sigma(W) (σReparam, arXiv 2303.06296).

@@ -30,7 +30,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     | gains, scales  | `initial` of their module: gains 1, biases 0                                           |
 
     Adding or removing a parameter does not change the others. All copies of a layer for different modalities start
-    equal. The values are drawn in fp32 on the CPU, so they are equal on every device.
+    equal. The values are drawn in fp32 on the CPU, so they are the same on every device.
 
     Raises:
         TypeError: the table has no row for a parameter.

@@ -4,7 +4,7 @@ Rounding order: `(w * x_normalized).to(x.dtype)`, with the product in fp32 (OLMo
 Chameleon round first, `w * x_normalized.to(x.dtype)`; in bf16 a quarter of the elements differ.
 
 The result has the dtype of the input. torch's norms return fp32 under CUDA autocast (not under CPU autocast): with
-them, an arm with QK-Norm would compute attention in another precision than its control.
+them, an arm with QK-Norm would compute attention in a different precision from its control.
 """
 
 import math
@@ -115,7 +115,8 @@ class L2Norm(Norm):
         eps: The smallest length.
         scale: The scale, or the initial value of a learned scale.
         scale_shape: Shape of the learned scale, broadcast over the input; None for a fixed scale.
-        maximum: The largest learned scale. If given, the parameter is the logarithm of the scale and is clamped.
+        maximum: The largest learned scale. If this is set, the trained parameter is the logarithm of the scale, and
+            it is clamped.
     """
 
     def __init__(

@@ -167,7 +167,7 @@ class Collector:
             )
 
     def of_vocabulary(self, tags: list[str], values_M: Tensor) -> None:
-        """Add one number for each vocabulary block (the ids of one modality); each number is equal on every rank.
+        """Add one number for each vocabulary block (the ids of one modality). Every rank must add the same numbers.
 
         A block is left out if its modality has no token in the batch.
         """

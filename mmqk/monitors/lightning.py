@@ -65,11 +65,11 @@ class NormMonitor(Callback):
             self.watch.step(trainer.global_step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Remove the hook at the end of the run, and write the status completed."""
+        """Remove the hook at the end of the run, and write the status "completed"."""
         if self.watch is not None:
             self.watch.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Remove the hook, and write the status interrupted or failed."""
+        """Remove the hook, and write the status "interrupted" or "failed"."""
         if self.watch is not None:
             self.watch.close("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")

@@ -48,7 +48,7 @@ class Probe:
         self.parts.append(StatisticPart(tags, raw, finish))
 
     def add_values(self, tags: list[str], values: Tensor) -> None:
-        """Add numbers that are equal on every rank, such as those of weights."""
+        """Add numbers that are the same on every rank, such as those of weights."""
         self.add(tags, {"max": values.float()}, lambda raw: (raw["max"], torch.ones_like(raw["max"])))
 
     def add_means(self, tags: list[str], sums: Sums) -> None:

@@ -57,7 +57,7 @@ class NormCallback(TrainerCallback):
             self._values = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the hook at the end of the run, and write the status completed."""
+        """Remove the hook at the end of the run, and write the status "completed"."""
         if self.watch is not None:
             self.watch.close()
 

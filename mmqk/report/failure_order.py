@@ -12,7 +12,7 @@ from mmqk.analysis.metrics.departure import reduced
 from mmqk.analysis.verdicts.failure_order import FailureOrder, OrderRow
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.captions import loss_series
-from mmqk.report.figures.curves import arm_lines, bin_width
+from mmqk.report.figures.curves import arm_lines, bin_width, finite
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import INK, legend
 from mmqk.report.single import WORDS
@@ -112,9 +112,7 @@ def _panel(
     def series(run):
         if statistic == "loss":
             return loss_series(modality, width)(run)
-        steps, values = reduced(run, statistic, modality)
-        finite = np.isfinite(values)
-        return steps[finite], values[finite]
+        return finite(reduced(run, statistic, modality))
 
     lines = arm_lines(study, (order.treatment, order.control), modality, series)
     steps = next((r.steps for r in order.rows if (r.statistic, r.modality) == (statistic, modality)), {})

@@ -35,8 +35,7 @@ MARKS = {
 def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
     """Return (verdicts in the title, verdicts in the sentences below it)."""
     by_id = {v.claim.id: v for v in verdicts}
-    named = study.report.get("headline")
-    first = [by_id[i] for i in ([named] if isinstance(named, str) else named or []) if i in by_id]
+    first = [by_id[id] for id in study.named("headline") if id in by_id]
     decided = [v for v in verdicts if v.claim.decided]
     leading = first or decided[:1]
     if not leading:
@@ -276,8 +275,7 @@ def _of_replays(study: Study, verdict: ReplayVerdict) -> str:
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
     """Return sentences on what these runs cannot show: first those of the grid, then those that follow from the
     runs."""
-    written = study.report.get("cannot_tell") or ()
-    items = [written] if isinstance(written, str) else [str(item) for item in written]
+    items = study.named("cannot_tell")
     for verdict in verdicts:
         for control in verdict.controls:
             if not control.passed:

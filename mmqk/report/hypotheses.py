@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mmqk.analysis.formatting import listed, slug
@@ -44,11 +45,7 @@ def hypothesis_table(study: Study, verdicts: Sequence[Verdict]) -> dict[str, Any
         ],
         "rows": [
             {
-                "id": pattern.hypothesis.id,
-                "statement": pattern.hypothesis.statement,
-                "source": pattern.hypothesis.source,
-                "source_access": pattern.hypothesis.source_access,
-                "note": pattern.hypothesis.note,
+                **asdict(pattern.hypothesis),
                 "verdict": pattern.verdict,
                 "css": pattern.verdict.replace(" ", "-"),
                 "cells": [

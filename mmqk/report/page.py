@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,13 @@ from mmqk.report.figures.survival import survival_figure
 from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, lead
 from mmqk.report.hypotheses import hypothesis_table
 from mmqk.report.ranking import ABOUT, ranking_csv, ranking_figure, ranking_rows
-from mmqk.report.render import TEMPLATES, css, render, scripts, themed
+from mmqk.report.render import css, render, scripts, themed
 from mmqk.report.run_table import anchor, run_rows, totals
 from mmqk.report.single import single
 from mmqk.report.specification import specification_csv, specification_figure
 from mmqk.report.tables import arm_rows, data_rows, environment, used_marks, verdict_rows
-from mmqk.store import UserError, relative_word, without_roots, write_folder
-
-# TEMPLATES is exported because mmqk.inspection uses the same style sheet.
-__all__ = ["TEMPLATES", "write_report"]
+from mmqk.store import relative_word, without_roots, write_folder
+from mmqk.store.files import writing
 
 SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
@@ -59,24 +56,6 @@ LOST = "Claims were registered after runs had begun, without an earlier registra
 MOST_COMMANDS = 4
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """All figures of a page."""
-
-    main: list[Figure]
-    claims: dict[str, Figure]
-    papers: list[Figure]
-    forks: Figure | None
-    ranking: Figure | None = None
-    specification: Figure | None = None
-
-    @property
-    def all(self) -> list[Figure]:
-        """All figures in the order of the page."""
-        others = [figure for figure in (self.forks, self.ranking, self.specification) if figure]
-        return [*self.main, *self.claims.values(), *self.papers, *others]
-
-
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
     """Read the runs of one or several folders and write their report into ``out``, which is created if missing.
 
@@ -85,11 +64,9 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) ->
     """
     findings = read([folders] if isinstance(folders, str | Path) else folders)
     out = Path(out)
-    try:
+    with writing(out):
         write_folder(out, {})  # fail before the figures are drawn
         write_folder(out, _files(findings))
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
     return findings.study, list(findings.verdicts)
 
 
@@ -97,19 +74,21 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     """Return the files of the report by name."""
     study = findings.study
     nodes = fork_tree(study)
-    claims = {v.claim.id: claim_figure(study, v) for v in findings.verdicts}
     ranked = ranking(study)
     specified = specifications(study)
     order = failure_order(study)
-    failures = (survival_figure(study), order_figure(study, order))
-    drawn = Drawn(
-        [*figures(study), *filter(None, failures), *outcome_figures(study)],
-        {id: figure for id, figure in claims.items() if figure is not None},
-        paper_figures(study),
+    papers = paper_figures(study)
+    others = (
+        survival_figure(study),
+        order_figure(study, order),
+        *outcome_figures(study),
+        *(claim_figure(study, verdict) for verdict in findings.verdicts),
+        *papers,
         fork_figure(study, nodes),
         ranking_figure(study, ranked) if ranked else None,
         specification_figure(study, specified),
     )
+    drawn = [*figures(study), *filter(None, others)]
     brush = Brush.of(study)
     files: dict[str, str | bytes] = {
         "verdicts.json": json.dumps(
@@ -117,7 +96,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
         )
         + "\n"
     }
-    for figure in drawn.all:
+    for figure in drawn:
         files[f"figures/{figure.name}.csv"] = figure.csv()
         for kind, data in figure_files(brush, figure).items():
             files[f"figures/{figure.name}.{kind}"] = data
@@ -125,7 +104,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
         files["ranking.csv"] = ranking_csv(study, ranked)
     if specified:
         files["specification.csv"] = specification_csv(specified)
-    content = page_content(findings, drawn, nodes, ranked, order)
+    content = page_content(findings, drawn, papers, nodes, ranked, order)
     files["report.md"] = render("report.md", content)
     files["index.html"] = render("index.html", content | {"css": css()})
     return files
@@ -142,26 +121,33 @@ ABOUT_DATA = (
     "that knows the source, if the source is synthetic. Repeated: share of tokens in 8-token passages that "
     "occurred before."
 )
+# On the page of a single run.
+ABOUT_SAMPLE = (
+    " Sample: the tokens from which unigram, compressed, n-gram and repeated were estimated. Another sample, such as "
+    "that of mmqk inspect, gives other values."
+)
 
 
 def page_content(
     findings: Findings,
-    drawn: Drawn,
-    nodes: Sequence[Node],
+    drawn: Sequence[Figure] = (),
+    papers: Sequence[Figure] = (),
+    nodes: Sequence[Node] = (),
     ranked: Ranking | None = None,
     order: FailureOrder | None = None,
 ) -> dict[str, Any]:
-    """Return the values that the templates use, as plain data."""
+    """Return the values that the templates use, as plain data; ``drawn`` has all figures, including ``papers``."""
     study, verdicts = findings.study, findings.verdicts
     brush = Brush.of(study)
-    views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
+    views = {figure.name: _view(study, brush, figure) for figure in drawn}
     colors = arm_colors(study)
     rows, arm_results = run_rows(study, colors), arm_rows(study, colors)
+    single_run = single(study)
     shown = {study.label(arm) for arm in study.shown}
     claims = [
         row
         | {
-            "figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None,
+            "figure": views.get(f"claim-{row['slug']}"),
             "bar": effect_bar(study, verdict),
             "exploratory": verdict.claim.status == "exploratory",
             "shown": finding(study, verdict),
@@ -169,9 +155,11 @@ def page_content(
         for row, verdict in zip(verdict_rows(study, verdicts), verdicts, strict=True)
     ]
     sections = []
-    if drawn.papers:
-        papers = [views[figure.name] for figure in drawn.papers]
-        sections.append({"id": "papers", "title": "Figures as in the papers", "figures": papers, "ended": []})
+    if papers:
+        of_papers = [views[figure.name] for figure in papers]
+        sections.append(
+            {"id": "papers", "title": "Figures as in the papers", "figures": of_papers, "ended": []}
+        )
     for id, heading, names in SECTIONS:
         present = [views[name] for name in names if name in views]
         if present:
@@ -182,14 +170,13 @@ def page_content(
     page = {
         "title": question if in_rows else headline(study, verdicts),
         "question": question,
-        "titles": _titles(study, verdicts),
         "standfirst": _standfirst(study, verdicts, in_rows),
         "kicker": _kicker(study),
         "learned": _about_learning(study),
         "losses": _about_losses([row["final"] for row in arm_results]),
         "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
         "numbers": about_numbers(verdicts),
-        "data": ABOUT_DATA,
+        "data": ABOUT_DATA + (ABOUT_SAMPLE if single_run else ""),
         "totals": totals(study),
         "in_rows": in_rows,
     }
@@ -208,7 +195,7 @@ def page_content(
         "commands": _commands(findings),
         "sections": sections,
         "arms": arm_results,
-        "data": data_rows(study),
+        "data": data_rows(study, sample=single_run is not None),
         "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
         "runs": rows,
         "modalities": study.modalities,
@@ -222,30 +209,18 @@ def page_content(
         "hypotheses": hypothesis_table(study, verdicts),
         "failure_order": order_table(study, order),
     }
-    if drawn.ranking:
-        page |= {
-            "title": drawn.ranking.reading,
-            "titles": [{"text": drawn.ranking.reading.rstrip("."), "href": "#ranking"}],
-        }
-    single_run = single(study)
+    if ranked:
+        page["title"] = views["ranking"]["reading"]
     if single_run is not None:
         page |= {"question": single_run["headline"], "title": single_run["headline"]}
     return without_roots(content | {"page": page, "single": single_run}) | {"scripts": scripts()}
 
 
-def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
-    """Return the title in parts, each with a link to the source of its numbers."""
-    leading, _ = lead(study, verdicts)
-    parts = [{"text": finding(study, v).rstrip("."), "href": f"#claim-{slug(v.claim.id)}"} for v in leading]
-    return parts or [{"text": headline(study, verdicts), "href": "#runs"}]
-
-
 def _question(study: Study, verdicts: Sequence[Verdict]) -> str:
     """Return the question of the page: the one in the grid, or whether the claims in the title hold; without claims,
     the title of the study."""
-    named = study.report.get("question")
-    if named:
-        return named if isinstance(named, str) else " ".join(map(str, named))
+    if named := study.named("question"):
+        return " ".join(named)
     leading, _ = lead(study, verdicts)
     claims = [_uncapitalized(v.claim.statement.strip().rstrip(".")) for v in leading]
     return f"Is it true that {listed(claims)}?" if claims else study.title
@@ -257,16 +232,13 @@ def _uncapitalized(text: str) -> str:
     return text if any(map(str.isupper, first[1:])) else text[:1].lower() + text[1:]
 
 
-def _standfirst(study: Study, verdicts: Sequence[Verdict], in_rows: bool) -> list[dict[str, str]]:
+def _standfirst(study: Study, verdicts: Sequence[Verdict], in_rows: bool) -> list[str]:
     """Return the sentences below the title: one per claim, unless the claims are rows of a list."""
     rest = [] if in_rows else lead(study, verdicts)[1]
     unrun = _unrun(verdicts)
-    sentences = [
-        {"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest if v.claim.id not in unrun
-    ]
+    sentences = [finding(study, v) for v in rest if v.claim.id not in unrun]
     if unrun:
-        text = f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}."
-        sentences.append({"text": text, "href": "#verdicts"})
+        sentences.append(f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}.")
     return sentences
 
 
@@ -390,10 +362,8 @@ def _commands(findings: Findings) -> list[str]:
     if len(folders) == 1 and study.registered:
         folders = [f"runs/{study.name}"]
     report = f"python -m mmqk.report {' '.join(folders)} --out reports/{study.name}"
-    named = study.report.get("commands") or study.report.get("command")
-    if named:
-        made = [named] if isinstance(named, str) else list(dict.fromkeys(named))
-        return [*map(str, made), f"{report}   # the page only, from finished runs"]
+    if named := study.named("commands") or study.named("command"):
+        return [*dict.fromkeys(named), f"{report}   # the page only, from finished runs"]
     commands = [run.details.get("command") for run in study.runs]
     trained = [
         " ".join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c))

@@ -30,16 +30,21 @@ _INDENT = re.compile(r"^( *\t\s*|\s{4,})(?=\S)")
 _BREAK = re.compile(r"[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
-def render(name: str, content: Mapping[str, Any]) -> str:
-    """Render a template of this package."""
+def render(
+    name: str,
+    content: Mapping[str, Any],
+    folder: Path = TEMPLATES,
+    filters: Mapping[str, Callable[..., Any]] | None = None,
+) -> str:
+    """Render a template of a folder; ``filters`` are available in addition to the filters of this package."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=name.endswith(".html"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=False,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"linked": linked, "claims": claims, "slug": slug, "shade": shade}
+    environment.filters |= {"linked": linked, "claims": claims, "slug": slug, "shade": shade, **(filters or {})}
     if name.endswith(".md"):
         # Every expression is escaped unless the template marks it as raw, as in HTML.
         environment.finalize = markdown

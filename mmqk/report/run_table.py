@@ -58,7 +58,6 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
                     "raw": {"tokens": tokens(run), "seconds": round(run.status.seconds, 1)},
                     "remarks": " ".join(remarks),
                     "name": run.name,
-                    "arm": run.arm,
                 }
             )
             anchors.update(arms_of[run.name])
@@ -75,7 +74,6 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
                 "raw": {"tokens": "", "seconds": ""},
                 "remarks": "",
                 "name": arm,
-                "arm": arm,
             }
             for i, seed in enumerate(missing[arm])
         ]
@@ -85,11 +83,8 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 def tokens(run: Run) -> int:
     """Return the number of tokens that the run itself processed, without those before a fork: steps × sequences per
     step × length of a sequence; 0 if unknown."""
-    size, length = run.setting("data.batch_size"), run.setting("data.seq_len")
-    if not isinstance(size, int) or not isinstance(length, int):
-        return 0
-    start = (run.fork or run.replay or {}).get("step")
-    steps = max(run.status.step, run.last_step) - (start if isinstance(start, int) else 0)
+    size, length = run.setting("data.batch_size", 0), run.setting("data.seq_len", 0)
+    steps = max(run.status.step, run.last_step) - ((run.fork or run.replay or {}).get("step") or 0)
     return max(0, steps) * size * length
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from mmqk.analysis.formatting import number
-from mmqk.analysis.metrics.growth_order import FACTOR, Growth, growth_order, has_two_probes, warmup_steps
+from mmqk.analysis.formatting import number, plural
+from mmqk.analysis.metrics.growth_order import FACTOR, Growth, growth_order, has_two_probes
+from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.compared import PLACES, as_text
@@ -42,7 +44,7 @@ def single(study: Study) -> dict[str, Any] | None:
     if not has_two_probes(run):
         first = f"What grew first is unknown: no norm, logit or attention entropy has two values from {reference} on"
     elif grown:
-        first = f"First to change: {_place(grown[0])}, from step {grown[0].step:,}"
+        first = _first(grown)
     rows = [
         {
             "what": _place(growth),
@@ -78,6 +80,16 @@ def settings(run: Run) -> list[tuple[str, str, str]]:
         for name, value in flatten(run.config).items()
         if name in default and name not in PLACES and value != default[name]
     ]
+
+
+def _first(grown: Sequence[Growth]) -> str:
+    """Return which series changed first and from which step; of several at the same probe, it names the first two."""
+    step = grown[0].step
+    tied = [_place(growth) for growth in grown if growth.step == step]
+    if len(tied) == 1:
+        return f"First to change: {tied[0]}, from step {step:,}"
+    others = [f"and {plural(len(tied) - 2, 'other')}"] if len(tied) > 2 else []
+    return f"First to change, at the same probe (step {step:,}): {'; '.join([*tied[:2], *others])}"
 
 
 def _place(growth: Growth) -> str:

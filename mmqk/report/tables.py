@@ -8,10 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmqk.analysis.formatting import DASH, capital, listed, nats, plural, slug
+from mmqk.analysis.formatting import DASH, capital, listed, nats, number, plural, slug
 from mmqk.analysis.metrics import (
+    FamilyMetric,
+    Metric,
     best_loss,
     final_loss,
+    find_metric,
     initial_loss,
     is_trained,
     learned,
@@ -20,7 +23,7 @@ from mmqk.analysis.metrics import (
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, middle
-from mmqk.report.figures.claims import claim_arms, claim_runs, outcome_rows
+from mmqk.report.figures.claims import claim_arms, claim_runs, of_family
 from mmqk.report.findings import MARKS, effect_and_medians, finding, threshold_in_words
 from mmqk.report.run_table import anchor
 
@@ -36,9 +39,6 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
         claim, threshold = verdict.claim, threshold_in_words(verdict)
         effect, medians = effect_and_medians(study, verdict)
         seeds, outcomes = outcome_rows(study, verdict)
-        for result in (result for row in outcomes for cell in row["cells"] for result in cell):
-            run = result.pop("run")
-            result["anchor"] = anchor(run) if run else ""
         registered = [
             ("Registered as", claim.status),
             ("Metric", claim.metric),
@@ -56,7 +56,6 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "statement": f"{capital(claim.statement).rstrip('.')}.",
                 "source": claim.source,
                 "source_access": claim.source_access,
-                "would_contradict": claim.would_contradict.rstrip("."),
                 "reference_value": claim.reference_value or DASH,
                 "effect": effect,
                 "medians": medians,
@@ -73,6 +72,53 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
             }
         )
     return rows
+
+
+def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return (seeds, one row per arm): the result of each run of a claim, by seed.
+
+    For a family metric: one row per family with its number, then one row per arm with its final losses.
+    """
+    metric, modality = find_metric(verdict.claim.metric)
+    runs = claim_runs(study, verdict)
+    seeds = sorted({run.seed for run in runs})
+    by_arm: dict[str, dict[int, list[Run]]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, {}).setdefault(run.seed, []).append(run)
+    rows: list[dict[str, Any]] = []
+    family = ""
+    for arm, by_seed in by_arm.items():
+        if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
+            family = study.arms[arm].family
+            members = [run for run in runs if run.family == family]
+            values = [of_family(study, verdict, members, seed) for seed in seeds]
+            cells = [[{"anchor": "", "text": number(value), "diverged": False}] for value in values]
+            rows.append({"label": f"{study.label(family)}: {metric.label}", "arm": arm, "cells": cells})
+        rows.append(
+            {
+                "label": study.label(arm),
+                "arm": arm,
+                "cells": [
+                    [
+                        {
+                            "anchor": anchor(run),
+                            "text": _outcome(run, metric, modality),
+                            "diverged": run.status.status == "diverged",
+                        }
+                        for run in by_seed.get(seed, ())
+                    ]
+                    for seed in seeds
+                ],
+            }
+        )
+    return seeds, rows
+
+
+def _outcome(run: Run, metric: Metric | FamilyMetric, modality: str | None) -> str:
+    if not isinstance(metric, FamilyMetric):
+        return number(metric.measure(run, modality))
+    value = final_loss(run, modality).value if modality else math.nan
+    return f"{nats(value)} nats" if math.isfinite(value) else run.status.status
 
 
 def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -129,8 +175,11 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
     return rows
 
 
-def data_rows(study: Study) -> list[dict[str, Any]]:
-    """Return how predictable the tokens are: one row per modality and group of arms with the same data."""
+def data_rows(study: Study, sample: bool = False) -> list[dict[str, Any]]:
+    """Return how predictable the tokens are: one row per modality and group of arms with the same data.
+
+    With ``sample``, a row also has the number of tokens from which the estimates were made.
+    """
     import pandas as pd  # slow to import
 
     rows = []
@@ -150,6 +199,7 @@ def data_rows(study: Study) -> list[dict[str, Any]]:
                     for name in ("unigram", "compressed", "model", "floor")
                 },
                 "repeated": _share(statistics.get("repeated")),
+                **({"sample": _tokens(statistics.get("tokens"))} if sample else {}),
                 "arms": study.label(arm),
                 "best": min(filter(math.isfinite, losses), default=math.nan),
             }
@@ -167,6 +217,10 @@ def _entropy(value: Any) -> str:
     return nats(value) if isinstance(value, int | float) else DASH
 
 
+def _tokens(value: Any) -> str:
+    return f"{value:,} tokens" if isinstance(value, int) else DASH
+
+
 def _share(value: Any) -> str:
     return f"{100 * value:.0f} %" if isinstance(value, int | float) else DASH
 
@@ -174,8 +228,8 @@ def _share(value: Any) -> str:
 def environment(study: Study) -> list[tuple[str, str]]:
     """Return the versions, machine, precision and code of the runs; if the runs differ, list all values."""
     texts: dict[str, Callable[[Run], str]] = {
-        "Versions": lambda run: _pairs(run.details.get("versions")),
-        "Machine": lambda run: _pairs(run.details.get("machine")),
+        "Versions": lambda run: _pairs(run.details.get("versions", {})),
+        "Machine": lambda run: _pairs(run.details.get("machine", {})),
         "Precision": lambda run: _text(run.setting("trainer.precision")),
         "Attention backend": lambda run: _text(run.setting("backend")),
         "Threads per run": lambda run: _text(run.setting("threads")),
@@ -187,9 +241,7 @@ def environment(study: Study) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _pairs(record: Any) -> str:
-    if not isinstance(record, dict):
-        return _text(record)
+def _pairs(record: dict[str, Any]) -> str:
     return ", ".join(f"{name} {_text(value)}" for name, value in record.items())
 
 

@@ -10,14 +10,15 @@ from mmqk.shards.samples import count_unread
 from mmqk.shards.tars import index_tar
 from mmqk.shards.unread import Unread
 from mmqk.store import OneSentenceParser, UserError, check_regular, run_main
+from mmqk.store.files import writing
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the manifest of a folder of WebDataset shards."""
     parser = OneSentenceParser(
         prog="python -m mmqk.shards",
-        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample "
-        "a 64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar,\n"
+        "each sample a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
     )
     parser.add_argument("folder", type=Path, help="the folder with the shards")
     folder: Path = parser.parse_args(argv).folder
@@ -36,10 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     if not splits:
         raise UserError(f"{folder} has no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
     manifest = Manifest(splits, {})
-    try:
+    with writing(folder, "make it writable"):
         write_manifest(folder, manifest)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): make it writable") from None
     print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
     for line in unread.lines(files):
         print(line)

@@ -1,4 +1,4 @@
-"""The manifest of a folder of shards: by split, each file with its sample count and sha256.
+"""The manifest of a folder of shards: the files of each split, with their sample counts and sha256.
 
 ``python -m mmqk.shards FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
 """

@@ -31,6 +31,7 @@ from mmqk.store.files import (
 from mmqk.store.folder import (
     EXIT_CODES,
     FINISHED,
+    NoRun,
     RunFolder,
     Status,
     find_runs,
@@ -47,6 +48,6 @@ from mmqk.store.identity import (
     identity_hash,
 )
 from mmqk.store.lock import FolderLock, is_locked, locked
-from mmqk.store.metrics import MetricsWriter, from_json, last_metrics, read_metrics
+from mmqk.store.metrics import MetricsWriter, last_metrics, read_metrics
 from mmqk.store.shipped import GRIDS, find_file, named_config, with_configs
 from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag

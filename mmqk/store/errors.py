@@ -29,13 +29,15 @@ class UserError(Exception):
 class OneSentenceParser(argparse.ArgumentParser):
     """An argument parser that raises a `UserError` naming ``--help`` where argparse would print its usage and exit.
 
-    ``jobs=2`` is read as ``--jobs=2``. If argcomplete is installed, the shell can complete flags.
+    ``jobs=2`` is read as ``--jobs=2``. Help keeps the lines of description and epilog. If argcomplete is installed,
+    the shell can complete flags.
     """
 
     program: str | None = None  # such as "mmqk train", if the command mmqk started the program
 
     def __init__(self, prog: str | None = None, **arguments: Any) -> None:
-        super().__init__(prog=self.program or prog, **arguments)
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=self.program or prog, formatter_class=raw, **arguments)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         complete(self)

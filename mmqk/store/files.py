@@ -48,6 +48,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writing(out: Path | str, advice: str = "give another --out") -> Iterator[None]:
+    """Raise an OSError in the ``with`` block as a UserError that names ``out`` and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}): {advice}") from error
+
+
+@contextlib.contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces ``path`` atomically and durably at the end of the ``with`` block.
 
@@ -84,12 +93,17 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON with `write_atomic`; numbers that are not finite become strings."""
-    try:
-        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_with_text(value), indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(path, text + "\n")
+    """Write indented JSON with `write_atomic`; numbers that are not finite become strings (`as_json`)."""
+    write_atomic(path, json.dumps(as_json(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def as_json(value: Any) -> Any:
+    """Return plain data in which the numbers that are not finite are the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: as_json(inner) for key, inner in value.items()}
+    return [as_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager
@@ -334,14 +348,6 @@ def _check_levels(value: Any) -> None:
 def is_temporary(path: Path) -> bool:
     """Return whether ``path`` is a temporary file of a killed `write_atomic`."""
     return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
-
-
-def _with_text(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_text(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_text(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from mmqk.store.code import code_hash, same_code
 from mmqk.store.errors import UserError
-from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json
+from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json, writing
 from mmqk.store.identity import differing_fields, flatten, identity_hash
 from mmqk.store.lock import LOCK_NAME, FolderLock
 from mmqk.store.metrics import METRICS_NAME
@@ -69,7 +69,7 @@ class Status:
         status: running, completed, diverged, interrupted or failed.
         step: optimizer steps done when the status was written.
         reason: one sentence, or empty.
-        seconds: wall-clock seconds of training, over all resumes.
+        seconds: wall-clock seconds of training, over all resumes. They begin when the data are prepared.
         lost: sentences on the numbers that were missing or changed at a resume, or empty. They are never removed.
     """
 
@@ -81,7 +81,7 @@ class Status:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is completed or diverged, so that the same command does not continue it."""
+        """Whether the run is completed or diverged; the same command does not continue such a run."""
         return self.status in FINISHED
 
 
@@ -117,17 +117,21 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / RUN_NAME, RUN_SHAPE, "restore it from a copy, or give another --out")
 
 
+class NoRun(UserError):
+    """A folder does not exist or has no run."""
+
+
 def find_runs(folder: Path) -> list[Path]:
     """Return, sorted, the run folders up to three levels below ``folder``, including ``folder`` itself. A run folder
     has a run.json or a metrics.jsonl.
 
     Raises:
-        UserError: the folder has no run.
+        NoRun: the folder has no run.
     """
     folders = [folder, *(path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern))]
     runs = [path for path in folders if any((path / name).exists() for name in (RUN_NAME, METRICS_NAME))]
     if not runs:
-        raise UserError(f"{folder} has no run (no run.json or metrics.jsonl): give a folder with runs")
+        raise NoRun(f"{folder} has no run (no run.json or metrics.jsonl): give a folder with runs")
     return sorted(runs)
 
 
@@ -152,7 +156,7 @@ class RunFolder:
         )
         self.stale = self.state == "finished" and not same_code(record.get("code"), code)
         self._seconds_before, self._lost = before.seconds, before.lost
-        self._opened = time.monotonic()
+        self._began: float | None = None
         self._writing = threading.Lock()
 
     @classmethod
@@ -177,39 +181,34 @@ class RunFolder:
         """
         path = Path(path)
         _check(path, identity)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        lock = FolderLock(path)
-        try:
-            # Check again under the lock: another process may have written before this process took the lock.
-            record = _check(path, identity)
-            code = code if code is not None else code_hash()
-            new = record is None
-            if record is None:
-                record = {
-                    "id": identity_hash(identity),
-                    "code": code,
-                    "identity": dict(identity),
-                    "details": dict(details),
-                }
-                (path / STATUS_NAME).unlink(missing_ok=True)
-                write_json(path / RUN_NAME, record)
-            elif code not in record["code"].split("+") and not _finished(path):
-                # Another version of the code trained the first part of this run, so no version can reproduce the
-                # whole run.
-                record["code"] = f"{record['code']}+{code}"
-                write_json(path / RUN_NAME, record)
-            for leftover in filter(is_temporary, path.iterdir()):
-                leftover.unlink(missing_ok=True)
-            return cls(path, lock, record, new, code)
-        except OSError as error:
-            lock.release()
-            raise _unwritable(path, error) from error
-        except BaseException:
-            lock.release()
-            raise
+            lock = FolderLock(path)
+            try:
+                # Check again under the lock: another process may have written before this process took the lock.
+                record = _check(path, identity)
+                code = code if code is not None else code_hash()
+                new = record is None
+                if record is None:
+                    record = {
+                        "id": identity_hash(identity),
+                        "code": code,
+                        "identity": dict(identity),
+                        "details": dict(details),
+                    }
+                    (path / STATUS_NAME).unlink(missing_ok=True)
+                    write_json(path / RUN_NAME, record)
+                elif code not in record["code"].split("+") and not _finished(path):
+                    # Another version of the code trained the first part of this run, so no version can reproduce the
+                    # whole run.
+                    record["code"] = f"{record['code']}+{code}"
+                    write_json(path / RUN_NAME, record)
+                for leftover in filter(is_temporary, path.iterdir()):
+                    leftover.unlink(missing_ok=True)
+                return cls(path, lock, record, new, code)
+            except BaseException:
+                lock.release()
+                raise
 
     @property
     def metrics_path(self) -> Path:
@@ -229,6 +228,10 @@ class RunFolder:
     def status(self) -> Status:
         """Return the run's status; "running" at step 0 if none was written yet."""
         return read_status(self.path) or Status("running")
+
+    def begin_training(self) -> None:
+        """Start to count the seconds of training. Until then, the status keeps those before a resume."""
+        self._began = time.monotonic()
 
     def set_status(self, status: str, step: int, reason: str = "") -> None:
         """Write ``status.json`` atomically, with the seconds trained so far.
@@ -257,8 +260,8 @@ class RunFolder:
         return True
 
     def _write_status(self, status: str, step: int, reason: str) -> None:
-        seconds = round(self._seconds_before + time.monotonic() - self._opened, 3)
-        now = Status(status, int(step), reason, seconds, self._lost)
+        trained = 0.0 if self._began is None else time.monotonic() - self._began
+        now = Status(status, int(step), reason, round(self._seconds_before + trained, 3), self._lost)
         try:
             _write_status(self.path, now)
         except OSError:
@@ -333,12 +336,11 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
 
 def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the record of the run with this identity in ``path``, or None if a new run may start there."""
-    try:
-        names = {p.name for p in path.iterdir() if not is_temporary(p)}
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    with writing(path):
+        try:
+            names = {p.name for p in path.iterdir() if not is_temporary(p)}
+        except FileNotFoundError:
+            return None
     if RUN_NAME not in names:
         others = sorted(names - _BEFORE_RUN_JSON)
         if others:
@@ -369,7 +371,3 @@ def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
 def _short(flat: Mapping[str, Any], name: str) -> str:
     text = repr(flat[name]) if name in flat else "absent"
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({error.strerror or error}): give another --out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def percent(share: float, digits: int = 2) -> str:
 def plural(count: int, noun: str, nouns: str = "") -> str:
     """Return a count with its noun: ``1 seed``, ``3 seeds``; ``nouns`` is an irregular plural."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {nouns or noun + 's'}"
+
+
+def text_table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Return the lines of a table with cells aligned to the left in the columns ``left``, to the right in others."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def dashboards(folder: str | os.PathLike[str]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmqk.store.files import naming, open_regular, parse_json, read_regular, write_atomic
+from mmqk.store.files import as_json, naming, open_regular, parse_json, read_regular, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
 LAST_STEP = 2**53  # a larger step means a damaged line
@@ -79,8 +79,7 @@ class MetricsWriter:
 
     def _emit(self) -> None:
         if self._step is not None:
-            record: dict[str, Any] = {"step": self._step}
-            record.update({name: as_json(value) for name, value in self._values.items()})
+            record = as_json({"step": self._step, **self._values})
             line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
             with naming(self.path):
                 while line:
@@ -130,13 +129,6 @@ def last_metrics(
 def with_floats(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of `parse_line` with the strings "nan", "inf" and "-inf" as numbers."""
     return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
-
-
-def as_json(value: float) -> float | str:
-    """Return a number as a value for JSON. A number that is not finite becomes a string."""
-    if math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
 
 
 def from_json(value: float | str) -> float:

@@ -5,6 +5,8 @@ In a checkout they are beside the package. In an installed package they are in `
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ FOLDERS = ("configs", "data")
 # Folders in which the name of a config or a grid is looked up.
 CONFIGS = ("configs",)
 GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
+LARGEST_GRID = 2**20  # bytes in which the key of a grid is looked up
 
 
 def find_file(path: str | Path) -> Path:
@@ -39,14 +42,37 @@ def _config(value: str, folders: Sequence[str]) -> str:
     """Return the value of ``--config`` with a shipped name replaced by the path of its file. JSON is not changed."""
     if value.lstrip().startswith("{"):
         return value
-    if file := named_config(value, folders):
+    file = named_config(value, folders)
+    grid = (file or named_config(value, GRIDS)) if folders == CONFIGS else None
+    if grid is not None and _is_grid(grid):
+        raise UserError(
+            f"{value} is a grid of runs, not the configuration of one run: train it with mmqk ablate {value}"
+        )
+    if file is not None:
         return str(file)
     if Path(value).suffix or Path(value).exists():
         return value  # the code that reads the file raises the error
-    names = ", ".join(shipped_names(folders))
+    near = _nearest(value, folders)
     raise UserError(
-        f"--config {value} is neither a file nor the name of a shipped one: give a path, or one of {names}"
+        f"{value} is neither a file nor the name of a shipped {'grid' if folders == GRIDS else 'configuration'}: "
+        + (f"did you mean {near}?" if near else f"give a path, or one of {', '.join(shipped_names(folders))}")
     )
+
+
+def _is_grid(file: Path) -> bool:
+    """Return whether a YAML file has the key ``arms`` of a grid; False if it cannot be read."""
+    try:
+        with open(file, "rb") as content:
+            return re.search(rb"^arms\s*:", content.read(LARGEST_GRID), re.MULTILINE) is not None
+    except OSError:
+        return False  # the code that reads the file raises the error
+
+
+def _nearest(name: str, folders: Sequence[str]) -> str | None:
+    """Return the shipped name that is most similar to this one, with or without its folder; None if none is."""
+    known = {short: full for full in shipped_names(folders) for short in (Path(full).name, full)}
+    near = difflib.get_close_matches(name, known, n=1)
+    return known[near[0]] if near else None
 
 
 def shipped_names(folders: Sequence[str]) -> list[str]:
@@ -59,7 +85,8 @@ def shipped_names(folders: Sequence[str]) -> list[str]:
 def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[str]:
     """Return a command line in which the value of each ``--config`` is a path.
 
-    A first word without leading dashes and without ``=`` is a config too.
+    A first word without leading dashes and without ``=`` is a config too, and so are the words after it that name a
+    config.
 
     ``demo optim.lr=0.01`` becomes ``--config path/to/configs/demo.yaml optim.lr=0.01``.
 
@@ -68,11 +95,12 @@ def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[
         folders: the shipped folders in which names are looked up.
 
     Raises:
-        UserError: a config is neither a file nor a shipped name.
+        UserError: a config is neither a file nor a shipped name, or is a grid although one run is trained.
     """
-    words = list(argv)
-    if words and not words[0].startswith("-") and "=" not in words[0]:
-        words.insert(0, "--config")
+    words, place = list(argv), 0
+    while place < len(words) and _names_config(words[place], folders, first=place == 0):
+        words.insert(place, "--config")
+        place += 2
     for i, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag == "--config" and equals:
@@ -80,3 +108,12 @@ def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[
         elif i and words[i - 1] == "--config" and not word.startswith("-"):
             words[i] = _config(word, folders)
     return words
+
+
+def _names_config(word: str, folders: Sequence[str], first: bool) -> bool:
+    """Return whether a word at the start of a command line is a config. A word after the first is a config only if it
+    looks like one."""
+    if word.startswith("-") or "=" in word:
+        return False
+    named = named_config(word, (*folders, *GRIDS)) or _nearest(word, folders)
+    return first or named is not None or Path(word).suffix in (".yaml", ".yml")

@@ -16,15 +16,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from mmqk.store import (
-    OneSentenceParser,
-    UserError,
-    find_file,
-    relative_word,
-    run_main,
-    without_roots,
-    write_folder,
-)
+from mmqk.store import OneSentenceParser, find_file, relative_word, run_main, without_roots, write_folder
+from mmqk.store.files import writing
 from mmqk.tokenizers import train
 from mmqk.tokenizers.choice import add_data_arguments, selection_of
 from mmqk.tokenizers.documents import Documents
@@ -247,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
         prog=COMMAND,
-        description="Measure tokenizers and write their page. Give the data and --val-fraction of the training.",
+        description="Measure tokenizers and write their page. Give the data and --val-fraction of\nthe training.",
     )
     add_data_arguments(p)
     tokenizers, out = find_file("data/tokenizers"), Path("reports/tokenizer")
@@ -269,15 +262,13 @@ def main(argv: list[str] | None = None) -> int:
     text = page(measures, args, source, documents, read)
     sheet = contact_sheet(images.val_BCHW, args.tokenizers)
     readme = args.out / "README.md"
-    try:
+    with writing(args.out, "give another --out."):
         kept = readme.read_text(encoding="utf-8").partition(KEPT_BELOW)[2] if readme.exists() else ""
         png = io.BytesIO()
         sheet.quantize(128).save(png, "PNG", optimize=True)  # 128 colors keep the file small
         files: dict[str, bytes | str] = {SHEET: png.getvalue()}
         files[readme.name] = f"{without_roots(text)}\n{KEPT_BELOW}\n\n{kept.lstrip()}"
         write_folder(args.out, files)
-    except OSError as error:
-        raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from error
     print(f"wrote {readme} and {args.out / SHEET}")
     return 0
 

@@ -11,7 +11,7 @@ from mmqk.store import UserError
 from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
 
 BYTES = 256
-"""Number of entries for single bytes, which every byte-level vocabulary has, so that any text has ids."""
+"""Number of entries for single bytes, which every byte-level vocabulary has, so any text has ids."""
 
 
 class TextTokenizer:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mmqk.progress import Progress
 from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
+from mmqk.store.files import writing
 from mmqk.tokenizers.choice import add_data_arguments, selection_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
@@ -47,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m mmqk.tokenizers.train",
         description="Train the text tokenizer and the image tokenizer of the joint vocabulary.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_data_arguments(p)
     out, log_dir = Path("data/tokenizers"), Path("runs/tokenizer")
@@ -209,43 +209,34 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
 
 
 def _write(path: Path, content: bytes) -> None:
-    try:
+    with writing(path, "give another --out."):
         write_atomic(path, content)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): give another --out.") from error
     print(f"wrote {path} ({len(content) / 1e6:.2f} MB)", flush=True)
 
 
 def _progress(steps: int) -> Any:
-    import lightning as L
+    """Return a callback that shows the step and the values of each validation."""
+    from lightning.pytorch.callbacks import LambdaCallback
 
-    class TrainProgress(L.Callback):
-        """Shows the step and the values of each validation."""
+    progress = Progress()
 
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.progress = Progress()
-            self.progress.begin(0)
+    def show(trainer: Any, _: Any) -> None:
+        done, values = trainer.global_step, trainer.callback_metrics
+        line = (
+            f"image: step {done}/{steps} · held out: PSNR {values['val/psnr']:.2f} dB, perplexity"
+            f" {values['val/perplexity']:.0f}, {values['val/codes_used']:.0f} codes used"
+        )
+        if done < steps:
+            progress.show(line, done, steps)
+        else:
+            progress.close(line)
 
-        def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            done, values = trainer.global_step, trainer.callback_metrics
-            line = (
-                f"image: step {done}/{steps} · held out: PSNR {values['val/psnr']:.2f} dB, perplexity"
-                f" {values['val/perplexity']:.0f}, {values['val/codes_used']:.0f} codes used"
-            )
-            if done < steps:
-                self.progress.show(line, done, steps)
-            else:
-                self.progress.close(line)
-
-        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.progress.close()
-
-        def on_exception(
-            self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-        ) -> None:
-            self.progress.close()
-
-    return TrainProgress()
+    return LambdaCallback(
+        on_train_start=lambda *_: progress.begin(0),
+        on_validation_end=show,
+        on_train_end=lambda *_: progress.close(),
+        on_exception=lambda *_: progress.close(),
+    )
 
 
 def _quiet() -> None:

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchvision.utils import make_grid
 
 from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
@@ -180,16 +180,6 @@ class VQModule(L.LightningModule):
         return self.model.to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
-class ImageBatches(Dataset):
-    """Batches of a uint8 tensor (B, 3, H, W); the index of a batch is the list of the indices of its images."""
-
-    def __init__(self, images_BCHW: Tensor) -> None:
-        self.images_BCHW = images_BCHW
-
-    def __getitem__(self, indices: list[int]) -> Tensor:
-        return self.images_BCHW[indices]
-
-
 def train_image_tokenizer(
     train_BCHW: Tensor,
     val_BCHW: Tensor,
@@ -223,7 +213,7 @@ def train_image_tokenizer(
     )
     trainer.fit(
         module,
-        DataLoader(ImageBatches(train_BCHW), sampler=batches, batch_size=None),
+        DataLoader(train_BCHW, sampler=batches, batch_size=None),  # type: ignore[arg-type]
         DataLoader(val_BCHW.split(images_at_once(config)), batch_size=None),
     )
     return module.cpu().export()

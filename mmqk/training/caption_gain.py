@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     # Compare the hash, because other tokenizers may have blocks of the same sizes.
     if (present := tokenizers_hash(tokenizers)) != trained_on:
         raise UserError(
-            f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} has now ({present}):"
+            f"The tokenizers of {run} ({trained_on}) differ from those in {tokenizers} ({present}):"
             " train it again."
         )
     held_out = open_source("pair", pairs, tokenizers, cache)["val"]

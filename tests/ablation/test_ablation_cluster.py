@@ -198,9 +198,9 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
         return Task(arm, seed, (), Path(arm, str(seed)), "id", steps, {"family": family or arm})
 
     done = {
-        task("slow"): TaskOutcome("completed", 100, 1.0, 400.0),
-        task("fast"): TaskOutcome("diverged", 50, 1.0, 50.0),
-        task("fast", seed=1): TaskOutcome("completed", 100, 1.0, 300.0),  # median of 1 and 3 s per step
+        task("slow"): TaskOutcome("completed", 100, seconds=400.0),
+        task("fast"): TaskOutcome("diverged", 50, seconds=50.0),
+        task("fast", seed=1): TaskOutcome("completed", 100, seconds=300.0),  # median of 1 and 3 s per step
     }
     assert time_left(done, 2) == "nothing to train"
     open_runs = {
@@ -221,7 +221,7 @@ def test_time_left_of_a_fork_is_that_of_its_own_steps():
     def task(seed, first):
         return Task("late", seed, (), Path(str(seed)), "id", 500, first=first)
 
-    done = {task(0, 300): TaskOutcome("completed", 500, 1.0, 200.0)}  # 1 s per step
+    done = {task(0, 300): TaskOutcome("completed", 500, seconds=200.0)}  # 1 s per step
     assert "about 3:20" in time_left(done | {task(1, 300): TaskOutcome("waiting")}, 1)
     assert "about 1:00" in time_left(done | {task(1, 300): TaskOutcome("interrupted", 440)}, 1)
     assert "about 8:20" in time_left(done | {task(1, 0): TaskOutcome("waiting")}, 1), "a run that starts at step 0"

@@ -73,6 +73,10 @@ def test_the_end_of_the_learning_rates_is_reported_and_ties_go_to_the_smaller(wo
 def test_a_metric_that_is_none_is_refused_and_one_that_no_run_has_too(world, tmp_path, capsys):
     assert world(grid=BEST.replace("final_loss/text", "best_loss")) == 2
     assert "best_loss" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    for metric, why in (("final_log_z", "needs a modality"), ("lr_sensitivity", "needs several runs")):
+        assert world(grid=BEST.replace("final_loss/text", metric)) == 2
+        said = capsys.readouterr().err
+        assert f"lr.metric is {metric}, which {why}" in said and not (tmp_path / "runs").exists()
     grid = BEST.replace("final_loss/text", "q_norm")
     assert world("--out", "a", grid=grid) == 1
     said = capsys.readouterr().out

@@ -128,8 +128,8 @@ def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_pa
     task, bad = (Task(arm, 3, (), tmp_path, "id", 100) for arm in ("mixed-qk", "bad"))
     text = table(
         {
-            task: TaskOutcome("completed", 100, 2.3456, 61.4),
-            bad: TaskOutcome("diverged", 7, None, 3.0, "loss became nan"),
+            task: TaskOutcome("completed", 100, seconds=61.4, loss=2.3456),
+            bad: TaskOutcome("diverged", 7, "loss became nan", 3.0),
         }
     )
     assert text.splitlines() == [

@@ -1,4 +1,4 @@
-"""Compare the AUROC within strata with Mann and Whitney's U, DeLong's variance and brute force."""
+"""Compare the stratified AUROC with the Mann-Whitney U, the DeLong variance and brute force."""
 
 import math
 

@@ -1,7 +1,9 @@
 """Compare the metrics of claims with planted numbers."""
 
+import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,9 @@ from mmqk.analysis.metrics import (
 from mmqk.analysis.runs.load import load_runs
 from mmqk.store import UserError
 from tests.analysis.fake_runs import UNIGRAM, Planted, write_run
+from tests.analysis.small_runs import small_run
+
+CHECK = Path(__file__).parents[2] / "docs/experiments/norm_competition_check.py"
 
 
 def run_of(tmp_path, planted, **kwargs):
@@ -41,6 +46,26 @@ def test_largest_logit_is_the_median_of_the_last_three_probes(tmp_path):
     assert largest_attention_logit(run) == pytest.approx(50.0)
     run = append(tmp_path, '{"step": 240, "attn_logit_absmax/text-text/layer00": 8000}')
     assert largest_attention_logit(run) == pytest.approx(8000)
+
+
+@pytest.mark.parametrize(
+    ("probes", "end"),
+    [
+        ({0: 2.0}, 2.0),  # the only probe
+        ({0: 2.0, 40: 64.0}, 64.0),
+        ({0: 2.0, 20: 8.0, 40: 64.0}, 36.0),  # the median of 8 and 64
+        ({0: 2.0, 20: 8.0, 40: 16.0, 60: 64.0}, 16.0),
+        ({100: 2.0, 120: 8.0, 140: 64.0}, 8.0),  # a fork: its first probe is not of an untrained model
+    ],
+)
+def test_the_end_of_a_short_run_has_no_probe_of_the_untrained_model(tmp_path, probes, end):
+    run = small_run(tmp_path / "x", {f"{name}/text": probes for name in ("final_norm", "q_norm")})
+    assert METRICS["final_norm"].measure(run, "text") == end
+    # The independent script has the same rule.
+    spec = importlib.util.spec_from_file_location("check", CHECK)
+    spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
+    rows = [{"step": step, "q_norm/text": x, "final_norm/text": x} for step, x in probes.items()]
+    assert math.exp(check.value("final_norm/text", rows, True)) == pytest.approx(end)
 
 
 def test_nan_ranks_worst_and_what_was_seen_is_known(tmp_path):

@@ -57,7 +57,7 @@ def errors(first, last, level, draws=20_000):
 def test_looks_are_paid_for(first, last):
     assert errors(first, last, level_of_look(0.05, first, last)) == pytest.approx(0.05, abs=0.004)
     assert errors(first, last, 0.05) > 0.08
-    # Bonferroni's correction is too large, because looks share seeds.
+    # The Bonferroni correction is too strict, because looks share seeds and are therefore correlated.
     assert level_of_look(0.05, first, last) > 0.05 / (last - first + 1)
 
 

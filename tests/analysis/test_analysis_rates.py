@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.verdicts.learning_rates import BestRate, choose, distinguishable
+from mmqk.analysis.verdicts.learning_rates import BestRate, choose, distinguishable, selection_metric
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_grid
 
@@ -118,6 +118,15 @@ def test_the_mean_of_what_is_trained_chooses_and_a_divergence_is_worst(tmp_path)
     assert choose([]) is None
     with pytest.raises(UserError, match="single run"):
         choose(load_study(made).runs, "first_unstable_lr")
+
+
+def test_a_metric_that_needs_a_modality_selects_only_with_one():
+    for name in ("final_excess", "final_loss/image", "final_log_z/text", "attention_entropy"):
+        assert selection_metric(name).worst == ("low" if "entropy" in name else "high")
+    with pytest.raises(UserError, match=r"lr.metric is final_log_z, which needs a modality"):
+        selection_metric("final_log_z")
+    with pytest.raises(UserError, match="'beauty' of a claim is unknown"):
+        selection_metric("beauty")
 
 
 def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():

@@ -58,7 +58,7 @@ def test_the_verdict_follows_the_auroc(tmp_path, failed_logit, verdict):
 
 
 def test_a_difference_between_arms_predicts_nothing_within_them(tmp_path):
-    """Most failures are in the arm with the larger logits, so that the AUROC is high only if arms are pooled."""
+    """Most failures are in the arm with the larger logits, so the AUROC is high only if arms are pooled."""
 
     def mostly(fails: int, logit: float):
         def planted(seed: int) -> Planted:

@@ -46,7 +46,7 @@ def test_the_effect_of_each_choice_is_plain_arithmetic(tmp_path):
     assert effect.value == pytest.approx(logs[0].mean() - logs[1].mean(), abs=1e-6)
     welch = stats.ttest_ind(*logs, equal_var=False).confidence_interval()
     pooled = stats.ttest_ind(*logs).confidence_interval()
-    # Welch's interval if its standard error is larger, else the pooled one.
+    # The Welch interval if its standard error is larger, else the pooled interval.
     assert effect.of in ("two arms", "pooled")
     ends = tuple(welch if effect.of == "two arms" else pooled)
     assert (effect.low, effect.high) == pytest.approx(ends, abs=1e-6)

@@ -451,6 +451,11 @@ def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, 
     assert targets[1:3] == [f"{n:,}" for n in page.numbers["targets"].values()]
     (entropy,) = (line.split() for line in lines if line.startswith("unigram entropy"))
     assert entropy[2:4] == [f"{s['unigram']:.2f}" for s in page.numbers["modalities"].values()]
+    # The line above the estimates, and the sentence that repeats them, state their sample.
+    sizes = {name: f"{s['tokens']:,}" for name, s in page.numbers["modalities"].items()}
+    place = next(i for i, line in enumerate(lines) if line.startswith("unigram entropy"))
+    assert lines[place - 1].split()[:3] == ["sample", *sizes.values()]
+    assert f"(sample: {sizes['text']} text and {sizes['image']} image tokens)." in page.text
 
 
 @pytest.mark.parametrize(

@@ -439,8 +439,7 @@ def test_a_kind_without_held_out_documents_is_refused(tmp_path):
 
 
 def test_pieces_without_a_first_token_lose_no_target():
-    """Without ``<bos>``, the pieces of a document overlap by one token, so that each token but the first is
-    predicted."""
+    """Without ``<bos>``, the pieces of a document overlap by one token, so each token but the first is predicted."""
     store = TokenStore("tokens", Layout({"a": 99}), [np.arange(45)], [np.array([20, 25])])
     cut = pieces(store, 19)
     targets = [store[d][s:e][1:].tolist() for d, s, e in cut.tolist()]

@@ -90,8 +90,8 @@ def test_families_are_small_and_their_seeds_suffice(pools, scale):
             if claim.test == "prediction":  # an AUROC has no seed spread
                 assert claim.seeds >= 2 * FEWEST_OF_EACH
                 continue
-            # If the seed spread is min_effect / 2 and the effect is twice min_effect, the interval at Holm's first
-            # level excludes min_effect.
+            # If the seed spread is min_effect / 2 and the effect is twice min_effect, the interval at the first level
+            # of the Holm correction excludes min_effect.
             error = claim.min_effect / 2 * math.sqrt(2 / claim.seeds)
             assert quantile_t(1 - 0.025 / len(members), 2 * claim.seeds - 2) * error < claim.min_effect
 

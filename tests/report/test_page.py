@@ -25,7 +25,7 @@ from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.standard import figures, hero
 from mmqk.report.figures.style import arm_colors
 from mmqk.report.findings import cannot_tell, finding, headline, lead
-from mmqk.report.page import Drawn, page_content, write_report
+from mmqk.report.page import page_content, write_report
 from mmqk.report.render import css, render
 from mmqk.report.tables import arm_rows, data_rows
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
@@ -172,7 +172,7 @@ def test_the_title_is_the_question_of_the_grid(tmp_path, without_figures):
 
 def test_the_question_without_one_in_the_grid_is_about_the_leading_claims(tmp_path):
     def question(folder):
-        return page_content(read([folder]), Drawn([], {}, [], None), [])["page"]["question"]
+        return page_content(read([folder]))["page"]["question"]
 
     def rename(grid):
         grid["claims"][0]["statement"] = "QK-Norm keeps logits low."
@@ -262,7 +262,7 @@ def test_no_absolute_path_is_on_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = read([runs])
     nodes = fork_tree(found.study)
-    content = page_content(found, Drawn([], {}, [], fork_figure(found.study, nodes)), nodes) | {"css": css()}
+    content = page_content(found, [fork_figure(found.study, nodes)], nodes=nodes) | {"css": css()}
     for name in ("index.html", "report.md"):
         text = render(name, content)
         assert str(tmp_path) not in text and "/elsewhere" not in text and "/me/" not in text
@@ -276,7 +276,7 @@ def test_the_page_says_when_a_registration_was_lost(tmp_path, lost):
     path = runs / "ablation.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lost": lost}))
     found = read([runs])
-    content = page_content(found, Drawn([], {}, [], None), []) | {"css": css()}
+    content = page_content(found) | {"css": css()}
     for name in ("index.html", "report.md"):
         assert ("Claims were registered after runs had begun" in render(name, content)) == lost
     statuses = {v.claim.id: v.as_record()["status"] for v in found.verdicts}
@@ -293,7 +293,7 @@ def test_the_page_says_when_claims_were_changed(tmp_path, registered):
     if registered == "other":
         record["grid"]["claims"][0]["min_effect"] = 0.5
     path.write_text(json.dumps(record))
-    content = page_content(read([runs]), Drawn([], {}, [], None), []) | {"css": css()}
+    content = page_content(read([runs])) | {"css": css()}
     for name, note in (("index.html", r'<p class="note[^"]*">(.*)</p>'), ("report.md", r"(.*Marks: .*)")):
         text = render(name, content)
         said = "Claims were changed after they were first registered." in text

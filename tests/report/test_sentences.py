@@ -9,10 +9,10 @@ import pytest
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.formatting import decimals, fixed
 from mmqk.report.figures.captions import LOGIT, at_end, hero_reading
-from mmqk.report.figures.claims import outcome_rows
 from mmqk.report.figures.sweep_figures import lr_sensitivity
 from mmqk.report.findings import cannot_tell, effect_and_medians, finding, headline
 from mmqk.report.run_table import tokens, totals
+from mmqk.report.tables import outcome_rows
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_demo
 from tests.report.report_runs import RATES, write_forks, write_sweep
@@ -183,7 +183,7 @@ def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
         return cells["no QK-Norm: first unstable learning rate"], len(panel.lines)
 
     def cell_is_family(row):
-        return row["cells"][0][0]["run"] is None
+        return row["cells"][0][0]["anchor"] == ""
 
     assert "not measured" not in shown()[0] and shown()[1] == 2  # the median and the two seeds
     gone = next(folder.glob(f"plain-lr{RATES[1]}-*/seed1"))

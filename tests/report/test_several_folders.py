@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from mmqk.analysis.verdicts.combined import read
 from mmqk.report.__main__ import default_name
 from mmqk.report.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinned
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
+from mmqk.report.figures.papers import paper_figures
 from mmqk.report.page import write_report
 from mmqk.report.render import linked
 from tests.analysis.fake_runs import write_demo
@@ -60,6 +62,30 @@ def test_arms_of_one_name_stay_apart(folders):
         "b"
     }
     assert study.label("demo-2/mixed") == "mixed, no QK-Norm (Norm competition in minutes)"
+
+
+def test_a_string_in_the_report_is_one_name(folders, tmp_path):
+    report = {
+        "hero": "mixed", "shown": "high-pre", "headline": "C1", "cannot_tell": "Anything.", "command": "make demo",
+        "figures": [{"kind": "training_loss", "arms": "mixed"}],
+    }  # fmt: skip
+
+    def as_lists(of_names):
+        lists = {key: [value] for key, value in of_names.items() if isinstance(value, str)}
+        return lists | {"figures": [of_names["figures"][0] | {"arms": [of_names["figures"][0]["arms"]]}]}
+
+    def change(grid):
+        grid["report"] = report
+
+    study = load_study(write_demo(tmp_path / "named", change=change))
+    listed = replace(study, report=as_lists(report))
+    assert study.hero == listed.hero == ("mixed",) and study.shown == listed.shown == ("high-pre",)
+    figure = paper_figures(study)[0]
+    assert figure.arms == paper_figures(listed)[0].arms == ("mixed",)
+    joined = read([tmp_path / "named", folders[2]]).study
+    assert joined.hero == ("mixed",) and joined.shown == ("high-pre",)
+    assert paper_figures(joined)[0].arms == ("mixed",)
+    assert joined.report["commands"][0] == "make demo"
 
 
 def test_a_run_given_twice_counts_once(folders):

@@ -36,6 +36,35 @@ def test_the_first_screen_says_what_began_where(tmp_path):
     assert "×9" in page and "÷3" in page and "1 alarm</summary>" in page
 
 
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        (2, "key norm, image, layer 1; key norm, image, layer 0"),
+        (3, "key norm, image, layer 2; key norm, image, layer 1; and 1 other"),
+        (5, "key norm, image, layer 4; key norm, image, layer 3; and 3 others"),
+    ],
+)
+def test_series_that_changed_at_the_same_probe_are_named_together(tmp_path, layers, named):
+    series = {
+        f"k_norm__image__layer{layer:02d}": lambda step, end=5.0 + layer: 1.0 if step < 80 else end
+        for layer in range(layers)
+    }
+    later = {"q_norm__text__layer00": lambda step: 1.0 if step < 100 else 90.0}
+    page, markdown = page_of(run_of(tmp_path / "tied", **series, **later).path, tmp_path)
+    headline = f"First to change, at the same probe (step 80): {named}. The run completed at step 200."
+    assert f"<h1>{headline}</h1>" in page and markdown.startswith(f"# {headline}")
+
+
+def test_the_data_of_a_single_run_state_the_size_of_their_sample(tmp_path):
+    run = run_of(tmp_path / "mine", loss__text=lambda step: 4.0)
+    (run.path / "data.json").write_text(json.dumps({"text": {"unigram": 3.21, "tokens": 12345}}))
+    pages = page_of(run.path, tmp_path)
+    for text in pages:
+        words = re.sub(r"<[^>]+>", " ", text)
+        assert re.search(r"12,345 tokens\W+3\.21\W", words)
+        assert "Sample: the tokens from which" in text
+
+
 def test_a_calm_run_names_nothing(tmp_path):
     run = run_of(tmp_path / "calm", loss__text=lambda step: 4.0, k_norm__image__layer03=lambda step: 1.0)
     page, _ = page_of(run.path, tmp_path)
@@ -69,3 +98,4 @@ def test_the_page_lists_the_fields_that_differ_from_their_defaults(tmp_path):
 def test_a_page_of_several_runs_has_no_such_part(tmp_path):
     page, markdown = page_of(write_demo(tmp_path / "demo"), tmp_path)
     assert "grew-first" not in page and "What grew first" not in markdown
+    assert "Sample" not in page and "ample:" not in markdown and "| sample |" not in markdown

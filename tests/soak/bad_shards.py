@@ -2,9 +2,9 @@
 of pairs and of text through the token cache of a manifest.
 
 Each shard has good samples and a few damaged ones (`shard_damage`). If mmqk reads the shard, it must keep every good
-sample with the ids of the undamaged shard, and count every other sample as dropped. It may refuse the shard, in one
-sentence that names it, only if the archive itself is damaged. It must write nothing outside the output and cache
-folders, and use less memory than `bound`.
+sample, with the same token ids as in the undamaged shard, and count every other sample as dropped. It may refuse the
+shard, in one sentence that names it, only if the archive itself is damaged. It must write nothing outside the output
+and cache folders, and use less memory than `bound`.
 """
 
 from __future__ import annotations

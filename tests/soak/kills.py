@@ -25,7 +25,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mmqk.ablation.preload  # noqa: F401 (imported before the forks)
-from mmqk.store import cli_main, is_locked, read_alarms, read_metrics, read_status
+from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
 from mmqk.train import main, process
 from tests.faulty_disk import Disk
 from tests.tiny import tiny_args, write_tiny_data
@@ -209,9 +209,10 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
             disk = Killer(out, site=(site[0], site[1]), nth=rng.randint(0, last))
             killed += train(kind, shared, out, disk)
         else:
-            status = read_status(shared / kind)
-            assert status is not None
-            longest = status.seconds / (3 if kind in STRATEGIES else 1)  # ranks take most of this time to join
+            # The time from the start of `kill_after` to the end of the run (see `train`).
+            start = "data.json" if kind in STRATEGIES else "run.lock"
+            ended, started = ((shared / kind / name).stat().st_mtime for name in ("status.json", start))
+            longest = ended - started
             killed += train(kind, shared, out, kill_after=rng.uniform(0, longest))
         age_events(out)
     assert not train(kind, shared, out)

@@ -199,12 +199,21 @@ def test_collapse_comes_below_a_tenth_of_the_start_with_the_rank():
     steps = [(0, 3.0, 20.0), (1, 0.31, 5.0), (2, 0.29, 4.0), (3, 0.1, 3.0), (4, 0.5, 3.0), (5, 0.2, 2.0)]
     found = [rule.update(step, "attn_entropy/text/layer01", value, rank) for step, value, rank in steps]
     assert [alarm is not None for alarm in found] == [False, False, True, False, False, True]
-    assert (
-        found[2].threshold == pytest.approx(0.3) and "rank" in found[2].sentence and "20" in found[2].sentence
+    assert found[2].threshold == pytest.approx(0.3)
+    entropy = (
+        "attention entropy attn_entropy/text/layer01 is 0.29 nats, below its threshold of 0.3 nats (10% of its first"
+        " value)"
     )
+    assert found[2].sentence == f"{entropy}; the rank of the layer's attention fell too, from 20 to 4"
+    for rank in (20.0, 31.0):
+        steady = Collapse()
+        steady.update(0, "attn_entropy/text/layer01", 3.0, 20.0)
+        sentence = steady.update(1, "attn_entropy/text/layer01", 0.29, rank).sentence
+        harmless = "; this can be harmless, because the rank of the layer's attention did not fall"
+        assert sentence == f"{entropy}{harmless} (from 20 to {rank:g})"
     without = Collapse()
     without.update(0, "attn_entropy/text/layer01", 3.0)
-    assert "rank" not in without.update(1, "attn_entropy/text/layer01", 0.1).sentence
+    assert without.update(1, "attn_entropy/text/layer01", 0.29).sentence == entropy
 
 
 # All of them --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,14 +75,25 @@ def test_what_the_same_command_finds(tmp_path, status, state):
         assert other_code.stale == (state == "finished")
 
 
-def test_seconds_add_up_over_resumes(tmp_path):
+def test_seconds_of_training_add_up_over_resumes_without_the_time_before_it(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("mmqk.store.folder.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def seconds(run, status, after):
+        clock[0] += after
+        run.set_status(status, 1)
+        return run.status().seconds
+
     with open_run(tmp_path / "r") as run:
-        run.set_status("interrupted", 1)
-    record = json.loads((tmp_path / "r/status.json").read_text())
-    (tmp_path / "r/status.json").write_text(json.dumps({**record, "seconds": 100.0}))
+        assert seconds(run, "running", 50) == 0
+        run.begin_training()
+        assert seconds(run, "interrupted", 7) == 7
     with open_run(tmp_path / "r") as run:
-        run.set_status("completed", 2)
-        assert run.status().seconds >= 100.0
+        assert seconds(run, "failed", 50) == 7
+    with open_run(tmp_path / "r") as run:
+        clock[0] += 50
+        run.begin_training()
+        assert seconds(run, "completed", 3) == 10
 
 
 def test_another_identity_is_refused_by_field_and_nothing_is_touched(tmp_path):

@@ -50,8 +50,43 @@ def test_a_command_line_with_names(empty):
     assert with_configs(["--config", "demo", "--config=cpu"]) == ["--config", demo, f"--config={cpu}"]
     unchanged = ["seed=1", "--out", "demo", "--config", '{"seed": 1}', "--config=missing.yaml"]
     assert with_configs(unchanged) == unchanged
-    with pytest.raises(UserError, match=r"demoo is neither a file .*one of cpu, demo, .*recipes/olmo2"):
-        with_configs(["demoo"])
+    with pytest.raises(UserError, match=r"^nothing is neither a file .*one of cpu, demo, .*recipes/olmo2"):
+        with_configs(["nothing"])
+
+
+def test_several_names_are_merged_in_their_order(empty):
+    demo, recipe = (str(ROOT / f"configs/{name}.yaml") for name in ("demo", "recipes/chameleon_34b"))
+    both = ["--config", demo, "--config", recipe, "seed=1"]
+    assert with_configs(["demo", "recipes/chameleon_34b", "seed=1"]) == both
+    assert with_configs(["demo", "mine.yaml"]) == ["--config", demo, "--config", "mine.yaml"]
+    grids = [str(ROOT / f"configs/ablations/{name}.yaml") for name in ("demo", "replay")]
+    assert with_configs(["demo", "replay"], shipped.GRIDS) == ["--config", grids[0], "--config", grids[1]]
+    # The controls: a word that names no config, and a word after a flag.
+    for unchanged in (["optim.lr", "0.02"], ["seed=1", "cpu"], ["--out", "cpu"]):
+        assert with_configs(["demo", *unchanged]) == ["--config", demo, *unchanged]
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("dem", "demo"), ("demoo", "demo"), ("olmo2", "recipes/olmo2"), ("recipes/qwen", "recipes/qwen3")],
+)
+def test_a_typo_of_a_shipped_name_gets_the_nearest_name(empty, given, near):
+    for argv in ([given], ["cpu", given], ["--config", given]):
+        with pytest.raises(UserError, match=rf"^{given} is neither .* configuration: did you mean {near}\?$"):
+            with_configs(argv)
+    with pytest.raises(UserError, match=r"^tournamen .* a shipped grid: did you mean tournament\?$"):
+        with_configs(["tournamen"], shipped.GRIDS)
+
+
+def test_a_grid_is_not_trained_as_one_run(empty):
+    (empty / "grid.yaml").write_text("name: mine\narms: {a: {}}\n")
+    (empty / "run.yaml").write_text("data: {}  # no arms: here\n")
+    for given in ("grid.yaml", "tournament", "configs/ablations/demo.yaml"):
+        for argv in ([given], ["--config", given], ["demo", given], [f"--config={given}"]):
+            with pytest.raises(UserError, match=rf"^{given} is a grid .*: train it with mmqk ablate {given}$"):
+                with_configs(argv)
+    assert with_configs(["grid.yaml"], shipped.GRIDS) == ["--config", "grid.yaml"]
+    assert with_configs(["run.yaml"]) == ["--config", "run.yaml"]
 
 
 def test_the_demonstration_resolves_in_an_empty_folder_as_in_the_repository(empty, monkeypatch):

@@ -1,6 +1,6 @@
 """Train one run in two processes, started as srun starts them on one machine or on two.
 
-The processes are forked from a process with all imports, so that each starts in a second.
+The processes are forked from a process with all imports, so each starts in a second.
 """
 
 from __future__ import annotations

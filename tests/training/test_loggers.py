@@ -48,7 +48,7 @@ def charts(modalities=("text", "image")) -> dict[str, list]:
 
 
 def test_at_most_sixty_tags_and_text_beside_image(scalars):
-    """Text and image have the same tags, so that TensorBoard draws them in one chart."""
+    """Text and image have the same tags, so TensorBoard draws them in one chart."""
     assert len(set().union(*scalars.values())) <= 60
     assert scalars["text"] == scalars["image"]
     for tag in ("loss", "val_loss", "log_z", "final_norm", "q_norm/max", "k_norm/median"):

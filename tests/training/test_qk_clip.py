@@ -285,7 +285,7 @@ def test_logits_that_are_not_finite_leave_the_weights_alone(poison):
     assert apart(before, weights(module)) > 1e-3
 
 
-def test_nothing_lives_from_one_step_to_the_next():
+def test_nothing_carries_over_from_one_step_to_the_next():
     """The values of a later step equal those of a module that starts at that step."""
     hot, mild = toy_batch(5), toy_batch(6)
     module = module_of(qk_clip=1e3)

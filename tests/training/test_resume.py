@@ -32,8 +32,8 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[str]:
-    """Copy a run to ``out`` as if its process was killed some steps after the checkpoint of ``step``, and return its
-    arguments. The lines that it wrote after the checkpoint remain."""
+    """Copy a run to ``out`` as if its process had been killed some steps after the checkpoint of ``step``, and return
+    its arguments. The lines that it wrote after the checkpoint remain."""
     shutil.copytree(whole, out)
     for path in (out / "checkpoints").glob("*.ckpt"):
         if int(path.stem.removeprefix("step")) > step:

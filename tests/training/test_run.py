@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mmqk.data.datamodule import TokenDataModule
 from mmqk.store import UserError, cli_main, read_metrics
 from mmqk.train import main
 from mmqk.training.step.module import TrainingModule
@@ -61,6 +63,25 @@ def test_a_run_leaves_what_the_design_promises(whole):
         assert "attn_logit_absmax/text-image/layer01" in lines[step] and "final_norm/image" in lines[step]
     assert "q_norm/text/layer00" not in lines[5]
     assert {"val_loss/text", "val_loss/image"} <= set(lines[12]) and "val_unigram/image" in lines[0]
+
+
+def test_the_seconds_of_a_run_begin_when_its_data_are_prepared(tiny_args, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("mmqk.store.folder.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def lasts(owner, name, seconds):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            clock[0] += seconds
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    lasts(TokenDataModule, "statistics", 100)
+    lasts(TrainingModule, "training_step", 1)
+    assert main([*tiny_args, f"--out={tmp_path / 'run'}"]) == 0
+    assert clock[0] == 112 and status(tmp_path / "run")["seconds"] == 12
 
 
 def test_finished_run_is_left_alone(whole, tiny_args, capsys):

@@ -18,6 +18,7 @@ scaling       model size, extrapolation of the largest logit
 table         all metrics by name
 """
 
+# ruff: noqa: F401
 from mmqk.analysis.metrics.losses import (
     LEARNED_NATS,
     LOSS_WINDOW,
@@ -31,32 +32,7 @@ from mmqk.analysis.metrics.losses import (
     unigram_entropy,
 )
 from mmqk.analysis.metrics.metric import FamilyMetric, Measured, Metric
-from mmqk.analysis.metrics.probes import attention_entropy, largest_attention_logit
+from mmqk.analysis.metrics.probes import largest_attention_logit
 from mmqk.analysis.metrics.scaling import Extrapolation, extrapolate, model_size
 from mmqk.analysis.metrics.stability import divergence_step
 from mmqk.analysis.metrics.table import FAMILY_METRICS, METRICS, find_metric
-
-__all__ = [
-    "FAMILY_METRICS",
-    "LEARNED_NATS",
-    "LOSS_WINDOW",
-    "METRICS",
-    "Extrapolation",
-    "FamilyMetric",
-    "FinalLoss",
-    "Measured",
-    "Metric",
-    "attention_entropy",
-    "best_loss",
-    "divergence_step",
-    "extrapolate",
-    "final_loss",
-    "find_metric",
-    "initial_loss",
-    "is_trained",
-    "largest_attention_logit",
-    "learned",
-    "model_size",
-    "trained_modalities",
-    "unigram_entropy",
-]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run
 from mmqk.store import Tag
 
@@ -71,19 +72,15 @@ def growth_order(run: Run) -> list[Growth]:
     return sorted(grown, key=lambda growth: (growth.step, -growth.ratio))
 
 
-def warmup_steps(run: Run) -> int:
-    """Return the length of the learning-rate warm-up; 0 if the run has no record of it."""
-    warmup = run.setting("optim.warmup_steps", 0)
-    return warmup if isinstance(warmup, int) else 0
-
-
 def has_two_probes(run: Run) -> bool:
-    """Return whether any series has two values at or after the end of the warm-up, so that it could be listed."""
+    """Return whether any series has at least two values at or after the end of the warm-up; `growth_order` uses only
+    such series."""
     return any(True for _ in _after_warmup(run))
 
 
 def _after_warmup(run: Run) -> Iterator[tuple[Tag, np.ndarray, np.ndarray]]:
-    """Yield the tag, steps and values of each series that can be listed, from the end of the warm-up."""
+    """Yield the tag, steps and values, from the end of the warm-up on, of each series of `GROWING` and `FALLING` that
+    has at least two values there. Series of single heads are left out."""
     for name, tag in run.tags.items():
         if tag.statistic in (*GROWING, *FALLING) and tag.head is None:
             steps, values = run.series(name)

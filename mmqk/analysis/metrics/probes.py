@@ -7,7 +7,8 @@ import math
 import numpy as np
 from scipy import stats
 
-from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps, warmup_steps
+from mmqk.analysis.metrics.metric import BySeries, End, Metric, Scale, alone, planned_steps, warmup_steps
+from mmqk.analysis.runs.columns import EMPTY
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
@@ -21,9 +22,16 @@ SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
 
 
+def last_probes(series: Series) -> np.ndarray:
+    """Return the values of the last three probes. The probe of step 0, the untrained model, is left out, unless it is
+    the only one."""
+    steps, values = series
+    return (values[steps > 0] if (steps > 0).any() else values)[-LAST_PROBES:]
+
+
 def _end(series: Series, worst: float) -> float:
-    """Return the median of the last three probes; ``worst`` if the last one is not finite, NaN if there are none."""
-    values = series[1][-LAST_PROBES:]
+    """Return the median of `last_probes`; ``worst`` if the last one is not finite, NaN if there are none."""
+    values = last_probes(series)
     if not len(values):
         return math.nan
     return (
@@ -120,9 +128,21 @@ def mass_other_series(run: Run, modality: str | None = None) -> Series:
     return np.array(steps, dtype=np.int64), np.array(means, dtype=np.float64)
 
 
-def attention_mass_other(run: Run, modality: str | None = None) -> float:
-    """Return the end of `mass_other_series`: the median of the last three probes of the run."""
-    return _end(mass_other_series(run, modality), -math.inf)
+def weight_growth_series(run: Run, modality: str | None = None) -> Series:
+    """Return the growth rate of ‖W_q‖² + ‖W_k‖² in each window of the radial budget, per 1,000 steps.
+
+    Growth and squared norms are sums over layers. With a modality, the growth is the part from the losses of this
+    modality; without one, it is the total growth, after weight decay.
+    """
+    part = "growth_total" if modality is None else "growth"
+    steps, window = run.series("budget_window")
+    grown, power = (
+        sum(run.combined(f"w_{matrix}_{name}", np.sum, of)[1] for matrix in "qk")
+        for name, of in ((part, modality), ("sq", None))
+    )
+    if not len(steps) or not np.size(grown):
+        return EMPTY
+    return steps, SLOPE_STEPS * grown / power / window
 
 
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
@@ -131,11 +151,6 @@ def largest_attention_logit(run: Run, modality: str | None = None) -> float:
     For a run that diverged, these are the last three probes before it was stopped.
     """
     return _end(logit_series(run, modality), math.inf)
-
-
-def attention_entropy(run: Run, modality: str | None = None) -> float:
-    """Return the end of `entropy_series`: the median of the last three probes of the run."""
-    return _end(entropy_series(run, modality), -math.inf)
 
 
 def norm_slope(
@@ -169,13 +184,13 @@ def norm_slope(
     return float(stats.linregress(steps / SLOPE_STEPS, np.log(values)).slope)
 
 
-def probed(label: str, series: BySeries) -> Metric:
-    """Return the metric that measures the end of a series of probes, on the log scale."""
+def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
+    """Return the metric that measures the end of a series of probes: the median of the last three."""
 
     def measure(run: Run, modality: str | None = None) -> float:
-        return _end(series(run, modality), math.inf)
+        return _end(series(run, modality), math.inf if worst == "high" else -math.inf)
 
-    return Metric(label, "", "log", "high", measure, series)
+    return Metric(label, unit, scale, worst, measure, series)
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:

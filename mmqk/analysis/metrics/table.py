@@ -12,8 +12,6 @@ from mmqk.analysis.metrics.losses import final_log_z, final_loss, log_z_series
 from mmqk.analysis.metrics.metric import End, FamilyMetric, Measured, Metric, alone
 from mmqk.analysis.metrics.probes import (
     EARLY_SHARE,
-    attention_entropy,
-    attention_mass_other,
     deviation_series,
     entropy_series,
     growth_series,
@@ -25,6 +23,7 @@ from mmqk.analysis.metrics.probes import (
     norms_over_alignment,
     probed,
     slope_of,
+    weight_growth_series,
 )
 from mmqk.analysis.metrics.rates import (
     dose_response,
@@ -66,11 +65,9 @@ def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], flo
 METRICS = {
     "largest_attention_logit": probed("largest attention logit", logit_series),
     "logit_growth": probed("growth of the largest attention logit", growth_series),
-    "attention_entropy": Metric(
-        "attention entropy", "nats", "linear", "low", attention_entropy, entropy_series
-    ),
-    "attention_mass_other": Metric(
-        "attention mass on other modalities", "", "linear", "low", attention_mass_other, mass_other_series
+    "attention_entropy": probed("attention entropy", entropy_series, "nats", "linear", "low"),
+    "attention_mass_other": probed(
+        "attention mass on other modalities", mass_other_series, "", "linear", "low"
     ),
     "logit_mean": probed("mean attention logit", logit_mean_series),
     "logit_offset": probed("offset between modalities", deviation_series("attn_logit_offset_var")),
@@ -86,6 +83,7 @@ METRICS = {
     "qk_norm_product": probed("product of query and key norm", norm_product_series),
     "resid_norm": probed("residual norm", norm_series("resid_norm")),
     "norms_over_alignment": probed("power of q and k over their alignment", norms_over_alignment),
+    "weight_growth": probed("growth of W_q and W_k", weight_growth_series, "per 1,000 steps", "linear"),
     "logit_slope": slope_of("growth rate of the largest attention logit", "attn_logit_absmax"),
     "final_norm_slope": slope_of("growth rate of the last-layer output norm", "final_norm"),
     "q_norm_slope": slope_of("growth rate of the query norm", "q_norm"),

@@ -128,8 +128,7 @@ class Run:
         A run that did not finish is not checked for gaps, because no verdict uses it.
         """
         sentences = [part for part in self.status.lost.split("; ") if part]
-        trainer = self.identity.get("trainer")
-        if self.status.finished and isinstance(trainer, Mapping):  # mmqk.train writes one line per step
+        if self.status.finished and "trainer" in self.identity:  # mmqk.train writes one line per step
             fork = self.identity.get("fork")
             first = fork.get("step", 0) if isinstance(fork, Mapping) else 0
             columns = self._columns
@@ -255,7 +254,7 @@ def load_runs(folder: str | Path) -> list[Run]:
     ablation = read_ablation(folder)
     if ablation is not None:
         return [
-            _load(folder / entry["folder"], entry["folder"], entry["arm"], int(entry["seed"]), entry)
+            _load(folder / entry["folder"], entry["folder"], entry["arm"], entry["seed"], entry)
             for entry in ablation["runs"]
             if os.path.isdir(folder / entry["folder"])
         ]
@@ -275,8 +274,7 @@ def _names(path: Path, root: Path) -> tuple[str, str, int]:
 
 
 def _seed_of_record(path: Path) -> int:
-    identity = (_noted(lambda: read_run(path), []) or {}).get("identity") or {}
-    return identity.get("seed", 0)
+    return (_noted(lambda: read_run(path), []) or {}).get("identity", {}).get("seed", 0)
 
 
 def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -> _T | None:

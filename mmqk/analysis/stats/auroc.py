@@ -46,11 +46,6 @@ class Auroc(WithInterval):
         """Number of runs that are in a pair."""
         return self.failures + self.survivors
 
-    @property
-    def has_interval(self) -> bool:
-        """Whether there are enough runs for an interval."""
-        return math.isfinite(self.error)
-
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the interval at confidence 1 - alpha."""
         if not self.has_interval:
@@ -79,7 +74,7 @@ class Auroc(WithInterval):
 
     @property
     def _trials(self) -> int:
-        """The number of trials of Wilson's interval; 0 if the interval is on the logit scale."""
+        """The number of trials of the Wilson interval; 0 if the interval is on the logit scale."""
         return min(self.failures, self.survivors) if self.error == 0 or self.value in (0.0, 1.0) else 0
 
 
@@ -92,9 +87,9 @@ def auroc(
     """Return the AUROC over the pairs within strata, with equal weight for every pair.
 
     The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale. If there is
-    one stratum, the jackknife variance is DeLong's. If the scores separate the runs perfectly, the variance is 0.
-    Then the interval is Wilson's, with the number of runs of the smaller group as the number of trials. No AUROC has
-    a larger variance than a binomial share of that many trials (Birnbaum and Klose).
+    one stratum, the jackknife variance is the DeLong variance. If the scores separate the runs perfectly, the
+    variance is 0. Then the interval is the Wilson interval, with the number of runs of the smaller group as the
+    number of trials. No AUROC has a larger variance than a binomial share of that many trials (Birnbaum and Klose).
 
     Args:
         scores: one per run; infinite for the worst score, never NaN.

@@ -3,9 +3,9 @@
 An effect is the mean difference of an outcome over shared seeds, on the scale of the outcome: the logarithm for
 ratios, nats for a loss. Three seeds estimate the spread of an arm poorly. A spread pooled over all arms has more
 degrees of freedom, but is wrong for arms with different spreads. So the interval uses the pooled spread, unless the
-standard error of the two arms alone is larger; then the interval is Welch's. For three arms with three seeds each and
-standard deviations of 1, 0.3 and 0.3, 6 % of the intervals by this rule miss a true effect of 0. If Bartlett's test
-at p = 0.1 chose the interval instead, 10 % would miss it.
+standard error of the two arms alone is larger; then it is the Welch interval. For three arms with three seeds each
+and standard deviations of 1, 0.3 and 0.3, 6 % of the intervals by this rule miss a true effect of 0. If Bartlett's
+test at p = 0.1 chose the interval instead, 10 % would miss it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,6 @@ class Effect(WithInterval):
     of: Literal["pooled", "two arms", "differences"]
     differences: tuple[float, ...] = ()
 
-    @property
-    def has_interval(self) -> bool:
-        """Whether there are enough seeds for an interval."""
-        return math.isfinite(self.error)
-
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the interval at confidence 1 - alpha."""
         half = quantile_t(1 - alpha / 2, self.df) * self.error
@@ -80,8 +75,8 @@ class Effect(WithInterval):
         return float(2 * special.stdtr(self.df, -distance / self.error))
 
     def beyond(self, alpha: float, power: float = POWER) -> float:
-        """Return how far beyond a threshold the true effect must lie, so that the interval at confidence 1 - alpha
-        excludes the threshold with this power; NaN if there is no standard error."""
+        """Return how far beyond a threshold the true effect must lie for the interval at confidence 1 - alpha to
+        exclude the threshold with this power; NaN if there is no standard error."""
         return (quantile_t(1 - alpha / 2, self.df) + quantile_t(power, self.df)) * self.error
 
 

@@ -1,9 +1,9 @@
 """Exact tests for small numbers of runs: tests of counts, and a test of the signs of paired differences.
 
-Two arms are compared by their shares of counted runs. Fisher's test tests whether the shares are equal. The interval
-of the difference inverts the exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the
-maximum over all pairs of true shares, so the interval has at least its nominal coverage for every pair. The interval
-of one share is Clopper and Pearson's.
+Two arms are compared by their shares of counted runs. Fisher's exact test tests whether the shares are equal. The
+interval of the difference is the Chan-Zhang interval, which inverts the exact unconditional test (Biometrics 55,
+1999). Its p-value is the maximum over all pairs of true shares, so the interval has at least its nominal coverage for
+every pair. The interval of one share is the Clopper-Pearson interval.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Counts(WithInterval):
     n_treatment: int
     b: int
     m: int
+    error = 0.0  # there is always an interval, and it is exact
 
     @property
     def value(self) -> float:
@@ -111,11 +112,6 @@ class Counts(WithInterval):
     def fisher(self) -> float:
         """Two-sided p-value of Fisher's exact test of equal shares."""
         return fisher(self.a, self.n_treatment, self.b, self.m)
-
-    @property
-    def has_interval(self) -> bool:
-        """Always True; the interval may be wide."""
-        return True
 
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the exact interval at confidence 1 - alpha."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 CONFIDENCE = 0.95
 
 
 class WithInterval(ABC):
-    """A number with an interval; `low` and `high` are the ends of the 95 % interval."""
+    """A number with an interval; `low` and `high` are the ends of the 95 % interval.
+
+    Attributes:
+        error: standard error; NaN if there is no interval.
+    """
+
+    error: float
 
     @property
-    @abstractmethod
     def has_interval(self) -> bool:
         """Whether there are enough runs for an interval."""
+        return math.isfinite(self.error)
 
     @abstractmethod
     def interval(self, alpha: float) -> tuple[float, float]:

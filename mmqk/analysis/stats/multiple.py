@@ -1,9 +1,9 @@
 """Correct the significance level for several claims, and for several looks at one claim.
 
-The confirmatory claims of a family share a level of 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979).
-The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995). The
-intervals of exploratory claims have the confidence that corresponds to this rate (Benjamini and Yekutieli, JASA 100,
-2005), but at least 95 %.
+The confirmatory claims of a family share a level of 5 % by the Holm correction (Scandinavian Journal of Statistics 6,
+1979). The exploratory claims have a false discovery rate of 10 % by the Benjamini-Hochberg procedure (JRSS B 57,
+1995). The intervals of exploratory claims have the confidence that corresponds to this rate (Benjamini and Yekutieli,
+JASA 100, 2005), but at least 95 %.
 
 If seeds may be added, every number of seeds from the smallest to the largest registered number is a look. All looks
 have the same nominal level, chosen so that the total error over the looks is 5 % (Pocock, Biometrika 64, 1977). The

@@ -238,7 +238,7 @@ def _counted(compared: Compared) -> Assessment:
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
-    # Fisher's test must also reject equal shares. If min_effect is small, Fisher's p-value is the larger one.
+    # Fisher's exact test must also reject equal shares. If min_effect is small, Fisher's p-value is the larger one.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
     open_ = _registered(compared) or _without(unmeasured)

@@ -18,14 +18,13 @@ from mmqk.analysis.formatting import listed
 from mmqk.analysis.metrics import METRICS
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
-from mmqk.analysis.verdicts.study import Claim, Study, StudyArm, load_study
+from mmqk.analysis.verdicts.study import Claim, Study, StudyArm, as_list, load_study
 from mmqk.analysis.verdicts.verdicts import Verdict, judge
 from mmqk.grid.hypotheses import Hypothesis
 from mmqk.store.pack import unpacked
 
 # If there is no grid and there are more arms than colors, arms are sorted by their largest logit.
 MANY_ARMS = 8
-_LISTS = ("hero", "shown", "cannot_tell", "figures", "headline")
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     claims: list[Claim] = []
     verdicts: list[Verdict] = []
     replays: list[ReplayVerdict] = []
-    report: dict[str, Any] = {name: [] for name in (*_LISTS, "commands")}
+    report: defaultdict[str, list[Any]] = defaultdict(list)
     missing: list[tuple[str, int]] = []
     members: defaultdict[str, set[Path]] = defaultdict(set)
     ids: set[str] = set()
@@ -188,16 +187,17 @@ def _renamed(claim: Claim, ids: _Names, arms: _Names) -> Claim:
     )
 
 
-def _add_report(report: dict[str, Any], study: Study, arms: _Names, ids: _Names) -> None:
-    for name in _LISTS:
-        value = study.report.get(name) or ()
-        value = [value] if isinstance(value, str) else list(value)
-        if name in ("hero", "shown"):
-            value = [arms[arm] for arm in value]
-        elif name == "headline":
-            value = [ids[claim] for claim in value]
-        elif name == "figures":
-            value = [{**entry, "arms": [arms[arm] for arm in entry.get("arms") or ()]} for entry in value]
-        report[name] += [item for item in value if item not in report[name]]
-    if study.report.get("command"):
-        report["commands"].append(str(study.report["command"]))
+def _add_report(report: defaultdict[str, list[Any]], study: Study, arms: _Names, ids: _Names) -> None:
+    joined: dict[str, list[Any]] = {
+        "hero": [arms[arm] for arm in study.named("hero")],
+        "shown": [arms[arm] for arm in study.named("shown")],
+        "headline": [ids[claim] for claim in study.named("headline")],
+        "cannot_tell": study.named("cannot_tell"),
+        "figures": [
+            {**entry, "arms": [arms[arm] for arm in as_list(entry.get("arms"))]}
+            for entry in study.report.get("figures") or ()
+        ],
+    }
+    for name, items in joined.items():
+        report[name] += [item for item in items if item not in report[name]]
+    report["commands"] += study.named("command")

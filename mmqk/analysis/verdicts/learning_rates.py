@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.analysis.metrics import FamilyMetric, find_metric, trained_modalities
+from mmqk.analysis.metrics import METRICS, FamilyMetric, Metric, find_metric, trained_modalities
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.stats.effects import quantile_t
@@ -24,7 +24,8 @@ from mmqk.store import UserError
 # Probability that the test declares two equally good learning rates different, in total over all pairs of learning
 # rates that two arms may choose.
 ERROR = 0.01
-_BY_MODALITY = ("final_loss", "final_excess")
+# Metrics that need a modality; named without one, they are averaged over the trained modalities.
+_AVERAGED = ("final_loss", "final_excess")
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,28 @@ class BestRate:
 def value_of(run: Run, metric: str) -> float:
     """Return the value of ``metric`` in one run, to select a learning rate.
 
-    If the run diverged or has no finite value, the value is inf or -inf, whichever is worse. If a metric that needs a
-    modality is named without one, it is averaged over the trained modalities.
+    If the run diverged or has no finite value, the value is inf or -inf, whichever is worse. Final loss and final
+    excess without a modality are averaged over the trained modalities.
     """
-    worst = math.inf if _high_is_bad(metric) else -math.inf
-    names = [f"{metric}/{m}" for m in trained_modalities(run)] if metric in _BY_MODALITY else [metric]
+    worst = math.inf if selection_metric(metric).worst == "high" else -math.inf
+    names = [f"{metric}/{m}" for m in trained_modalities(run)] if metric in _AVERAGED else [metric]
     value = float(np.mean([metric_value(run, name) for name in names])) if names else math.nan
     return worst if run.status.status == "diverged" or not math.isfinite(value) else value
 
 
-def _high_is_bad(metric: str) -> bool:
-    definition, _ = find_metric(f"{metric}/text" if metric in _BY_MODALITY else metric)
-    if isinstance(definition, FamilyMetric):
-        raise UserError(f"lr.metric is {metric}, a metric of several runs: name a metric of a single run")
-    return definition.worst == "high"
+def selection_metric(name: str) -> Metric:
+    """Return the metric that selects a learning rate.
+
+    Raises:
+        UserError: the metric is unknown, needs a modality, or is computed from several runs.
+    """
+    needs_modality = name in METRICS and METRICS[name].by_modality
+    if needs_modality and name not in _AVERAGED:
+        raise UserError(f"lr.metric is {name}, which needs a modality: write for example {name}/text")
+    metric, _ = find_metric(f"{name}/text" if needs_modality else name)
+    if isinstance(metric, FamilyMetric):
+        raise UserError(f"lr.metric is {name}, which needs several runs: name a metric of a single run")
+    return metric
 
 
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
@@ -85,7 +94,7 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
             by_rate.setdefault(learning_rate(run), []).append(value_of(run, metric))
     if not by_rate:
         return None
-    high = _high_is_bad(metric)
+    high = selection_metric(metric).worst == "high"
     means = {rate: float(np.mean(by_rate[rate])) for rate in sorted(by_rate)}
     best = min(means, key=lambda rate: means[rate] if high else -means[rate])
     if not math.isfinite(means[best]):

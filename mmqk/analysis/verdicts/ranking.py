@@ -86,9 +86,8 @@ class Ranking:
 
 def ranking(study: Study) -> Ranking | None:
     """Return the ranking that the grid names; None if it names none or if no arm can be compared with a control."""
-    named = study.report.get("ranking") or ()
-    names = [named] if isinstance(named, str) else [str(name) for name in named]
-    controls = {_backend(study, study.arms[name]): name for name in names if name in study.arms}
+    named = study.named("ranking")
+    controls = {_backend(study, study.arms[name]): name for name in named if name in study.arms}
     outcomes = {arm: _outcomes(study, arm) for arm in study.arms}
     choices = {arm.name: chosen(study, arm) for arm in study.arms.values()}
     measured = [name for name in study.arms if outcomes[name].losses and choices[name]]

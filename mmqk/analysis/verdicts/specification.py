@@ -20,7 +20,7 @@ from mmqk.analysis.stats.effects import Effect, paired_effect, pooled_spread
 from mmqk.analysis.verdicts.compared import compare
 from mmqk.analysis.verdicts.study import Claim, Study
 
-# Metrics whose effects are ratios, so that they share an axis.
+# Metrics whose effects are ratios, so they can share an axis.
 SPECIFIED = ("largest_attention_logit", "qk_norm_product", "q_norm", "k_norm", "resid_norm", "final_norm")
 # Some specifications exclude a run if the final excess loss of a trained modality exceeds this value.
 FLOOR_NATS = 0.1
@@ -77,8 +77,7 @@ RUNS: Mapping[str, Callable[[Run, Sequence[str]], bool]] = {
 
 def specifications(study: Study) -> list[Specification]:
     """Return every specification with an interval; of several choices that select the same runs, only the first."""
-    named = study.report.get("specification") or []
-    named = [named] if isinstance(named, str) else named
+    named = study.named("specification")
     return [made for claim in study.claims if claim.id in named for made in _of_claim(study, claim)]
 
 

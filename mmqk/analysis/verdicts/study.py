@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -84,7 +84,7 @@ class Study:
     @property
     def hero(self) -> tuple[str, ...]:
         """Arms of the first figures: those that the grid lists, else those of its claims, else the first six."""
-        named = self._crossed(self.report.get("hero") or ())
+        named = self._crossed(self.named("hero"))
         claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
         shown = set(self.shown)
         rest = tuple(name for name in self.arms if name not in shown)[:HERO_ARMS_AT_MOST]
@@ -93,10 +93,14 @@ class Study:
     @property
     def shown(self) -> tuple[str, ...]:
         """Arms that the page shows without a verdict."""
-        named = self._crossed(self.report.get("shown") or ())
+        named = self._crossed(self.named("shown"))
         return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
 
-    def _crossed(self, names: Any) -> tuple[str, ...]:
+    def named(self, key: str) -> list[str]:
+        """Return the names or sentences that the grid gives for a key of the report, such as ``hero``."""
+        return as_list(self.report.get(key))
+
+    def _crossed(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(arm.name for name in names for arm in self.arms_of(name)))
 
     def _with_runs(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -131,6 +135,11 @@ class Study:
         """Return the label of an arm or a family."""
         entry = self.arms.get(arm) or self.families.get(arm)
         return entry.label if entry else arm
+
+
+def as_list(value: Any) -> list[str]:
+    """Return a setting of the report as a list: a string is one name or sentence, and None is none."""
+    return [value] if value and isinstance(value, str) else [str(one) for one in value or ()]
 
 
 def load_study(folder: str | Path) -> Study:
@@ -182,9 +191,9 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
         report=grid.get("report") or {},
         runs=tuple(runs),
         missing=tuple(
-            (entry["arm"], int(entry["seed"]))
+            (entry["arm"], entry["seed"])
             for entry in ablation["runs"]
-            if (entry["arm"], int(entry["seed"]), entry.get("role", "verdict")) not in present
+            if (entry["arm"], entry["seed"], entry.get("role", "verdict")) not in present
         ),
         registered=True,
         claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
@@ -224,7 +233,7 @@ def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]
                 name=name,
                 label=", ".join([family.label, *values]),
                 block=family.block,
-                seeds=tuple(int(entry["seed"]) for entry in entries if entry["arm"] == name),
+                seeds=tuple(entry["seed"] for entry in entries if entry["arm"] == name),
                 settings={**family.settings, **point},
                 family=family.name,
                 point=point,

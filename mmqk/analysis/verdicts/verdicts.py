@@ -96,7 +96,7 @@ class Verdict(Assessment):
 
 
 def judge(study: Study) -> list[Verdict]:
-    """Return the verdict of every claim of the study in the order of the grid; claims with the status control have no
+    """Return the verdicts of the study's claims in the order of the grid. A claim whose status is ``control`` gets no
     verdict."""
     claims = [claim for claim in study.claims if claim.status != "control"]
     assessed = {claim.id: assess(study, claim) for claim in claims}

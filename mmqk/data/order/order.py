@@ -158,7 +158,7 @@ class TrainingOrder:
         return {kind: len(order) for kind, order in orders.items() if not isinstance(order, DialRows)}
 
     def is_fresh(self, index: int) -> bool:
-        """Return whether row ``index`` belongs to the first epoch of its kind, so that its documents are new."""
+        """Return whether row ``index`` belongs to the first epoch of its kind, in which all documents are new."""
         slot, nth = self.mixture.draw(index)
         return nth < self.rows_of_an_epoch.get(kind_of(slot), nth + 1)
 

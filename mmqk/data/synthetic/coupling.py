@@ -5,7 +5,7 @@ north-west-corner (quantile) coupling: the tokens of each unigram are intervals 
 N(i, j) is the length of the overlap of the intervals of a = i and b = j. J has the marginals π_a and π_b for every ρ,
 and its mutual information grows from 0 at ρ = 0 to that of N at ρ = 1.
 
-Probabilities are whole multiples of 2⁻⁵², so that sums, intervals and marginals are exact in float64.
+Probabilities are whole multiples of 2⁻⁵², so sums, intervals and marginals are exact in float64.
 Shapes: V vocabulary, S segments (pairs with N(i, j) > 0), N (in names such as ``place_N``) number of drawn pairs.
 """
 

@@ -25,6 +25,7 @@ from mmqk.data.tokens.folder import (
 from mmqk.shards.manifest import MANIFEST, manifest_hash
 from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError, locked, new_folder
+from mmqk.store.files import writing
 
 FORMAT = 3
 
@@ -79,7 +80,7 @@ def open_source(
             )
         if header["tokenizers"] != made_by:
             raise UserError(
-                f"{folder} was made with other tokenizers ({header['tokenizers'] or 'of another program'}) than those"
+                f"The tokenizers of {folder} ({header['tokenizers'] or 'of another program'}) differ from those"
                 f" in {tokenizers} ({made_by}): set --data.tokenizers to the folder of the tokenizers that made"
                 f" {folder}, or tokenize the shards again."
             )
@@ -105,13 +106,9 @@ def _make(
     kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path, say: Callable[[str], None]
 ) -> None:
     with ExitStack() as stack:
-        try:
+        with writing(f"The token cache {made.parent}", "set --data.cache."):
             made.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(Path(f"{made}.lock")))
-        except OSError as error:
-            raise UserError(
-                f"The token cache {made.parent} cannot be written ({error.strerror}): set --data.cache."
-            ) from error
         if is_token_folder(made):  # another process made it before this one got the lock
             return
         with new_folder(made) as folder_of_tokens:

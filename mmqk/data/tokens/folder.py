@@ -315,7 +315,7 @@ def _read_part(
     if not (ids.ndim == lengths.ndim == 1 and ids.dtype.kind == lengths.dtype.kind == "u"):
         raise UserError(f"The arrays of part {stem} are not 1-D arrays of unsigned integers: make the folder again.")
     if len(lengths) != part["documents"] or not len(ids) == part["tokens"] == lengths.sum(dtype=np.int64):
-        raise UserError(f"Part {stem} has other sizes than {TOKENS} lists: make the folder again.")
+        raise UserError(f"The sizes of part {stem} differ from those in {TOKENS}: make the folder again.")
     for path, sha256 in zip(paths, part["sha256"], strict=True):
         if digests.get(path, sha256) != sha256:
             raise UserError(
@@ -331,7 +331,7 @@ def _read_part(
 
 
 def read_header(folder: Path | str) -> dict[str, Any]:
-    """Return the content of tokens.json, after a check of its form.
+    """Check the format of tokens.json and return its content.
 
     Raises:
         UserError: the file is missing, damaged, or of another format.

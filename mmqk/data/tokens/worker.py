@@ -169,7 +169,7 @@ class _Part:
         """Write the pending documents as one file per split."""
         documents = self._encoder.documents.take()
         self._report(self.samples, self.dropped.total, self._share)
-        # "_" sorts after ".", so that files are read in the order in which they were written.
+        # "_" sorts after ".", so the files are read in the order in which they were written.
         name = f"{self._name}_{self._files:06d}" if self._files else self._name
         for split in SPLITS:
             of_split = [ids for ids, of in zip(documents, self._splits, strict=True) if of == split]

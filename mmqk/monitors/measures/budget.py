@@ -59,7 +59,8 @@ class RadialBudget:
         by_modality: sum of ``2<W, U_a>`` for each modality.
         decay: the part from weight decay, or from AdamH's return to the fixed norm.
         step: sum of ``|dW|^2``; even a step at a right angle to W increases ``|W|``.
-        unattributed: the part from the first moment before the window; with Muon, the part from all updates.
+        unattributed: the part from gradients before the window, which Adam's first moment still contains; with Muon,
+            the part from all updates.
         rest: the part from changes that the optimizer did not make: rounding, QK-Clip.
         total: the measured change of ``|W|^2``, which is the sum of the other parts.
         steps: number of steps in the window.

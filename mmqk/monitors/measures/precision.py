@@ -50,8 +50,8 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
 
 
 def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: float) -> Tensor:
-    """Return the share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, so that epsilon
-    determines the size of their updates.
+    """Return the share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, where epsilon determines
+    the size of the updates.
 
     Args:
         second_moment: Adam's v, before bias correction.

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from mmqk.monitors.third_party import calls, calls_flash
 from mmqk.monitors.third_party.calls import Call, NotMeasured
 from mmqk.monitors.third_party.inputs import by_name
-from mmqk.monitors.third_party.layers import Layers, find_layers
+from mmqk.monitors.third_party.layers import Layers, block_of, layer_numbers
 from mmqk.monitors.third_party.measurement import CallOrigins, Measurement
 from mmqk.monitors.third_party.origins import Origin, Origins, flat
 from mmqk.monitors.third_party.stream import Stream
@@ -42,10 +42,11 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
 # Names of torch functions that compute a softmax or a matrix product.
 _SOFTMAX = {"softmax", "special_softmax", "_softmax", "log_softmax", "special_log_softmax"}
 _PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 def clean(path: str) -> str:
-    """Return a module's path without the parts of wrappers."""
+    """Return a module's path without the parts that wrappers add (torch.compile, FSDP, activation checkpointing)."""
     return _WRAPPERS.sub("", path).lstrip(".")
 
 
@@ -185,8 +186,9 @@ class Capture(TorchFunctionMode):
     def _torch_attention(self, args: Any, kwargs: Any) -> Any:
         """Run and measure the function of `nn.MultiheadAttention`.
 
-        The function calls scaled_dot_product_attention only if the weights are not requested. If they are requested,
-        it runs once to be measured and once more for the output.
+        The function calls scaled_dot_product_attention only if the weights are not requested. If the weights are
+        requested, this method runs the function twice: once without the weights for the measurement, and once with
+        them for the output.
         """
         sdpa = F.scaled_dot_product_attention
         origins = self._call_origins(args, kwargs)
@@ -246,18 +248,40 @@ class Capture(TorchFunctionMode):
             self.measurement.module(path, module_input, first_output)
 
     # After the forward pass
+
     def layers(self) -> Layers:
-        """Return the layers with and without measured attention."""
-        calls = [record for record in self.measurement.records if record.is_call]
-        return find_layers(
-            [call.path for call in calls if call.not_measured is None and not call.cross],
-            {call.path for call in calls if call.not_measured is not None and not call.other_tokens},
-            {call.path for call in calls},
-            self.modules,
-            self.attention_types,
-            self.softmaxes,
-            self.products,
-        )
+        """Return the layers that have attention, and those whose attention was not measured.
+
+        A layer has attention that was not measured in two cases: one of its calls was not measured, or one of its
+        modules made no attention call but seems to compute attention. Such a module has the type of a module that
+        made a call, or "attention" in the name of its class, or it computes token-by-token products or softmaxes.
+        """
+        records = [record for record in self.measurement.records if record.is_call]
+        measured = [record.path for record in records if record.not_measured is None and not record.cross]
+        calls = {record.path for record in records}
+        blocks = {block_of(path) for path in calls}
+        hidden = {r.path for r in records if r.not_measured is not None and not r.other_tokens} | self.softmaxes
+        for path, module in self.modules.items():
+            is_attention = type(module) in self.attention_types or isinstance(module, nn.MultiheadAttention)
+            is_named = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
+            if (is_attention or path in self.products or is_named) and not any(
+                _within(path, call) or _within(call, path) for call in calls
+            ):
+                hidden.add(path)
+        outermost = {path for path in hidden if not any(_within(path, p) for p in hidden - {path, ""})}
+        measured_blocks = {block_of(path) for path in measured}
+        places = {path if block_of(path) in measured_blocks else block_of(path) for path in outermost}
+        names = [place or "the model" for place in sorted(places, key=_sort_key)]
+        return Layers(layer_numbers(measured), names, len(measured) + len(names))
+
+
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(outer + ".") or not outer
+
+
+def _sort_key(path: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
 def _run_eager(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmqk.monitors.adapters.adapter import Adapter
+from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.record import Probe
 from mmqk.monitors.third_party.calls import Call, NotMeasured, OtherTokens

@@ -20,18 +20,18 @@ def summary_line(
     step_seconds: Sequence[float],
     every_n_steps: int,
 ) -> str:
-    """Return the summary line: layers with measured attention, tokens by modality, cost of a probe, and calls without
-    statistics.
+    """Return the summary line: layers with measured attention, tokens by modality, cost of the first probe, and calls
+    without statistics.
 
     Args:
         layers: layers with and without measured attention.
         tokens: number of tokens of each modality.
         records: the attention calls.
-        seconds: duration of the probe.
+        seconds: duration of the first probe.
         step_seconds: durations of the optimizer steps so far.
         every_n_steps: steps between probes.
     """
-    cost = f"probe {plain(1000 * seconds)} ms"
+    cost = f"first probe (includes warm-up) {plain(1000 * seconds)} ms"
     if step_seconds:
         share = seconds / statistics.median(step_seconds)
         cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"

@@ -1,4 +1,4 @@
-"""Measures the agreement of the modalities' gradients with passes over the two halves of a batch.
+"""Measures how well the gradients of the modalities agree, from separate passes over the two halves of a batch.
 
 Shapes: M modalities.
 """

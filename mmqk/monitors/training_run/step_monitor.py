@@ -1,7 +1,6 @@
 """Measures optimizer steps: the radial budget, sizes of gradients and updates, and gradients relative to Adam's v.
 
-The training module calls a `StepMonitor` during a step (`mmqk.training.step.record.StepWatch`). The monitor does not
-change training.
+The training module calls a `StepMonitor` during a step. The monitor does not change training.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class StepMonitor:
         return self._in_window and bool(self.trained)
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """Compute the gradients by modality. Call this before the backward pass.
+        """Compute the gradients by modality, without freeing the graph. Call this before the backward pass.
 
         ``parts_M`` is the part of each modality in the micro-batch's loss.
         """
@@ -94,7 +93,7 @@ class StepMonitor:
             self._sizes = {tag("grad_norm", name): norm for name, norm in grad_norms.items()}
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Measure the optimizer's update. Call this right after the update, before QK-Clip."""
+        """Measure the optimizer's update. Call this right after the update, before QK-Clip and the power step."""
         if self.window is not None:
             self.window.after_update(optimizer)
         if self._probe_due:

@@ -42,8 +42,8 @@ class BudgetWindow:
     `before_update`, `after_update`, `settle`.
 
     The modality of a gradient is that of the targets whose loss it comes from. The window neither synchronizes with
-    the host nor writes ``.grad``. Changes after the optimizer's update (QK-Clip) count in `rest`, so that the parts
-    sum to the measured change; `step` covers only the optimizer's update.
+    the host nor writes ``.grad``. Changes after the optimizer's update (QK-Clip) count in `rest`, so the parts sum to
+    the measured change; `step` covers only the optimizer's update.
 
     Args:
         model: the trained model.
@@ -134,7 +134,7 @@ class BudgetWindow:
         return by_modality
 
     def _add_split(self, budget: RadialBudget, update: AdamUpdate, moments: Tensor) -> None:
-        """Add a step of SplitAdamW, whose state has a moment for each modality, so that nothing is unattributed.
+        """Add a step of SplitAdamW, whose state has a moment for each modality, so nothing is unattributed.
 
         `RadialBudget.add` gets the modalities' steps in place of their gradients; with betas 0, v = 0 and epsilon 1
         it uses them unchanged.

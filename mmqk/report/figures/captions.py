@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from mmqk.analysis.formatting import listed, nats, number, plural
 from mmqk.analysis.metrics import METRICS, final_loss, is_trained
 from mmqk.analysis.runs.load import Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
-from mmqk.report.figures.curves import binned
+from mmqk.report.figures.curves import binned, finite
 
 # More arms than this are not listed in a sentence.
 MANY_ARMS = 8
@@ -26,13 +24,7 @@ def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
 
 def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
     """Return a function that returns a statistic of a run, reduced over layers, without its non-finite values."""
-
-    def series(run: Run) -> Series:
-        steps, values = run.combined(statistic, reduce, modality)
-        keep = np.isfinite(values)
-        return steps[keep], values[keep]
-
-    return series
+    return lambda run: finite(run.combined(statistic, reduce, modality))
 
 
 def at_end(study: Study, arm: str, measure: Callable, modality: str | None = None) -> float:
@@ -56,7 +48,7 @@ def verb(study: Study, arms: Collection[str]) -> str:
 
 
 def of_medians(study: Study, arms: Collection[str], before: str = "; medians over runs") -> str:
-    """Return ``before`` if a number of an arm is the median of several runs, else an empty string."""
+    """Return ``before`` if any arm's number is a median, because the arm has several runs; else an empty string."""
     return before if any(len(study.ended(arm)) > 1 for arm in arms) else ""
 
 

@@ -1,4 +1,4 @@
-"""The figure and table of a claim: raw curves of its runs, and the result of each run."""
+"""The figure of a claim: raw curves of its runs, and the result of each run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.analysis.formatting import capital, nats, number, plural, slug
-from mmqk.analysis.metrics import FamilyMetric, Metric, final_loss, find_metric
-from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.formatting import capital, number, plural, slug
+from mmqk.analysis.metrics import FamilyMetric, find_metric
+from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.claims import counted_label
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
-from mmqk.report.figures.curves import arm_lines, points_a_line
+from mmqk.report.figures.curves import arm_lines, finite, points_a_line
 from mmqk.report.figures.shapes import Figure, Line, Panel
 from mmqk.report.figures.style import legend
 
@@ -53,9 +53,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     points = points_a_line(len(runs))
 
     def of_claim(run: Run) -> Series:
-        steps, values = series(run, modality) if run.name in names else (np.zeros(0), np.zeros(0))
-        keep = np.isfinite(values)
-        return steps[keep], values[keep]
+        return finite(series(run, modality)) if run.name in names else EMPTY
 
     lines = tuple(line for line in arm_lines(study, arms, "", of_claim, points) if line.seed is not None)
     curves = "training loss (nats per token)" if family else label
@@ -139,7 +137,7 @@ def _by_seed(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Ve
         for name in names:
             members = [run for run in runs if run.family == name]
             for seed in sorted({run.seed for run in members}):
-                value = _of_family(study, verdict, members, seed)
+                value = of_family(study, verdict, members, seed)
                 dots.append((name, members[-1].arm, seed, value, "", "o"))
     else:
         names = list(arms)
@@ -173,56 +171,9 @@ def _tick(label: str) -> str:
     return "\n".join(textwrap.wrap(label, TICK_WIDTH, break_on_hyphens=False)[:3])
 
 
-def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:
+def of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:
     """Return the value of a family at one seed in the verdict; NaN if a planned point is missing."""
     metric, modality = find_metric(verdict.claim.metric)
     assert isinstance(metric, FamilyMetric)
     points = [arm.point for arm in study.arms_of(runs[0].family, verdict.claim.at)]
     return metric.measured([run for run in runs if run.seed == seed], modality, points).value
-
-
-def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return (seeds, one row per arm): the result of each run of a claim, by seed.
-
-    For a family metric: one row per family with its number, then one row per arm with its final losses.
-    """
-    metric, modality = find_metric(verdict.claim.metric)
-    runs = claim_runs(study, verdict)
-    seeds = sorted({run.seed for run in runs})
-    by_arm: dict[str, dict[int, list[Run]]] = {}
-    for run in runs:
-        by_arm.setdefault(run.arm, {}).setdefault(run.seed, []).append(run)
-    rows: list[dict[str, Any]] = []
-    family = ""
-    for arm, by_seed in by_arm.items():
-        if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
-            family = study.arms[arm].family
-            members = [run for run in runs if run.family == family]
-            values = [_of_family(study, verdict, members, seed) for seed in seeds]
-            cells = [[{"run": None, "text": number(value), "diverged": False}] for value in values]
-            rows.append({"label": f"{study.label(family)}: {metric.label}", "arm": arm, "cells": cells})
-        rows.append(
-            {
-                "label": study.label(arm),
-                "arm": arm,
-                "cells": [
-                    [
-                        {
-                            "run": run,
-                            "text": _outcome(run, metric, modality),
-                            "diverged": run.status.status == "diverged",
-                        }
-                        for run in by_seed.get(seed, ())
-                    ]
-                    for seed in seeds
-                ],
-            }
-        )
-    return seeds, rows
-
-
-def _outcome(run: Run, metric: Metric | FamilyMetric, modality: str | None) -> str:
-    if not isinstance(metric, FamilyMetric):
-        return number(metric.measure(run, modality))
-    value = final_loss(run, modality).value if modality else math.nan
-    return f"{nats(value)} nats" if math.isfinite(value) else run.status.status

@@ -44,11 +44,16 @@ def thinned(series: Series, points: int) -> Series:
     return steps[at], values[at]
 
 
-def binned(series: Series, width: int) -> Series:
-    """Return the means of a series over ``width`` steps, at the middle of each bin, without non-finite values."""
+def finite(series: Series) -> Series:
+    """Return a series without its non-finite values."""
     steps, values = series
     keep = np.isfinite(values)
-    steps, values = steps[keep], values[keep]
+    return steps[keep], values[keep]
+
+
+def binned(series: Series, width: int) -> Series:
+    """Return the means of a series over ``width`` steps, at the middle of each bin, without non-finite values."""
+    steps, values = finite(series)
     if width <= 1 or not len(steps):
         return steps, values
     index = np.unique((steps - 1) // width, return_inverse=True)[1]
@@ -127,25 +132,18 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     The steps are those at which every seed has a measurement; None if there is no such step. The median is over the
     seeds that measured the layer at that step, NaN if none did.
     """
-    runs: list[dict[int, list[Series]]] = []
-    for run in study.of_arm(arm):
-        by_layer: dict[int, list[Series]] = {}
-        for name, tag in run.tags.items():
-            query = tag.pair[0] if tag.pair else tag.modality
-            if (
-                tag.statistic == statistic
-                and tag.layer is not None
-                and tag.head is None
-                and query == modality
-            ):
-                by_layer.setdefault(tag.layer, []).append(run.series(name))
-        if by_layer:
-            runs.append(by_layer)
+
+    def series(run: Run) -> dict[int, Series]:
+        layers = {tag.layer for tag in run.tags.values() if tag.statistic == statistic}
+        found = {i: run.combined(statistic, np.max, modality, i) for i in layers if i is not None}
+        return {layer: measured for layer, measured in found.items() if len(measured[0])}
+
+    runs = [by_layer for run in study.of_arm(arm) if (by_layer := series(run))]
     if not runs:
         return None
     # Use the union of the steps within a run, because a modality pair is missing in probes without its tokens. Use
     # the intersection across runs, because otherwise the end of the map would show only the longest runs.
-    unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
+    unions = [np.unique(np.concatenate([at for at, _ in run.values()])) for run in runs]
     steps = functools.reduce(np.intersect1d, unions)
     if not len(steps):
         return None
@@ -153,9 +151,9 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     stacked = np.full((len(runs), len(layers), len(steps)), np.nan)
     for table, by_layer in zip(stacked, runs, strict=True):
         for row, layer in zip(table, layers, strict=True):
-            for at, values in by_layer.get(layer, []):
-                _, column, index = np.intersect1d(steps, at, return_indices=True)
-                row[column] = np.fmax(row[column], _worst(values[index]))
+            at, values = by_layer.get(layer, EMPTY)
+            _, column, index = np.intersect1d(steps, at, return_indices=True)
+            row[column] = values[index]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # cells that no seed measured
         return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))
@@ -168,8 +166,3 @@ def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
     parts = np.array_split(np.arange(len(steps)), COLUMNS)
     largest = [np.fmax.reduce(values_LS[:, part], axis=1) for part in parts]
     return steps[[part[-1] for part in parts]], np.stack(largest, axis=1)
-
-
-def _worst(values: NDArray) -> NDArray:
-    """Return the values with NaN replaced by infinity."""
-    return np.where(np.isnan(values), np.inf, values)

@@ -74,16 +74,14 @@ def fork_tree(study: Study) -> list[Node]:
 
 
 def _step(run: Run) -> int:
-    step = (run.fork or {}).get("step")
-    return step if isinstance(step, int) else 0
+    return (run.fork or {}).get("step") or 0
 
 
 def _parent_name(run: Run, runs: Sequence[Run]) -> str:
-    """Return the name of a fork's parent among the runs, by folder or by id; otherwise the name that the fork
-    records."""
-    parents = [p for p in ((run.fork or {}).get("parent"), run.forked.get("parent")) if p]
-    names = [str(p) for p in parents if isinstance(p, str)]
-    ids = [str(p["id"]) for p in parents if isinstance(p, Mapping) and p.get("id")] + names
+    """Return the name of a fork's parent. Search ``runs`` for the parent by folder and then by id. If no run matches,
+    return the id or folder that the fork recorded."""
+    names = [*filter(None, [(run.fork or {}).get("parent")])]
+    ids = [*filter(None, [run.forked.get("parent", {}).get("id")]), *names]
     for other in runs:
         if other is not run and other.name in names:
             return other.name
@@ -107,7 +105,6 @@ def _changes(run: Run) -> tuple[str, str]:
     changed = [
         f"{c.get('field')} {_short(c.get('from'))} → {_short(c.get('to'))}"
         for c in record.get("changed") or ()
-        if isinstance(c, Mapping)
     ]
     fork = run.identity.get("fork") if isinstance(run.identity.get("fork"), Mapping) else {}
     assert isinstance(fork, Mapping)
@@ -122,16 +119,14 @@ def _changes(run: Run) -> tuple[str, str]:
         remarks.append(f"{plural(len(record['added']), 'parameter')} added")
     if record.get("dropped"):
         remarks.append(f"{plural(len(record['dropped']), 'parameter')} dropped")
-    function = record.get("function")
-    shift = function.get("logits_rms_relative") if isinstance(function, Mapping) else None
+    shift = record.get("function", {}).get("logits_rms_relative")
     if isinstance(shift, int | float):
         remarks.append(
             "the outputs did not change"
             if shift == 0
             else f"the outputs changed by {number(shift)} times their RMS"
         )
-    optimizer = record.get("optimizer")
-    if isinstance(optimizer, str) and optimizer:
+    if optimizer := record.get("optimizer"):
         remarks.append(f"optimizer state: {optimizer.rstrip('.')}")
     return listed(changed) or "nothing changed", "; ".join(remarks)
 

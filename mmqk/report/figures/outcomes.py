@@ -9,12 +9,12 @@ import numpy as np
 
 from mmqk.analysis.formatting import capital, number
 from mmqk.analysis.metrics import METRICS
-from mmqk.analysis.metrics.probes import LAST_PROBES
+from mmqk.analysis.metrics.probes import last_probes
 from mmqk.analysis.runs.load import Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
 from mmqk.report.figures.captions import at_end, of_medians, verb
-from mmqk.report.figures.curves import arm_lines, bin_width, binned, points_a_line
+from mmqk.report.figures.curves import arm_lines, bin_width, binned, finite, points_a_line
 from mmqk.report.figures.shapes import Figure, Line, Panel
 from mmqk.report.figures.style import legend
 
@@ -28,6 +28,7 @@ OUTCOMES = {
     "k_norm": ("‖k‖", True),
     "resid_norm": ("‖residual‖", True),
     "final_norm": ("‖last layer‖", True),
+    "weight_growth": ("growth of W_q, W_k", False),
     "attention_mass_other": ("mass on others", False),
     "final_excess": ("excess loss", False),
 }
@@ -41,10 +42,7 @@ BY_LAYER: dict[str, tuple[str, Callable]] = {
 
 def outcome_arms(study: Study) -> tuple[str, ...]:
     """Return the arms with runs that the grid selects: the listed arms or families, or those of the first figure."""
-    named = study.report.get("outcomes")
-    if not named:
-        return ()
-    names = study.hero if named is True else (named,) if isinstance(named, str) else tuple(named)
+    names = study.hero if study.report.get("outcomes") is True else study.named("outcomes")
     arms = dict.fromkeys(arm.name for name in names for arm in study.arms_of(name))
     return tuple(arm for arm in arms if any(run.tags for run in study.of_arm(arm)))
 
@@ -76,7 +74,8 @@ def over_time(study: Study) -> Figure | None:
         "A line is the median over the runs of an arm, up to the last step that all of them reached. Logits are"
         " split into the mean μ of a row, the offset δ of a modality's keys and the spread r within them: root mean"
         " squares over layers. The modality is that of the queries or tokens. Mass on others: the share of attention"
-        " on keys of other modalities. Norms are means over layers."
+        " on keys of other modalities. Norms are means over layers. Growth of W_q, W_k: the growth rate of"
+        " ‖W_q‖² + ‖W_k‖² from the losses of a modality, per 1,000 steps."
     )
     if width > 1:
         caption += f" A point of the excess loss is the mean of {width} steps."
@@ -88,11 +87,8 @@ def over_time(study: Study) -> Figure | None:
 
 def _series(name: str, modality: str, width: int) -> Callable[[Run], Series]:
     def series(run: Run) -> Series:
-        steps, values = METRICS[name].series(run, modality)
-        keep = np.isfinite(values)
-        if name == "final_excess":
-            return binned((steps, values), width)
-        return steps[keep], values[keep]
+        of_run = METRICS[name].series(run, modality)
+        return binned(of_run, width) if name == "final_excess" else finite(of_run)
 
     return series
 
@@ -134,7 +130,7 @@ def by_layer(study: Study) -> Figure | None:
 
 def _end(run: Run, name: str, modality: str, layer: int) -> float:
     statistic, reduce = BY_LAYER[name]
-    values = run.combined(statistic, reduce, modality, layer)[1][-LAST_PROBES:]
+    values = last_probes(run.combined(statistic, reduce, modality, layer))
     if not len(values):
         return math.nan
     end = float(np.median(values))

@@ -16,7 +16,7 @@ from mmqk.analysis.formatting import capital, listed, nats
 from mmqk.analysis.metrics import LOSS_WINDOW, is_trained, model_size
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run, Series
-from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.study import Study, as_list
 from mmqk.analysis.verdicts.verdicts import middle
 from mmqk.report.figures.captions import of_medians, verb
 from mmqk.report.figures.curves import bin_width, binned, points_a_line
@@ -51,13 +51,12 @@ def paper_figures(study: Study) -> list[Figure]:
     return _with_names([*named, *filter(None, others)])
 
 
-def _named(study: Study, entry: Any) -> Figure:
-    if not isinstance(entry, Mapping) or entry.get("kind") not in KINDS:
-        kind = entry.get("kind") if isinstance(entry, Mapping) else entry
+def _named(study: Study, entry: Mapping[str, Any]) -> Figure:
+    kind = entry.get("kind")
+    if kind not in KINDS:
         raise UserError(f"report.figures: kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
-    kind = str(entry["kind"])
     groups = families(study)
-    names = entry.get("arms") or ()
+    names = as_list(entry.get("arms"))
     if unknown := [arm for arm in names if arm not in study.arms and arm not in groups]:
         raise UserError(f"report.figures: {kind} names the arm {unknown[0]!r}, which the grid does not have")
     arms = tuple(

@@ -58,7 +58,7 @@ class Panel:
         ticks: labels of x = 0, 1, 2, …, for categories.
         shared: whether the panels of its row share its y-axis.
         notes: annotations: x, y, text, and the side of x ("left" or "right").
-        labeled: whether the notes name the points, so that the panel needs no names by color.
+        labeled: whether the notes name the points; if they do, the panel needs no names by color.
         height: height in inches of a panel as wide as the page and without a y-axis; 0 for a panel of normal size.
     """
 

@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex, to_rgb
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Key
 
-# Okabe and Ito's palette for color-blind readers; yellow is last, because it is faint on white.
+# The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
 INK, FAINT = "#1b1f24", "#8b929b"

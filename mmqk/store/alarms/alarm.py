@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mmqk.store.files import naming, parse_json, read_regular, write_atomic
-from mmqk.store.metrics import as_json, from_json
+from mmqk.store.files import as_json, naming, parse_json, read_regular, write_atomic
+from mmqk.store.metrics import from_json
 from mmqk.store.tags import parse_tag
 
 ALARMS_NAME = "alarms.jsonl"
@@ -93,9 +93,7 @@ def truncate_alarms(folder: Path, step: int) -> None:
 
 
 def _encode(alarm: Alarm) -> bytes:
-    record = asdict(alarm)
-    record |= {name: as_json(record[name]) for name in ("value", "threshold")}
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(as_json(asdict(alarm)), separators=(",", ":")).encode() + b"\n"
 
 
 def alarm_of_line(line: bytes) -> Alarm | None:

@@ -104,7 +104,7 @@ class Collapse(Rule):
     """Rule: the attention entropy is below a tenth of its first value.
 
     Low entropy alone can be benign, if each query attends to a different key. It is a collapse only if the rank of
-    the layer's attention has fallen too, so the alarm's sentence gives the rank if it is measured.
+    the layer's attention has fallen too, so the alarm's sentence states whether it has, if the rank is measured.
     """
 
     STATE = ("first", "first_rank", "on")
@@ -121,9 +121,16 @@ class Collapse(Rule):
             self.first, self.first_rank = value, rank
         if not self.begins(value < COLLAPSE_SHARE * self.first):
             return None
+        threshold = COLLAPSE_SHARE * self.first
         sentence = (
-            f"{tag} is {plain(value)} nats, {value / self.first:.0%} of its first value {plain(self.first)}"
+            f"attention entropy {tag} is {plain(value)} nats, below its threshold of {plain(threshold)} nats"
+            f" ({COLLAPSE_SHARE:.0%} of its first value)"
         )
         if rank is not None and self.first_rank is not None:
-            sentence += f"; the rank of the layer's attention is {plain(rank)} and was {plain(self.first_rank)}"
-        return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, sentence)
+            ranks = f"from {plain(self.first_rank)} to {plain(rank)}"
+            sentence += (
+                f"; the rank of the layer's attention fell too, {ranks}"
+                if rank < self.first_rank
+                else f"; this can be harmless, because the rank of the layer's attention did not fall ({ranks})"
+            )
+        return Alarm("collapse", step, tag, value, threshold, sentence)

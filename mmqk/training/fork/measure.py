@@ -5,7 +5,6 @@ Shapes are in the names: B sequences, T tokens, H heads, M modalities, V vocabul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -134,35 +133,24 @@ class Change:
 
 @torch.no_grad()
 def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Change:
-    """Compare the outputs of both models on the same tokens; logits at padding are excluded."""
+    """Compare the outputs of both models on the same tokens; logits at padding are excluded.
+
+    Both models are in evaluation mode.
+    """
     names = old.config.modalities
     difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
     sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
-    with evaluating(old, new):
-        for _, part in _parts(batch):
-            logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
-            before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
-            difference = difference + (after_NV - before_NV).square().sum()
-            size = size + before_NV.square().sum()
-            losses = [
-                modality_losses(x, part.targets_BT, part.target_modality_BT, part.target_mask_BT, len(names))
-                for x in logits
-            ]
-            for total, value in zip(sums, (losses[0].count, losses[0].ce, losses[1].ce), strict=True):
-                total += value
+    for _, part in _parts(batch):
+        logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
+        before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
+        difference = difference + (after_NV - before_NV).square().sum()
+        size = size + before_NV.square().sum()
+        losses = [
+            modality_losses(x, part.targets_BT, part.target_modality_BT, part.target_mask_BT, len(names))
+            for x in logits
+        ]
+        for total, value in zip(sums, (losses[0].count, losses[0].ce, losses[1].ce), strict=True):
+            total += value
     rows = torch.stack(sums).T.tolist()
     loss = {name: (a / n, b / n) for name, (n, a, b) in zip(names, rows, strict=True) if n}
     return Change(float((difference / size).sqrt()), loss)
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put the models in evaluation mode, without dropout, inside the `with` block."""
-    was = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, training in zip(models, was, strict=True):
-            model.train(training)

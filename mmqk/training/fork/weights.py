@@ -29,14 +29,16 @@ from mmqk.model.init import parameter_generator
 from mmqk.model.linear import ByModality
 from mmqk.model.norms import L2Norm, LayerScale, Norm
 from mmqk.training.fork.matrices import Carried, Matrices
-from mmqk.training.fork.measure import Sizes, evaluating, one_copy, sizes_at_norms
+from mmqk.training.fork.measure import Sizes, one_copy, sizes_at_norms
 
 
 @torch.no_grad()
 def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Carried:
-    """Fill the fork's model ``new`` from the parent's model ``old``. Both are in fp32 on the device of ``batch``."""
-    with evaluating(old):
-        return _Carrying(old, new, batch).run()
+    """Fill the fork's model ``new`` from the parent's model ``old``.
+
+    Both are in fp32 and in evaluation mode, on the device of ``batch``.
+    """
+    return _Carrying(old, new, batch).run()
 
 
 @torch.no_grad()
@@ -61,7 +63,8 @@ FoldGain = Callable[[Tensor, int | None], str]
 
 
 def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
-    """Return each copy of a layer with the index of its modality, or the layer itself with None."""
+    """Return (index of the modality, copy) for each copy of a layer; a layer without copies is its own copy, and its
+    index is None."""
     return list(enumerate(module.copies)) if isinstance(module, ByModality) else [(None, module)]
 
 

@@ -20,8 +20,7 @@ from mmqk.store import DivergenceRule, UserError, read_status
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.store.missing import Written
 from mmqk.training.loop.resume import check_restored
-from mmqk.training.step.module import TrainingModule
-from mmqk.training.step.record import StepRecord
+from mmqk.training.step.module import StepRecord, TrainingModule
 
 FLUSH_EVERY = 10  # steps
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +21,8 @@ from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats, compile_blocks, keep_graphs, power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
+from mmqk.monitors.probe import evaluation_mode
+from mmqk.monitors.training_run.step_monitor import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.fsdp import shard, whole, whole_model
 from mmqk.training.step.chunked_loss import chunked_losses
@@ -35,13 +37,28 @@ from mmqk.training.step.losses import (
 from mmqk.training.step.msign import orthogonalize
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from mmqk.training.step.qk_clip import QKClip
-from mmqk.training.step.record import StepRecord, StepWatch
 from mmqk.training.step.row_stats import RowLog
 from mmqk.training.step.spike_guards import AdaGC, SkipStep
 from mmqk.training.step.split_adam import SplitAdamW
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The measurements of one optimizer step, on the device.
+
+    Attributes:
+        step: Number of updates, including this one. The losses are those before the update.
+        lr: Learning rate of the update.
+        values: Loss; gradient norm before clipping; `RowLog.measured` and `QKClip.measured`, if in use;
+            `modality_sums`, flattened. `TrainingModule.named_values` returns them by tag.
+    """
+
+    step: int
+    lr: float
+    values: Tensor
 
 
 class TrainingModule(L.LightningModule):
@@ -64,7 +81,7 @@ class TrainingModule(L.LightningModule):
 
     Attributes:
         step_record: Record of the latest optimizer step; None after a callback has read it.
-        step_watch: Receives the tensors of every step, or None.
+        step_watch: Measures every step, or None.
         stored: Entries that the module adds to its checkpoints: the configuration of the model, which
             `mmqk.checkpoint` compares on loading. A run adds its id and configuration, which a fork reads, and the
             strategy and number of its processes (`RunConfig.ranks`), which a resume compares.
@@ -86,7 +103,7 @@ class TrainingModule(L.LightningModule):
         self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
         self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}
         self.step_record: StepRecord | None = None
-        self.step_watch: StepWatch | None = None
+        self.step_watch: StepMonitor | None = None
         self.qk_clip = None if self.optim_config.qk_clip is None else QKClip(self.model, self.optim_config.qk_clip)
         optim_ = self.optim_config
         tensors = sum(p.requires_grad for p in self.model.parameters())
@@ -265,7 +282,7 @@ class TrainingModule(L.LightningModule):
             optimizer.sum_ranks()
         with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}
         # Compute the norm as torch.nn.utils.get_total_norm does; that function does not return the norms of single
-        # parameters. Cast to at least fp32 first, because the norm of shards accepts no dtype.
+        # parameters. Cast to at least fp32 first, because `_foreach_norm` of DTensors accepts no `dtype` argument.
         gradients = [at_least_fp32(p.grad) for p in with_grad.values() if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
@@ -363,14 +380,11 @@ class TrainingModule(L.LightningModule):
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
         """Return the loss and log Z by target modality over held-out batches, in the run's precision, as ``val_``
         tags."""
-        was_training = self.model.training
-        self.model.eval()
         total_RM: Tensor | None = None
-        with self.trainer.precision_plugin.val_step_context():
+        with evaluation_mode(self.model), self.trainer.precision_plugin.val_step_context():
             for batch in batches:
                 on_device = batch.to(self.device)
                 total_RM = _plus(total_RM, modality_sums(self.losses(on_device), on_device))
-        self.model.train(was_training)
         assert total_RM is not None
         return modality_means(total_RM.tolist(), self.model_config.modalities, prefix="val_")
 

@@ -46,7 +46,7 @@ class Mixer(nn.Module):
 
 
 class Other(Mixer):
-    """A block of another class than the measured blocks."""
+    """A block whose class differs from that of the measured blocks."""
 
 
 class Stack(nn.Module):

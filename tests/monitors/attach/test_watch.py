@@ -65,7 +65,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     assert lines[0]["probe_sequences"] == 4
     (summary,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mmqk")]
     assert "attention measured in 8 of 8 layers" in summary and "tokens " in summary
-    assert "% of a step" in summary and "ms" in summary
+    assert "% of a step" in summary and "first probe (includes warm-up)" in summary and "ms" in summary
     (run,) = load_runs(tmp_path)
     assert run.status.status == "completed" and run.status.step == 50
 
@@ -222,8 +222,12 @@ def test_a_folder_is_one_run(tmp_path):
         watch.close()
 
     run()
-    with pytest.raises(UserError, match=r"has a run up to step 3: give another folder"):
-        run()
+    for every in (1, 3):  # the first step refuses the folder; a probe every 3 steps has not run by then
+        watch = attach(model, modality=IMAGE, every_n_steps=every, out=tmp_path)
+        model(ids)
+        with pytest.raises(UserError, match=r"has a run up to step 3: give another folder"):
+            watch.step()
+        watch.close()
     run(start=2)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 

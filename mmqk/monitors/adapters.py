@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 SiteName = Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
 
@@ -62,3 +62,49 @@ class Adapter:
     def at(self, path: str) -> list[Site]:
         """Return the sites at the module with this path."""
         return [site for pattern, site in self._patterns if pattern.fullmatch(path)]
+
+
+# Layer classes of transformers and timm.
+_LAYER = r"(.*\.)?layers\.\d+"
+_DECODER = (
+    Site("attn_in", _LAYER + r"\.self_attn\.q_proj", of="input"),
+    Site("q_raw", _LAYER + r"\.self_attn\.q_proj"),
+    Site("k_raw", _LAYER + r"\.self_attn\.k_proj"),
+    Site("resid", _LAYER),
+    Site("final", r"([a-z_]+\.)*norm", of="input"),
+)
+
+
+def _decoder(layer: str, attn_out: str, mlp_out: str) -> Adapter:
+    sublayers = (Site("attn_out", rf"{_LAYER}\.{attn_out}"), Site("mlp_out", rf"{_LAYER}\.{mlp_out}"))
+    return Adapter(rf"transformers\..*\.({layer})DecoderLayer", _DECODER + sublayers)
+
+
+ADAPTERS = (
+    # Pre-norm.
+    _decoder("Llama|Mistral|Qwen2|Qwen3|Chameleon", "self_attn", "mlp"),
+    # Post-norm: the norm is the last step before the addition.
+    _decoder("Gemma2|Gemma3|Olmo2|Olmo3", "post_attention_layernorm", "post_feedforward_layernorm"),
+    # Post-norm under other module names: Chameleon-34B.
+    _decoder("ChameleonSwin", "input_layernorm", "post_attention_layernorm"),
+    # Vision transformers of timm, which project q, k and v with one matrix.
+    Adapter(
+        r"timm\.models\.vision_transformer\.Block",
+        (
+            Site("attn_in", r"(.*\.)?blocks\.\d+\.attn\.qkv", of="input"),
+            Site("q_raw", r"(.*\.)?blocks\.\d+\.attn\.qkv", take=lambda qkv: qkv.chunk(3, -1)[0]),
+            Site("k_raw", r"(.*\.)?blocks\.\d+\.attn\.qkv", take=lambda qkv: qkv.chunk(3, -1)[1]),
+            Site("attn_out", r"(.*\.)?blocks\.\d+\.ls1"),
+            Site("mlp_out", r"(.*\.)?blocks\.\d+\.ls2"),
+            Site("resid", r"(.*\.)?blocks\.\d+"),
+            Site("final", r"norm", of="input"),
+        ),
+    ),
+)
+
+
+def adapter_for(model: nn.Module) -> Adapter | None:
+    """Return the adapter for the layer class of a transformers or timm model, or None if there is none."""
+    names = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
+    fitting = (a for a in ADAPTERS if any(re.fullmatch(a.layer, name) for name in names))
+    return next(fitting, None)

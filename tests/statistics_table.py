@@ -1,6 +1,6 @@
 """Table of every statistic that mmqk logs: tags, formula, unit, modality, healthy range, bad values, cost.
 
-docs/statistics.md is generated from this table. This module needs only the standard library.
+docs/statistics.md is generated from this table.
 """
 
 from __future__ import annotations
