@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -176,23 +175,6 @@ def few_lines(
     return lines if runs <= FEW_RUNS else tuple(line for line in lines if line.seed is None or line.alone)
 
 
-def _row(
-    study: Study, arms: Sequence[str], statistic: str, reduce: Callable, title: str, ylabel: str, **more: Any
-) -> tuple[Panel, ...]:
-    """Return one panel per modality with the lines of a statistic, reduced over layers; ``{}`` in ``title`` is
-    replaced by the modality."""
-    return tuple(
-        Panel(
-            f"{statistic}/{m}",
-            capital(title.format(m)),
-            ylabel,
-            few_lines(study, arms, m, reduced(statistic, reduce, m)),
-            **more,
-        )
-        for m in study.modalities
-    )
-
-
 def lines_caption(study: Study, arms: Sequence[str]) -> str:
     """Return a sentence that explains the lines of `few_lines`."""
     if sum(len(study.of_arm(arm)) for arm in arms) <= FEW_RUNS:
@@ -203,8 +185,16 @@ def lines_caption(study: Study, arms: Sequence[str]) -> str:
 def entropy(study: Study) -> Figure | None:
     """Draw the attention entropy by query modality."""
     arms = leading_arms(study)
-    row = _row(study, arms, "attn_entropy", np.min, "{} queries", "attention entropy (nats)")
-    if not any(panel.lines for panel in row):
+    panels = [
+        Panel(
+            f"attn_entropy/{m}",
+            f"{capital(m)} queries",
+            "attention entropy (nats)",
+            few_lines(study, arms, m, reduced("attn_entropy", np.min, m)),
+        )
+        for m in study.modalities
+    ]
+    if not any(panel.lines for panel in panels):
         return None
     measure = METRICS["attention_entropy"].measure
     ends = ends_by_modality(study, arms, measure, "queries", lambda v: f"{nats(v)} nats")
@@ -214,7 +204,7 @@ def entropy(study: Study) -> Figure | None:
         f"{lines_caption(study, arms)} Mean over heads and queries with at least 8 keys, in the layer with the "
         "lowest entropy."
     )
-    return Figure("entropy", reading, caption, (row,), arms, legend(study, arms, study.modalities))
+    return Figure("entropy", reading, caption, (tuple(panels),), arms, legend(study, arms, study.modalities))
 
 
 def norms(study: Study) -> Figure | None:
@@ -222,18 +212,20 @@ def norms(study: Study) -> Figure | None:
     arms = leading_arms(study)
     rows, growth = [], {}
     for statistic, symbol in NORMS.items():
-        title = symbol + ", {} tokens"
-        row = _row(study, arms, statistic, np.mean, title, f"mean {symbol} (L2)", log=True)
-        for modality, panel in zip(study.modalities, row, strict=True):
+        row = []
+        for modality in study.modalities:
+            lines = few_lines(study, arms, modality, reduced(statistic, np.mean, modality))
+            title = f"{symbol}, {modality} tokens"
+            row.append(Panel(f"{statistic}/{modality}", title, f"mean {symbol} (L2)", lines, log=True))
             for arm in arms:
-                of_arm = [line for line in panel.lines if line.arm == arm and line.values[0] > 0]
+                of_arm = [line for line in lines if line.arm == arm and line.values[0] > 0]
                 of_runs = [line for line in of_arm if line.seed is not None]
                 # With many runs the lines are medians only.
                 growth[(symbol, modality, arm)] = middle(
                     line.values[-1] / line.values[0] for line in of_runs or of_arm
                 )
         if any(panel.lines for panel in row):
-            rows.append(row)
+            rows.append(tuple(row))
     growth = {key: value for key, value in growth.items() if math.isfinite(value) and value > 0}
     if not growth:
         return None
@@ -261,8 +253,16 @@ def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
     """Draw the output norm of the last layer, L2 and RMS: Chameleon's Fig. 5a, by modality."""
     arms = arms or leading_arms(study)
     factor = _rms_factor(study, arms)
-    right = ("RMS", factor) if factor else None
-    row = _row(study, arms, "final_norm", np.mean, "{} tokens", "last-layer output, L2", right=right)
+    row = tuple(
+        Panel(
+            f"final_norm/{m}",
+            f"{capital(m)} tokens",
+            "last-layer output, L2",
+            few_lines(study, arms, m, reduced("final_norm", np.mean, m)),
+            right=("RMS", factor) if factor else None,
+        )
+        for m in study.modalities
+    )
     if not any(panel.lines for panel in row):
         return None
     ends = ends_by_modality(study, arms, METRICS["final_norm"].measure, "tokens", number)
