@@ -1,4 +1,4 @@
-"""Recompute the verdicts of norm_competition from its runs, without mmqk, by the rules in docs/.
+"""Recompute the verdicts of a norm_competition grid from its runs, without mmqk, by the rules in docs/.
 
 The rules are in docs/metrics.md and docs/evidence.md.
 
@@ -164,7 +164,7 @@ def main():
     _ = [parser.add_argument(name, type=Path) for name in ("runs", "grid", "--compare")]
     args = parser.parse_args()
     grid = yaml.safe_load(args.grid.read_text())
-    claims = {c["id"]: c for c in grid["claims"]}
+    claims = {c["id"]: c for c in grid["claims"] if "not_run" not in c}
     blocks = {k: v.get("block", "") for k, v in grid["arms"].items()}
     arms, planned = load(reader(args.runs), {c["metric"] for c in claims.values()}, blocks)
     results = {i: r for i, c in claims.items() if (r := judge(c, arms, planned))}
@@ -190,13 +190,13 @@ def main():
         numbers = [f"{v:.3f}" for v in (*r["means"], r["effect"], *ends, r["sd"])]
         print(row(i, r["n"], *numbers, r["how"], verdicts[i], ", ".join(r["failed"]) or "-"))
     print(f"No finished runs: {len(claims) - len(results)} claims. Units: nats for losses, else natural logs.\n")
-    for h in grid["hypotheses"]:
+    for h in grid.get("hypotheses", []):
         marks = ""
         for i, predicted in h["predicts"].items():
-            possible, least = NOT_ABOVE | NOT_BELOW, claims[i]["min_effect"]
+            possible = NOT_ABOVE | NOT_BELOW
             allowed = {"not above": NOT_ABOVE, "not below": NOT_BELOW}.get(predicted, {predicted})
             if i in results and results[i]["ends"] is not None and not results[i]["failed"]:
-                low, high = results[i]["ends"]
+                (low, high), least = results[i]["ends"], claims[i]["min_effect"]
                 ranges = {"above": (least, np.inf), "none": (-least, least), "below": (-np.inf, -least)}
                 possible = {k for k, (a, b) in ranges.items() if high > a and low < b}
             marks += "+" if possible <= allowed else "?" if possible & allowed else "-"
