@@ -249,6 +249,25 @@ def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
     assert b"2.22" in said and b"completed" in said and b"\x1b[1A" in said
 
 
+def read_terminal(process, here, until, then):
+    """Return the output of a process on a terminal. Call ``then`` once ``until`` holds for the output so far."""
+    said, guard = b"", threading.Timer(1800, process.kill)  # ends a process that shows nothing
+    guard.start()
+    try:
+        while not until(said):
+            said += os.read(here, 65536)
+        then(said)
+        while True:
+            said += os.read(here, 65536)
+    except OSError:  # the process has closed its end of the terminal
+        pass
+    finally:
+        guard.cancel()
+        process.kill()
+        os.close(here)
+    return said
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_in_a_terminal_it_waits_for_the_first_run(tmp_path, exists):
     folder = tmp_path / "runs"
@@ -259,21 +278,12 @@ def test_in_a_terminal_it_waits_for_the_first_run(tmp_path, exists):
     command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(folder)]
     process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
     os.close(there)
-    said, guard = b"", threading.Timer(1800, process.kill)  # ends a process that shows nothing
-    guard.start()
-    try:
-        while b"has no run yet" not in said:
-            said += os.read(here, 65536)
+
+    def start_run(said):
         assert process.poll() is None and f"{folder} has no run yet: waiting".encode() in said
         write_run(folder / "r", "completed")
-        while True:
-            said += os.read(here, 65536)
-    except OSError:  # the process has closed its end of the terminal
-        pass
-    finally:
-        guard.cancel()
-        process.kill()
-        os.close(here)
+
+    said = read_terminal(process, here, lambda said: b"has no run yet" in said, start_run)
     assert process.wait() == 0, said.decode()
     assert said.count(b"has no run yet") == 1 and b"completed" in said and b"4.60" in said
 
@@ -301,22 +311,14 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
         command, stdout=there, stderr=there, cwd=ROOT, env=environment, preexec_fn=listens
     )
     os.close(there)
-    said, guard = b"", threading.Timer(1800, process.kill)  # ends a process that shows nothing
-    guard.start()
-    try:
-        while said.count(b"4.60") < (3 if redrawn else 1):
-            said += os.read(here, 65536)
+
+    def interrupt(said):
         if redrawn:
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
-        while True:
-            said += os.read(here, 65536)
-    except OSError:  # the process has closed its end of the terminal
-        pass
-    finally:
-        guard.cancel()
-        process.kill()
-        os.close(here)
+
+    frames = 3 if redrawn else 1
+    said = read_terminal(process, here, lambda said: said.count(b"4.60") >= frames, interrupt)
     assert process.wait() == 0 and b"Traceback" not in said
     assert (b"\x1b[?25h" in said) is redrawn  # the cursor is shown again
 
