@@ -24,6 +24,7 @@ class TokenBatch:
         document_BT: number of the packed document of each token, -1 at padding; None if attention does not
             use it.
         surprise_BT: -log probability of each *token* under the source of the data, nats, fp32; None if unknown.
+        target_ids_BT: what the model predicts in the place of each *token*, int64; None if it is the token itself.
     """
 
     ids_BT: Tensor
@@ -33,11 +34,13 @@ class TokenBatch:
     step_targets: Tensor
     document_BT: Tensor | None = None
     surprise_BT: Tensor | None = None
+    target_ids_BT: Tensor | None = None
 
     @property
     def targets_BT(self) -> Tensor:
-        """The next token of every position; the last column is meaningless and always masked."""
-        return self.ids_BT.roll(-1, dims=1)
+        """The target of every position: the next token, or what replaces it. The last column is meaningless and
+        always masked."""
+        return (self.ids_BT if self.target_ids_BT is None else self.target_ids_BT).roll(-1, dims=1)
 
     @property
     def target_modality_BT(self) -> Tensor:

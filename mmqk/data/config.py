@@ -167,6 +167,8 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     if "dial" in config.family:
         # identity_hash sorts keys, but the order of modalities matters.
         fields["dial"] = {**asdict(config.dial), "modalities": list(config.dial.names)}
+        if not config.dial.target_noise:
+            del fields["dial"]["target_noise"]  # older runs do not have this field
     elif "tokens" in config.family:
         fields["tokens"] = tokens_hash(config.tokens)
     else:

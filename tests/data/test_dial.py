@@ -234,14 +234,59 @@ def test_what_is_no_document_is_refused_and_what_cannot_follow_is_impossible():
     assert (ids == before).all()
 
 
+# Noise of the targets
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_probability_of_a_noisy_target_is_the_mixture_that_defines_it(order):
+    config = replace(TINY, order=order)
+    noise = {"text": 0.3, "image": 0.0, "audio": 1.0}
+    clean, noisy = Dial(config), Dial(replace(config, target_noise=noise))
+    ids, targets = noisy.documents(3, 0, 400), noisy.targets(3, 0, 400)
+    share = np.concatenate([[noise[m]] * n for m, n in config.vocabulary.items()])[ids]
+    # P(v | earlier tokens) from documents with v in this place, and the unigram from independent roots.
+    independent = replace(config, lag=config.tokens, mutual_information=0.0)
+    expected, without = np.empty(ids.shape), np.empty(ids.shape)
+    for t in range(ids.shape[1]):
+        changed = ids.copy()
+        changed[:, t] = targets[:, t]
+        p = np.exp(clean.log_prob(changed)[:, t])
+        unigram = np.exp(Dial(independent).log_prob(changed)[:, t])
+        expected[:, t] = (1 - share[:, t]) * p + share[:, t] * unigram
+        without[:, t] = p
+    nats = noisy.log_prob(ids, targets)
+    assert np.allclose(np.exp(nats), expected, rtol=1e-9)
+    assert not np.allclose(np.exp(nats), without, rtol=0.1)
+
+
+def test_noise_replaces_the_chosen_share_of_targets_and_no_input():
+    config = chain(target_noise={"image": 0.4})
+    dial = Dial(config)
+    ids, targets = dial.documents(2, 100, 20_000), dial.targets(2, 100, 20_000)
+    assert (ids == Dial(chain()).documents(2, 100, 20_000)).all()
+    assert (Dial(chain()).targets(2, 100, 20_000) == ids).all()
+    image = ids >= 12
+    assert (targets[~image] == ids[~image]).all() and ((targets >= 12) == image).all()
+    # A random token equals the replaced token with the probability that two draws of the unigram are equal.
+    unigram = np.bincount(ids[image] - 12) / image.sum()
+    changed = (targets != ids)[image].mean()
+    assert changed == pytest.approx(0.4 * (1 - (unigram**2).sum()), abs=0.003)
+    assert np.bincount(targets[image] - 12) / image.sum() == pytest.approx(unigram, abs=0.003)
+    assert (dial.targets(2, 600, 10) == targets[500:510]).all()
+    with pytest.raises(ValueError, match="target_noise has audio"):
+        chain(target_noise={"audio": 0.1})
+
+
 # Floors
 
 
 def test_the_loss_of_the_source_itself_is_its_floor():
-    for config in (DialConfig(), THREE, replace(THREE, order="forward"), replace(THREE, order="backward")):
+    orders = [replace(THREE, order=order) for order in ORDERS]
+    noisy = [replace(config, target_noise={"text": 0.2, "audio": 0.6}) for config in orders]
+    for config in (DialConfig(), *orders, *noisy):
         dial = Dial(config)
         ids = dial.documents(7, 0, 15_000)
-        nats = dial.log_prob(ids)
+        nats = dial.log_prob(ids, dial.targets(7, 0, 15_000))
         edges = np.cumsum([0, *dial.vocab_sizes.values()])
         for (name, floor), low, high in zip(dial.floors().items(), edges[:-1], edges[1:], strict=True):
             inside = (ids >= low) & (ids < high)

@@ -43,11 +43,17 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
         )
 
 
-def test_a_model_that_knows_the_source_has_no_excess(tiny_args):
-    data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
+@pytest.mark.parametrize("noise", [{}, {"image": 0.5}])
+def test_a_model_that_knows_the_source_has_no_excess(tiny_args, noise):
+    flags = [f"--data.dial.target_noise={json.dumps(noise)}"]
+    data = TokenDataModule(resolve([*tiny_args, *DIAL, *flags]).data, 0)
     data.setup()
     batch = data.order.builder.batch([data.order.row(i) for i in range(4)])
     p_BT = torch.exp(-batch.target_surprise_BT)
+    image = batch.target_mask_BT & (batch.target_modality_BT == 1)
+    differ = batch.targets_BT != batch.ids_BT.roll(-1, dims=1)
+    assert differ[image].float().mean().item() == pytest.approx(noise.get("image", 0.0), abs=0.2)
+    assert not differ[batch.target_mask_BT & ~image].any()
 
     def excess(p_BT):
         """Return the excess loss of a model that gives probability p to the target and shares the rest equally among

@@ -74,18 +74,19 @@ class DialRows(IndexedCache):
         self.per_row = room // dial.length if pack else 1
         super().__init__(4)
 
-    def _make(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         count = DIAL_CHUNK * self.per_row
         ids_NT = self.dial.documents(self.seed, chunk * count, count)
-        surprise_NT = -self.dial.log_prob(ids_NT)
+        targets_NT = self.dial.targets(self.seed, chunk * count, count)
+        surprise_NT = -self.dial.log_prob(ids_NT, targets_NT)
         shape = (DIAL_CHUNK, self.per_row * self.dial.length)
-        return ids_NT.reshape(shape), surprise_NT.reshape(shape)
+        return ids_NT.reshape(shape), surprise_NT.reshape(shape), targets_NT.reshape(shape)
 
     def row(self, nth: int) -> Row:
         chunk, place = divmod(nth, DIAL_CHUNK)
-        ids, surprise = self._kept(chunk)
-        length = self.dial.length
-        return Row(ids[place], tuple(range(0, self.per_row * length, length)), surprise[place])
+        ids, surprise, targets = self._kept(chunk)
+        starts = tuple(range(0, self.per_row * self.dial.length, self.dial.length))
+        return Row(ids[place], starts, surprise[place], targets[place] if self.dial.config.target_noise else None)
 
 
 class TrainingOrder:

@@ -21,7 +21,8 @@ _INNER, _TIE = 0, 1  # transitions and ties have different random token orders
 
 @dataclass(frozen=True)
 class DialConfig:
-    """Statistics of a synthetic source. All dictionaries have the same modalities; only ``grid`` may leave some out.
+    """Statistics of a synthetic source. All dictionaries have the same modalities; only ``grid`` and ``target_noise``
+    may leave some out.
 
     ``entropy`` changes only the entropy gap between modalities: unigrams, shares and lags do not change. The mean
     entropy of two modalities does not change either if one gains as many nats as the other loses. Modalities with
@@ -37,6 +38,9 @@ class DialConfig:
             least ``tokens``, all tokens are roots and independent.
         grid: number of columns of a grid that is read row by row: the parent is ``lag`` rows above or, in the first
             ``lag`` rows, ``lag`` columns to the left. A modality with 0, or without an entry, is a chain.
+        target_noise: fraction of the targets of a modality that are replaced by a token drawn from its unigram. The
+            model predicts the replaced token, but it reads the original one at the next position. So the floor
+            rises and the inputs do not change. A modality without an entry has no noise.
         mutual_information: mutual information of each modality and the modality before it, nats per document. All
             of it is between their tied roots.
         order: order of the modalities: forward, backward, or both (each in a random half of the documents).
@@ -52,6 +56,7 @@ class DialConfig:
     tokens: dict[str, int] = number(lambda: {"text": 48, "image": 48}, 1, 2**20)
     lag: dict[str, int] = number(lambda: {"text": 4, "image": 4}, 1, 2**20)
     grid: dict[str, int] = number(dict, 0, 2**20)
+    target_noise: dict[str, float] = number(dict, 0.0, 1.0)
     mutual_information: float = number(0.0, -_SLACK, 2e7)
     order: Literal["forward", "backward", "both"] = "both"
     language: int = number(0, 0, MOST_SEED)
@@ -72,11 +77,12 @@ class DialConfig:
                     f"data.dial.{name} has {_listed(getattr(self, name))} and data.dial.vocabulary has"
                     f" {_listed(names)}: use the same modalities in both."
                 )
-        if not set(self.grid) <= set(names):
-            raise ValueError(
-                f"data.dial.grid has {_listed(self.grid)} and data.dial.vocabulary has {_listed(names)}:"
-                " use no other modalities."
-            )
+        for name in ("grid", "target_noise"):
+            if not set(getattr(self, name)) <= set(names):
+                raise ValueError(
+                    f"data.dial.{name} has {_listed(getattr(self, name))} and data.dial.vocabulary has"
+                    f" {_listed(names)}: use no other modalities."
+                )
         for m in names:
             width = self.grid.get(m, 0)
             if width and self.tokens[m] % width:

@@ -152,6 +152,11 @@ class Edge:
         # Half a unit less than the parent's interval, so that rounding cannot move a number out of this interval.
         self._width_V = coupling.high_a_V - coupling.low_a_V - 0.5 / UNITS
 
+    def noisy(self, share: float) -> Edge:
+        """Return the distribution in which a fraction ``share`` of the tokens on one side is drawn anew from its
+        unigram: the same coupling with (1 − share) ρ."""
+        return Edge(self.coupling, self.coupling.information((1 - share) * self.rho)) if share else self
+
     def draw(self, parent_N: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
         """Return a child of each parent, drawn with one uniform random number in [0, 1) per parent."""
         if self.rho == 0:

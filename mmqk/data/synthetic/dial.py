@@ -28,7 +28,8 @@ __all__ = ["Dial", "DialConfig"]
 
 _CHUNK = 512  # number of documents drawn together (fewer if they are long); another number gives other documents
 _CHUNK_TOKENS = 2**19
-_DOCUMENTS = 101  # random stream of the documents; the order of samples uses other streams
+# Random streams of the documents and of the noise of the targets; the order of samples uses other streams.
+_DOCUMENTS, _NOISE = 101, 103
 # Smallest number of times that the average transition must occur in training. In a trial with lag 1, a model learned
 # two thirds of the predictability if the average transition occurred 115 times, and almost nothing if it occurred
 # fewer than 30 times. With lag 4, learning as much took 370 occurrences. So 100 is necessary but may not suffice.
@@ -47,12 +48,16 @@ class _Modality(NamedTuple):
     log_unigram_V: np.ndarray
     entropy: float  # of the unigram, nats
     inner: Edge
+    noise: float  # fraction of the targets that are replaced
+    noisy: Edge  # of a parent token and the target in the place of its child; `inner` without noise
 
 
 class _Tie(NamedTuple):
     before_T: np.ndarray  # tied roots
     after_T: np.ndarray
     edge: Edge
+    noisy_before: Edge  # of an after root and the target in the place of its before root; `edge` without noise
+    noisy_after: Edge
 
 
 class Dial:
@@ -99,6 +104,8 @@ class Dial:
         )
         units_V = zipf(*self.config.unigram(m))
         entropy = unigram_entropy(units_V)
+        inner = Edge(self.config.inner(m), entropy - self.config.entropy[m])
+        noise = float(self.config.target_noise.get(m, 0.0))
         return _Modality(
             name=m,
             places=slice(start, start + self.config.tokens[m]),
@@ -108,13 +115,16 @@ class Dial:
             parent_T=parent_T,
             log_unigram_V=np.log(units_V / UNITS),
             entropy=entropy,
-            inner=Edge(self.config.inner(m), entropy - self.config.entropy[m]),
+            inner=inner,
+            noise=noise,
+            noisy=inner.noisy(noise),
         )
 
     def _make_tie(self, before: _Modality, after: _Modality) -> _Tie:
         n = self.config.ties(before.name, after.name)
         edge = Edge(self.config.tie(before.name, after.name), self.config.mutual_information / n)
-        return _Tie(before.roots_T[:n], after.roots_T[:n], edge)
+        noisy = edge.noisy(before.noise), edge.noisy(after.noise)
+        return _Tie(before.roots_T[:n], after.roots_T[:n], edge, *noisy)
 
     def documents(self, seed: int, first: int, count: int) -> np.ndarray:
         """Return the documents ``first`` to ``first + count - 1`` of a seed: ids_NT, int64.
@@ -125,18 +135,27 @@ class Dial:
         Raises:
             ValueError: an argument is negative.
         """
+        return self._read(seed, first, count)[0]
+
+    def targets(self, seed: int, first: int, count: int) -> np.ndarray:
+        """Return what a model predicts in the place of each token of these documents: `documents` with
+        ``target_noise``."""
+        return self._read(seed, first, count)[1]
+
+    def _read(self, seed: int, first: int, count: int) -> np.ndarray:
         if min(seed, first, count) < 0:
             raise ValueError(f"seed {seed}, first {first} or count {count} is negative.")
-        ids_NT = np.empty((count, self.length), dtype=np.int64)
+        both_2NT = np.empty((2, count, self.length), dtype=np.int64)
         done = 0
         while done < count:
             chunk, place = divmod(first + done, self._chunk_size)
-            part_NT = self._chunk(seed, chunk)[place : place + count - done]
-            ids_NT[done : done + len(part_NT)] = part_NT
-            done += len(part_NT)
-        return ids_NT
+            part_2NT = self._chunk(seed, chunk)[:, place : place + count - done]
+            both_2NT[:, done : done + part_2NT.shape[1]] = part_2NT
+            done += part_2NT.shape[1]
+        return both_2NT
 
     def _draw_chunk(self, seed: int, chunk: int) -> np.ndarray:
+        """Return the documents and the targets of a chunk."""
         random = random_stream(seed, _DOCUMENTS, chunk)
         backward_N = random.random(self._chunk_size) < self._backward_share
         uniform_TN = random.random((self.length, self._chunk_size))
@@ -149,45 +168,60 @@ class Dial:
         for m in self._modalities:
             for child_T, parent_T in m.levels:
                 ids_TN[child_T] = m.inner.draw(ids_TN[parent_T], uniform_TN[child_T])
-        ids_TN += self._first_id_T1
-        ids_NT = ids_TN.T.copy()
-        ids_NT[backward_N] = ids_NT[backward_N][:, self._backward_T]
-        return ids_NT
+        targets_TN = ids_TN.copy()
+        random = random_stream(seed, _NOISE, chunk)
+        for m in self._modalities:
+            if m.noise:
+                part_TN = targets_TN[m.places]
+                drawn_TN = m.inner.coupling.draw_b(random.random(part_TN.shape))
+                targets_TN[m.places] = np.where(random.random(part_TN.shape) < m.noise, drawn_TN, part_TN)
+        both_2NT = (np.stack([ids_TN, targets_TN]) + self._first_id_T1).transpose(0, 2, 1).copy()
+        both_2NT[:, backward_N] = both_2NT[:, backward_N][..., self._backward_T]
+        return both_2NT
 
-    def log_prob(self, ids_NT: np.ndarray) -> np.ndarray:
-        """Return the log-probability of each token given all earlier tokens of its document, nats: float64, at most
+    def log_prob(self, ids_NT: np.ndarray, targets_NT: np.ndarray | None = None) -> np.ndarray:
+        """Return the log-probability of each target given all earlier tokens of its document, nats: float64, at most
         0.
 
         The value is exact; −inf for an impossible token. If documents come in both orders, the first token reveals
         the order, and its log-probability includes −ln 2.
 
+        Args:
+            ids_NT: documents.
+            targets_NT: their `targets`; by default the tokens themselves.
+
         Raises:
             ValueError: rows do not have the length or the modalities of a document.
         """
-        if ids_NT.ndim != 2 or ids_NT.shape[1] != self.length:
-            raise ValueError(f"ids have shape {ids_NT.shape}, but documents have {self.length} tokens.")
+        targets_NT = ids_NT if targets_NT is None else targets_NT
+        for rows_NT in (ids_NT, targets_NT):
+            if rows_NT.ndim != 2 or rows_NT.shape[1] != self.length:
+                raise ValueError(f"ids have shape {rows_NT.shape}, but documents have {self.length} tokens.")
         nats_NT = np.empty(ids_NT.shape)
         for row in range(0, len(ids_NT), _ROWS):
-            nats_NT[row : row + _ROWS] = self._log_prob(ids_NT[row : row + _ROWS].astype(np.int64))
+            rows = slice(row, row + _ROWS)
+            nats_NT[rows] = self._log_prob(ids_NT[rows].astype(np.int64), targets_NT[rows].astype(np.int64))
         return nats_NT
 
-    def _log_prob(self, ids_NT: np.ndarray) -> np.ndarray:
+    def _log_prob(self, ids_NT: np.ndarray, targets_NT: np.ndarray) -> np.ndarray:
         backward_N = np.full(len(ids_NT), self._backward_share == 1)
         if self._backward_share == 0.5:
             backward_N = ids_NT[:, 0] >= self._first_id_T1[self._last]
-        ids_NT[backward_N] = ids_NT[backward_N][:, self._canonical_T]
-        ids_TN = ids_NT.T - self._first_id_T1
-        if not ((ids_TN >= 0) & (ids_TN < self._size_T1)).all():
+        for rows_NT in (ids_NT, targets_NT):
+            rows_NT[backward_N] = rows_NT[backward_N][:, self._canonical_T]
+        ids_TN, targets_TN = ids_NT.T - self._first_id_T1, targets_NT.T - self._first_id_T1
+        if not all(((rows_TN >= 0) & (rows_TN < self._size_T1)).all() for rows_TN in (ids_TN, targets_TN)):
             raise ValueError(f"ids do not have the modalities of this source in the order {self.config.order}.")
         nats_TN = np.empty(ids_TN.shape)
         for m in self._modalities:
-            nats_TN[m.places] = m.log_unigram_V[ids_TN[m.places]]
-            nats_TN[m.child_T] += m.inner.gain(ids_TN[m.parent_T], ids_TN[m.child_T])
+            nats_TN[m.places] = m.log_unigram_V[targets_TN[m.places]]
+            nats_TN[m.child_T] += m.noisy.gain(ids_TN[m.parent_T], targets_TN[m.child_T])
         for tie in self._ties:
             # Add the gain to the tied root that comes later in the sequence.
-            gain_TN = tie.edge.gain(ids_TN[tie.before_T], ids_TN[tie.after_T])
-            nats_TN[tie.after_T] += np.where(backward_N, 0, gain_TN)
-            nats_TN[tie.before_T] += np.where(backward_N, gain_TN, 0)
+            forward_TN = tie.noisy_after.gain(ids_TN[tie.before_T], targets_TN[tie.after_T])
+            backward_TN = tie.noisy_before.gain(targets_TN[tie.before_T], ids_TN[tie.after_T])
+            nats_TN[tie.after_T] += np.where(backward_N, 0, forward_TN)
+            nats_TN[tie.before_T] += np.where(backward_N, backward_TN, 0)
         if self._backward_share == 0.5:
             nats_TN[np.where(backward_N, self._last, 0), np.arange(len(ids_NT))] -= math.log(2)
         np.minimum(nats_TN, 0, out=nats_TN)  # a token with probability 1 may be rounded to above 0 nats
@@ -196,16 +230,19 @@ class Dial:
         return nats_NT
 
     def floors(self) -> dict[str, float]:
-        """Return the floor by modality, nats per token: the mean of −`log_prob` over all documents."""
+        """Return the floor by modality, nats per token: the mean of −`log_prob` of the targets over all
+        documents."""
         first, last = self._modalities[0].name, self._modalities[-1].name
         backward = self._backward_share
         order = math.log(2) if backward == 0.5 else 0.0
         floors = {}
-        for m in self._modalities:
-            tied = (1 - backward) * (m.name != first) + backward * (m.name != last)
-            nats = len(m.roots_T) * m.entropy + len(m.child_T) * max(0.0, m.entropy - m.inner.information)
+        for m, earlier, later in zip(self._modalities, [None, *self._ties], [*self._ties, None], strict=True):
+            nats = len(m.roots_T) * m.entropy + len(m.child_T) * max(0.0, m.entropy - m.noisy.information)
             nats += order * ((1 - backward) * (m.name == first) + backward * (m.name == last))
-            nats -= tied * self.config.mutual_information
+            if earlier:
+                nats -= (1 - backward) * len(earlier.after_T) * earlier.noisy_after.information
+            if later:
+                nats -= backward * len(later.before_T) * later.noisy_before.information
             floors[m.name] = nats / self.config.tokens[m.name]
         return floors
 
@@ -213,7 +250,7 @@ class Dial:
         """Return one table row of statistics per modality; entropies in nats per token.
 
         Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
-        (unigram entropy minus entropy); lag; tokens; token share; redundancy inside (mutual information of the tokens
+        (unigram entropy minus entropy); target noise; lag; tokens; token share; redundancy inside (mutual information of the tokens
         of the modality, nats per document); mutual information (with the previous modality, nats per document);
         floor; transitions (distinct pairs of the coupling); transitions a token (per training token); seen (times
         that the average transition occurs in training).
@@ -231,6 +268,7 @@ class Dial:
                     "unigram entropy": m.entropy,
                     "entropy": c.entropy[m.name],
                     "predictability": m.inner.information,
+                    "target noise": m.noise,
                     "lag": c.lag[m.name],
                     "tokens": n,
                     "token share": n / self.length,
