@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from mmqk.store import OneSentenceParser, UserError, relative, run_main
-from mmqk.store.pack import FEW_DIGITS, MOST_VALUES, write_pack
+import yaml
+
+from mmqk.grid.record import read_ablation
+from mmqk.store import OneSentenceParser, UserError, find_runs, relative, run_main
+from mmqk.store.files import parse_json, read_regular
+from mmqk.store.pack import FEW_DIGITS, FILES, MOST_VALUES, write_pack
+
+REQUIRED = ("run.json", "status.json", "metrics.jsonl")  # each run of a grid has these files
 
 DESCRIPTION = f"""\
 Write the files that a report needs from a folder of runs into one small zip file: configurations, status, metrics,
@@ -21,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     """Write a pack and print its path.
 
     Raises:
-        UserError: the folder has no runs, or --out is not a file name that ends in .zip.
+        UserError: the folder has no runs, its ablation.json is damaged, or --out is not a file name that ends in
+            .zip.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.pack",
@@ -39,12 +47,31 @@ def main(argv: list[str] | None = None) -> int:
     out = options.out or Path(f"{options.runs.resolve().name}.zip")
     if out.suffix != ".zip" or out.is_dir():
         raise UserError(f"--out {out} is not the name of a zip file: let it end in .zip")
+    grid = read_ablation(options.runs)  # no command can read a pack with a damaged registration
     thinned = write_pack(options.runs, out, options.small)
     if thinned and not options.small:
         print(f"thinned the metrics of {', '.join(map(relative, thinned))}")
+    if damaged := _damaged(options.runs, required=REQUIRED if grid else ()):
+        print(f"the runs are packed as they are, with these damaged files: {', '.join(damaged)}")
     size = out.stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
     return 0
+
+
+def _damaged(folder: Path, required: Sequence[str]) -> list[str]:
+    """Return the files of all runs that cannot be read, and the required files that are missing."""
+    names = []
+    for path in (run / file for run in find_runs(folder) for file in FILES):
+        if not path.exists():
+            names += [f"{path.relative_to(folder).as_posix()} (missing)"] if path.name in required else []
+            continue
+        try:
+            text = read_regular(path).decode()
+            for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
+                yaml.safe_load(part) if path.suffix == ".yaml" else parse_json(part)
+        except (ValueError, RecursionError, yaml.YAMLError):
+            names.append(path.relative_to(folder).as_posix())
+    return names
 
 
 if __name__ == "__main__":

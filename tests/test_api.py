@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_the_summary_has_a_row_per_run(runs, folder):
     assert summary.loc[summary["arm"] == "mixed", "largest_attention_logit"].between(40, 90).all()
     assert not summary.loc[summary["arm"] == "mixed-qk", "largest_attention_logit"].between(40, 90).any()
     assert summary["final_loss/image"].notna().any()
+
+
+def test_the_summary_names_damaged_metrics(runs, tmp_path):
+    first = next(iter(runs))
+    shutil.copytree(first.path, tmp_path / "whole")
+    shutil.copytree(first.path, tmp_path / "damaged")
+    (tmp_path / "damaged/metrics.jsonl").write_bytes(b"\x80\x02 not JSON")
+    notes = mmqk.load_runs(tmp_path).summary().set_index("arm")["notes"]
+    assert "metrics.jsonl" in notes["damaged"] and "metrics.jsonl" not in notes["whole"]
 
 
 def test_the_verdicts_are_those_of_the_report(runs, folder):

@@ -140,6 +140,14 @@ def test_damage_is_shown_as_far_as_it_can_be_read(tmp_path, capsys):
     assert "nan" in said and "4" in said
 
 
+def test_a_finished_run_without_readable_metrics_is_named(tmp_path, capsys):
+    for name in ("whole", "damaged"):
+        write_run(tmp_path / name, "completed")
+    (tmp_path / "damaged/metrics.jsonl").write_bytes(b"\x80\x02 not JSON")
+    said = shown(capsys, "--once", tmp_path)
+    assert "damaged completed: metrics.jsonl has no readable line" in said and said.count("metrics.jsonl") == 1
+
+
 DAMAGE = {
     "run.json": (
         "[1]", '{"identity":[1]}', '{"identity":{"trainer":[1]}}', '{"identity":{"trainer":{"max_steps":"x"}}}',

@@ -115,6 +115,8 @@ class Follow:
             return view
         view.status, view.reason = status.status, status.reason
         view.step = max(self._step, status.step)
+        if status.finished and not self._values:
+            view.reason = f"{view.reason}; {METRICS_NAME} has no readable line".removeprefix("; ")
         if status.status == "running":
             written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
             if not is_locked(self.folder) and time.time() - max(written, started) > FRESH_SECONDS:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import glob
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter
-from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, new_folder, run_main
+from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter, load_array
+from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder, run_main
 from mmqk.store.files import writing
 from mmqk.store.vocab_sizes import parse_vocab_sizes
 
@@ -126,14 +125,10 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
 
 
 def _load(path: Path) -> np.ndarray:
-    check_regular(path)
     try:
-        array = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        array = load_array(path)
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read as an array ({error}): write it with numpy.save.") from None
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise UserError(f"{path} is an archive of arrays (.npz): write one array with numpy.save.")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{path} has {array.dtype}, not integers: write ids as integers.")
     return array

@@ -29,7 +29,10 @@ def tokenizer_files(run: Path) -> tuple[dict[str, str], str]:
     if not isinstance(folder, str) or not recorded:
         return {}, "no tokenizer is included, because run.json names none"
     if not (Path(folder) / TEXT_FILE).is_file() or tokenizers_hash(folder) != recorded:
-        return {}, f"no tokenizer is included, because {folder} does not have the tokenizers of the run ({recorded})"
+        return {}, (
+            f"no tokenizer is included, because {folder:.200} does not have the tokenizers of the run"
+            f" ({recorded!s:.40})"
+        )
     content = json.loads(TextTokenizer.load(folder).to_json())
     vocabulary = content["model"]["vocab"]
     shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}

@@ -68,7 +68,7 @@ class ImageTokenizer(nn.Module):
             with safe_open(path, framework="pt") as file:
                 weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
             tokenizer.load_state_dict(weights)
-        except (SafetensorError, OSError, RuntimeError) as error:
+        except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
             raise damaged(path, str(error).splitlines()[0]) from error
         return tokenizer.eval().requires_grad_(False)
 

@@ -77,5 +77,5 @@ def read_config(folder: Path | str) -> ImageTokenizerConfig:
         if about.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         return ImageTokenizerConfig(**about["config"])
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (SafetensorError, OSError, MemoryError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise damaged(path, error) from error

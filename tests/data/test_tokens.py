@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import zipfile
 
 import numpy as np
 import pytest
@@ -72,6 +73,15 @@ def test_an_unfinished_or_damaged_folder_is_named(tmp_path):
     np.save(folder / "train/00001.ids.npy", np.zeros(3, dtype=np.uint16))
     with pytest.raises(UserError, match=r"sizes of part .* differ from those in tokens.json"):
         open_tokens(folder)
+    # numpy.load takes any zip file for an archive of arrays.
+    array = (folder / "train/00001.ids.npy").read_bytes()
+    for content, why in ((array, "archive of arrays"), (b"", "not a zip")):
+        with zipfile.ZipFile(folder / "archive", "w") as archive:
+            archive.writestr("ids.npy", content)
+        whole = (folder / "archive").read_bytes()
+        (folder / "train/00001.ids.npy").write_bytes(whole if content else whole[:30])
+        with pytest.raises(UserError, match=rf"00001 of a token folder cannot be read \(.*{why}"):
+            open_tokens(folder)
     (folder / "tokens.json").unlink()
     with pytest.raises(UserError, match=r"tokens\.json is missing"):
         open_tokens(folder)
@@ -366,7 +376,7 @@ BLOCKS = "--vocab-sizes=text=100,image=50,mark=3"
         ([BLOCKS, "--begin-image=150"], "--begin-image is given without --end-image"),
         ([BLOCKS, "--end-image=150"], "--end-image is given without --begin-image"),
         ([BLOCKS, "--pad=3"], "train-0.npy has documents with id 3, which is --pad"),
-        ([BLOCKS, "--train=ARRAYS/more.npz"], "more.npz is an archive of arrays"),
+        ([BLOCKS, "--train=ARRAYS/more.npz"], "more.npz cannot be read as an array (it is an archive of arrays"),
     ],
 )
 def test_what_would_be_taken_wrongly_is_one_sentence(arrays, capsys, argv, says):

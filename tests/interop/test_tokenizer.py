@@ -13,6 +13,17 @@ FOLDER = Path(__file__).parents[2] / "data/tokenizers"
 TEXT = "Hello w\u00f6rld, a red moon \u263e 12"
 
 
+def test_the_sentence_about_a_damaged_record_is_short(tmp_path):
+    for recorded in ("0" * 100_000, ["["] * 50_000):
+        record = {
+            "identity": {"data": {"tokenizers": recorded}},
+            "details": {"config": {"data": {"tokenizers": str(FOLDER)}}},
+        }
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        _, said = tokenizer_files(tmp_path)
+        assert "does not have the tokenizers of the run" in said and len(said) < 400
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_transformers_opens_the_text_tokenizer_with_the_ids_of_the_model(tmp_path, known):
     transformers = pytest.importorskip("transformers")

@@ -261,6 +261,25 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
         pack(["nothing"])
 
 
+def test_the_command_names_damaged_files(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "demo")
+    assert pack(["demo"]) == 0 and capsys.readouterr().out.count("\n") == 1
+    damaged = [next(Path("demo").rglob(name)) for name in ("config.yaml", "metrics.jsonl", "status.json") if
+               next(Path("demo").rglob(name), None)]  # fmt: skip
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-5] + b'"\xff')
+    damaged.append(list(Path("demo").rglob("run.json"))[-1])
+    damaged[-1].unlink()
+    assert pack(["demo"]) == 0
+    said = capsys.readouterr().out
+    assert len(damaged) > 1 and all(str(path.relative_to("demo")) in said for path in damaged)
+    Path("demo/ablation.json").write_text("{")
+    with pytest.raises(UserError, match=r"ablation\.json"):
+        pack(["demo", "--out", "other.zip"])
+    assert not Path("other.zip").exists()
+
+
 def test_a_pack_has_no_absolute_path_in_its_commands(folder, tmp_path):
     copy = tmp_path / "demo"
     shutil.copytree(folder, copy)

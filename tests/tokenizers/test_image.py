@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import mmqk.tokenizers.image
+import mmqk.tokenizers.image_config
 from mmqk.store import UserError
 from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr
@@ -169,6 +171,19 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(UserError, match="its format is not"):
         ImageTokenizer.load(tmp_path)
     path.write_bytes(whole)
+    ImageTokenizer.load(tmp_path)
+
+
+def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path, monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    (tmp_path / "image.safetensors").write_bytes(small_tokenizer().to_bytes())
+    for module in (mmqk.tokenizers.image_config, mmqk.tokenizers.image):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "safe_open", no_memory)
+            with pytest.raises(UserError, match=r"image\.safetensors cannot be used \(Cannot allocate"):
+                ImageTokenizer.load(tmp_path)
     ImageTokenizer.load(tmp_path)
 
 

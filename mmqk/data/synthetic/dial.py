@@ -250,10 +250,10 @@ class Dial:
         """Return one table row of statistics per modality; entropies in nats per token.
 
         Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
-        (unigram entropy minus entropy); target noise; lag; tokens; token share; redundancy inside (mutual information of the tokens
-        of the modality, nats per document); mutual information (with the previous modality, nats per document);
-        floor; transitions (distinct pairs of the coupling); transitions a token (per training token); seen (times
-        that the average transition occurs in training).
+        (unigram entropy minus entropy); target noise; lag; tokens; token share; redundancy inside (mutual
+        information of the tokens of the modality, nats per document); mutual information (with the previous modality,
+        nats per document); floor; transitions (distinct pairs of the coupling); transitions a token (per training
+        token); seen (times that the average transition occurs in training).
         """
         floors = self.floors()
         rows: list[dict[str, str | int | float]] = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -298,15 +299,31 @@ class MatchedFiles:
                 write_json(self._path, self._new)
 
 
+def load_array(path: Path) -> np.ndarray:
+    """Map the array of a file that numpy.save has written into memory.
+
+    Raises:
+        OSError, EOFError or ValueError: the file cannot be read, or is not one array.
+        UserError: the path is not a regular file.
+    """
+    check_regular(path)
+    try:
+        array = np.load(path, mmap_mode="r")
+    except zipfile.BadZipFile as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise ValueError("it is an archive of arrays (.npz)")
+    return array
+
+
 def _read_part(
     stem: Path, part: Mapping[str, Any], layout: Layout, matched: MatchedFiles | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids and lengths of a part, after a comparison with tokens.json."""
     paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
     try:
-        for path in paths:
-            check_regular(path)
-        ids, lengths = (np.load(path, mmap_mode="r") for path in paths)
+        ids, lengths = map(load_array, paths)
         hashes = zip(paths, part["sha256"], strict=True)
         new = [path for path, sha in hashes if matched is None or not matched.holds(path, sha)]
         digests = {path: sha256_file(path) for path in new}
