@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmqk.analysis import load_runs, load_study
-from mmqk.store import UserError
+from mmqk.store import UserError, write_json
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
 
 
@@ -108,6 +108,21 @@ def test_files_without_a_line_of_numbers_are_noted(tmp_path, content):
     (run,) = load_runs(tmp_path)
     assert run.tags == {} and run.last_step == 0
     assert any("metrics.jsonl" in note for note in run.notes) == bool(content)
+
+
+def test_metrics_and_a_grid_that_are_gone_are_noted(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    first = load_runs(folder)[0]
+    write_json(first.path / "status.json", {"status": "interrupted", "step": 8, "reason": "", "seconds": 1.0})
+    noted = ("metrics.jsonl is missing", "no ablation.json")
+    for missing, expected in ((None, [False, False]), ("metrics.jsonl", [True, False])):
+        if missing:
+            (first.path / missing).unlink()
+        (run,) = load_runs(first.path)
+        assert [any(text in note for note in run.notes) for text in noted] == expected
+    (folder / "ablation.json").unlink()
+    notes = [" ".join(run.notes) for run in load_runs(folder)]
+    assert all("no ablation.json" in note for note in notes) and sum("metrics.jsonl" in n for n in notes) == 1
 
 
 def test_numbers_are_not_read_before_they_are_asked_for(tmp_path):

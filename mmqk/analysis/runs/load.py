@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mmqk.analysis.runs.columns import EMPTY, Columns, Series, read_columns
-from mmqk.grid.record import read_ablation
+from mmqk.grid.record import ABLATION_NAME, read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,
@@ -34,6 +34,8 @@ from mmqk.store import (
 from mmqk.store.missing import lost_alarms, lost_steps
 
 CUT = "a line of metrics.jsonl cannot be read"
+NO_METRICS = "metrics.jsonl is missing or has no readable line"
+NO_GRID = "its grid has no ablation.json, so the page lacks labels and claims"
 _T = TypeVar("_T")
 _SEED = re.compile(r"seed(\d+)")
 _ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
@@ -119,7 +121,8 @@ class Run:
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is missing or unusual in the run."""
         cut = (CUT,) if self._columns.truncated and not self.lost else ()
-        return (*self.remarks, *self.lost, *self._data_notes, *cut)
+        empty = (NO_METRICS,) if self.status.step and not (self._columns.series or self.lost or cut) else ()
+        return (*self.remarks, *self.lost, *self._data_notes, *cut, *empty)
 
     @cached_property
     def lost(self) -> tuple[str, ...]:
@@ -296,6 +299,10 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
     status = _noted(lambda: read_status(path), notes, "its status.json is missing")
     if status is None:
         status = Status("failed", reason=notes[-1])
+    arm_folder = path.resolve().parent
+    of_grid = not entry and _SEED.fullmatch(path.name) and _ARM.fullmatch(arm_folder.name)
+    if of_grid and not (arm_folder.parent / ABLATION_NAME).exists():
+        notes.append(NO_GRID)
     if status.status == "running":
         notes.append("still running, or cut off")
     forked = _noted(lambda: read_json(path / "fork.json", _FORK), notes) or {}
