@@ -146,6 +146,24 @@ def test_a_finished_run_without_readable_metrics_is_named(tmp_path, capsys):
     (tmp_path / "damaged/metrics.jsonl").write_bytes(b"\x80\x02 not JSON")
     said = shown(capsys, "--once", tmp_path)
     assert "damaged completed: metrics.jsonl has no readable line" in said and said.count("metrics.jsonl") == 1
+    (tmp_path / "damaged/metrics.jsonl").unlink()
+    (tmp_path / "damaged/metrics.jsonl").mkdir()
+    assert "damaged completed: metrics.jsonl has no readable line" in shown(capsys, "--once", tmp_path)
+
+
+def test_a_damaged_line_of_a_run_is_named(tmp_path):
+    write_run(tmp_path / "r", "interrupted")
+    path = tmp_path / "r/metrics.jsonl"
+    (run,) = follow([tmp_path / "r"])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 50, "loss')  # the control: a line that is not complete yet
+    assert run.look().reason == ""
+    with path.open("ab") as file:
+        file.write(b'/text": 4.0\n')
+    assert run.look().reason == "a line of metrics.jsonl cannot be read" and run.look().step == 40
+    path.unlink()  # a resumed run replaces the file
+    path.write_bytes(whole)
+    assert run.look().reason == ""
 
 
 DAMAGE = {

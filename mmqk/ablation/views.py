@@ -96,6 +96,7 @@ class Follow:
         self._step = 0
         self._file: tuple[int, int] | None = None
         self._offset = 0
+        self._damaged = False
 
     def look(self) -> View:
         """Return the current view of the run."""
@@ -115,8 +116,9 @@ class Follow:
             return view
         view.status, view.reason = status.status, status.reason
         view.step = max(self._step, status.step)
-        if status.finished and not self._values:
-            view.reason = f"{view.reason}; {METRICS_NAME} has no readable line".removeprefix("; ")
+        if self._damaged or (status.finished and not self._values):
+            what = "a line of {} cannot be read" if self._values else "{} has no readable line"
+            view.reason = f"{view.reason}; {what.format(METRICS_NAME)}".removeprefix("; ")
         if status.status == "running":
             written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
             if not is_locked(self.folder) and time.time() - max(written, started) > FRESH_SECONDS:
@@ -134,15 +136,21 @@ class Follow:
                 same = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
                 if not same:  # the first read, or a resumed run replaced the file
                     self._file, self._values, self._step = (stat.st_dev, stat.st_ino), {}, 0
+                    self._damaged = False
                     self._offset = max(0, stat.st_size - TAIL_BYTES)
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
+            self._file, self._damaged = None, os.path.lexists(self.folder / METRICS_NAME)
             return
         whole = new[: new.rfind(b"\n") + 1]
+        cut = not same and self._offset > 0  # the first line may be incomplete
+        self._damaged |= not whole and len(new) >= TAIL_BYTES
         self._offset += len(whole)
-        for line in whole.splitlines():
-            if (record := parse_line(line)) is not None:
+        for number, line in enumerate(whole.splitlines()):
+            if (record := parse_line(line)) is None:
+                self._damaged |= number > 0 or not cut
+            else:
                 self._step = max(self._step, record.pop("step"))
                 self._values.update(
                     {k: v for k, v in with_floats(record).items() if isinstance(v, int | float)}

@@ -294,5 +294,9 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         return f"{name}: as undamaged"
     if any(path.name in told or path.name in product for path in paths):
         return f"{name}: named"
+    # A token cache is made again, and an older checkpoint is exported; the message names the folder or checkpoint.
+    folders = [path.parent for path in paths if "cache" in path.parts or path.parent.name == "checkpoints"]
+    if any(folder.name in told for folder in folders):
+        return f"{name}: replaced"
     assert plausible, f"{fault}: another result without a message: {told}"
     return f"{name}: another valid record"

@@ -61,7 +61,7 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
     try:
         lines = read_regular(path).splitlines()
     except OSError:
-        return Columns(())
+        return Columns((), truncated=os.path.lexists(path))
     try:
         # One call of the JSON parser is faster than one call per line, and it creates each tag string only once.
         records = json.loads(b"[" + b",".join(lines) + b"]")
