@@ -81,7 +81,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError("is damaged: the sha256 at its end is missing")
     step = content.get("global_step", 0)
     if type(step) is not int or step < 0:
-        raise CheckpointError("has no step number in its part global_step")
+        raise CheckpointError("has no step number in the part global_step")
     if "global_step" in content and named_step(path) not in (None, step):
         raise CheckpointError(f"holds step {step}, but its name has another step")
     _check_weights(content)
@@ -99,7 +99,7 @@ def _check_weights(content: dict[str, Any]) -> None:
         raise CheckpointError("has a model that this version of mmqk does not support") from error
     weights = content.get("state_dict")
     if not isinstance(weights, dict):
-        raise CheckpointError("lacks its part state_dict")
+        raise CheckpointError("lacks the part state_dict")
     expected = {PREFIX + name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in sorted(expected.keys() | weights.keys(), key=str):
         if name not in weights:
@@ -126,10 +126,10 @@ def check_parts(content: Mapping[str, Any]) -> None:
         CheckpointError: a part is missing or has the wrong type.
     """
     if "global_step" not in content:
-        raise CheckpointError("lacks its part global_step")
+        raise CheckpointError("lacks the part global_step")
     for name, kind in PARTS.items():
         if name not in content:
-            raise CheckpointError(f"lacks its part {name}")
+            raise CheckpointError(f"lacks the part {name}")
         part = content[name]
         of_records = not isinstance(part, list) or (part and isinstance(part[0], dict))
         if not isinstance(part, kind) or not of_records:

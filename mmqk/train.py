@@ -308,7 +308,7 @@ def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
         after = run.optim.schedule_steps or run.trainer["max_steps"]
         if run.optim.schedule != "constant" and after != before:
             print(
-                f"the learning rate follows a schedule of {after} steps, that of the parent had {before}: set"
+                f"the learning rate follows a schedule of {after} steps, but the parent's had {before} steps: set"
                 f" optim.schedule_steps={before} to keep it",
                 file=sys.stderr,
                 flush=True,

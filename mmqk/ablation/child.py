@@ -1,4 +1,4 @@
-"""The child process that trains one run. The fork server creates it, and it is interrupted when the ablation ends."""
+"""The child process that trains one run. The fork server creates it, and it is interrupted when mmqk.ablate ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _redirect(log: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process when the ablation's process ends, even if SIGKILL ended it."""
+    """Interrupt this process when the mmqk.ablate process ends, even if SIGKILL ended it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

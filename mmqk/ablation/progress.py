@@ -1,4 +1,4 @@
-"""Show the progress of an ablation while it trains, and print its final table."""
+"""Show the progress of a grid while its runs train, and print the final table."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def check_out(out: Path, grid: Grid) -> None:
     record = read_ablation(out)
     if record is not None and record.get("name") != grid.name:
         raise UserError(
-            f"{out} has the ablation {record.get('name')!r}, not {grid.name!r}: give another --out"
+            f"{out} has the runs of grid {record.get('name')!r}, not {grid.name!r}: give another --out"
         )
 
 

@@ -1,4 +1,4 @@
-"""One run of an ablation and its outcome."""
+"""One run of a grid and its outcome."""
 
 from __future__ import annotations
 

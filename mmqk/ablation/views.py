@@ -159,7 +159,7 @@ class Follow:
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
     """Return a `Follow` for each run of these folders. Each is the folder of a run, of an arm with its seeds, or of
-    an ablation, whose waiting runs are included.
+    a grid. The runs of a grid that have not started are included.
 
     Raises:
         NoRun: a folder does not exist or has no run.

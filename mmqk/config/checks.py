@@ -15,12 +15,15 @@ LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 
 
 def is_masked(model: ModelConfig, data: DataConfig) -> bool:
-    """Return whether a window, a separated layer or a document mask hides earlier tokens."""
+    """Return whether a window, a layer that separates the modalities, or a document mask hides earlier tokens."""
     return any(any(model.reach_of(layer)) for layer in range(model.n_layers)) or data.documents_apart
 
 
 def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConfig) -> None:
-    """Raise ValueError for QK-Clip with compiled or recomputed blocks, except with flex, which returns the logits."""
+    """Raise ValueError for QK-Clip with compiled or recomputed blocks, in which it cannot read queries and keys.
+
+    The backend flex is an exception: it returns the largest logits itself.
+    """
     for name, is_set in (("compile", compiled), ("activation_checkpointing", recomputed)):
         if is_set and optim.qk_clip is not None and backend != "flex":
             raise ValueError(
@@ -48,7 +51,7 @@ def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
 def check_matrices(
     optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
 ) -> None:
-    """Raise ValueError if the optimizer excludes another field, or cannot continue from the optimizer of the parent.
+    """Raise ValueError if the optimizer conflicts with another field, or a fork cannot use the parent's moments.
 
     Args:
         optim: The optimizer.
@@ -80,7 +83,7 @@ def check_matrices(
         )
     if optim.matrices == "adamh" and optim.qk_clip is not None:
         raise ValueError(
-            "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps: remove one of them."
+            "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps fixed: remove one of them."
         )
     if optim.msign_every and model.weight_reparam == "sigma":
         raise ValueError(

@@ -20,8 +20,8 @@ class Parent:
     Attributes:
         id: Id of the run.
         step: Number of optimizer steps that the run has taken at this point.
-        config: Resolved configuration of the run (``RunConfig.nested()``), without removed fields of older
-            versions of mmqk.
+        config: Resolved configuration of the run (``RunConfig.nested()``), without fields that only older
+            versions of mmqk had.
     """
 
     id: str

@@ -110,7 +110,7 @@ def _built(program: str, help_all: bool) -> Parser:
         " fields given here replace those of that run.",
     )  # fmt: skip
     parser.add_argument("--fork_skip_batches", type=int, default=0, help="Fork: skip the next N batches.")
-    perturb = "Fork: add noise to each weight matrix; RMS of the noise as a share of the RMS of the matrix."
+    perturb = "Fork: RMS of the noise that is added to each weight matrix, divided by the RMS of the matrix."
     parser.add_argument("--fork_noise", type=float, default=0.0, help=perturb)
     parser.add_argument("--fork_seed", type=int, default=0, help="Fork: seed of that noise.")
     moments = "Fork: start the optimizer without the moments of the parent."

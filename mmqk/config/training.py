@@ -15,7 +15,7 @@ class LossConfig:
 
     Attributes:
         z_loss: Coefficient of log(Z)^2, with Z the normalizer of the output softmax (PaLM, arXiv 2204.02311).
-        weights: Weight of the loss and z-loss of each modality, by name. The default is 1; 0 switches a loss off.
+        weights: Weight of a modality's loss and z-loss, by modality name. The default is 1; 0 switches a loss off.
         chunk_size: Number of tokens whose logits exist at the same time. Head and loss process one chunk after
             another, so their memory does not grow with batch size times vocabulary; the loss is equal up to rounding.
             With a large vocabulary on a GPU, a few thousand tokens are usual. Null: all tokens at once.
@@ -60,7 +60,7 @@ class OptimConfig:
         decay_mode: coupled (the decay is multiplied by the learning rate, as in torch's AdamW) or independent (it is
             multiplied by the learning rate divided by the peak, as in Wortsman et al., section 3.2.2, and needs a
             weight_decay near 1e-4).
-        warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
+        warmup_steps: steps of linear warm-up; with n steps, step 1 has 1 / n of the peak and step n the whole peak.
         schedule: schedule after the warm-up: constant, cosine or exponential.
         final_lr_ratio: final learning rate as a fraction of the peak.
         schedule_steps: length of the schedule in steps, warm-up included; null: the length of the run. To keep the
@@ -77,12 +77,12 @@ class OptimConfig:
             adamh (Adam with a fixed Frobenius norm of each matrix; lr is the length of a step relative to the norm).
         update_clip: divide the learning rate of a tensor by the RMS of g / sqrt(v) if this RMS is above 1
             (StableAdamW, arXiv 2304.13013).
-        adagc: largest gradient norm of a tensor as a multiple of the running mean of this norm, after the warm-up
-            (AdaGC, arXiv 2502.11034, which uses 1.05); null: off.
+        adagc: after the warm-up, clip the gradient of each tensor if its norm is more than this multiple of the
+            running mean of the norm (AdaGC, arXiv 2502.11034, which uses 1.05); null: off.
         skip_step: skip an update whose loss or gradient norm is more than this many standard deviations above
             the mean of the last 128 steps (OLMo-core, which uses 6); null: off.
-        msign_every: every so many steps, replace each W_q, W_k, W_v and W_o by its orthogonal factor, scaled to
-            the norm of the matrix (MSign, arXiv 2602.01734, which uses 100); 0: never.
+        msign_every: number of steps between two replacements of each W_q, W_k, W_v and W_o by its orthogonal factor,
+            scaled to the norm of the matrix (MSign, arXiv 2602.01734, which uses 100); 0: never.
     """
 
     lr: float = number(1e-3, SMALLEST, LARGEST)
@@ -153,14 +153,15 @@ class MonitorConfig:
         matrices: measure the norm, the spectral norm and the stable rank of every weight matrix of the blocks, and
             the spectral entropy of the change of W_q W_k^T since the last probe, by singular value decomposition.
         curvature: measure the curvature of the loss along its gradient on the probe's batch. This costs a forward
-            pass, a backward pass and a backward pass through both, in fp32 and with dense attention.
+            pass, a backward pass and a second backward pass through both, in fp32 and with dense attention.
         channels: measure RMS, kurtosis and largest channel of the sublayers' outputs and of the residual stream.
-        gradient_agreement: measure cosine, signal and noise of the gradients of the modalities, from the gradients
-            of the two halves of a micro-batch. Each probe then costs two more forward passes, and a backward pass
-            per half and modality.
+        gradient_agreement: measure the cosine between the gradients of two modalities, and the signal and noise of
+            each modality's gradient, from separate gradients of the two halves of a micro-batch. Each probe then
+            costs two more forward passes, and a backward pass per half and modality.
         budget_every_n_steps: measure the radial budget (how much the gradients of each modality increase the norms
-            of W_q and W_k) over windows of steps; a new window starts every so many optimizer steps. 0 switches the
-            budget off. A step inside a window costs one more backward pass for each modality except one.
+            of W_q and W_k) over windows of steps; the value is the number of optimizer steps from the start of one
+            window to the start of the next. 0 switches the budget off. A step inside a window costs one more backward
+            pass for each modality except one.
         budget_steps: length of a window in steps.
     """
 

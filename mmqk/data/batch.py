@@ -24,7 +24,7 @@ class TokenBatch:
         document_BT: number of the packed document of each token, -1 at padding; None if attention does not
             use it.
         surprise_BT: -log probability of each *token* under the source of the data, nats, fp32; None if unknown.
-        target_ids_BT: what the model predicts in the place of each *token*, int64; None if it is the token itself.
+        target_ids_BT: id that replaces each *token* as a target, int64; None if every target is the token itself.
     """
 
     ids_BT: Tensor
@@ -38,8 +38,8 @@ class TokenBatch:
 
     @property
     def targets_BT(self) -> Tensor:
-        """The target of every position: the next token, or what replaces it. The last column is meaningless and
-        always masked."""
+        """The target of every position: the next token, or the id that replaces it (`target_ids_BT`). The last
+        column is meaningless and always masked."""
         return (self.ids_BT if self.target_ids_BT is None else self.target_ids_BT).roll(-1, dims=1)
 
     @property

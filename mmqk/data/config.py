@@ -28,19 +28,20 @@ class DataConfig:
     """The data of a run.
 
     Args:
-        pairs: image-caption pairs: shards with their manifest, or a folder of mmqk.data.tokenize; empty for none.
+        pairs: image-caption pairs: shards with their manifest, or a folder from mmqk.data.tokenize; empty for none.
         read: how to read pairs: tokens (from token arrays, which are written once) or shards (tokenize them while
             training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar).
-        val_fraction: share of the pairs that is held out, by a hash of the image file; only for a pattern of shards.
+        val_fraction: share of the pairs to hold out, chosen by a hash of the image file; used only if `pairs` is a
+            pattern.
         text: text-only documents: shards with their manifest or a token folder; empty for none.
-        interleaved: documents of text and images: a folder of mmqk.data.tokenize --interleaved.
-        tokens: documents of ids of other tokenizers: a folder of mmqk.data.ids.
+        interleaved: documents of text and images: a folder from mmqk.data.tokenize --interleaved; empty for none.
+        tokens: documents that other tokenizers have converted to ids: a folder from mmqk.data.ids; empty for none.
         tokenizers: folder with text.json and image.safetensors.
         cache: folder for the token arrays that are made from shards.
         seq_len: tokens in a sequence.
         batch_size: sequences in an optimizer step, over all micro-batches and devices.
-        mix: relative weight of each kind of sequence: pair, text, image, interleaved; or only
-            tokens; or only dial. {"text": 1} is text only.
+        mix: relative weight of each kind of sequence. The kinds pair, text, image and interleaved can be mixed;
+            tokens or dial must be the only kind. {"text": 1} is text only.
         image_first_prob: share of the pairs in which the image comes before its caption.
         pairing: matched (each image with its caption), shuffled (each image with the caption of another pair) or
             captions (without the images).

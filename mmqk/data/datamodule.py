@@ -81,7 +81,7 @@ class MicroBatches(Dataset):
 
 
 class PositionedLoader:
-    """A loader whose state has two numbers: the micro-batches that it has returned, and `MicroBatches.ahead`.
+    """A loader whose state is two numbers: how many micro-batches it has returned, and `MicroBatches.ahead`.
 
     Lightning resumes at the exact micro-batch if the loader has a length and ``state_dict``/``load_state_dict``.
     """

@@ -35,16 +35,16 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.data.ids",
-        description="Make a folder to train on from arrays of ids of any tokenizers.",
+        description="Make a token folder for training from arrays of ids, which can come from any tokenizer.",
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("--train", required=True, help="arrays, a path or pattern")
-    add("--val", default="", help="held-out arrays; by default --val-fraction of the training documents")
-    add("--val-fraction", type=float, default=0.01, help="held-out share, by a hash of the document (0.01)")
-    add("--vocab-sizes", required=True, help="modalities and their numbers of ids: text=65536,image=8192")
-    add("--pad", type=int, help="id for padding that no document uses (default: 0, also if documents use it)")
-    add("--begin-image", type=int, help="id before an image's codes: documents are not cut inside an image")
+    add("--train", required=True, help="path or pattern of the training arrays")
+    add("--val", default="", help="path or pattern of the held-out arrays (default: split --train)")
+    add("--val-fraction", type=float, default=0.01, help="share to hold out without --val, chosen by a hash (0.01)")
+    add("--vocab-sizes", required=True, help="number of ids of each modality, in id order: text=65536,image=8192")
+    add("--pad", type=int, help="padding id, which no document may use (default: 0, which documents may use)")
+    add("--begin-image", type=int, help="id before an image's codes; with it, documents are not cut inside images")
     add("--end-image", type=int, help="id after an image's codes")
     add("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)

@@ -46,13 +46,13 @@ _RECORD = {
 EPILOG = """\
 --shards takes tar archives as img2dataset writes them ({key}.jpg .txt .json; also png, webp), or with --interleaved
 documents of several images and texts ({key}.json with the lists "images" and "texts", {key}.0.webp ...). --text takes
-JSON lines with a field "text", plain or compressed with gzip or xz. Patterns are brace ranges and globs, in quotes.
+JSON lines with a field "text", plain or compressed with gzip or xz. Put patterns (brace ranges, globs) in quotes.
 
 A sample that cannot be used is dropped and counted by reason, and so is a document of more than 4 MiB of text; a
 shard that cannot be read to its end is an error.
 Finished shards are kept: after an interruption or a repair of a shard, the same command continues. Samples with
-equal images (documents with equal content) fall into the same split. Images are fitted into the tokenizer's square:
---fit: crop keeps the center, pad adds white, stretch distorts.
+equal images (documents with equal content) fall into the same split. --fit decides how an image is made square:
+crop keeps the center, pad adds white, stretch distorts.
 
 examples:
   python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
@@ -82,16 +82,16 @@ def parser() -> argparse.ArgumentParser:
         help="worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)",
     )
     p.add_argument(
-        "--val-fraction", type=float, default=0.01, help="share of the documents held out, by a hash (0.01)"
+        "--val-fraction", type=float, default=0.01, help="share of the documents to hold out, chosen by a hash (0.01)"
     )
     p.add_argument(
-        "--fit", choices=get_args(Fit), default="crop", help="how an image fits into the square (crop)"
+        "--fit", choices=get_args(Fit), default="crop", help="how an image is made square (crop)"
     )
     p.add_argument(
         "--max-pixels",
         type=int,
         default=MAX_PIXELS,
-        help=f"most pixels of an image; larger images are dropped ({MAX_PIXELS})",
+        help=f"largest number of pixels of an image; larger images are dropped ({MAX_PIXELS})",
     )
     p.add_argument(
         "--caption-field",

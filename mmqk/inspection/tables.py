@@ -60,7 +60,7 @@ def step_rows(plain: dict[str, Any]) -> list[Row]:
         if any(cells):
             rows.append({"label": f"compressed, {label} of the tokens", "cells": cells})
     for context in next(iter(statistics.values()))["model_by_context"] if statistics else {}:
-        label = "no context" if context == "none" else f"{context.replace(',', ', ')} back"
+        label = "no context" if context == "none" else f"{context.replace(',', ', ')} tokens back"
         values = [s["model_by_context"].get(context) for s in statistics.values()]
         rows.append(
             {"label": f"n-gram model, {label}", "cells": ["" if v is None else nats(v) for v in values]}

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
     parser.add_argument(
         "--vocab-sizes",
-        help="modalities of a Hugging Face vocabulary with their number of ids, in order: text=65536,image=8192",
+        help="number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192",
     )
     args = parser.parse_args(argv)
     check_empty(args.to)

@@ -23,7 +23,7 @@ def check_backend(
         softcap: Cap on the logits.
         kind: softmax or sigmoid.
         dropout: Probability of dropping an attention weight.
-        masked: Whether a window, a document mask or a separated layer hides earlier keys.
+        masked: Whether a window, a document mask or a layer that separates the modalities hides earlier keys.
         tokens: Tokens per sequence; None if unknown.
         sink: Whether the softmax has a learned logit that belongs to no key.
     """

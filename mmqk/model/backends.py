@@ -129,7 +129,7 @@ def documents_of(
 
 
 def visible_keys(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> Tensor:
-    """Return whether query T attends to key S: (T, S), or (B, 1, T, S) with documents."""
+    """Return a bool mask, True where a query attends to a key: (T, S), or (B, 1, T, S) with documents."""
     visible_TS = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     if window:
         visible_TS = visible_TS.triu(1 - window)

@@ -127,10 +127,10 @@ class RopeScalingConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """An early-fusion decoder over one joint vocabulary. Impossible values raise ValueError.
+    """An early-fusion decoder over one joint vocabulary.
 
-    Options of a disabled feature are reset to their defaults, so two configurations are equal if and only if their
-    models are equal.
+    Impossible values raise ValueError. Options of a disabled feature are reset to their defaults, so two
+    configurations are equal if and only if their models are equal.
 
     Attributes:
         vocab_sizes: Number of ids by modality, contiguous from id 0; by default taken from the tokenizers.
@@ -142,11 +142,11 @@ class ModelConfig:
         d_ff: Hidden width of the MLP; 0 means 4 d_model for gelu, else 8/3 d_model rounded up to a multiple of 16.
         mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two
             matrices).
-        pre_norm: Whether the input of each sublayer is normalized; only pre-norm: Llama, Chameleon-7B.
-        post_norm: Whether the output of each sublayer is normalized; only post-norm: Chameleon-34B, Swin, OLMo 2.
+        pre_norm: Whether the input of each sublayer is normalized (pre-norm alone: Llama, Chameleon-7B).
+        post_norm: Whether the output of each sublayer is normalized (post-norm alone: Chameleon-34B, Swin, OLMo 2).
         norm: Kind of the norms around the sublayers and of the final norm: rms or layer.
-        norm_gain: Gain of these norms: plain, none, or zero_centered (`1 + w` with w initially 0: Gemma).
-        norm_bias: Whether these norms have a bias; only with norm layer.
+        norm_gain: Gain of these norms: plain (a learned factor), none, or zero_centered (`1 + w`, w initially 0: Gemma).
+        norm_bias: Whether these norms have a bias; only possible if norm is layer.
         norm_eps: Epsilon of these norms.
         post_gain_init: Initial value of the gains of post-norms; with 0 every branch starts at zero (timm's Swin V2).
         qk_norm: Normalization of queries and keys.
@@ -168,7 +168,7 @@ class ModelConfig:
         mlp_clamp: Bound c on the two factors of SwiGLU: gate is at most c, up is between -c and c (gpt-oss: 7); null:
             no bound.
         mlp_norm: Whether a norm of kind `norm` normalizes the input of the MLP's last matrix (NormFormer).
-        residual_gate: Temperature of learned gates b = sigmoid(w / temperature) by channel, with w initially 0. They
+        residual_gate: Temperature of learned gates b = sigmoid(w / temperature), one per channel, w initially 0. They
             replace the sum x + f of stream and branch by sqrt(1 - b^2) x + b f (Muse Spark: 0.3); null keeps the sum.
         depth_scale: Fixed factors that depend on depth: none; norm (each pre-norm's output is divided by sqrt(layer +
             1): LayerNorm Scaling, arXiv 2502.05795) or branch (each branch is divided by sqrt(2 n_layers): Granite's
@@ -180,10 +180,11 @@ class ModelConfig:
         attn_dropout: Probability of dropping an attention weight.
         layer_scale: Initial value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
             2103.17239); null: no factor.
-        output_init: Initial size of the last matrix of each sublayer: plain; total (divided by sqrt(2 n_layers):
-            GPT-2, Spike No More) or depth (divided by sqrt(2 (layer + 1)): OLMo-core, DCLM).
-        embed_init: Factor on the initial size of a modality's embeddings, by name; 1 by default.
-        embed_scale: Factor on a modality's embeddings in every forward pass, by name; 1 by default.
+        output_init: Initial size of the last matrix of each sublayer: plain (as for other matrices); total (plain
+            divided by sqrt(2 n_layers): GPT-2, Spike No More) or depth (plain divided by sqrt(2 (layer + 1)):
+            OLMo-core, DCLM).
+        embed_init: Factor on the initial size of a modality's embeddings, by modality name; 1 by default.
+        embed_scale: Factor on a modality's embeddings in every forward pass, by modality name; 1 by default.
         embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward pass (Gemma; Spike No More,
             arXiv 2312.16903), in addition to `embed_scale`.
         embed_norm: Whether embeddings are divided by their root mean square, before both scales (Muse Glimmer).
@@ -194,12 +195,12 @@ class ModelConfig:
         tie_embeddings: Whether the head is the embedding matrix.
         window: Number of tokens that a query attends to in windowed layers, itself included; 0 for all tokens in all
             layers.
-        global_every: n, if every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 if
-            no layer does.
+        global_every: With n above 0, every n-th layer ignores `window` and attends to all tokens (Gemma 2: 2,
+            Gemma 3: 6); with 0, no layer does.
         rope_theta: Base of the rotary position frequencies.
         local_rope_theta: Base in windowed layers, which then do not use `rope_scaling`; null: these layers use
             `rope_theta` with `rope_scaling`.
-        rope_scaling: Scaling of the frequencies.
+        rope_scaling: Scaling of the rotary frequencies for longer sequences.
     """
 
     vocab_sizes: dict[str, int] = number(dict, 1, 2**24)

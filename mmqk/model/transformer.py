@@ -243,7 +243,7 @@ class EarlyFusionTransformer(nn.Module):
         Args:
             ids_BT: int64 ids of the joint vocabulary.
             modality_BT: Modality number of each id; None derives it from the id ranges. Used only with
-                `config.per_modality`, separated layers or `config.embed_scale`; an unknown number counts as 0.
+                `config.per_modality`, separate layers or `config.embed_scale`; an unknown number counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None
                 means one document per row.
             sink: Called as `sink(site, layer, tensor)` during the forward pass, with the tensor itself, not a copy.

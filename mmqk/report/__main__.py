@@ -20,10 +20,10 @@ files in --out:
   ranking.csv     the ranking of arms, if the grid defines one
 
 examples:
-  python -m mmqk.report runs/demo                    an ablation: verdicts and figures
+  python -m mmqk.report runs/demo                    a grid: verdicts and figures
   python -m mmqk.report runs/demo/mixed-0123456789   one arm: figures only
   python -m mmqk.report runs/demo runs/lr --out reports/both
-                                                     several: verdicts by ablation, shared figures"""
+                                                     several: verdicts by grid, shared figures"""
 
 
 def default_name(folders: Sequence[Path]) -> str:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         "runs",
         type=Path,
         nargs="+",
-        help="folders of ablations, arms or runs, any folder that contains runs, or packs of them",
+        help="folders of grids, arms or runs, any folder that contains runs, or packs of them",
     )
     parser.add_argument(
         "--out", type=Path, help="folder for the report (default: reports/<names of the folders>)"

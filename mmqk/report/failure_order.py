@@ -1,4 +1,4 @@
-"""The table of what left the range of the healthy runs first, and its figure."""
+"""The table of the statistics that left the range of the healthy runs first, and its figure."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NAMES = WORDS | {
 ABOUT = (
     "Each statistic is the largest value over layers (attention entropy and stable rank: the smallest); the "
     "table names the layer. A statistic leaves the range of the healthy runs of “{control}” if, after warm-up, "
-    "it is outside at the last 4 probes before the failure or more; the table has the first of these probes, so "
-    "no lead is shorter than 3 intervals between probes. The range at a step goes from their lowest to their "
-    "highest value, widened on both sides by its own width (on a log scale, except for loss and log Z). "
-    "Survivors: compared runs without a failure, except those of the control; they may differ in other "
-    "settings. Healthy: the healthy runs, each compared with the others. A statistic that also leaves in "
-    "survivors or healthy runs does not distinguish the failed runs."
+    "it is outside the range at each of the last 4 or more probes before the failure. The table gives the first "
+    "of these probes, so no lead is shorter than 3 intervals between probes. The range at a step goes from their "
+    "lowest to their highest value, widened on both sides by its own width (on a log scale, except for loss and "
+    "log Z). Survivors: compared runs without a failure, except those of the control; they may differ in other "
+    "settings. Healthy: the healthy runs, each compared with the others. A statistic that also leaves the "
+    "range in survivors or healthy runs does not distinguish the failed runs."
 )
 
 
@@ -96,9 +96,9 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
     reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
     if first is not None:
         reading += (
-            f" First to leave the range of the healthy runs, in failed runs only: {_what(first)}, in "
-            f"{len(first.steps)} of {plural(len(order.failing), 'run')}, {_spread(first.before.values())} steps "
-            "before the failure."
+            " Of the statistics that left the range of the healthy runs in failed runs only, the first was: "
+            f"{_what(first)}, in {len(first.steps)} of {plural(len(order.failing), 'run')}, "
+            f"{_spread(first.before.values())} steps before the failure."
         )
     caption = "Thin lines: runs; thick lines: medians; × marks a divergence."
     return Figure("failure_order", reading, caption, tuple(filter(None, rows)), arms, keys)

@@ -28,7 +28,7 @@ MARKS = {
     "A": "only the abstract was read",
     "M": "from memory, unchecked",
     "I": "our inference or arithmetic",
-    "X": "read off a chart by an automatic converter: a direction, not a number to match",
+    "X": "read off a chart by an automatic converter: only the direction is reliable, not the number",
 }
 
 
@@ -53,12 +53,12 @@ def finding(study: Study, verdict: Verdict) -> str:
     """Return one sentence with the measured effect, interval and n; from the template of the claim if it has one."""
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
-        return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
+        return f"Claim {claim.id} was not tested: {capital(claim.statement).rstrip('.')}."
     if not claim.decided:
         values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
         return f"{_medians(verdict)}: {listed(values)}; shown without a verdict."
     if effect is None:
-        return f"{claim.id} is inconclusive: {_lower(verdict.open) or 'nothing was measured'}."
+        return f"Claim {claim.id} is inconclusive: {_lower(verdict.open) or 'nothing was measured'}."
     sentence = _measured(study, verdict, effect)
     if verdict.bounds:
         runs, count = plural(verdict.bounds, "failed run"), "counts" if verdict.bounds == 1 else "count"
@@ -121,7 +121,7 @@ def _tail(verdict: Verdict) -> str:
         "contradicted": f", a difference of at least {threshold}"
         if equivalence
         else f", weaker than the smallest effect of interest, {threshold}",
-        "inconclusive": f", which does not decide {verdict.claim.id}{_because(verdict)}",
+        "inconclusive": f", which does not decide claim {verdict.claim.id}{_because(verdict)}",
     }[verdict.verdict]
 
 

@@ -14,7 +14,7 @@ from mmqk.report.findings import effect_and_medians
 
 MARK = {"supported": "✓", "contradicted": "✗", "not told apart": "?"}
 ABOUT = (
-    "A hypothesis predicts for some claims whether the effect is above m, none (between -m and m) or below -m, where "
+    "A hypothesis predicts for some claims whether the effect is above m, between -m and m (none) or below -m, where "
     "m is the smallest effect of interest. The 95 % interval leaves one or more of these states possible. ✓: the "
     "prediction allows every possible state. ✗: it allows no possible state. ?: every other case, and claims that "
     "have no interval or failed a check. A hypothesis is contradicted if one of its predictions is contradicted, "

@@ -23,7 +23,7 @@ NEAR = 0.04
 ABOUT = (
     "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "
     "control, the arm without a remedy that has the same attention backend. Each arm runs at the best of the "
-    "learning rates that were tried; * marks a rate at an end of the grid, beyond which a better one may lie. "
+    "learning rates that were tried; * marks the lowest or highest of them, beyond which a better one may lie. "
     "Difference: final loss, mean over the trained modalities, minus that of the control, with its 95 % interval; "
     f"below 0 is better. Trains: the learning rates whose runs, one seed each, ended at most {TRAINS_NATS} nat "
     "above the best loss of the control. Sensitivity: mean over the learning rates that were tried of min(final "

@@ -66,7 +66,7 @@ def single(study: Study) -> dict[str, Any] | None:
             {"step": f"{a.step:,}", "name": a.name, "where": a.where, "sentence": a.sentence} for a in run.alarms
         ],
         "rule": f"A series is listed if it stays beyond {FACTOR:g} times its value at {reference} "
-        "(attention entropy: below half of it) from this step to the end of the run.",
+        "(attention entropy: below half of it) from the listed step to the end of the run.",
     }
 
 
@@ -83,7 +83,8 @@ def settings(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _first(grown: Sequence[Growth]) -> str:
-    """Return which series changed first and from which step; of several at the same probe, it names the first two."""
+    """Return which series changed first and from which step. If several changed at the same probe, name the first
+    two."""
     step = grown[0].step
     tied = [_place(growth) for growth in grown if growth.step == step]
     if len(tied) == 1:

@@ -50,7 +50,7 @@ def specification_figure(study: Study, made: Sequence[Specification]) -> Figure 
     caption = (
         "Ratio of treatment to control for every choice of claim (color), metric (column), window and excluded runs,"
         " with its 95 % interval, sorted within a column. The choices share runs, so they are not independent. A"
-        " logit contains a query norm and a key norm: if both grow by 1.22, it grows by 1.5."
+        " logit contains a query norm and a key norm: if both grow by a factor of 1.22, it grows by a factor of 1.5."
     )
     panel = Panel(
         "effect", "", "treatment / control", tuple(lines), log=True, xlabel="", x="metric", labeled=True,

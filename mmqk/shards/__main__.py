@@ -17,8 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     """Write the manifest of a folder of WebDataset shards."""
     parser = OneSentenceParser(
         prog="python -m mmqk.shards",
-        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar,\n"
-        "each sample a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar.\n"
+        "A sample is a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
     )
     parser.add_argument("folder", type=Path, help="the folder with the shards")
     folder: Path = parser.parse_args(argv).folder

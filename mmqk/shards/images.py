@@ -124,7 +124,7 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
-    except Exception:  # the metadata is damaged; Pillow rotates the image before it rewrites them
+    except Exception:  # damaged metadata; Pillow has rotated the image before it rewrites the metadata
         pass
     return _eight_bit(image)
 

@@ -230,7 +230,7 @@ class RunFolder:
         return read_status(self.path) or Status("running")
 
     def begin_training(self) -> None:
-        """Start to count the seconds of training. Until then, the status keeps those before a resume."""
+        """Start to count the seconds of training. Before this call, the status has the seconds before the resume."""
         self._began = time.monotonic()
 
     def set_status(self, status: str, step: int, reason: str = "") -> None:
@@ -315,8 +315,8 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
     written.
 
     Nothing is written if the process stored a final status, if a living process has locked the folder, or if
-    status.json cannot be read. ``before`` is the status before the process started. A stored status that equals
-    ``before`` is not from the process and does not count, unless the run is finished.
+    status.json cannot be read. ``before`` is the status before the process started. If the stored status
+    equals ``before``, the process did not write it, so it is replaced unless the run is finished.
     """
     try:
         lock = FolderLock(path)

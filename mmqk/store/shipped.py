@@ -69,7 +69,7 @@ def _is_grid(file: Path) -> bool:
 
 
 def _nearest(name: str, folders: Sequence[str]) -> str | None:
-    """Return the shipped name that is most similar to this one, with or without its folder; None if none is."""
+    """Return the shipped name most similar to this one, with or without its folder; None if no name is similar."""
     known = {short: full for full in shipped_names(folders) for short in (Path(full).name, full)}
     near = difflib.get_close_matches(name, known, n=1)
     return known[near[0]] if near else None

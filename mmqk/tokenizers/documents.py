@@ -41,8 +41,8 @@ class Documents:
         """Return the texts, and a summary of how many documents were read.
 
         The summary is empty if all documents of a folder were read. If the texts have more characters than the limit,
-        the documents are selected evenly from a folder. From a JSON lines file only the beginning is then read, so
-        that no file is decompressed to its end.
+        a folder gives documents that are spread evenly over it, and a JSON lines file gives only its beginning, so
+        that it is not decompressed to its end.
 
         Raises:
             UserError: a file is missing, damaged or truncated, or has no text.

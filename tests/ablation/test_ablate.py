@@ -132,7 +132,7 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys
     assert toy("--out", "here") == 0
     before = (tmp_path / "here/ablation.json").read_bytes()
     assert toy("--out", "here", grid=GRID.replace("name: toy", "name: other")) == 2
-    assert "here has the ablation 'toy', not 'other'" in capsys.readouterr().err
+    assert "here has the runs of grid 'toy', not 'other'" in capsys.readouterr().err
     assert (tmp_path / "here/ablation.json").read_bytes() == before
     assert toy("--out", "base.yaml") == 2
     assert toy("--out", "base.yaml/runs") == 2

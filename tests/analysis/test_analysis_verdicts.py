@@ -43,7 +43,7 @@ def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
     assert found.effect.value == pytest.approx(math.log(60 / 8.5))
     assert (
         found.effect.df == 6
-        and "Standard deviation over seeds by arm 0.12, 0.12, 0.12, pooled 0.12" in " ".join(found.notes)
+        and "Standard deviation over seeds: 0.12, 0.12, 0.12 by arm, 0.12 pooled" in " ".join(found.notes)
     )
     half = 2.4469 * 0.12 * math.sqrt(2 / 3)
     assert found.effect.low == pytest.approx(found.effect.value - half, abs=1e-4)
@@ -302,7 +302,7 @@ def test_a_finished_run_without_a_value_leaves_it_open(tmp_path):
 
 def test_what_diverged_says_nothing_about_the_spread(tmp_path):
     found = judged(tmp_path, None, diverge(("mixed", 0), ("mixed", 1)))["C2"]
-    assert "mixed" not in found.notes[-1] and "Standard deviation over seeds by arm 0.12, 0.12," in " ".join(
+    assert "mixed" not in found.notes[-1] and "Standard deviation over seeds: 0.12, 0.12 by arm," in " ".join(
         found.notes
     )
 
@@ -334,7 +334,7 @@ def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
 def test_unlike_spreads_are_not_pooled(tmp_path):
     found = verdicts(tmp_path, {"mixed": replace(DEMO["mixed"], spread=0.5)})["C10"]
     assert found.effect.of == "two arms"
-    assert any("Welch's for the two arms alone" in note for note in found.notes)
+    assert any("the Welch interval of the two arms alone" in note for note in found.notes)
     assert not verdicts(tmp_path / "b")["C10"].effect.df < 6
 
 

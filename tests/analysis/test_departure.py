@@ -114,7 +114,7 @@ def test_the_table_counts_failing_surviving_and_healthy_runs(tmp_path):
     page = (tmp_path / "out" / "report.md").read_text()
     row = "| 1 | 2 of 2 | 750 (700 to 800) | 1,050 (1,000 to 1,100) | 1 of 1 | 0 of 4 |"
     assert f"| attention entropy, image queries {row}" in page
-    assert "in failed runs only: gradient norm, in 2 of 2 runs, 300 steps before the failure." in page
+    assert "in failed runs only, the first was: gradient norm, in 2 of 2 runs, 300 steps before the failure." in page
     assert "figures/survival.png" in page and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
 
 

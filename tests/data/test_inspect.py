@@ -223,7 +223,7 @@ def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     assert found["share"] == pytest.approx(len(image) / len(ids))
     assert found["held_out_tokens"] == sum((row.ids >= 305).sum() for row in data.val_rows) > 0
     assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
-    assert "N-gram model, 1, 8 back" in page.text  # the token above
+    assert "N-gram model, 1, 8 tokens back" in page.text  # the token above
 
 
 def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):

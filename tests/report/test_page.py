@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,13 +18,14 @@ import pytest
 from mmqk.analysis import load_study
 from mmqk.analysis.formatting import duration, listed, number
 from mmqk.analysis.verdicts.combined import read
+from mmqk.analysis.verdicts.study import StudyArm
 from mmqk.analysis.verdicts.verdicts import judge
 from mmqk.grid.claims import claims_hash
 from mmqk.report.figures.curves import binned, layer_map
 from mmqk.report.figures.files import figure_files
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.standard import figures, hero
-from mmqk.report.figures.style import arm_colors
+from mmqk.report.figures.style import GRAY, arm_colors
 from mmqk.report.findings import cannot_tell, finding, headline, lead
 from mmqk.report.page import page_content, write_report
 from mmqk.report.render import css, render
@@ -359,6 +361,17 @@ def test_color_is_arm_on_every_figure(demo):
     assert {line.arm for panel in figure.panels for line in panel.lines} == set(study.hero)
 
 
+def test_of_many_arms_those_of_the_figures_have_a_color_of_their_own(demo):
+    one = load_study(demo[0])
+    arms = {f"arm{i:02d}": StudyArm(f"arm{i:02d}", f"arm {i}", family=f"arm{i:02d}") for i in range(20)}
+    study = replace(one, arms=arms, claims=(), report={"hero": ["arm03"], "outcomes": ["arm18", "arm19"]})
+    colors = arm_colors(study)
+    assert len(set(colors.values()) - {GRAY}) == 16 and list(colors.values()).count(GRAY) == 4
+    assert colors["arm18"] != GRAY != colors["arm19"]
+    # The control: without these figures the last arms are gray.
+    assert arm_colors(replace(study, report={}))["arm19"] == GRAY
+
+
 def test_diverged_lines_are_marked(demo):
     text = (demo[1] / "index.html").read_text()
     assert "× marks where a run was stopped as diverged." in text
@@ -371,7 +384,7 @@ def test_sentences_follow_the_verdicts(tmp_path):
     assert "0.500 times as high" in title
     assert title.endswith(", weaker than the smallest effect of interest, a factor of 1.99")
     study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
-    assert "C2 was not run" in headline(study, judge(study))
+    assert "Claim C2 was not tested" in headline(study, judge(study))
 
 
 @pytest.mark.parametrize("unrun", [3, 4])

@@ -93,7 +93,7 @@ def test_without_an_interval_the_grids_words_are_not_used(tmp_path):
     assert not found["C2"].effect.has_interval
     assert "nan" not in sentence and "not measured" not in sentence
     assert "1 seed, no interval" in sentence and sentence.endswith(
-        "does not decide C2: too few seeds for an interval."
+        "does not decide claim C2: too few seeds for an interval."
     )
     study, found = of_claim(tmp_path / "three", change=text_loss(finding=WORDS))
     assert finding(study, found["C2"]).startswith("Text:")
@@ -108,7 +108,7 @@ def test_runs_that_failed_and_runs_that_lack_are_said_in_the_sentence(tmp_path):
     shutil.rmtree(next(folder.glob("mixed-0000000000/seed2")))
     study = load_study(folder)
     sentence = finding(study, judge(study)[0])
-    assert sentence.endswith("which does not decide C2: 2 of 3 planned runs of “mixed, no QK-Norm” finished.")
+    assert sentence.endswith("which does not decide claim C2: 2 of 3 planned runs of “mixed, no QK-Norm” finished.")
 
 
 def test_exploratory_findings_are_called_so(tmp_path):
@@ -126,7 +126,7 @@ def test_what_was_not_measured_is_not_called_shown(tmp_path):
     study = load_study(folder)
     found = judge(study)
     assert finding(study, found[0]).startswith(
-        "C2 is inconclusive: without a value: “mixed, no QK-Norm” seed 0,"
+        "Claim C2 is inconclusive: without a value: “mixed, no QK-Norm” seed 0,"
     )
     assert finding(study, found[0]).endswith("and 4 more.")
     assert hero_reading(study, ("mixed", "mixed-qk")).startswith("Attention logits were not measured")

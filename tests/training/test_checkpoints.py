@@ -99,7 +99,7 @@ HARMS = {
     "of another model": (foreign_model, "is of another model (different: model.attn_softcap)"),
     "of another run": (foreign_run, "is of run 0123456789"),
     "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
-    "without moments": (lambda path: change(path, optimizer_states=None), "lacks its part optimizer_states"),
+    "without moments": (lambda path: change(path, optimizer_states=None), "lacks the part optimizer_states"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
 }
 
@@ -177,7 +177,7 @@ def moments_of_other_shapes(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
-        (lambda path: change(path, loops=None), "lacks its part loops"),
+        (lambda path: change(path, loops=None), "lacks the part loops"),
         (lambda path: change(path, callbacks=[1]), "has a malformed part callbacks"),
         (lambda path: change(path, lr_schedulers=[]), "has a malformed part lr_schedulers"),
         (lambda path: change(path, optimizer_states=[{"state": {}}]), "has a malformed part optimizer_states"),

@@ -62,7 +62,9 @@ def fork(parent: Path, out: Path, *fields: str, step: int = STEP) -> dict:
 
 def test_a_fork_names_a_schedule_of_another_length(parent, tmp_path, capsys):
     fork(parent, tmp_path / "longer", f"--trainer.max_steps={LAST + 4}")
-    sentence = f"schedule of {LAST + 4} steps, that of the parent had {LAST}: set optim.schedule_steps={LAST} to keep"
+    sentence = (
+        f"schedule of {LAST + 4} steps, but the parent's had {LAST} steps: set optim.schedule_steps={LAST} to keep"
+    )
     assert sentence in capsys.readouterr().err
     # The controls: a schedule that is kept, and a constant one.
     fork(parent, tmp_path / "kept", f"--trainer.max_steps={LAST + 4}", f"--optim.schedule_steps={LAST}")

@@ -17,8 +17,8 @@ PROBED: dict[str, Callable] = {
     "w_q_grad_over_v": np.max, "w_k_grad_over_v": np.max, "final_norm": np.max, "out_log_z": np.max,
 }  # fmt: skip
 LINEAR = ("out_log_z", "loss")  # the others are positive and compared on a log scale
-# Statistics that every step measures, each with the function that reduces it over the steps between two probes: the
-# largest value (np.maximum) or the mean (np.add).
+# Statistics that every step measures. They are reduced over the steps between two probes, to the largest value
+# (np.maximum) or to the mean (np.add).
 STEPPED: dict[str, np.ufunc] = {"grad_norm": np.maximum, "loss": np.add}
 FEWEST_HEALTHY = 3
 DEFAULT_WINDOW = 100  # steps, for a run without probes

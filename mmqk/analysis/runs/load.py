@@ -243,7 +243,7 @@ def _parsed(name: str) -> Tag | None:
 
 
 def load_runs(folder: str | Path) -> list[Run]:
-    """Return all runs under ``folder``: an ablation folder, an arm folder, or a run folder.
+    """Return all runs under ``folder``, which is the folder of a grid, an arm or a run.
 
     If the folder has an ``ablation.json``, return the runs that it lists and that have a folder, in the listed order.
     Otherwise, every folder with a ``run.json`` or ``metrics.jsonl``, up to three levels down, is a run.

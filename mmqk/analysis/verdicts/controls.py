@@ -22,9 +22,9 @@ from mmqk.grid.claims import CHECKS
 from mmqk.store import differing_fields, flatten, same_code
 
 BOUND_SLACK = 1.01
-# Names of the identity for the order of the dial's modalities, and for the sizes of the vocabularies.
+# Identity fields with the order of the modalities of the dial (the synthetic source), and with the vocabulary sizes.
 ORDER, SIZES = "data.dial.modalities", "model.vocab_sizes"
-# Sources of data, which the identity stores as "" if the run does not read them, and fields of pairs.
+# Data sources (the identity has "" for a source that the run does not read), and fields that only affect pairs.
 SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.tokenizers")
 OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
 # The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
@@ -46,9 +46,9 @@ class Control:
 def regime_reached(compared: Compared) -> Control:
     """Check that every compared run trains at least one modality and learned every modality that it trains.
 
-    Otherwise the claim would compare a run that learned with one that did not. A metric of the learning rates at
-    which runs fail requires less: for every seed and point of the other axes, at least one run learned, at any
-    learning rate.
+    Otherwise the claim would compare a run that learned with one that did not. For a metric that measures the
+    learning rates at which runs fail, the check is weaker: for every seed and point of the other axes, a run at one
+    learning rate or more must have learned.
     """
     study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
@@ -143,9 +143,12 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
 def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether the difference follows from another field of the data, which `only_declared_differences` checks.
 
-    This is the case for the sizes of the vocabularies if the data differs, for the order of the dial's modalities if
-    their names differ, for a source that one of the runs does not read, and for a field of pairs if one of the runs
-    reads no pairs.
+    This is the case for:
+
+    - the vocabulary sizes, if the data differs
+    - the order of the modalities of the dial, if the sets of their names differ
+    - a source that one of the runs does not read
+    - a field that only affects pairs, if one of the runs reads no pairs
     """
     values = [flatten(identity) for identity in (first, second)]
     if field.startswith(SIZES):
@@ -198,7 +201,7 @@ def _covers(declared: str, field: str) -> bool:
 def within_bound(runs: Sequence[Run]) -> Control | None:
     """Return the check that no finite logit exceeds the QK-Norm bound of its layer; None if no layer has a bound.
 
-    A failure means an error in mmqk.
+    A failure means a bug in mmqk.
     """
     worst = 0.0
     for run in runs:
@@ -262,7 +265,7 @@ def numerics_agree(compared: Compared) -> Control | None:
     counts = Counter(labels.get(name, "not replayed") for name in diverged)
     by_label = listed([f"{n} {label}" for label, n in counts.items()])
     detail = f"of {plural(len(diverged), 'divergence')}: {by_label}"
-    return Control("divergences are not numerics", not counts["numerics"], detail)
+    return Control("no divergence due to numerics", not counts["numerics"], detail)
 
 
 def rates(compared: Compared) -> tuple[list[Control], str]:
@@ -293,7 +296,9 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
             ran = listed([f"{rate:g}" for rate in sorted(used[arm.name])])
             wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
         if choice.at_edge:
-            edges.append(f"{choice.rate:g} of {label} is the lowest or highest learning rate tried: try more beyond")
+            edges.append(
+                f"{choice.rate:g} of {label} is the lowest or highest learning rate tried: also try ones beyond it"
+            )
     inside = "; ".join(edges) or "none is the lowest or highest learning rate tried"
     checks = [
         Control(name, not wrong, "; ".join(wrong or words)),

@@ -48,9 +48,10 @@ class FailureOrder:
         treatment: name of the arm with failed runs.
         control: name of the arm with healthy runs.
         failing: failed runs of the treatment.
-        surviving: runs that did not fail, of all arms except the control that claims about failures compare.
+        surviving: runs without a failure, from all arms that claims about failures compare, except the control.
         healthy: runs of the control without a failure.
-        rows: statistics, sorted by the number of failing runs in which they left, then by the lead.
+        rows: statistics, sorted by the number of failing runs in which they left the range, then by the number of
+            steps before the failure.
     """
 
     treatment: str
@@ -62,8 +63,8 @@ class FailureOrder:
 
 
 def failure_order(study: Study) -> FailureOrder | None:
-    """Return the order for the first claim about failures (`LATE`) of whose two arms one has a failed run and the
-    other has at least 4 healthy runs; None if there is no such claim.
+    """Return the order for the first claim about failures (`LATE`) with a failed run in one arm and at least 4
+    healthy runs in the other; None if there is no such claim.
     """
     claims = [c for c in study.claims if c.metric in LATE and len(c.compared) == 2]
     pairs = [tuple(study.arms_of(name, c.at)[0].name for name in c.compared) for c in claims]

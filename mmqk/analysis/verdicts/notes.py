@@ -69,13 +69,13 @@ def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
         ]
     sds = ", ".join(f"{plain(sd, 2)}" for sd in spread.by_arm.values())
     method = {
-        "pooled": "from the pooled standard deviation",
-        "two arms": "Welch's for the two arms alone, because its standard error is larger",
+        "pooled": "uses the pooled standard deviation",
+        "two arms": "is the Welch interval of the two arms alone, because its standard error is larger",
     }[effect.of]
     return [
-        f"Standard deviation over seeds by arm {sds}, pooled {plain(spread.sd, 2)} "
+        f"Standard deviation over seeds: {sds} by arm, {plain(spread.sd, 2)} pooled "
         f"(p = {spread.p_equal:.2g} for equal spread); "
-        f"the interval is {method} ({plain(effect.df)} degrees of freedom)."
+        f"the interval {method} ({plain(effect.df)} degrees of freedom)."
     ]
 
 

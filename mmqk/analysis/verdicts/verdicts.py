@@ -197,8 +197,8 @@ def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Co
     lies = "within" if assessment.holds else "outside" if claim.test == "equivalence" else "short of"
     lies = f"The interval lies {lies} the smallest effect of interest"
     if positive is None:
-        missing = "does not show equivalence" if assessment.holds else "is no contradiction"
-        return f"{lies}, which {missing} without a positive control."
+        missing = "does not show equivalence" if assessment.holds else "does not contradict the claim"
+        return f"{lies}, but without a positive control this {missing}."
     return "" if positive.passed else f"{lies}, but the positive control did not pass."
 
 

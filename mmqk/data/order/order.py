@@ -77,7 +77,8 @@ class DialRows(IndexedCache):
     def _make(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         count = DIAL_CHUNK * self.per_row
         ids_NT = self.dial.documents(self.seed, chunk * count, count)
-        targets_NT = self.dial.targets(self.seed, chunk * count, count)
+        noise = self.dial.config.target_noise
+        targets_NT = self.dial.targets(self.seed, chunk * count, count) if noise else ids_NT
         surprise_NT = -self.dial.log_prob(ids_NT, targets_NT)
         shape = (DIAL_CHUNK, self.per_row * self.dial.length)
         return ids_NT.reshape(shape), surprise_NT.reshape(shape), targets_NT.reshape(shape)

@@ -50,8 +50,11 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
 def _combination(
     left: np.ndarray, places: np.ndarray, counts: np.ndarray, room: int, random: np.random.Generator
 ) -> dict[int, int]:
-    """Return the number of documents of each length in one row. ``left`` are the remaining lengths, and ``places``
-    their cumulative counts."""
+    """Return the number of documents of each length in one row.
+
+    ``counts`` has the number of unused documents of each length, ``left`` the lengths with an unused document, and
+    ``places`` the cumulative counts of these lengths.
+    """
     row: dict[int, int] = {}
     space = room
     while space >= 2 * left[-1]:

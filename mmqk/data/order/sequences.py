@@ -29,7 +29,7 @@ class Row:
         ids: token ids, int64.
         starts: first position of each document; the first is 0.
         surprise: -log probability of each token (of `target_ids` if given) under the source, nats; None if unknown.
-        target_ids: what the model predicts in the place of each token; None if it is the token itself.
+        target_ids: id that replaces each token as a target; None if every target is the token itself.
     """
 
     ids: np.ndarray

@@ -121,7 +121,7 @@ class DialConfig:
         return (low if low > 1e-5 else 0.0), high  # for uniform vocabularies low is 0 up to rounding
 
     def greatest_mutual_information(self) -> tuple[float, str]:
-        """Return the greatest feasible ``mutual_information``, nats, and the condition that sets it, in words."""
+        """Return the greatest feasible ``mutual_information``, nats, and a phrase with the ties that limit it."""
         best, given = math.inf, ""
         for before, after in pairwise(self.names):
             ties = self.ties(before, after)

@@ -2,8 +2,8 @@
 
 A document has every modality once, one after the other. Within a modality each token is a root or has one parent, an
 earlier token at a fixed distance. `mmqk.data.synthetic.coupling` defines the joint distribution of parent and child;
-their conditional entropy is chosen. The j-th roots of two consecutive modalities are tied: they have a joint
-distribution of the same kind, and their mutual information is chosen.
+the configuration sets their conditional entropy. The j-th roots of two consecutive modalities are tied: they have a
+joint distribution of the same kind, and the configuration sets their mutual information.
 So a document is a forest, every token has the unigram of its modality, and `Dial.log_prob` is exact. Ties join only
 roots, so in either order of the modalities each token depends on at most one earlier token.
 
@@ -49,14 +49,14 @@ class _Modality(NamedTuple):
     entropy: float  # of the unigram, nats
     inner: Edge
     noise: float  # fraction of the targets that are replaced
-    noisy: Edge  # of a parent token and the target in the place of its child; `inner` without noise
+    noisy: Edge  # of a parent token and its child's target, which noise may replace; `inner` without noise
 
 
 class _Tie(NamedTuple):
     before_T: np.ndarray  # tied roots
     after_T: np.ndarray
     edge: Edge
-    noisy_before: Edge  # of an after root and the target in the place of its before root; `edge` without noise
+    noisy_before: Edge  # of an after root and its before root's target; `edge` without noise
     noisy_after: Edge
 
 
@@ -135,26 +135,26 @@ class Dial:
         Raises:
             ValueError: an argument is negative.
         """
-        return self._read(seed, first, count)[0]
+        return self._read(0, seed, first, count)
 
     def targets(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Return what a model predicts in the place of each token of these documents: `documents` with
-        ``target_noise``."""
-        return self._read(seed, first, count)[1]
+        """Return the ids that a model must predict: those of `documents`, of which a fraction ``target_noise`` is
+        replaced."""
+        return self._read(1, seed, first, count)
 
-    def _read(self, seed: int, first: int, count: int) -> np.ndarray:
+    def _read(self, which: int, seed: int, first: int, count: int) -> np.ndarray:
         if min(seed, first, count) < 0:
             raise ValueError(f"seed {seed}, first {first} or count {count} is negative.")
-        both_2NT = np.empty((2, count, self.length), dtype=np.int64)
+        ids_NT = np.empty((count, self.length), dtype=np.int64)
         done = 0
         while done < count:
             chunk, place = divmod(first + done, self._chunk_size)
-            part_2NT = self._chunk(seed, chunk)[:, place : place + count - done]
-            both_2NT[:, done : done + part_2NT.shape[1]] = part_2NT
-            done += part_2NT.shape[1]
-        return both_2NT
+            part_NT = self._chunk(seed, chunk)[which][place : place + count - done]
+            ids_NT[done : done + len(part_NT)] = part_NT
+            done += len(part_NT)
+        return ids_NT
 
-    def _draw_chunk(self, seed: int, chunk: int) -> np.ndarray:
+    def _draw_chunk(self, seed: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents and the targets of a chunk."""
         random = random_stream(seed, _DOCUMENTS, chunk)
         backward_N = random.random(self._chunk_size) < self._backward_share
@@ -168,16 +168,23 @@ class Dial:
         for m in self._modalities:
             for child_T, parent_T in m.levels:
                 ids_TN[child_T] = m.inner.draw(ids_TN[parent_T], uniform_TN[child_T])
-        targets_TN = ids_TN.copy()
+        targets_TN = ids_TN.copy() if self.config.target_noise else ids_TN
         random = random_stream(seed, _NOISE, chunk)
         for m in self._modalities:
             if m.noise:
                 part_TN = targets_TN[m.places]
                 drawn_TN = m.inner.coupling.draw_b(random.random(part_TN.shape))
                 targets_TN[m.places] = np.where(random.random(part_TN.shape) < m.noise, drawn_TN, part_TN)
-        both_2NT = (np.stack([ids_TN, targets_TN]) + self._first_id_T1).transpose(0, 2, 1).copy()
-        both_2NT[:, backward_N] = both_2NT[:, backward_N][..., self._backward_T]
-        return both_2NT
+        ids_NT = self._joined(ids_TN, backward_N)
+        return ids_NT, ids_NT if targets_TN is ids_TN else self._joined(targets_TN, backward_N)
+
+    def _joined(self, ids_TN: np.ndarray, backward_N: np.ndarray) -> np.ndarray:
+        """Return documents in ids of the joint vocabulary, in their own order of the modalities. Changes
+        ``ids_TN``."""
+        ids_TN += self._first_id_T1
+        ids_NT = ids_TN.T.copy()
+        ids_NT[backward_N] = ids_NT[backward_N][:, self._backward_T]
+        return ids_NT
 
     def log_prob(self, ids_NT: np.ndarray, targets_NT: np.ndarray | None = None) -> np.ndarray:
         """Return the log-probability of each target given all earlier tokens of its document, nats: float64, at most
@@ -200,18 +207,15 @@ class Dial:
         nats_NT = np.empty(ids_NT.shape)
         for row in range(0, len(ids_NT), _ROWS):
             rows = slice(row, row + _ROWS)
-            nats_NT[rows] = self._log_prob(ids_NT[rows].astype(np.int64), targets_NT[rows].astype(np.int64))
+            nats_NT[rows] = self._log_prob(ids_NT[rows], None if targets_NT is ids_NT else targets_NT[rows])
         return nats_NT
 
-    def _log_prob(self, ids_NT: np.ndarray, targets_NT: np.ndarray) -> np.ndarray:
+    def _log_prob(self, ids_NT: np.ndarray, targets_NT: np.ndarray | None) -> np.ndarray:
         backward_N = np.full(len(ids_NT), self._backward_share == 1)
         if self._backward_share == 0.5:
             backward_N = ids_NT[:, 0] >= self._first_id_T1[self._last]
-        for rows_NT in (ids_NT, targets_NT):
-            rows_NT[backward_N] = rows_NT[backward_N][:, self._canonical_T]
-        ids_TN, targets_TN = ids_NT.T - self._first_id_T1, targets_NT.T - self._first_id_T1
-        if not all(((rows_TN >= 0) & (rows_TN < self._size_T1)).all() for rows_TN in (ids_TN, targets_TN)):
-            raise ValueError(f"ids do not have the modalities of this source in the order {self.config.order}.")
+        ids_TN = self._canonical(ids_NT, backward_N)
+        targets_TN = ids_TN if targets_NT is None else self._canonical(targets_NT, backward_N)
         nats_TN = np.empty(ids_TN.shape)
         for m in self._modalities:
             nats_TN[m.places] = m.log_unigram_V[targets_TN[m.places]]
@@ -219,7 +223,9 @@ class Dial:
         for tie in self._ties:
             # Add the gain to the tied root that comes later in the sequence.
             forward_TN = tie.noisy_after.gain(ids_TN[tie.before_T], targets_TN[tie.after_T])
-            backward_TN = tie.noisy_before.gain(targets_TN[tie.before_T], ids_TN[tie.after_T])
+            backward_TN = forward_TN
+            if targets_TN is not ids_TN:
+                backward_TN = tie.noisy_before.gain(targets_TN[tie.before_T], ids_TN[tie.after_T])
             nats_TN[tie.after_T] += np.where(backward_N, 0, forward_TN)
             nats_TN[tie.before_T] += np.where(backward_N, backward_TN, 0)
         if self._backward_share == 0.5:
@@ -228,6 +234,15 @@ class Dial:
         nats_NT = nats_TN.T.copy()
         nats_NT[backward_N] = nats_NT[backward_N][:, self._backward_T]
         return nats_NT
+
+    def _canonical(self, ids_NT: np.ndarray, backward_N: np.ndarray) -> np.ndarray:
+        """Return ids in canonical positions, from 0 in each modality."""
+        ids_NT = ids_NT.astype(np.int64)
+        ids_NT[backward_N] = ids_NT[backward_N][:, self._canonical_T]
+        ids_TN = ids_NT.T - self._first_id_T1
+        if not ((ids_TN >= 0) & (ids_TN < self._size_T1)).all():
+            raise ValueError(f"ids do not have the modalities of this source in the order {self.config.order}.")
+        return ids_TN
 
     def floors(self) -> dict[str, float]:
         """Return the floor by modality, nats per token: the mean of −`log_prob` of the targets over all

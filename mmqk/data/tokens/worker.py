@@ -46,7 +46,7 @@ class TokenizeJob:
         out: the token folder.
         val_fraction: share of the documents that go to val, by a hash of their content.
         fit: how images fit into the square, see `load_image`.
-        max_pixels: most pixels of an image; larger images are dropped.
+        max_pixels: largest number of pixels of an image; larger images are dropped.
         caption_field: see `pair_of`.
     """
 

@@ -212,8 +212,8 @@ class Modalities:
 
     Args:
         modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text.
-            Instead of ranges, a function that gets the model's inputs by name and returns (B, T), the modality number
-            of each token over which attention runs. A token with a number outside 0 to M - 1 has no modality.
+            It may also be a function that gets the model's inputs by name and returns (B, T), the modality number of
+            each token over which attention runs. A token with a number outside 0 to M - 1 has no modality.
         names: if ``modality`` is a function, the names of modalities 0 to M - 1; else ignored.
 
     Attributes:

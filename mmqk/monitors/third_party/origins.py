@@ -21,7 +21,7 @@ from mmqk.monitors.third_party.inputs import Inputs, tensors
 
 # Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
 _DESCRIPTIONS = ("mask", "position", "type")
-# The output of these functions has the token rows of the first argument that comes from an input.
+# The output of these functions has the token axis of the first argument that comes from a model input.
 _ROWS_OF_FIRST = {
     "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "linear", "embedding", "conv1d", "conv2d",
     "conv3d", "__getitem__", "index_select", "gather", "masked_fill", "masked_fill_", "masked_scatter",

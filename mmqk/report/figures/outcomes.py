@@ -72,10 +72,10 @@ def over_time(study: Study) -> Figure | None:
         return None
     caption = (
         "A line is the median over the runs of an arm, up to the last step that all of them reached. Logits are"
-        " split into the mean μ of a row, the offset δ of a modality's keys and the spread r within them: root mean"
-        " squares over layers. The modality is that of the queries or tokens. Mass on others: the share of attention"
-        " on keys of other modalities. Norms are means over layers. Growth of W_q, W_k: the growth rate of"
-        " ‖W_q‖² + ‖W_k‖² from the losses of a modality, per 1,000 steps."
+        " split into the mean μ of a row, the offset δ of a modality's keys and the spread r within them; each"
+        " is a root mean square over layers. The modality is that of the queries or tokens. Mass on others: the share"
+        " of attention on keys of other modalities. Norms are means over layers. Growth of W_q, W_k: the growth rate"
+        " of ‖W_q‖² + ‖W_k‖² from the losses of a modality, per 1,000 steps."
     )
     if width > 1:
         caption += f" A point of the excess loss is the mean of {width} steps."

@@ -136,8 +136,7 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     if any(line.role != "bound" for panel in logits for line in panel.lines):
         caption.append(
             "Attention logits are measured before any cap: the largest over layers, heads, keys and the sequences of "
-            "the probe. A logit or norm that a sentence gives for the end is the median of the last "
-            f"{LAST_PROBES} probes."
+            f"the probe. The final logit or norm of a run is the median of its last {LAST_PROBES} probes."
         )
     if cut:
         caption.append(f"Losses above {nats(top)} nats are cut off.")

@@ -12,11 +12,13 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgb
 
-from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.study import Study, as_list
 from mmqk.report.figures.shapes import Key
 
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# For the arms after the first eight: colors of Paul Tol's muted palette, also for color-blind readers.
+MORE = ("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC")
 STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
 INK, FAINT = "#1b1f24", "#8b929b"
 
@@ -74,11 +76,11 @@ def _order(value: Any) -> tuple[int, float, str]:
 def arm_colors(study: Study) -> dict[str, str]:
     """Return one color per arm, the same on the whole page."""
     groups = families(study)
-    # The palette is small: the arms of the first figure and of the claims get its colors first.
+    # The palette is small: the arms of the first figures and of the claims get its colors first.
     family_of = {arm: family for family, members in groups.items() for arm in members}
     few = len(groups) <= len(PALETTE)
     order = list(groups) if few else list(dict.fromkeys(family_of[arm] for arm in _first(study)))
-    base = dict(zip(order, [*PALETTE, *[GRAY] * len(order)], strict=False))
+    base = dict(zip(order, [*PALETTE, *MORE, *[GRAY] * len(order)], strict=False))
     colors: dict[str, str] = {}
     for family, arms in groups.items():
         for j, arm in enumerate(arms):
@@ -90,7 +92,9 @@ def arm_colors(study: Study) -> dict[str, str]:
 def _first(study: Study) -> list[str]:
     """Return all arms; those of the first figure and of the claims come first."""
     claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
-    return list(dict.fromkeys([*study.hero, *claimed, *study.shown, *study.arms]))
+    outcomes = study.report.get("outcomes")
+    named = [arm.name for name in as_list(outcomes) for arm in study.arms_of(name)] if outcomes is not True else []
+    return list(dict.fromkeys([*study.hero, *named, *claimed, *study.shown, *study.arms]))
 
 
 def _blend(color: str, white: float) -> str:

@@ -1,4 +1,4 @@
-// Folds open for links into them and for paper, tables sort, two runs are compared, figures are interactive.
+// Opens folded sections for links and for printing, sorts tables, compares two runs, and makes figures interactive.
 // Without this script the page shows the same content.
 "use strict";
 (() => {
@@ -188,7 +188,7 @@
   addEventListener("resize", () => figures.forEach(f => { if (f.width() && f.width() !== f.last) { f.last = f.width(); f.draw(); } }));
   const dark = matchMedia("(prefers-color-scheme: dark)");
   dark.addEventListener("change", () => figures.forEach(f => f.draw()));
-  // The charts have the colors of the screen: paper gets the drawings in dark mode.
+  // Charts use the colors of the screen theme. In dark mode, print the drawings instead.
   let undrawn = [];
   addEventListener("beforeprint", () => { undrawn = dark.matches ? figures : []; undrawn.forEach(f => f.undraw()); });
   addEventListener("afterprint", () => undrawn.forEach(f => f.draw()));

@@ -22,7 +22,8 @@ SPIKE_FEWEST = 100
 # Spike rate of Qwen (arXiv 2608.30320, section 3.3): the loss exceeds its 201-step rolling median by more than 0.1.
 MEDIAN_WINDOW = 201
 ABOVE_MEDIAN_NATS = 0.1
-# Threshold in standard deviations if losses of healthy runs scatter by more than 0.1 nat (no published source).
+# Second threshold, in standard deviations, because the losses of a healthy run may scatter by more than 0.1 nat. The
+# larger threshold applies (no published source).
 ABOVE_MEDIAN_STDS = 6.0
 
 # A run that improves by less than 0.05 nat in a fifth of its length has stalled (no published source).
@@ -97,7 +98,7 @@ class SpikeOfMedian(Rule):
 
 
 class Stall(Rule):
-    """Rule: a loss stays above a loss that any learning model reaches, and no longer improves.
+    """Rule: a loss no longer improves, and is still above a ceiling that any learning model falls below.
 
     An alarm begins if the median of the last 50 values is above a ceiling and has not fallen by 0.05 nat during the
     last N steps. N is a fifth of the run, at least 200, and 1000 in a run without a set length. Steps of the warm-up

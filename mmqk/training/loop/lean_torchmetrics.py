@@ -2,7 +2,7 @@
 
 Lightning imports `Metric` and `MetricCollection`. The ``__init__`` of torchmetrics imports all metrics, which import
 torchvision, scipy and, if it is installed, transformers. Without these imports, ``import lightning`` takes 2.1 s of
-CPU time and not 4.0 s (measured after ``import torch``), and 105 MB less memory.
+CPU time instead of 4.0 s (measured after ``import torch``), and 105 MB less memory.
 """
 
 from __future__ import annotations
