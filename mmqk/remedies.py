@@ -323,7 +323,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
     "init": (
         Remedy("embed_init", "initial embeddings by modality",
             {"model.embed_init.text": 8.0, "model.embed_init.image": 8.0},
-            "initial std of the modality's embedding rows · factor; here 8 = √d_model of configs/demo.yaml, for std 1",
+            "initial std of the modality's embedding rows · factor; 8 = √d_model of configs/demo.yaml, for std 1",
             "Spike No More, arXiv 2312.16903 [S]", "initial embedding matrix", "none"),
         Remedy("embed_scale", "scaled embeddings by modality",
             {"model.embed_scale.text": 8.0, "model.embed_scale.image": 8.0},

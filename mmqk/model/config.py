@@ -145,7 +145,7 @@ class ModelConfig:
         pre_norm: Whether the input of each sublayer is normalized (pre-norm alone: Llama, Chameleon-7B).
         post_norm: Whether the output of each sublayer is normalized (post-norm alone: Chameleon-34B, Swin, OLMo 2).
         norm: Kind of the norms around the sublayers and of the final norm: rms or layer.
-        norm_gain: Gain of these norms: plain (a learned factor), none, or zero_centered (`1 + w`, w initially 0: Gemma).
+        norm_gain: Gain of these norms: plain (a learned w), none, or zero_centered (`1 + w`, w initially 0: Gemma).
         norm_bias: Whether these norms have a bias; only possible if norm is layer.
         norm_eps: Epsilon of these norms.
         post_gain_init: Initial value of the gains of post-norms; with 0 every branch starts at zero (timm's Swin V2).
