@@ -183,6 +183,9 @@ def main():
                 stopped = any(verdicts.get(j) in (None, "inconclusive") for j in ids[:k])
                 level = 1 - 0.05 / (len(ids) - k)
                 verdicts[i] = "inconclusive" if stopped else decide(claims[i], results[i], level)
+    for i in results:  # only a positive control shows that the runs can detect an effect
+        if verdicts[i] == "contradicted" and "positive_control" not in claims[i]:
+            verdicts[i] = "inconclusive"
     row = "{:<16}{:>3}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}  {:<10}{:<14}{}".format
     print(row("claim", "n", "treatm.", "control", "effect", "low", "high", "sd", "by", "verdict", "failed"))
     for i, r in results.items():

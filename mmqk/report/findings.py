@@ -46,7 +46,7 @@ def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list
 def headline(study: Study, verdicts: Sequence[Verdict]) -> str:
     """Return the title of the page."""
     leading, _ = lead(study, verdicts)
-    return "; ".join(finding(study, v).rstrip(".") for v in leading) or _plain_headline(study)
+    return ". ".join(finding(study, v).rstrip(".") for v in leading) or _plain_headline(study)
 
 
 def finding(study: Study, verdict: Verdict) -> str:

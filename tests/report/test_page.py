@@ -426,7 +426,7 @@ def test_the_grid_may_word_a_finding(tmp_path):
     study = load_study(write_demo(tmp_path / "demo", change=change))
     title = headline(study, judge(study))
     assert title.startswith(
-        "Image loss: ×1.09 (0.858 to 1.39), 3 seeds; The largest attention logit ended 7.06"
+        "Image loss: ×1.09 (0.858 to 1.39), 3 seeds. The largest attention logit ended 7.06"
     )
     assert lead(study, judge(study))[1] == []
 
