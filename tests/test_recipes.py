@@ -149,7 +149,7 @@ def leaves(text: str) -> list[tuple[str, str]]:
 
 
 def uncited(text: str) -> list[str]:
-    """Return the keys of the values whose comment names no source that is listed at the head of the file."""
+    """Return the keys of the values whose comment names no source, or one that the head of the file does not list."""
     sources = set(re.findall(r"^# \[(\w+)\] +\S", text, flags=re.MULTILINE))
     cited = [(key, set(re.findall(r"\[(\w+)\]", comment))) for key, comment in leaves(text)]
     return [key for key, tags in cited if not tags or not tags <= sources]

@@ -21,7 +21,7 @@ class PoolProgress:
 
     ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
 
-    The time left is estimated from the steps that all runs have done since a run first logged a loss.
+    The time left is estimated from the steps of all runs together, counted from the first logged loss of any run.
     """
 
     def __init__(self, stream: TextIO | None = None):

@@ -115,7 +115,7 @@ def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, moni
 
 
 def check_trained(loss: LossConfig, data: DataConfig, model: ModelConfig) -> None:
-    """Raise ValueError if no token of the data has a loss."""
+    """Raise ValueError if the data has no trained target."""
     loss.weights_of(model.modalities)
     kinds = {kind for kind, weight in data.mix.items() if weight > 0}
     if kinds == {"text"} and loss.weights.get("text") == 0:

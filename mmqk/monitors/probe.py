@@ -210,7 +210,7 @@ def eager_forward(
     """Run the model eagerly and in evaluation mode. If its backend is in ``dense_for``, use dense attention instead.
 
     torch.compile would compile the model again for a forward pass with a sink, so it is disabled. Flex attention is
-    not fused when it runs eagerly, so callers replace it.
+    not fused when it runs eagerly, so callers include ``flex`` in ``dense_for``.
     """
     dense = model.use_backend("math") if model.backend in dense_for else nullcontext()
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"), dense:

@@ -174,7 +174,7 @@ def json_of(sample: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, bytes]:
-    """Return the image files by their index in the lists."""
+    """Return the content of each image file, by the index of its entry in ``images``."""
     places = [place for place, image in enumerate(images) if image is not None]
     numbers = {field: int(m[1]) for field in sample if (m := _NUMBERED.fullmatch(field))}
     # Try three ways to match indices with fields; a match must use every file exactly once.

@@ -111,8 +111,8 @@ TIGHT = [qk for qk in EVERY_QK_NORM if not qk.bias and qk.scale_max is None]
 
 @pytest.mark.parametrize("qk", TIGHT, ids=say)
 def test_aligned_vectors_reach_the_bound(qk):
-    # All initial gains are equal. An input with one nonzero channel (for LayerNorm: of alternating signs, with mean
-    # 0) then gives the longest possible vector. At distance 0, query and key are both this vector.
+    # All initial gains are equal. Then these inputs give the longest possible normalized vector: an input with one
+    # nonzero channel or, for LayerNorm, an input of alternating signs. At distance 0, query and key are this vector.
     logits, model = logits_of(qk, adversaries(), aligned=True, noise=False)
     bound = float(logit_bound(model, 0))
     if qk.scope == "full" and qk.kind == "layer":  # subtracting the mean moves a part of the norm to other heads

@@ -246,7 +246,8 @@ def archive_damage(blobs: list[tuple[str, bytes]], rng: Rng) -> tuple[bytes, set
 
 
 def line_damage(lines: list[bytes], rng: Rng) -> tuple[bytes, bool]:
-    """Return a file of lines, plain or compressed, intact or damaged, and whether it may be refused or end early."""
+    """Return a file of lines, plain or compressed, intact or damaged, and whether a reader may refuse it or end
+    early."""
     whole = b"".join(line + b"\n" for line in lines)
     half = rng.randrange(len(lines))
     first, second = (b"".join(line + b"\n" for line in part) for part in (lines[:half], lines[half:]))

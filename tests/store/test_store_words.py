@@ -1,4 +1,4 @@
-"""Messages print percentages, milliseconds and norms without powers of ten."""
+"""Messages print percentages, milliseconds and norms without scientific notation."""
 
 from __future__ import annotations
 

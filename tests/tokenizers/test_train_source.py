@@ -57,8 +57,8 @@ def write_shards(folder, shards: int, samples: int) -> str:
 
 
 def held_out(file: bytes, share: float) -> bool:
-    """Return whether a file is held out, without mmqk's code: whether the first 16 hex digits of its hash are below
-    this share of 16^16."""
+    """Return whether a file is held out, computed without mmqk's code: whether the first 16 hex digits of its hash,
+    as a number, are below ``share`` times 16^16."""
     return int(hashlib.sha256(file).hexdigest()[:16], 16) < share * 16**16
 
 

@@ -123,8 +123,8 @@ class FamilyMetric(_Quantity):
 
 
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """Return a function for the field ``series`` of a metric that has no series. The function returns the value of
-    the metric at one step, the last step of the run."""
+    """Return a function for the field ``series`` of a metric that has no series. The function returns one
+    point: the last step of the run and the value of the metric."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return np.array([run.last_step]), np.array([measure(run, modality)])

@@ -74,8 +74,8 @@ def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
 
 
 def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
-    """Return the groups with at least three learning rates, the largest group first. If ``arms`` (or families) are
-    given, use only their runs."""
+    """Return the groups with at least three learning rates, the largest group first. If ``arms`` is given
+    (names of arms or families), use only their runs."""
     runs = [
         run
         for run in study.runs
