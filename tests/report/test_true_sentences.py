@@ -172,7 +172,7 @@ WHERE = [
     ("last losses of trained modalities", "going on", ["demo"]),
     ("; none diverged", "calm", ["demo", "going on"]),
     ("; diverged: ", "demo", ["calm", "going on"]),
-    ("Attention logits are measured before any cap.*median of the last 3 probes", "demo", ["unmeasured"]),
+    ("Attention logits are measured before any cap.*median of its last 3 probes", "demo", ["unmeasured"]),
     ("Attention logits were not measured", "unmeasured", ["demo", "going on"]),
     ("Dotted: the QK-Norm bound", "demo", ["unbounded"]),
     ("× marks where a run was stopped", "demo", ["calm", "going on"]),
