@@ -6,6 +6,7 @@ Two reports of the same runs are identical byte for byte, because they contain n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from mmqk.report.single import single
 from mmqk.report.specification import specification_csv, specification_figure
 from mmqk.report.tables import arm_rows, data_rows, environment, used_marks, verdict_rows
 from mmqk.store import relative_word, without_roots, write_folder
-from mmqk.store.files import writing
+from mmqk.store.files import read_regular, writing
 
 SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
@@ -59,6 +60,8 @@ MOST_COMMANDS = 4
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
     """Read the runs of one or several folders and write their report into ``out``, which is created if missing.
 
+    Figures of an earlier report in ``out`` that this report does not have are removed.
+
     Raises:
         UserError: a folder has no runs or an unreadable record; ``out`` cannot be written.
     """
@@ -66,8 +69,20 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) ->
     out = Path(out)
     with writing(out):
         write_folder(out, {})  # fail before the figures are drawn
-        write_folder(out, _files(findings))
+        files, earlier = _files(findings), _linked_figures(out)
+        write_folder(out, files)
+        for name in earlier - files.keys():
+            (out / name).unlink(missing_ok=True)
     return findings.study, list(findings.verdicts)
+
+
+def _linked_figures(out: Path) -> set[str]:
+    """Return the files in ``figures/`` to which the page in ``out`` links; none if there is no such page."""
+    try:
+        page = read_regular(out / "index.html").decode()
+    except (OSError, UnicodeDecodeError):
+        return set()
+    return set(re.findall(r'href="(figures/[\w-]+\.(?:csv|png|svg))"', page))
 
 
 def _files(findings: Findings) -> dict[str, str | bytes]:

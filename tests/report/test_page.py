@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -521,6 +522,17 @@ def front_door(*args, cwd=None):
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", FRONT_DOOR, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def test_figures_of_an_earlier_report_are_removed_and_files_of_others_are_kept(tmp_path):
+    out, alone, before = tmp_path / "out", tmp_path / "alone", tmp_path / "before"
+    write_report(write_demo(tmp_path / "demo"), before)
+    shutil.copytree(before, out)
+    (out / "figures/mine.png").write_bytes(b"mine")
+    folder = write_demo(tmp_path / "one", change=lambda grid: grid["claims"].pop(2))
+    write_report(folder, out)
+    write_report(folder, alone)
+    assert set(files_of(out)) == {*files_of(alone), "figures/mine.png"} < {*files_of(before), "figures/mine.png"}
 
 
 def test_front_door_reports_the_same_bytes_again_without_torch(demo, tmp_path):
