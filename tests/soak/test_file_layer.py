@@ -3,6 +3,7 @@ wrongly."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.store import write_atomic
-from tests.soak.file_layer import AFTER, Lying, in_child, judge
+from tests.soak.file_layer import AFTER, Lying, in_child, judge, status_of
 from tests.soak.kills import equal
 
 pytestmark = pytest.mark.skipif(
@@ -61,8 +62,8 @@ def test_a_write_that_is_not_durable_is_seen(write, tmp_path):
 
 def test_a_bad_end_is_known(tmp_path):
     good = "mmqk: metrics.jsonl cannot be read or written (No space left on device): fix that.\n"
-    judge(1, "full disk", good, "report", tmp_path)
-    judge(-signal.SIGKILL, "crash", "", "report", tmp_path)
+    judge(1, "full disk", good, "report", tmp_path, None)
+    judge(-signal.SIGKILL, "crash", "", "report", tmp_path, None)
     for code, told in (
         (1, "Traceback (most recent call last)"),
         (1, ""),
@@ -71,7 +72,26 @@ def test_a_bad_end_is_known(tmp_path):
         (0, "Traceback"),
     ):
         with pytest.raises(AssertionError):
-            judge(code, "full disk", told, "report", tmp_path)
+            judge(code, "full disk", told, "report", tmp_path, None)
     with pytest.raises(AssertionError):
-        judge(-signal.SIGKILL, "full disk", good, "report", tmp_path)
+        judge(-signal.SIGKILL, "full disk", good, "report", tmp_path, None)
     assert equal({"a": [1, (2.0,)]}, {"a": [1, (2.0,)]}) and not equal({"a": [1, (2.0,)]}, {"a": [1, (2.5,)]})
+
+
+def test_the_status_after_an_error_is_failed_completed_or_that_of_the_earlier_call(tmp_path):
+    good = "mmqk: metrics.jsonl cannot be read or written (Input/output error): fix that.\n"
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / name).write_text("{}")
+
+    def passes(before, **record) -> bool:
+        (tmp_path / "status.json").write_text(json.dumps(record))
+        try:
+            judge(1, "input/output error", good, "run", tmp_path, before)
+        except AssertionError:
+            return False
+        return True
+
+    assert passes(None, status="failed", step=3) and passes(None, status="completed", step=8)
+    assert not passes(None, status="completed", step=3) and not passes(None, status="running", step=3)
+    assert passes(status_of(tmp_path), status="running", step=3)
+    assert not passes(b"{}", status="running", step=3)
