@@ -33,7 +33,7 @@ from tests.faulty_disk import Disk
 from tests.soak import kills
 from tests.soak.kills import BASE, DIAL, age_events, compare
 
-CASES, QUICK, SECONDS = 3000, 24, 120.0
+CASES, QUICK, SECONDS = 2026, 24, 120.0
 # Largest number of faults at one site. They are spread evenly over its calls, because a checkpoint has 1,800 writes.
 MOST = 12
 KINDS = ("full disk", "input/output error", "stays full", "short write", "crash")
