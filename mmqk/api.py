@@ -74,10 +74,9 @@ class Runs:
         Returns:
             Columns ``run``, ``arm``, ``label``, ``seed``, ``status`` with its ``reason``, ``step``, ``seconds``,
             ``final_loss/MODALITY`` for each modality, ``largest_attention_logit``, ``alarms``, ``notes``, ``id`` and
-            ``path``.
-            ``final_loss`` is in nats per token: the loss on held-out data if it was measured, otherwise the mean of
-            the last training steps. ``alarms`` is the number of alarms, ``notes`` has sentences about missing or
-            damaged files, and ``id`` identifies the configuration.
+            ``path``. ``final_loss`` is in nats per token: the loss on held-out data if it was measured, otherwise the
+            mean of the last training steps. ``alarms`` is the number of alarms, ``notes`` has sentences about missing
+            or damaged files, and ``id`` identifies the configuration.
         """
         study = self._findings.study
         logit = METRICS["largest_attention_logit"].measure

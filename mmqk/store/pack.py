@@ -73,10 +73,8 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     if (folder / ABLATION).exists():
         content[ABLATION] = _without_paths(read_regular(folder / ABLATION), "grid", "base")
     thinned = []
-    for run in find_runs(folder):
+    for run in packed_runs(folder):
         name = run.relative_to(folder).as_posix()
-        if name.startswith("stale/"):
-            continue
         for file in FILES:
             if (run / file).exists():
                 content[str(PurePosixPath(name, file))] = read_regular(run / file)
@@ -102,6 +100,11 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, packed.getvalue())
     return thinned
+
+
+def packed_runs(folder: Path) -> list[Path]:
+    """Return the runs under ``folder`` that a pack has: all except those in its folder ``stale``."""
+    return [run for run in find_runs(folder) if not run.relative_to(folder).as_posix().startswith("stale/")]
 
 
 def _without_paths(content: bytes, *keys: str) -> bytes:

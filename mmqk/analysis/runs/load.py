@@ -35,7 +35,7 @@ from mmqk.store.missing import lost_alarms, lost_steps
 
 CUT = "a line of metrics.jsonl cannot be read"
 NO_METRICS = "metrics.jsonl is missing or has no readable line"
-NO_GRID = "its grid has no ablation.json, so the page lacks labels and claims"
+NO_GRID = "its grid has no ablation.json, so its labels and claims are unknown"
 _T = TypeVar("_T")
 _SEED = re.compile(r"seed(\d+)")
 _ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")

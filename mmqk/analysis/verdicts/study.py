@@ -96,6 +96,11 @@ class Study:
         named = self._crossed(self.named("shown"))
         return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
 
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """Arms whose outcomes the page draws: those that the grid lists, or those of the first figure."""
+        return self.hero if self.report.get("outcomes") is True else self._crossed(self.named("outcomes"))
+
     def named(self, key: str) -> list[str]:
         """Return the names or sentences that the grid gives for a key of the report, such as ``hero``."""
         return as_list(self.report.get(key))

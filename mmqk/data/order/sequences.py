@@ -144,15 +144,17 @@ class SequenceBuilder:
         ids_BT = np.full((B, T), self.layout.pad or 0, dtype=np.int64)
         document_BT = np.full((B, T), -1, dtype=np.int64)
         surprise_BT = np.zeros((B, T), dtype=np.float32)
-        target_ids_BT = np.zeros((B, T), dtype=np.int64)
         for b, row in enumerate(rows):
             n = len(row.ids)
             ids_BT[b, :n] = row.ids
             document_BT[b, :n] = np.repeat(np.arange(len(row.starts)), np.diff([*row.starts, n]))
             if row.surprise is not None:
                 surprise_BT[b, :n] = row.surprise
-            target_ids_BT[b, :n] = row.ids if row.target_ids is None else row.target_ids
-        replaced = any(row.target_ids is not None for row in rows)
+        target_ids_BT = ids_BT.copy() if any(row.target_ids is not None for row in rows) else None
+        if target_ids_BT is not None:
+            for b, row in enumerate(rows):
+                if row.target_ids is not None:
+                    target_ids_BT[b, : len(row.ids)] = row.target_ids
         # A target is the next token of the same document.
         target_mask_BT = np.zeros((B, T), dtype=bool)
         target_mask_BT[:, :-1] = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] >= 0)
@@ -166,7 +168,7 @@ class SequenceBuilder:
             step_targets=torch.tensor(max(1, step_targets)),  # not 0, because it is a divisor
             document_BT=torch.from_numpy(document_BT) if documents else None,
             surprise_BT=torch.from_numpy(surprise_BT) if all(row.surprise is not None for row in rows) else None,
-            target_ids_BT=torch.from_numpy(target_ids_BT) if replaced else None,
+            target_ids_BT=None if target_ids_BT is None else torch.from_numpy(target_ids_BT),
         )
 
 

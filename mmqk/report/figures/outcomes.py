@@ -41,10 +41,8 @@ BY_LAYER: dict[str, tuple[str, Callable]] = {
 
 
 def outcome_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms with runs that the grid selects: the listed arms or families, or those of the first figure."""
-    names = study.hero if study.report.get("outcomes") is True else study.named("outcomes")
-    arms = dict.fromkeys(arm.name for name in names for arm in study.arms_of(name))
-    return tuple(arm for arm in arms if any(run.tags for run in study.of_arm(arm)))
+    """Return the arms of `Study.outcomes` that have runs."""
+    return tuple(arm for arm in study.outcomes if any(run.tags for run in study.of_arm(arm)))
 
 
 def outcome_figures(study: Study) -> list[Figure]:

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgb
 
-from mmqk.analysis.verdicts.study import Study, as_list
+from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Key
 
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
@@ -90,11 +90,9 @@ def arm_colors(study: Study) -> dict[str, str]:
 
 
 def _first(study: Study) -> list[str]:
-    """Return all arms; those of the first figure and of the claims come first."""
+    """Return all arms; those of the first figures and of the claims come first."""
     claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
-    outcomes = study.report.get("outcomes")
-    named = [arm.name for name in as_list(outcomes) for arm in study.arms_of(name)] if outcomes is not True else []
-    return list(dict.fromkeys([*study.hero, *named, *claimed, *study.shown, *study.arms]))
+    return list(dict.fromkeys([*study.hero, *study.outcomes, *claimed, *study.shown, *study.arms]))
 
 
 def _blend(color: str, white: float) -> str:
