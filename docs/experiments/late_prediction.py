@@ -4,8 +4,8 @@
 
 First table: for each alarm rule and arm, how many runs had an alarm before their failure or end, how many alarms per
 1,000 steps, and how long before the failure the first one came. Second table: for each monitor at a fixed step, the
-AUROC of its value for failing against surviving runs of the arms without QK-Norm, and
-the Spearman correlation with the step of the failure over the failing runs.
+AUROC of its value for failing against surviving runs of one arm without QK-Norm, and the Spearman correlation with the
+step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run ended.
 """
 
 import sys
@@ -14,7 +14,8 @@ import numpy as np
 from scipy import stats
 
 import mmqk
-from mmqk.analysis.metrics.late import failure_step
+from mmqk.analysis.metrics.late import failure_step, window_means
+from mmqk.analysis.metrics.losses import trained_modalities
 
 RULES = ("spike", "spike_median", "growth", "collapse", "stall")
 # Monitor: statistic, reduction over layers and modalities, and the width of the window before the step.
@@ -74,24 +75,34 @@ def auroc(values, failing):
 
 
 def monitor_rows(runs, failed):
-    runs = [run for run in runs if run.setting("model.qk_norm.kind") == "none"]
-    failing = [run for run in runs if failed[run.name]]
-    if not failing:
-        return
-    end = int(np.median([failed[run.name] for run in failing]))
-    for share in (0.2, 0.4, 0.6):
-        step = round(share * end / 250) * 250
-        alive = [run for run in runs if not failed[run.name] or failed[run.name] > step]
-        for name, monitor in MONITORS.items():
-            values = {run.name: value_at(run, step, *monitor) for run in alive}
-            dying = [run for run in alive if failed[run.name]]
-            rho = "–"
-            if len(dying) > 3:
-                found = stats.spearmanr(
-                    [values[r.name] for r in dying], [failed[r.name] for r in dying], nan_policy="omit"
-                )
-                rho = f"{found.statistic:.2f} (p = {found.pvalue:.2g}, n = {len(dying)})"
-            yield f"{step:,}", name, auroc(list(values.values()), [bool(failed[r.name]) for r in alive]), rho
+    """Compare runs of the same arm only: between arms a monitor may differ for other reasons than the failure."""
+    for arm in dict.fromkeys(run.arm for run in runs if run.setting("model.qk_norm.kind") == "none"):
+        of_arm = [run for run in runs if run.arm == arm]
+        failures = [failed[run.name] for run in of_arm if failed[run.name]]
+        if not failures:
+            continue
+        for share in (0.2, 0.4, 0.6):
+            step = round(share * np.median(failures) / 250) * 250
+            alive = [run for run in of_arm if not failed[run.name] or failed[run.name] > step]
+            for name, monitor in MONITORS.items():
+                values = {run.name: value_at(run, step, *monitor) for run in alive}
+                dying = [run.name for run in alive if failed[run.name]]
+                rho = "–"
+                if len(dying) > 3:
+                    pairs = [values[n] for n in dying], [failed[n] for n in dying]
+                    found = stats.spearmanr(*pairs, nan_policy="omit")
+                    rho = f"{found.statistic:.2f} (p = {found.pvalue:.2g}, n = {len(dying)})"
+                yield arm, f"{step:,}", name, auroc(list(values.values()), [bool(failed[r.name]) for r in alive]), rho
+
+
+def loss_rows(runs, failed):
+    for run in runs:
+        if not failed[run.name]:
+            continue
+        for modality in trained_modalities(run):
+            values = run.series(f"loss/{modality}")[1]
+            best = window_means(run, modality)[1].min()
+            yield run.arm, str(run.seed), modality, f"{best:.2f}", f"{np.mean(values[-50:]) - best:+.2f}"
 
 
 def table(titles, rows):
@@ -109,5 +120,7 @@ if __name__ == "__main__":
         alarm_rows(runs, failed),
     )
     if any(failed.values()):
-        titles = ["step", "monitor", "AUROC (failing and surviving runs)", "correlation with the time of the failure"]
+        titles = ["arm", "step", "monitor", "AUROC (failing and surviving runs)", "correlation with the time of the failure"]
         table(titles, monitor_rows(runs, failed))
+        titles = ["arm", "seed", "loss", "lowest mean of 500 steps", "mean of the last 50 steps above it"]
+        table(titles, loss_rows(runs, failed))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from mmqk.analysis.formatting import capital, plural
+from mmqk.analysis.formatting import capital, listed, plural
 from mmqk.analysis.metrics.departure import reduced
 from mmqk.analysis.verdicts.failure_order import FailureOrder, OrderRow
 from mmqk.analysis.verdicts.study import Study
@@ -33,7 +34,7 @@ ABOUT = (
     "of these probes, so no lead is shorter than 3 intervals between probes. The range at a step goes from their "
     "lowest to their highest value, widened on both sides by its own width (on a log scale, except for loss and "
     "log Z). Survivors: compared runs without a failure, except those of the control; they may differ in other "
-    "settings. Healthy: the healthy runs, each compared with the others. A statistic that also leaves the "
+    "settings, and only those that have the statistic count. Healthy: the healthy runs, each compared with the others. A statistic that also leaves the "
     "range in survivors or healthy runs does not distinguish the failed runs."
 )
 
@@ -43,7 +44,7 @@ def order_table(study: Study, order: FailureOrder | None) -> dict[str, Any]:
     if order is None or not order.rows:
         return {}
     return {
-        "about": ABOUT.format(control=study.label(order.control)),
+        "about": ABOUT.format(control=study.label(order.control)) + _others(study, order),
         "rows": [
             {
                 "what": _what(row),
@@ -51,12 +52,19 @@ def order_table(study: Study, order: FailureOrder | None) -> dict[str, Any]:
                 "runs": f"{len(row.steps)} of {len(order.failing)}",
                 "step": _spread(row.steps.values()),
                 "before": _spread(row.before.values()),
-                "surviving": f"{row.surviving} of {len(order.surviving)}",
-                "healthy": f"{row.healthy} of {len(order.healthy)}",
+                "surviving": "{} of {}".format(*row.surviving),
+                "healthy": "{} of {}".format(*row.healthy),
             }
             for row in order.rows
         ],
     }
+
+
+def _others(study: Study, order: FailureOrder) -> str:
+    """Return a sentence about the failed runs of the other arms; empty if there are none."""
+    arms = Counter(study.label(run.arm) for run in order.others)
+    failed = listed([f"{plural(n, 'failed run')} of “{label}”" for label, n in arms.items()])
+    return f" The table does not count {failed}." if arms else ""
 
 
 def _what(row: OrderRow) -> str:
@@ -92,7 +100,7 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
         rows.append(tuple(panel for panel in made if panel.lines))
     arms = (order.treatment, order.control)
     keys = (*legend(study, arms), Key("leaves the range of the healthy runs", INK, marker="o"))
-    first = next((row for row in order.rows if not row.surviving and not row.healthy), None)
+    first = next((row for row in order.rows if not row.surviving[0] and not row.healthy[0]), None)
     reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
     if first is not None:
         reading += (

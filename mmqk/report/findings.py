@@ -116,10 +116,14 @@ def _lower(sentence: str) -> str:
 def _tail(verdict: Verdict) -> str:
     """Return what the effect means for the claim."""
     threshold, equivalence = _threshold(verdict), verdict.claim.test == "equivalence"
+    effect = None if equivalence or isinstance(verdict.effect, Auroc) else verdict.effect
+    opposite = effect is not None and verdict.claim.sign * effect.value < 0
     return {
         "reproduced": f", no difference as large as {threshold}" if equivalence else "",
         "contradicted": f", a difference of at least {threshold}"
         if equivalence
+        else ", in the opposite direction"
+        if opposite
         else f", weaker than the smallest effect of interest, {threshold}",
         "inconclusive": f", which does not decide claim {verdict.claim.id}{_because(verdict)}",
     }[verdict.verdict]

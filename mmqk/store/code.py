@@ -60,9 +60,15 @@ def code_hash(package: Path = PACKAGE) -> str:
 
 
 def same_code(a: str | None, b: str | None, listed: Path = EQUIVALENT) -> bool:
-    """Return whether two code hashes are equal or listed as equivalent, directly or through other hashes."""
-    if a == b:
-        return a is not None
+    """Return whether two code hashes are equal or listed as equivalent, directly or through other hashes.
+
+    A run that several versions of the code trained has their hashes, joined by "+". All of them must be equivalent.
+    """
+    if a is None or b is None:
+        return False
+    codes = {*a.split("+"), *b.split("+")}
+    if len(codes) == 1:
+        return True
     classes: list[set[str]] = []
     for line in listed.read_text().splitlines() if listed.exists() else ():
         joined = set(line.partition("#")[0].split())
@@ -70,4 +76,4 @@ def same_code(a: str | None, b: str | None, listed: Path = EQUIVALENT) -> bool:
             joined |= other
             classes.remove(other)
         classes.append(joined)
-    return any({a, b} <= c for c in classes)
+    return any(codes <= c for c in classes)

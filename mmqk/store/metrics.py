@@ -108,21 +108,24 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def last_metrics(
     path: str | os.PathLike[str], having: str | None = None, tail_bytes: int = 65536
 ) -> dict[str, Any]:
-    """Return the last complete record of a metrics file, or the last one with the tag ``having``. Only the end of the
-    file is read.
+    """Return the last complete record of a metrics file, or the last one with the tag ``having``; empty if there is
+    none.
 
-    If the last ``tail_bytes`` of the file have no such record, the result is empty.
+    The last ``tail_bytes`` of the file are read first. A record can be longer than that: while the tail has no such
+    record, it grows eightfold.
     """
     try:
         with open_regular(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - tail_bytes))
-            lines = file.read().splitlines()
+            size = start = file.seek(0, os.SEEK_END)
+            while start:
+                start = max(0, size - tail_bytes)
+                file.seek(start)
+                for line in reversed(file.read(size - start).splitlines()):
+                    if (record := parse_line(line)) is not None and (having is None or having in record):
+                        return with_floats(record)
+                tail_bytes *= 8
     except OSError:
-        return {}
-    for line in reversed(lines):
-        if (record := parse_line(line)) is not None and (having is None or having in record):
-            return with_floats(record)
+        pass
     return {}
 
 

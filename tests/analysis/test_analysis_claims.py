@@ -155,6 +155,9 @@ def test_divergences_of_numerics_decide_nothing(tmp_path):
     assert not passed(found)["no divergence due to numerics"] and found.verdict == "inconclusive"
     assert found.counts["a"] == (6, 6)
     assert passed(one(tmp_path / "not replayed", arms, [COUNT]))["no divergence due to numerics"]
+    time = BASIC | {"metric": "time_of_divergence", "direction": "less"}
+    assert not passed(one(tmp_path / "time", arms, [time], more=replays))["no divergence due to numerics"]
+    assert "no divergence due to numerics" not in passed(one(tmp_path / "logit", arms, [BASIC], more=replays))
 
 
 # Families of claims ----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def run_of(folder, seed=0, leaves=None, status="completed", returns=False, spike
 
 
 def found(run, healthy):
-    return [(d.statistic, d.modality, d.layer, d.step) for d in departures(run, healthy)]
+    return [(*key, d.layer, d.step) for key, d in departures(run, healthy).items() if d]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_step_from_which_a_series_stays_outside(tmp_path, healthy):
     assert found(failing, healthy) == [("attn_entropy", "image", 1, 700), ("grad_norm", "", None, 1500)]
     # The control: three probes are too few.
     short = run_of(tmp_path / "short", leaves=700, status="diverged", spike_at=1550)
-    assert [d.statistic for d in departures(short, healthy)] == ["attn_entropy"]
+    assert [statistic for statistic, *_ in found(short, healthy)] == ["attn_entropy"]
 
 
 def test_a_series_that_returns_or_stays_within_the_widened_range_has_not_left(tmp_path, healthy):
@@ -82,6 +82,21 @@ def test_fewer_than_three_healthy_runs_with_the_series_are_no_range(tmp_path, he
     assert found(failing, [*healthy[:2], without]) == []
 
 
+def test_a_loss_is_compared_only_with_runs_that_train_it(tmp_path):
+    low, high = ({s: value for s in range(1, 2001)} for value in (5.0, 20.0))
+    both = [
+        small_run(tmp_path / f"both{k}", {"loss": low, "loss/text": low, "loss/image": low}, config=CONFIG)
+        for k in range(3)
+    ]
+    losses = {"loss": low, "loss/text": high, "loss/image": high}
+    off = CONFIG | {"loss": {"weights": {"image": 0.0}}}
+    assert departures(small_run(tmp_path / "off", losses, config=off), both).keys() == {("loss", "text")}
+    # The control: with a trained image loss all three are compared.
+    assert departures(small_run(tmp_path / "on", losses, config=CONFIG), both).keys() == {
+        ("loss", ""), ("loss", "text"), ("loss", "image")
+    }  # fmt: skip
+
+
 def planted_grid(tmp_path, healthy_seeds=4):
     """Write a grid. `bad` leaves the healthy range at steps 700 and 800 (by seed) and fails, `calm` stays in it, and
     `other` leaves it at step 900 and survives."""
@@ -108,14 +123,36 @@ def test_the_table_counts_failing_surviving_and_healthy_runs(tmp_path):
     rows = {(r.statistic, r.modality): r for r in order.rows}
     entropy, gradient = rows["attn_entropy", "image"], rows["grad_norm", ""]
     assert list(entropy.steps.values()) == [700, 800] and list(entropy.before.values()) == [1100, 1000]
-    assert (entropy.layer, entropy.surviving, entropy.healthy) == (1, 1, 0)
-    assert (gradient.layer, gradient.surviving, gradient.healthy) == (None, 0, 0)
+    assert (entropy.layer, entropy.surviving, entropy.healthy) == (1, (1, 1), (0, 4))
+    assert (gradient.layer, gradient.surviving, gradient.healthy) == (None, (0, 1), (0, 4))
     write_report(folder, tmp_path / "out")
     page = (tmp_path / "out" / "report.md").read_text()
     row = "| 1 | 2 of 2 | 750 (700 to 800) | 1,050 (1,000 to 1,100) | 1 of 1 | 0 of 4 |"
     assert f"| attention entropy, image queries {row}" in page
     assert "in failed runs only, the first was: gradient norm, in 2 of 2 runs, 300 steps before the failure." in page
     assert "figures/survival.png" in page and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_run_without_a_statistic_is_not_counted_as_inside(tmp_path):
+    folder = planted_grid(tmp_path)
+    metrics = folder / "other" / "seed0" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if "image" not in k}) + "\n" for line in lines)
+    )
+    rows = {(r.statistic, r.modality): r for r in failure_order(load_study(folder)).rows}
+    assert rows["attn_entropy", "image"].surviving == (0, 0) and rows["grad_norm", ""].surviving == (0, 1)
+
+
+def test_the_page_says_that_failed_runs_of_other_arms_do_not_count(tmp_path):
+    folder = planted_grid(tmp_path)
+    about = "The table does not count 1 failed run of “other”."
+    for failed in (False, True):
+        if failed:
+            status = folder / "other" / "seed0" / "status.json"
+            status.write_text(json.dumps(json.loads(status.read_text()) | {"status": "diverged"}))
+        write_report(folder, tmp_path / "out")
+        assert (about in (tmp_path / "out" / "report.md").read_text()) == failed
 
 
 def test_too_few_healthy_runs_have_no_range(tmp_path):

@@ -211,6 +211,7 @@ def test_doses_that_say_nothing_are_named(tmp_path):
         ("dose_response(beauty)", "'beauty' of a claim is unknown"),
         ("dose_response(q_norm, a, b)", "have arguments in brackets"),
         ("q_norm(text)", "have arguments in brackets"),
+        ("time_of_failure/text", "has no modality: write time_of_failure"),
     ],
 )
 def test_impossible_names_are_refused(name, said):

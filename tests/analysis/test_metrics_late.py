@@ -63,6 +63,17 @@ def test_a_divergence_after_an_early_best_is_not_late(tmp_path):
     assert value("late_failure", both) == 1
 
 
+@pytest.mark.parametrize("last", [3999, 4000])
+def test_a_loss_that_is_not_a_number_is_no_improvement(tmp_path, last):
+    """The last window of 500 steps ends with NaN if the run has 4,000 steps, and is incomplete if it has 3,999."""
+    losses = curve(500, 0.0, last)
+    losses[-1] = math.nan
+    run = run_of(tmp_path / "x", losses, status="diverged")
+    assert failure_step(run) == last and value("late_failure", run) == 0
+    good = run_of(tmp_path / "y", [*curve(3500, 0.0, last - 1), math.nan], status="diverged")
+    assert value("late_failure", good) == 1  # the control
+
+
 def test_a_run_that_was_stopped_has_no_value(tmp_path):
     run = run_of(tmp_path / "x", curve(6000, 0.0, 3000), status="interrupted")
     assert math.isnan(value("late_failure", run)) and math.isnan(value("time_of_failure", run))

@@ -1,6 +1,8 @@
 """Compare Kaplan-Meier curves and the log-rank test with their definitions, and check for which claims they are
 computed."""
 
+import json
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -62,6 +64,46 @@ def test_a_claim_about_a_time_of_failure_has_the_test_and_the_curves(tmp_path):
     # The interactive chart draws one value per step, so each drop takes one step.
     assert lines["a"].steps.tolist() == [0, 99, 100, 101, 102, 103, 104, 105]
     assert lines["a"].values.tolist() == pytest.approx([1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+
+
+def test_the_interval_of_a_time_uses_only_the_two_arms(tmp_path):
+    """An arm without failures has no spread, so it must not narrow or widen the interval of other arms."""
+    def late(seed):
+        return Planted(10, diverges=100 + 10 * seed, validated=False)
+
+    arms = {"a": late, "b": Planted(10)}
+    effects = [
+        judge(study(tmp_path / name, arms | more, [CLAIM]))[0].effect
+        for name, more in (("two", {}), ("calm", {"c": Planted(10)}), ("failing", {"c": late}))
+    ]
+    assert {effect.of for effect in effects} == {"two arms"} and effects[0] == effects[1] == effects[2]
+    times = np.array([0.5 + 0.05 * seed for seed in range(6)])
+    assert effects[0].interval(0.05) == pytest.approx(stats.ttest_1samp(times - 1, 0).confidence_interval())
+
+
+def test_the_notes_say_what_the_comparison_leaves_out(tmp_path):
+    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
+    notes = " ".join(judge(study(tmp_path / "all", arms, [CLAIM]))[0].notes)
+    assert "No run of “b” failed, so its spread is 0" in notes and "does not train" not in notes
+    made = study(tmp_path / "off", arms, [CLAIM])
+    for record in made.folder.glob("b-*/*/run.json"):
+        content = json.loads(record.read_text())
+        content["details"]["config"]["loss"] = {"weights": {"image": 0.0}}
+        record.write_text(json.dumps(content))
+    notes = " ".join(judge(load_study(made.folder))[0].notes)
+    assert "“b” does not train the image loss, so its runs cannot fail through it." in notes
+
+
+def test_unfinished_runs_have_no_test_and_a_warning(tmp_path):
+    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
+    made = study(tmp_path, arms, [CLAIM])
+    assert "Not all runs have finished" not in survival_figure(made).caption
+    status = next(made.folder.glob("b-*/seed0/status.json"))
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"status": "running"}))
+    made = load_study(made.folder)
+    assert "Not all runs have finished. A run that fails finishes first" in survival_figure(made).caption
+    notes = " ".join(judge(made)[0].notes)
+    assert "Failed runs: 6 of 6 in a and 0 of 5 in b." in notes and "log-rank" not in notes
 
 
 def test_other_claims_have_neither(tmp_path):

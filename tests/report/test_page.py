@@ -380,10 +380,13 @@ def test_diverged_lines_are_marked(demo):
 
 
 def test_sentences_follow_the_verdicts(tmp_path):
-    study = load_study(write_demo(tmp_path / "a", {"mixed-qk": Planted(120.0)}))
-    title = headline(study, judge(study))
-    assert "0.500 times as high" in title
-    assert title.endswith(", weaker than the smallest effect of interest, a factor of 1.99")
+    for name, logit, ratio, tail in (
+        ("weaker", 45.0, "1.33", ", weaker than the smallest effect of interest, a factor of 1.99"),
+        ("opposite", 120.0, "0.500", ", in the opposite direction"),
+    ):
+        study = load_study(write_demo(tmp_path / name, {"mixed-qk": Planted(logit)}))
+        title = headline(study, judge(study))
+        assert f"{ratio} times as high" in title and title.endswith(tail)
     study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
     assert "Claim C2 was not tested" in headline(study, judge(study))
 

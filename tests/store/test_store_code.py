@@ -106,3 +106,10 @@ def test_listed_hashes_are_the_same_code(tmp_path):
     assert not same_code("aa", "ee", listed) and not same_code("aa", "xx", listed)
     assert not same_code(None, None, listed) and not same_code(None, "aa", listed)
     assert not same_code("aa", "bb", tmp_path / "absent.txt")
+
+
+def test_a_run_of_several_versions_is_the_same_code_if_all_of_them_are_equivalent(tmp_path):
+    listed = tmp_path / "equivalent.txt"
+    listed.write_text("aa bb\nbb cc\nee ff\n")
+    assert same_code("aa+bb", "cc", listed) and same_code("aa", "bb+cc", listed)
+    assert not same_code("aa+ee", "cc", listed) and not same_code("aa+xx", "aa+xx", listed)

@@ -104,6 +104,19 @@ def test_the_last_line_is_found_from_the_end_of_the_file(tmp_path):
     assert last_metrics(path, having="lr") == {}
 
 
+def test_a_last_line_longer_than_the_tail_is_found(tmp_path):
+    """A probe of a deep model writes lines of more than 64 KiB."""
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(10))
+    probe = {f"q_norm/text/layer_{layer}": layer / 3 for layer in range(5000)}
+    writer = MetricsWriter(path)
+    writer.write(10, probe)
+    writer.close()
+    assert path.stat().st_size > 2 * 65536
+    assert last_metrics(path) == {"step": 10, **probe}
+    assert last_metrics(path, having="loss") == {"step": 9, "loss": 9 / 8}
+
+
 def test_truncate_after_keeps_every_line_up_to_the_step_and_writing_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmqk.analysis.metrics.late import failure_step
+from mmqk.analysis.metrics.losses import trained_modalities
 from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run, Series
 
@@ -28,24 +29,23 @@ FEWEST_OUTSIDE = 4
 
 @dataclass(frozen=True)
 class Departure:
-    """One statistic that left the range of the healthy runs and did not return.
+    """A statistic left the range of the healthy runs and did not return.
 
     Attributes:
-        statistic: name of the statistic, as in docs/statistics.md.
-        modality: modality of the tokens, or of the queries; empty if there is none.
         layer: the layer with the largest or smallest value (by the function in `PROBED`) at this step; None if the
             statistic has no layer.
         step: the first step from which the statistic stays outside the range.
     """
 
-    statistic: str
-    modality: str
     layer: int | None
     step: int
 
 
-def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
-    """Return the statistics that left the range of the healthy runs, sorted by the step at which they left it.
+def departures(run: Run, healthy: Sequence[Run]) -> dict[tuple[str, str], Departure | None]:
+    """Return when each statistic left the range of the healthy runs, by statistic and modality; None if it did not.
+
+    A statistic that cannot be compared has no entry: it needs 3 healthy runs that have it at each of the last 4
+    probes. A loss is compared only with healthy runs that train the same loss.
 
     The range at a step goes from the lowest to the highest value of the healthy runs at this step, and is then
     widened on both sides by its own width. It is computed on a log scale, except for loss and log Z.
@@ -55,21 +55,27 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
 
     Args:
         run: the run to examine.
-        healthy: other runs. A statistic is compared if at least 3 of these runs have it at each of the last 4 probes.
+        healthy: other runs.
     """
     failed, start = failure_step(run), warmup_steps(run)
     end = run.last_step if failed is None else failed
     tags = [tag for name, tag in run.tags.items() if tag.head is None and not name.startswith("grad_norm/")]
-    left = []
+    trained = {one.name: trained_modalities(one) for one in (run, *healthy)}
+    left: dict[tuple[str, str], Departure | None] = {}
     for statistic in (*PROBED, *STEPPED):
         names = {(tag.pair[0] if tag.pair else tag.modality) or "" for tag in tags if tag.statistic == statistic}
         for modality in sorted(names):
             steps, values = reduced(run, statistic, modality)
             during = (steps > start) & (steps <= end)
             steps, values = steps[during], values[during]
+            alike = list(healthy)
+            if statistic == "loss" and modality:
+                alike = [other for other in healthy if modality in trained[run.name] and modality in trained[other.name]]
+            elif statistic == "loss":
+                alike = [other for other in healthy if trained[run.name] == trained[other.name]]
             others = [
                 (at, seen)
-                for at, seen in (reduced(other, statistic, modality) for other in healthy)
+                for at, seen in (reduced(other, statistic, modality) for other in alike)
                 if np.isin(steps[-FEWEST_OUTSIDE:], at).all()
             ]
             if len(others) < FEWEST_HEALTHY:
@@ -85,10 +91,11 @@ def departures(run: Run, healthy: Sequence[Run]) -> list[Departure]:
                 inside = (values >= 2 * low - high) & (values <= 2 * high - low) & np.isfinite(values)
             last = np.flatnonzero(inside)
             index = int(last[-1]) + 1 if len(last) else 0
+            left[statistic, modality] = None
             if len(steps) - index >= FEWEST_OUTSIDE:
                 step = int(steps[index])
-                left.append(Departure(statistic, modality, _layer(run, statistic, modality, step), step))
-    return sorted(left, key=lambda departure: departure.step)
+                left[statistic, modality] = Departure(_layer(run, statistic, modality, step), step)
+    return left
 
 
 def reduced(run: Run, statistic: str, modality: str) -> Series:

@@ -63,7 +63,7 @@ def late_failure(run: Run, modality: str | None = None) -> float:
     for name in trained_modalities(run):
         steps, means = window_means(run, name)
         before = means[steps <= step]
-        best.append(int(steps[int(np.argmin(before))]) if len(before) else 0)
+        best.append(int(steps[int(np.nanargmin(before))]) if np.isfinite(before).any() else 0)
     return float(min(best, default=0) >= LATE_SHARE * step)
 
 

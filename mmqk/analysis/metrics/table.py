@@ -101,9 +101,9 @@ METRICS = {
     ),
     "spike_rate": _of_failures("spike rate", "per 10,000 steps", spike_rate, "high"),
     "diverged": _of_failures("divergence", "", diverged, "high"),
-    "time_of_divergence": _of_failures("time of divergence", "of the run", time_of_divergence, "low"),
+    "time_of_divergence": _of_failures("time to divergence", "of the run", time_of_divergence, "low"),
     "late_failure": _of_failures("late failure", "", late_failure, "high"),
-    "time_of_failure": _of_failures("time of failure", "of the run", time_of_failure, "low"),
+    "time_of_failure": _of_failures("time to failure", "of the run", time_of_failure, "low"),
     "alarm_lead_time": _of_failures("lead time of the first warning", "steps", alarm_lead_time, "low"),
 }
 _EXTRAPOLATION = "predicted divided by actual largest logit of the held-out largest model"
@@ -120,6 +120,8 @@ FAMILY_METRICS = {
     "logit_extrapolation": FamilyMetric(_EXTRAPOLATION, "", "log", "high", logit_extrapolation),
 }
 DOSE = ("dose_response", "dose_monotonicity")
+# Metrics of the failure of a whole run.
+WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 
@@ -132,7 +134,8 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     along an axis).
 
     Raises:
-        UserError: no metric has this name, or the metric needs a modality and the name has none.
+        UserError: no metric has this name, the metric needs a modality and the name has none, or the other way
+            round.
     """
     if match := _CALL.match(name):
         return _called(name, match[1], [part.strip() for part in match[2].split(",")], name[match.end() :])
@@ -143,6 +146,8 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
         raise UserError(f"metric {name!r} of a claim is unknown: use one of {names}")
     if isinstance(metric, Metric) and metric.by_modality and not modality:
         raise UserError(f"metric {name!r} of a claim needs a modality: write for example {base}/text")
+    if modality and base in WITHOUT_MODALITY:
+        raise UserError(f"metric {name!r} of a claim has no modality: write {base}")
     return metric, modality or None
 
 

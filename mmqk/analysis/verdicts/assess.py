@@ -39,6 +39,7 @@ from mmqk.analysis.verdicts.controls import (
     selection_runs_complete,
     within_bound,
 )
+from mmqk.analysis.verdicts.failures import EVENTS
 from mmqk.analysis.verdicts.prediction import predict
 from mmqk.analysis.verdicts.study import Study
 from mmqk.grid.claims import Claim
@@ -119,7 +120,8 @@ def assess(study: Study, claim: Claim) -> Assessment:
             notes = []  # without an effect there is no bound
         notes += [_without(outcomes.unmeasured)] if lost_of(compared.runs) else []
         return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
-    spread = pooled_spread(spread_outcomes(compared, outcomes))
+    # An arm without failures has no spread in time, so times of events have no pooled spread.
+    spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, outcomes))
     treatment, control = (outcomes.values[name] for name in (claim.treatment, claim.control))
     effect = paired_effect(treatment, control, spread, share_history(*compared.pair))
     controls, rate_notes = _controls(compared)
@@ -217,7 +219,7 @@ def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
         within_bound(compared.runs),
         selection_runs_complete(compared),
         *rate_controls,
-        compared.claim.test == "count" and numerics_agree(compared),
+        (compared.claim.test == "count" or compared.claim.metric in EVENTS) and numerics_agree(compared),
     ]
     return tuple(check for check in checks if check), [rate_note] if rate_note else []
 

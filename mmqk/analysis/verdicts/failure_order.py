@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mmqk.analysis.metrics.departure import FEWEST_HEALTHY, PROBED, STEPPED, Departure, departures
@@ -27,8 +27,9 @@ class OrderRow:
         steps: the step at which the statistic left the range, by name of the failing run; runs without an entry
             stayed inside.
         before: number of steps from leaving the range to the failure, by name of the failing run.
-        surviving: number of the runs in `FailureOrder.surviving` in which the statistic left the range.
-        healthy: number of healthy runs in which it left the range of the other healthy runs.
+        surviving: number of the runs in `FailureOrder.surviving` in which the statistic left the range, and number of
+            those in which it could be compared.
+        healthy: the same two numbers for the healthy runs, each compared with the others.
     """
 
     statistic: str
@@ -36,8 +37,8 @@ class OrderRow:
     layer: int | None
     steps: dict[str, int]
     before: dict[str, int]
-    surviving: int
-    healthy: int
+    surviving: tuple[int, int]
+    healthy: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class FailureOrder:
         control: name of the arm with healthy runs.
         failing: failed runs of the treatment.
         surviving: runs without a failure, from all arms that claims about failures compare, except the control.
+        others: failed runs of the other arms, which no row counts.
         healthy: runs of the control without a failure.
         rows: statistics, sorted by the number of failing runs in which they left the range, then by the number of
             steps before the failure.
@@ -58,6 +60,7 @@ class FailureOrder:
     control: str
     failing: tuple[Run, ...]
     surviving: tuple[Run, ...]
+    others: tuple[Run, ...]
     healthy: tuple[Run, ...]
     rows: tuple[OrderRow, ...]
 
@@ -81,11 +84,12 @@ def failure_order(study: Study) -> FailureOrder | None:
     treatment, control = found[0]
     failing, healthy = runs(treatment, True), runs(control, False)
     surviving = tuple(run for arm in arms if arm != control for run in runs(arm, False))
-    left = {run.name: _by_key(departures(run, healthy)) for run in (*failing, *surviving)}
-    left |= {run.name: _by_key(departures(run, [h for h in healthy if h is not run])) for run in healthy}
+    others = tuple(run for arm in arms if arm != treatment for run in runs(arm, True))
+    left = {run.name: departures(run, healthy) for run in (*failing, *surviving)}
+    left |= {run.name: departures(run, [h for h in healthy if h is not run]) for run in healthy}
     rows = []
-    for key in sorted({key for run in failing for key in left[run.name]}, key=_place):
-        first = {run.name: left[run.name][key] for run in failing if key in left[run.name]}
+    for key in sorted({key for run in failing for key, found in left[run.name].items() if found}, key=_place):
+        first = {run.name: departure for run in failing if (departure := left[run.name].get(key))}
         rows.append(
             OrderRow(
                 *key,
@@ -97,16 +101,15 @@ def failure_order(study: Study) -> FailureOrder | None:
             )
         )
     rows.sort(key=lambda row: (-len(row.steps), -statistics.median(row.before.values())))
-    return FailureOrder(treatment, control, failing, surviving, healthy, tuple(rows))
-
-
-def _by_key(left: Sequence[Departure]) -> dict[tuple[str, str], Departure]:
-    return {(d.statistic, d.modality): d for d in left}
+    return FailureOrder(treatment, control, failing, surviving, others, healthy, tuple(rows))
 
 
 def _place(key: tuple[str, str]) -> tuple[int, str]:
     return [*PROBED, *STEPPED].index(key[0]), key[1]
 
 
-def _count(left: dict[str, dict[tuple[str, str], Departure]], key: tuple[str, str], runs: Iterable[Run]) -> int:
-    return sum(key in left[run.name] for run in runs)
+def _count(
+    left: dict[str, dict[tuple[str, str], Departure | None]], key: tuple[str, str], runs: Iterable[Run]
+) -> tuple[int, int]:
+    found = [left[run.name][key] for run in runs if key in left[run.name]]
+    return sum(one is not None for one in found), len(found)

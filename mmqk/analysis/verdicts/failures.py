@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from mmqk.analysis.formatting import listed
+from mmqk.analysis.metrics import trained_modalities
 from mmqk.analysis.metrics.late import failure_step
 from mmqk.analysis.metrics.stability import divergence_step
 from mmqk.analysis.runs.load import Run
@@ -27,16 +28,30 @@ def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], lis
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return a sentence with the number of failed runs of each arm and the p-value of the log-rank test, for a claim
-    about the time of an event (`EVENTS`); empty for other claims."""
+    """Return sentences about a claim about the time of an event (`EVENTS`): the number of failed runs of each arm, the
+    p-value of the log-rank test, and what the interval leaves out; empty for other claims. The test needs all planned
+    runs, because a run that fails finishes first."""
     claim = compared.claim
     if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
         return []
     groups = [times_to_failure(group.all, claim.metric) for group in compared.pair]
-    p = log_rank(*groups[0], *groups[1])
+    complete = all(len(group.all) == group.planned for group in compared.pair)
+    p = log_rank(*groups[0], *groups[1]) if complete else math.nan
     counts = [
         f"{sum(failed)} of {len(failed)} in {group.label}"
         for group, (_, failed) in zip(compared.pair, groups, strict=True)
     ]
     test = f"; log-rank test of equal survival: p = {p:.2g}" if not math.isnan(p) else ""
-    return [f"Failed runs: {listed(counts)}{test}."]
+    sentences = [f"Failed runs: {listed(counts)}{test}. A run without a failure has the time 1."]
+    sentences += [
+        f"No run of “{group.label}” failed, so its spread is 0, and the interval does not include its uncertainty."
+        for group, (_, failed) in zip(compared.pair, groups, strict=True)
+        if not any(failed)
+    ]
+    trained = [{m for run in group.all for m in trained_modalities(run)} for group in compared.pair]
+    sentences += [
+        f"“{group.label}” does not train the {listed(sorted(missing))} loss, so its runs cannot fail through it."
+        for group, missing in zip(compared.pair, (trained[1] - trained[0], trained[0] - trained[1]), strict=True)
+        if missing
+    ]
+    return sentences
