@@ -183,7 +183,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         at_start = _at_start(run, data)
         sequences = run.trainer["max_steps"] * run.data.batch_size
         write_json(folder.path / "data.json", data.statistics(sequences))
-    step_log = StepLog((FLUSH_EVERY, *every), at_start, _first_step(run))
+    step_log = StepLog((FLUSH_EVERY, *every), at_start, _first_step(run), run.alarm.stop_diverged)
     checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
     monitor = RunMonitor(run.monitor, heldout, data.step_rows)
     rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)

@@ -34,6 +34,7 @@ NEWER = {
     ),
     "monitor": ("matrices", "channels", "second_moment", "curvature"),
     "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every"),
+    "alarm": ("stop_diverged",),
 }  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def identity_of(
         UserError: a source of the data is missing or damaged.
     """
     identity: dict[str, Any] = {
-        name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")
+        name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")
     }
     for section, names in NEWER.items():
         for f in fields(SECTIONS[section]):
@@ -123,8 +124,8 @@ def identity_of(
         del identity["loss"]["chunk_size"]
     if compile:  # fused operations round differently
         identity["compile"] = True
-    if sections["alarm"].acts:  # alarms that only report do not change the run
-        identity["alarm"] = asdict(sections["alarm"])
+    if not sections["alarm"].acts:  # alarms that only report do not change the run
+        del identity["alarm"]
     identity["data"] = data_identity(sections["data"])
     identity |= {"backend": backend, "seed": seed}
     identity["trainer"] = {name: getattr(trainer, name) for name in IN_IDENTITY}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmqk.analysis.metrics import find_metric
-from mmqk.analysis.metrics.late import failure_step, window_means
+from mmqk.analysis.metrics.late import failure_step, rise_step, window_means
 from tests.analysis.fake_runs import Planted
 from tests.analysis.small_runs import config, small_run
 from tests.analysis.test_analysis_claims import BASIC, one
@@ -72,6 +72,24 @@ def test_a_loss_that_is_not_a_number_is_no_improvement(tmp_path, last):
     assert failure_step(run) == last and value("late_failure", run) == 0
     good = run_of(tmp_path / "y", [*curve(3500, 0.0, last - 1), math.nan], status="diverged")
     assert value("late_failure", good) == 1  # the control
+
+
+def test_a_run_that_a_divergence_stopped_might_have_recovered(tmp_path):
+    """The loss is 1 nat too high for 200 steps; a run that is not stopped shows whether it stays high."""
+    spike = np.array(curve(6000, 0.0))
+    spike[4000:4200] += 1
+    stopped = run_of(tmp_path / "stopped", spike[:4040].tolist(), status="diverged")
+    assert value("late_failure", stopped) == 1 and math.isnan(value("late_rise", stopped))
+    recovered = run_of(tmp_path / "recovered", spike.tolist())
+    assert rise_step(recovered) is None and value("late_rise", recovered) == 0
+    spike[4200:] += 1
+    lost = run_of(tmp_path / "lost", spike.tolist())
+    assert rise_step(lost) == 4500 and value("late_rise", lost) == 1
+    off = config(STEPS) | {"alarm": {"stop_diverged": False}}
+    for name, at, late in (("late", 4040, 1.0), ("early", 40, 0.0)):
+        losses = {"loss/text": [*curve(6000, 0.0, at - 1), math.nan]}
+        run = small_run(tmp_path / name, losses, status="diverged", config=off)
+        assert value("late_rise", run) == late
 
 
 def test_a_run_that_was_stopped_has_no_value(tmp_path):

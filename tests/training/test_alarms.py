@@ -255,13 +255,16 @@ def test_only_alarms_that_act_are_part_of_the_identity(tiny_args):
     for action in ("stop", "probe", "checkpoint"):
         acting = resolve([*tiny_args, f"--alarm.{action}=[growth]"])
         assert acting.id != plain.id and acting.identity["alarm"][action] == ["growth"]
+        assert "stop_diverged" not in acting.identity["alarm"]
+    assert resolve([*tiny_args, "--alarm.stop_diverged=true"]).id == plain.id
+    assert resolve([*tiny_args, "--alarm.stop_diverged=false"]).id != plain.id
 
 
 def test_unknown_names_and_lengths_are_one_sentence(tiny_args, capsys):
     assert cli_main(main)([*tiny_args, "--alarm.stop=[spikes]"]) == 2
     said = capsys.readouterr().err
     assert "alarm.stop has 'spikes'" in said and "spike_median" in said and said.count("\n") == 1
-    with pytest.raises(ValueError, match=r"alarm\.stop has 'divergence', which always ends a run"):
+    with pytest.raises(ValueError, match=r"alarm\.stop has 'divergence', which ends a run .* set alarm.stop_diverged to false"):
         AlarmConfig(stop=["divergence"])
     with pytest.raises(ValueError, match=r"alarm\.probe_steps is 0"):
         AlarmConfig(probe_steps=0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.store import UserError, cli_main, read_metrics
+from mmqk.store import UserError, cli_main, read_alarms, read_metrics
 from mmqk.train import main
 from mmqk.training.step.module import TrainingModule
 
@@ -207,6 +207,24 @@ def test_divergence_ends_in_order(tiny_args, tmp_path):
         )
         == 0
     )
+
+
+def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny_args, tmp_path):
+    hot = [*tiny_args, "--optim.lr=3", "--optim.schedule=constant", "--trainer.max_steps=70"]
+    assert main([*hot, f"--out={tmp_path / 'stopped'}"]) == 3
+    stopped = status(tmp_path / "stopped")
+    assert "nat above its" in stopped["reason"] and stopped["step"] < 70
+    assert main([*hot, "--alarm.stop_diverged=false", f"--out={tmp_path / 'on'}"]) == 0
+    assert status(tmp_path / "on")["status"] == "completed"
+
+    def losses(name):
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    assert len(losses("on")) == 70 and losses("on").items() > losses("stopped").items()
+    assert min(a.step for a in read_alarms(tmp_path / "on") if a.name == "divergence") == stopped["step"]
+    broken = [*hot, "--optim.lr=1e30", "--trainer.gradient_clip_val=0", "--alarm.stop_diverged=false"]
+    assert main([*broken, f"--out={tmp_path / 'broken'}"]) == 3
 
 
 def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, capsys):

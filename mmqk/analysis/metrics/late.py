@@ -1,4 +1,4 @@
-"""Late failure: a run improves for at least half of the steps before it fails permanently."""
+"""Late failure: a run improves for at least half of the steps before it fails."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def window_means(run: Run, modality: str) -> Series:
     return np.array([(w + 1) * WINDOW_STEPS for w in complete], dtype=np.int64), np.array(means)
 
 
-def failure_step(run: Run) -> int | None:
-    """Return the step at which the run failed permanently; None if it did not fail.
+def rise_step(run: Run) -> int | None:
+    """Return the step at which the loss of a trained modality rose for good; None if no loss did.
 
-    A run fails if it diverges (`divergence_step`). It also fails if the loss of a trained modality stays high until
-    the run ends. A window of 500 steps is high if its mean loss is more than 0.1 nat above the lowest mean of the
-    earlier windows. The run fails if it ends with two or more high windows in a row. The failure step is then the
-    last step of the first of these windows. If a run fails in both ways, the earlier step is returned.
+    A window of 500 steps is high if its mean loss is more than 0.1 nat above the lowest mean of the earlier windows.
+    A loss rose for good if the run ends with two or more high windows in a row. The step is the last one of the first
+    of these windows. With several modalities, the earliest step is returned.
     """
-    candidates = [divergence_step(run)]
+    candidates = []
     for modality in trained_modalities(run):
         steps, means = window_means(run, modality)
         if not len(means):
@@ -46,17 +45,38 @@ def failure_step(run: Run) -> int | None:
         trailing = int(np.argmin(above[::-1]))  # above[0] is always False
         if trailing >= FEWEST_WINDOWS_ABOVE:
             candidates.append(int(steps[-trailing]))
-    return min((step for step in candidates if step is not None), default=None)
+    return min(candidates, default=None)
+
+
+def failure_step(run: Run) -> int | None:
+    """Return the step at which the run failed: it diverged (`divergence_step`) or a loss rose for good (`rise_step`),
+    whichever is earlier; None if neither happened."""
+    return min((s for s in (divergence_step(run), rise_step(run)) if s is not None), default=None)
 
 
 def late_failure(run: Run, modality: str | None = None) -> float:
-    """Return 1 if the run failed permanently (`failure_step`) and had improved for at least half of the steps before
-    the failure, else 0.
+    """Return 1 if the run failed (`failure_step`) and had improved for at least half of the steps before the failure,
+    else 0.
 
     The improvement ends with the window of 500 steps that has the lowest mean loss before the failure; with several
     trained modalities, the earliest of these windows counts. NaN if the run did not fail but was stopped early.
     """
-    step = failure_step(run)
+    return _late(run, failure_step(run))
+
+
+def late_rise(run: Run, modality: str | None = None) -> float:
+    """Return 1 if a loss rose for good (`rise_step`) or a value was not finite, and the run had improved for at least
+    half of the steps before, else 0; as in `late_failure`.
+
+    NaN if a divergence of a finite loss or something else stopped the run: it might have recovered.
+    """
+    step = rise_step(run)
+    if step is None and run.status.status == "diverged" and not run.setting("alarm.stop_diverged", True):
+        step = run.status.step
+    return _late(run, step)
+
+
+def _late(run: Run, step: int | None) -> float:
     if step is None:
         return 0.0 if run.status.status == "completed" else math.nan
     best = []

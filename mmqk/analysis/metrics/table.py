@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from mmqk.analysis.metrics.late import late_failure, time_of_failure
+from mmqk.analysis.metrics.late import late_failure, late_rise, time_of_failure
 from mmqk.analysis.metrics.losses import final_log_z, final_loss, log_z_series
 from mmqk.analysis.metrics.metric import End, FamilyMetric, Measured, Metric, alone
 from mmqk.analysis.metrics.probes import (
@@ -103,6 +103,7 @@ METRICS = {
     "diverged": _of_failures("divergence", "", diverged, "high"),
     "time_of_divergence": _of_failures("time to divergence", "of the run", time_of_divergence, "low"),
     "late_failure": _of_failures("late failure", "", late_failure, "high"),
+    "late_rise": _of_failures("late rise of a loss", "", late_rise, "high"),
     "time_of_failure": _of_failures("time to failure", "of the run", time_of_failure, "low"),
     "alarm_lead_time": _of_failures("lead time of the first warning", "steps", alarm_lead_time, "low"),
 }
@@ -121,7 +122,7 @@ FAMILY_METRICS = {
 }
 DOSE = ("dose_response", "dose_monotonicity")
 # Metrics of the failure of a whole run.
-WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
+WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "late_rise", "time_of_failure")
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 

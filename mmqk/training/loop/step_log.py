@@ -35,9 +35,10 @@ class StepLog(L.Callback):
         flush_at: Numbers of steps. The log is flushed at every multiple of each number; 0 is ignored.
         at_start: Values that are known before the first step, logged at `first_step`.
         first_step: First step of the run: 0, or for a fork the step of the checkpoint that it starts from.
+        stop_diverged: Whether a divergence stops the run; otherwise only a value that is not finite does.
 
     Attributes:
-        divergence: (step, reason) if the run has diverged, otherwise None.
+        divergence: (step, reason) if a divergence has stopped the run, otherwise None.
         latest: Values of the latest flushed step, for the progress line.
     """
 
@@ -46,8 +47,10 @@ class StepLog(L.Callback):
         flush_at: Iterable[int] = (FLUSH_EVERY,),
         at_start: Mapping[str, float] | None = None,
         first_step: int = 0,
+        stop_diverged: bool = True,
     ):
         self.flush_at, self.first_step = [n for n in flush_at if n], first_step
+        self.stop_diverged = stop_diverged
         self.at_start = dict(at_start or {})
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
@@ -121,6 +124,8 @@ class StepLog(L.Callback):
         losses = {
             m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
         }
+        if not self.stop_diverged:
+            losses = {m: loss for m, loss in losses.items() if not math.isfinite(loss)}
         return self.rule.update(step, losses)
 
     def _where(self, step: int, pl_module: TrainingModule) -> str | None:
