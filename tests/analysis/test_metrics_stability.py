@@ -193,7 +193,7 @@ def test_what_they_say_of_a_failed_run_is_the_value(tmp_path):
     counted = {name for name, metric in METRICS.items() if metric.counts_failures}
     assert counted == {
         *("spike_score", "grad_norm_spike_score", "spike_rate"),
-        *("diverged", "time_of_divergence", "alarm_lead_time", "late_failure", "time_of_failure"),
+        *("diverged", "time_of_divergence", "alarm_lead_time", "late_failure", "late_rise", "time_of_failure"),
     }
     run = small_run(tmp_path / "x", {"loss/text": [4.0] * 60}, status="diverged", step=25, config=config(100))
     assert METRICS["time_of_divergence"].worst_seen(run, None) == 0.25

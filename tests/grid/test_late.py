@@ -28,6 +28,7 @@ def test_each_arm_changes_what_it_names(study):
     assert changed == {
         "mixed": set(),
         "mixed-qk": {"model.qk_norm.kind", "checkpoint.keep"},
+        "mixed-on": {"alarm.stop_diverged", "checkpoint.keep"},
         "image-off": {"loss.weights.image", "data.batch_size", "checkpoint.keep"},
         "text-only": {"data.mix.pair", "data.seq_len", "checkpoint.keep"},
         "images-removed": {"data.pairing", "data.batch_size", "data.seq_len", "checkpoint.keep"},

@@ -28,16 +28,17 @@ def window_means(run: Run, modality: str) -> Series:
     return np.array([(w + 1) * WINDOW_STEPS for w in complete], dtype=np.int64), np.array(means)
 
 
-def rise_step(run: Run) -> int | None:
-    """Return the step at which the loss of a trained modality rose for good; None if no loss did.
+def rise_step(run: Run, modality: str | None = None) -> int | None:
+    """Return the step at which the loss of the modality rose for good; None if it did not. Without a modality, this is
+    the earliest step of all trained modalities.
 
     A window of 500 steps is high if its mean loss is more than 0.1 nat above the lowest mean of the earlier windows.
     A loss rose for good if the run ends with two or more high windows in a row. The step is the last one of the first
-    of these windows. With several modalities, the earliest step is returned.
+    of these windows.
     """
     candidates = []
-    for modality in trained_modalities(run):
-        steps, means = window_means(run, modality)
+    for name in _measured(run, modality):
+        steps, means = window_means(run, name)
         if not len(means):
             continue
         best = np.minimum.accumulate(means)
@@ -65,22 +66,27 @@ def late_failure(run: Run, modality: str | None = None) -> float:
 
 
 def late_rise(run: Run, modality: str | None = None) -> float:
-    """Return 1 if a loss rose for good (`rise_step`) or a value was not finite, and the run had improved for at least
-    half of the steps before, else 0; as in `late_failure`.
+    """Return 1 if the loss of the modality (without a modality, any trained loss) rose for good (`rise_step`) or a
+    value was not finite, and the loss had improved for at least half of the steps before, else 0; as in
+    `late_failure`.
 
     NaN if a divergence of a finite loss or something else stopped the run: it might have recovered.
     """
-    step = rise_step(run)
+    step = rise_step(run, modality)
     if step is None and run.status.status == "diverged" and not run.setting("alarm.stop_diverged", True):
         step = run.status.step
-    return _late(run, step)
+    return _late(run, step, modality)
 
 
-def _late(run: Run, step: int | None) -> float:
+def _measured(run: Run, modality: str | None) -> tuple[str, ...]:
+    return (modality,) if modality else trained_modalities(run)
+
+
+def _late(run: Run, step: int | None, modality: str | None = None) -> float:
     if step is None:
         return 0.0 if run.status.status == "completed" else math.nan
     best = []
-    for name in trained_modalities(run):
+    for name in _measured(run, modality):
         steps, means = window_means(run, name)
         before = means[steps <= step]
         best.append(int(steps[int(np.nanargmin(before))]) if np.isfinite(before).any() else 0)

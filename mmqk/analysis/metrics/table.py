@@ -122,7 +122,7 @@ FAMILY_METRICS = {
 }
 DOSE = ("dose_response", "dose_monotonicity")
 # Metrics of the failure of a whole run.
-WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "late_rise", "time_of_failure")
+WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 
