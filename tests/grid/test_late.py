@@ -92,13 +92,13 @@ def test_the_rescue_forks_the_mixed_runs_of_the_study(study, monkeypatch):
     monkeypatch.chdir(ROOT)
     grid = load_grid("configs/failures/late_rescue.yaml")
     parents = [job for job in grid.jobs if job.family.fork is None]
-    assert [(job.arm, job.seed) for job in parents] == [("mixed", 11), ("mixed", 13)]
-    assert unequal(resolve(list(parents[0].args)), runs["mixed"]) == {"trainer.max_steps"}
+    assert [(job.arm, job.seed) for job in parents] == [("mixed", 11), ("mixed", 12)]
+    assert unequal(resolve(list(parents[0].args)), runs["mixed-on"]) == {"checkpoint.keep"}
     forks = {arm.name: arm.fork for arm in grid.arms if arm.fork is not None}
     steps = {name: fork.step for name, fork in forks.items()}
     assert all(fork.arm == "mixed" for fork in forks.values())
-    remedies = {f"{remedy}-{at}": at for remedy in ("qk", "clip", "third", "decay") for at in (1500, 3000, 3500)}
-    assert steps == remedies | dict.fromkeys(("same", "data", "moments", "bf16", "noise"), 3500)
+    every = {f"{change}-{at}": at for change in ("qk", "clip", "third", "decay", "noise") for at in (3000, 5500, 7000)}
+    assert steps == every | dict.fromkeys(("data", "moments", "bf16"), 7000)
     # A checkpoint exists at every one of these steps, and the parents keep all of them.
     settings = runs["mixed"]
     assert all(step % settings.checkpoint.every_n_steps == 0 for step in steps.values())
