@@ -51,7 +51,7 @@ SECTIONS = (
     ("outcomes", "Outcomes over time and by layer", ("outcomes", "outcomes_by_layer")),
     ("not-decided", "Shown without a verdict", ("shown",)),
 )
-CHANGED = "Claims were changed after they were first registered."
+CHANGED = "Claims were changed or added after the first registration."
 LOST = "Claims were registered after runs had begun, without an earlier registration: they are exploratory."
 # The page lists at most this many commands of single runs; the others are in the run.json of their runs.
 MOST_COMMANDS = 4

@@ -97,6 +97,7 @@ def another_rate(runs):
         path.write_text(json.dumps(record))
 
 
+ALARMS = {"checkpoint": [], "probe": [], "stop": [], "probe_steps": 20}
 LARGE, SMALL = ({"vocab_sizes": {"text": size}} for size in (9, 7))
 DIAL = {"data": {"dial": {"modalities": ["text", "image"]}}}
 PAIRS = {"data": {"tokenizers": "t1", "pairs": "a1", "mix": {"pair": 1.0}, "image_first_prob": 0.5}, "model": LARGE}
@@ -114,6 +115,10 @@ TEXT = {"data": {"tokenizers": "t1", "pairs": "", "mix": {"text": 1.0}, "image_f
         (PAIRS, {"data": {**PAIRS["data"], "tokenizers": ""}, "model": SMALL}, None),
         (DIAL, {"data": {"dial": {"modalities": ["image", "text"]}}}, "they also differ in data.dial.modalities"),
         (DIAL, {"data": {"dial": {"modalities": ["text"]}}}, None),
+        # Of the alarms only the action is named that one arm has.
+        ({"alarm": ALARMS | {"stop_diverged": False}}, {}, "they also differ in alarm.stop_diverged"),
+        ({"alarm": ALARMS | {"stop": ["growth"]}}, {}, "they also differ in alarm.stop"),
+        ({"alarm": ALARMS}, {}, None),
     ],
 )
 def test_a_source_that_only_one_arm_reads_follows_from_the_mixture(tmp_path, treatment, control, named):

@@ -299,7 +299,7 @@ def test_the_page_says_when_claims_were_changed(tmp_path, registered):
     content = page_content(read([runs])) | {"css": css()}
     for name, note in (("index.html", r'<p class="note[^"]*">(.*)</p>'), ("report.md", r"(.*Marks: .*)")):
         text = render(name, content)
-        said = "Claims were changed after they were first registered." in text
+        said = "Claims were changed or added after the first registration." in text
         assert said == (registered == "other")
         assert not said or "Claims were changed" in re.search(note, text)[1]
     for verdict in (found.as_record() for found in judge(load_study(runs))):

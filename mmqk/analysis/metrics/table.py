@@ -103,7 +103,7 @@ METRICS = {
     "diverged": _of_failures("divergence", "", diverged, "high"),
     "time_of_divergence": _of_failures("time to divergence", "of the run", time_of_divergence, "low"),
     "late_failure": _of_failures("late failure", "", late_failure, "high"),
-    "late_rise": _of_failures("late rise of a loss", "", late_rise, "high"),
+    "late_rise": _of_failures("late rise of the loss", "", late_rise, "high"),
     "time_of_failure": _of_failures("time to failure", "of the run", time_of_failure, "low"),
     "alarm_lead_time": _of_failures("lead time of the first warning", "steps", alarm_lead_time, "low"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from mmqk.analysis.verdicts.compared import Compared, Group, lost_of, metric_val
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import CHECKS
-from mmqk.store import differing_fields, flatten, same_code
+from mmqk.store import AlarmConfig, differing_fields, flatten, same_code
 
 BOUND_SLACK = 1.01
 # Identity fields with the order of the modalities of the dial (the synthetic source), and with the vocabulary sizes.
@@ -29,6 +29,7 @@ SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.t
 OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
 # The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
 FEWEST_SEEDS = 3
+ACTIONS = flatten({"alarm": asdict(AlarmConfig())})
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,11 @@ def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) ->
     - the order of the modalities of the dial, if the sets of their names differ
     - a source that one of the runs does not read
     - a field that only affects pairs, if one of the runs reads no pairs
+    - an action of alarms that neither run has, because the fields of alarms are recorded all or none
     """
     values = [flatten(identity) for identity in (first, second)]
+    if field.startswith("alarm."):
+        return all(v.get(field, ACTIONS[field]) == ACTIONS[field] for v in values)
     if field.startswith(SIZES):
         return first.get("data") != second.get("data")
     if field == ORDER:
