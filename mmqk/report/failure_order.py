@@ -34,8 +34,9 @@ ABOUT = (
     "of these probes, so no lead is shorter than 3 intervals between probes. The range at a step goes from their "
     "lowest to their highest value, widened on both sides by its own width (on a log scale, except for loss and "
     "log Z). Survivors: compared runs without a failure, except those of the control; they may differ in other "
-    "settings, and only those that have the statistic count. Healthy: the healthy runs, each compared with the others. A statistic that also leaves the "
-    "range in survivors or healthy runs does not distinguish the failed runs."
+    "settings, and only those that have the statistic count. Healthy: the healthy runs, each compared with the "
+    "others. A statistic that also leaves the range in survivors or healthy runs does not distinguish the failed "
+    "runs."
 )
 
 
