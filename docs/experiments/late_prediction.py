@@ -4,8 +4,9 @@
 
 First table: for each alarm rule and arm, how many runs had an alarm before their failure or end, how many alarms per
 1,000 steps, and how long before the failure the first one came. Second table: for each monitor at a fixed step, the
-AUROC of its value for failing against surviving runs of one arm without QK-Norm, and the Spearman correlation with the
-step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run ended.
+AUROC of its value for failing against surviving runs of one arm without QK-Norm, and the Spearman correlation with
+the step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run
+ended.
 """
 
 import sys
@@ -120,7 +121,8 @@ if __name__ == "__main__":
         alarm_rows(runs, failed),
     )
     if any(failed.values()):
-        titles = ["arm", "step", "monitor", "AUROC (failing and surviving runs)", "correlation with the time of the failure"]
+        auroc_title, rho_title = "AUROC (failing and surviving runs)", "correlation with the time of the failure"
+        titles = ["arm", "step", "monitor", auroc_title, rho_title]
         table(titles, monitor_rows(runs, failed))
         titles = ["arm", "seed", "loss", "lowest mean of 500 steps", "mean of the last 50 steps above it"]
         table(titles, loss_rows(runs, failed))

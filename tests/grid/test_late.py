@@ -97,7 +97,8 @@ def test_the_rescue_forks_the_mixed_runs_of_the_study(study, monkeypatch):
     forks = {arm.name: arm.fork for arm in grid.arms if arm.fork is not None}
     steps = {name: fork.step for name, fork in forks.items()}
     assert all(fork.arm == "mixed" for fork in forks.values())
-    every = {f"{change}-{at}": at for change in ("qk", "clip", "third", "decay", "noise") for at in (3000, 5500, 7000)}
+    changes = ("qk", "clip", "third", "decay", "noise")
+    every = {f"{change}-{at}": at for change in changes for at in (3000, 5500, 7000)}
     assert steps == every | dict.fromkeys(("data", "moments", "bf16"), 7000)
     # A checkpoint exists at every one of these steps, and the parents keep all of them.
     settings = runs["mixed"]

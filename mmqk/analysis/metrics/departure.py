@@ -70,7 +70,8 @@ def departures(run: Run, healthy: Sequence[Run]) -> dict[tuple[str, str], Depart
             steps, values = steps[during], values[during]
             alike = list(healthy)
             if statistic == "loss" and modality:
-                alike = [other for other in healthy if modality in trained[run.name] and modality in trained[other.name]]
+                both = [set(trained[run.name]) & set(trained[other.name]) for other in healthy]
+                alike = [other for other, names in zip(healthy, both, strict=True) if modality in names]
             elif statistic == "loss":
                 alike = [other for other in healthy if trained[run.name] == trained[other.name]]
             others = [

@@ -29,8 +29,8 @@ def window_means(run: Run, modality: str) -> Series:
 
 
 def rise_step(run: Run, modality: str | None = None) -> int | None:
-    """Return the step at which the loss of the modality rose for good; None if it did not. Without a modality, this is
-    the earliest step of all trained modalities.
+    """Return the step at which the loss of the modality rose for good; None if it did not. Without a modality, this
+    is the earliest step of all trained modalities.
 
     A window of 500 steps is high if its mean loss is more than 0.1 nat above the lowest mean of the earlier windows.
     A loss rose for good if the run ends with two or more high windows in a row. The step is the last one of the first

@@ -28,9 +28,9 @@ def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], lis
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return sentences about a claim about the time of an event (`EVENTS`): the number of failed runs of each arm, the
-    p-value of the log-rank test, and what the interval leaves out; empty for other claims. The test needs all planned
-    runs, because a run that fails finishes first."""
+    """Return sentences for a claim about the time of an event (`EVENTS`): the number of failed runs of each arm, the
+    p-value of the log-rank test, and what the interval leaves out; empty for other claims. The test needs all
+    planned runs, because a run that fails finishes first."""
     claim = compared.claim
     if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
         return []

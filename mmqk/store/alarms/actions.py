@@ -12,8 +12,8 @@ from mmqk.store.alarms.alarm import NAMES
 class AlarmConfig:
     """What a run does when an alarm begins, besides reporting it.
 
-    The alarms are spike, spike_median, stall, growth, collapse and non_finite (docs/alarms.md). Divergence has a field
-    of its own and cannot be listed in the others.
+    The alarms are spike, spike_median, stall, growth, collapse and non_finite (docs/alarms.md). Divergence has its
+    own field and cannot be listed in the others.
 
     Args:
         checkpoint: alarms that write a permanent checkpoint ``alarm_<name>_step….ckpt`` when they first begin.
