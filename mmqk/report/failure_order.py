@@ -101,7 +101,14 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
         rows.append(tuple(panel for panel in made if panel.lines))
     arms = (order.treatment, order.control)
     keys = (*legend(study, arms), Key("leaves the range of the healthy runs", INK, marker="o"))
-    first = next((row for row in order.rows if not row.surviving[0] and not row.healthy[0]), None)
+    first = next(
+        (
+            row
+            for row in order.rows
+            if not row.healthy[0] and row.surviving[0] == 0 and (row.surviving[1] or not order.surviving)
+        ),
+        None,
+    )
     reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
     if first is not None:
         reading += (

@@ -44,7 +44,7 @@ def about_survival(compared: Compared) -> list[str]:
     test = f"; log-rank test of equal survival: p = {p:.2g}" if not math.isnan(p) else ""
     sentences = [f"Failed runs: {listed(counts)}{test}. A run without a failure has the time 1."]
     sentences += [
-        f"No run of “{group.label}” failed, so its spread is 0, and the interval does not include its uncertainty."
+        f"No run of “{group.label}” failed, so its spread is 0, and the interval ignores the uncertainty of this arm."
         for group, (_, failed) in zip(compared.pair, groups, strict=True)
         if not any(failed)
     ]
