@@ -117,7 +117,7 @@ def _tail(verdict: Verdict) -> str:
     """Return what the effect means for the claim."""
     threshold, equivalence = _threshold(verdict), verdict.claim.test == "equivalence"
     effect = None if equivalence or isinstance(verdict.effect, Auroc) else verdict.effect
-    opposite = effect is not None and verdict.claim.sign * effect.value < 0
+    opposite = effect is not None and max(verdict.claim.sign * end for end in (effect.low, effect.high)) < 0
     return {
         "reproduced": f", no difference as large as {threshold}" if equivalence else "",
         "contradicted": f", a difference of at least {threshold}"
