@@ -6,7 +6,7 @@ First table: for each alarm rule and arm, how many runs had an alarm before thei
 1,000 steps, and how long before the failure the first one came. Second table: for each monitor at a fixed step, the
 AUROC of its value for failing against surviving runs of one arm without QK-Norm, and the Spearman correlation with
 the step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run
-ended.
+ended. Fourth table: the number of runs that fail at other thresholds of the two rules.
 """
 
 import sys
@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 import mmqk
+from mmqk.analysis.metrics import late
 from mmqk.analysis.metrics.late import failure_step, window_means
 from mmqk.analysis.metrics.losses import trained_modalities
 
@@ -106,6 +107,24 @@ def loss_rows(runs, failed):
             yield run.arm, str(run.seed), modality, f"{best:.2f}", f"{np.mean(values[-50:]) - best:+.2f}"
 
 
+def highest_median(run, modality):
+    """Return how far the median of 50 steps was above its lowest value, at most."""
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(run.series(f"loss/{modality}")[1], 50), axis=1)
+    return (medians - np.minimum.accumulate(medians)).max()
+
+
+def threshold_rows(runs):
+    for arm in dict.fromkeys(run.arm for run in runs):
+        of_arm = [run for run in runs if run.arm == arm]
+        highest = [max(highest_median(run, m) for m in trained_modalities(run)) for run in of_arm]
+        row = [str(sum(value > nats for value in highest)) for nats in (0.4, 0.5, 0.6, 0.8)]
+        for nats in (0.05, 0.1, 0.15, 0.2):
+            late.ABOVE_OWN_BEST_NATS = nats
+            row.append(str(sum(late.rise_step(run, "text") is not None for run in of_arm)))
+        late.ABOVE_OWN_BEST_NATS = 0.1
+        yield arm, str(len(of_arm)), *row
+
+
 def table(titles, rows):
     print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
     for row in rows:
@@ -126,3 +145,6 @@ if __name__ == "__main__":
         table(titles, monitor_rows(runs, failed))
         titles = ["arm", "seed", "loss", "lowest mean of 500 steps", "mean of the last 50 steps above it"]
         table(titles, loss_rows(runs, failed))
+    titles = [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
+    titles += [f"text loss rises {nats} nat for good" for nats in (0.05, 0.1, 0.15, 0.2)]
+    table(["arm", "runs", *titles], threshold_rows(runs))
