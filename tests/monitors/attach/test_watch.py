@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmqk.analysis import load_runs
 from mmqk.monitors import attach
+from mmqk.monitors.third_party.folder import WatchFolder
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import L, Net, batches, loss_of
 
@@ -230,6 +231,18 @@ def test_a_folder_is_one_run(tmp_path):
         watch.close()
     run(start=2)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_folder_with_a_run_of_many_layers_is_refused_too(tmp_path):
+    """One line of a deep model can be longer than the part of the file that is read first."""
+    folder = WatchFolder(tmp_path, started=0)
+    folder.write(3, {f"q_norm/image/layer{layer:04d}": 1 / 3 for layer in range(5000)})
+    folder.close(3, "completed")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert len(before) > 2**17
+    with pytest.raises(UserError, match=r"has a run up to step 3: give another folder"):
+        WatchFolder(tmp_path, started=0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
