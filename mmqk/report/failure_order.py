@@ -68,6 +68,12 @@ def _others(study: Study, order: FailureOrder) -> str:
     return f" The table does not count {failed}." if arms else ""
 
 
+def _only_in_failed(order: FailureOrder, row: OrderRow) -> bool:
+    """Return whether the statistic left the range in failed runs only. If there are survivors, one must have it."""
+    compared = bool(row.surviving[1]) or not order.surviving
+    return compared and not row.surviving[0] and not row.healthy[0]
+
+
 def _what(row: OrderRow) -> str:
     queries = " queries" if row.statistic.startswith("attn_") else ""
     return f"{NAMES[row.statistic]}{f', {row.modality}{queries}' if row.modality else ''}"
@@ -101,14 +107,7 @@ def order_figure(study: Study, order: FailureOrder | None) -> Figure | None:
         rows.append(tuple(panel for panel in made if panel.lines))
     arms = (order.treatment, order.control)
     keys = (*legend(study, arms), Key("leaves the range of the healthy runs", INK, marker="o"))
-    first = next(
-        (
-            row
-            for row in order.rows
-            if not row.healthy[0] and row.surviving[0] == 0 and (row.surviving[1] or not order.surviving)
-        ),
-        None,
-    )
+    first = next((row for row in order.rows if _only_in_failed(order, row)), None)
     reading = f"{plural(len(order.failing), 'run')} of “{study.label(order.treatment)}” failed."
     if first is not None:
         reading += (

@@ -135,8 +135,8 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     along an axis).
 
     Raises:
-        UserError: no metric has this name, the metric needs a modality and the name has none, or the other way
-            round.
+        UserError: no metric has this name, the metric needs a modality and the name has none, or the name has a
+            modality that the metric does not take.
     """
     if match := _CALL.match(name):
         return _called(name, match[1], [part.strip() for part in match[2].split(",")], name[match.end() :])

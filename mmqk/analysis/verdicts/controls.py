@@ -29,6 +29,7 @@ SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.t
 OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
 # The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
 FEWEST_SEEDS = 3
+# The defaults of what alarms do; the identity of a run without any action has none of these fields.
 ACTIONS = flatten({"alarm": asdict(AlarmConfig())})
 
 
@@ -150,11 +151,12 @@ def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) ->
     - the order of the modalities of the dial, if the sets of their names differ
     - a source that one of the runs does not read
     - a field that only affects pairs, if one of the runs reads no pairs
-    - an action of alarms that neither run has, because the fields of alarms are recorded all or none
+    - an action of alarms that neither run has
     """
     values = [flatten(identity) for identity in (first, second)]
     if field.startswith("alarm."):
-        return all(v.get(field, ACTIONS[field]) == ACTIONS[field] for v in values)
+        default = ACTIONS.get(field)
+        return all(v.get(field, default) == default for v in values)
     if field.startswith(SIZES):
         return first.get("data") != second.get("data")
     if field == ORDER:
