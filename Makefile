@@ -24,7 +24,7 @@ help:
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
 	@echo "make late         train the runs of the study of late failure (20 core hours) and write reports/late/index.html"
 	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
-	@echo "make late-rescue  remedies switched on before two runs fail (5 core hours)"
+	@echo "make late-rescue  remedies switched on before two runs fail (6 core hours)"
 	@echo "make test         lint, types and all tests that are not slow"
 	@echo "make test-slow    the slow tests: several processes, kills, large pages, benchmarks"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"

@@ -92,8 +92,11 @@ def test_the_rescue_forks_the_mixed_runs_of_the_study(study, monkeypatch):
     monkeypatch.chdir(ROOT)
     grid = load_grid("configs/failures/late_rescue.yaml")
     parents = [job for job in grid.jobs if job.family.fork is None]
-    assert [(job.arm, job.seed) for job in parents] == [("mixed", 11), ("mixed", 12)]
-    assert unequal(resolve(list(parents[0].args)), runs["mixed-on"]) == {"checkpoint.keep"}
+    arms = ("mixed", "mixed-bf16")
+    assert [(job.arm, job.seed) for job in parents] == [(arm, seed) for seed in (11, 12) for arm in arms]
+    fp32, bf16 = (unequal(resolve(list(job.args)), runs["mixed-on"]) for job in parents[:2])
+    assert fp32 == {"checkpoint.keep", "data.val_every_n_steps"}
+    assert bf16 == {"trainer.precision", "data.val_every_n_steps"}
     forks = {arm.name: arm.fork for arm in grid.arms if arm.fork is not None}
     steps = {name: fork.step for name, fork in forks.items()}
     assert all(fork.arm == "mixed" for fork in forks.values())
