@@ -1,5 +1,6 @@
 """Test the metrics of late failure on planted curves with known answers."""
 
+import json
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from mmqk.analysis.metrics import find_metric
 from mmqk.analysis.metrics.late import failure_step, rise_step, window_means
+from mmqk.analysis.runs.load import load_runs
 from tests.analysis.fake_runs import Planted
 from tests.analysis.small_runs import config, small_run
 from tests.analysis.test_analysis_claims import BASIC, one
@@ -101,6 +103,39 @@ def test_a_late_rise_of_one_loss_does_not_count_for_the_other(tmp_path):
 def test_a_run_that_was_stopped_has_no_value(tmp_path):
     run = run_of(tmp_path / "x", curve(6000, 0.0, 3000), status="interrupted")
     assert math.isnan(value("late_failure", run)) and math.isnan(value("time_of_failure", run))
+
+
+def forked(folder, text, step, parent=None):
+    """Write a run with these losses and an unchanged fork of it from ``step``; return both as a study loads them."""
+    run_of(folder / "whole", text)
+    small_run(folder / "fork", {"loss/text": dict(enumerate(text[step:], start=step + 1))}, config=config(STEPS))
+    record = {"parent": {"folder": parent or "whole", "id": "whole", "step": step}}
+    (folder / "fork" / "fork.json").write_text(json.dumps(record))
+    return {run.name: run for run in load_runs(folder)}
+
+
+@pytest.mark.parametrize("step", [2000, 4000, 4500])
+def test_a_fork_has_the_losses_of_its_parent(tmp_path, step):
+    """A fork that changes nothing has the values of its parent, which rises after step 4,000."""
+    runs = forked(tmp_path, curve(4000, 0.3), step)
+    fork, whole = runs["fork"], runs["whole"]
+    for name in ("late_failure", "late_rise", "time_of_failure"):
+        assert value(name, fork) == value(name, whole)
+    for seen, wanted in zip(window_means(fork, "text"), window_means(whole, "text"), strict=True):
+        np.testing.assert_array_equal(seen, wanted)
+    fork.parent = None  # the control: alone, the fork does not know the lower losses of its parent
+    assert len(window_means(fork, "text")[0]) == (STEPS - step) // 500
+    assert (rise_step(fork) is None) == (step >= 4000)
+
+
+def test_a_parent_is_found_by_its_id_and_never_in_a_circle(tmp_path):
+    runs = forked(tmp_path / "moved", curve(4000, 0.3), 4500, parent="a folder of another machine")
+    assert runs["fork"].parent is runs["whole"] and rise_step(runs["fork"]) == 4500
+    folder = tmp_path / "circle"
+    forked(folder, curve(4000, 0.3), 4500)
+    record = {"parent": {"folder": "fork", "id": "fork", "step": 4500}}
+    (folder / "whole" / "fork.json").write_text(json.dumps(record))
+    assert [run.parent for run in load_runs(folder)] == [None, None]
 
 
 def test_windows_are_means_over_their_steps(tmp_path):

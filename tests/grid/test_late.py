@@ -23,19 +23,27 @@ def study():
 
 
 def test_each_arm_changes_what_it_names(study):
-    _, runs = study
-    changed = {name: unequal(runs["mixed"], run) for name, run in runs.items()}
+    grid, runs = study
+    forks = {arm.name: arm.fork for arm in grid.arms if arm.fork is not None}
+    changed = {name: unequal(runs["mixed"], run) for name, run in runs.items() if name not in forks}
     assert changed == {
         "mixed": set(),
         "mixed-qk": {"model.qk_norm.kind", "checkpoint.keep"},
         "mixed-on": {"alarm.stop_diverged", "checkpoint.keep"},
         "image-off": {"loss.weights.image", "data.batch_size", "checkpoint.keep"},
         "text-only": {"data.mix.pair", "data.seq_len", "checkpoint.keep"},
+        "text-qk": {"data.mix.pair", "data.seq_len", "model.qk_norm.kind", "checkpoint.keep"},
         "images-removed": {"data.pairing", "data.batch_size", "data.seq_len", "checkpoint.keep"},
         "softcap": {"model.attn_softcap", "backend", "checkpoint.keep"},
         "third": {"optim.lr", "checkpoint.keep"},
         "decay": {"optim.weight_decay", "checkpoint.keep"},
     }
+    # The longer run continues where the run of text only ends, and its schedule does not depend on its length.
+    longer = {job.args for job in grid.jobs if job.arm == "text-longer"}
+    fork = forks["text-longer"]
+    assert list(forks) == ["text-longer"] and (fork.arm, fork.step) == ("text-only", 10000)
+    assert runs["text-only"].trainer["max_steps"] == 10000
+    assert longer == {("--trainer.max_steps=20000",)}
     settings = runs["mixed"]
     assert (settings.model.n_layers, settings.model.d_model) == (24, 48)
     assert (settings.optim.schedule, settings.optim.weight_decay, settings.optim.lr) == ("constant", 0.0, 0.01)
@@ -102,7 +110,7 @@ def test_the_rescue_forks_the_mixed_runs_of_the_study(study, monkeypatch):
     assert all(fork.arm == "mixed" for fork in forks.values())
     changes = ("qk", "clip", "third", "decay", "noise")
     every = {f"{change}-{at}": at for change in changes for at in (3000, 5500, 7000)}
-    assert steps == every | dict.fromkeys(("data", "moments", "bf16"), 7000)
+    assert steps == every | dict.fromkeys(("kick", "data", "moments", "bf16"), 7000)
     # A checkpoint exists at every one of these steps, and the parents keep all of them.
     settings = runs["mixed"]
     assert all(step % settings.checkpoint.every_n_steps == 0 for step in steps.values())

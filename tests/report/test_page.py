@@ -364,13 +364,13 @@ def test_color_is_arm_on_every_figure(demo):
 
 def test_of_many_arms_those_of_the_figures_have_a_color_of_their_own(demo):
     one = load_study(demo[0])
-    arms = {f"arm{i:02d}": StudyArm(f"arm{i:02d}", f"arm {i}", family=f"arm{i:02d}") for i in range(20)}
-    study = replace(one, arms=arms, claims=(), report={"hero": ["arm03"], "outcomes": ["arm18", "arm19"]})
+    arms = {f"arm{i:02d}": StudyArm(f"arm{i:02d}", f"arm {i}", family=f"arm{i:02d}") for i in range(25)}
+    study = replace(one, arms=arms, claims=(), report={"hero": ["arm03"], "outcomes": ["arm23", "arm24"]})
     colors = arm_colors(study)
-    assert len(set(colors.values()) - {GRAY}) == 16 and list(colors.values()).count(GRAY) == 4
-    assert colors["arm18"] != GRAY != colors["arm19"]
+    assert len(set(colors.values()) - {GRAY}) == 21 and list(colors.values()).count(GRAY) == 4
+    assert colors["arm23"] != GRAY != colors["arm24"]
     # The control: without these figures the last arms are gray.
-    assert arm_colors(replace(study, report={}))["arm19"] == GRAY
+    assert arm_colors(replace(study, report={}))["arm24"] == GRAY
 
 
 def test_diverged_lines_are_marked(demo):

@@ -1,4 +1,7 @@
-"""Late failure: a run improves for at least half of the steps before it fails."""
+"""Late failure: a run improves for at least half of the steps before it fails.
+
+A fork includes the losses of its parent up to the step of the fork, if the parent was loaded with it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LATE_SHARE = 0.5
 def window_means(run: Run, modality: str) -> Series:
     """Return (last step, mean training loss) of each complete window of 500 steps. Steps at which this loss was not
     measured do not count in the mean."""
-    steps, values = run.series(f"loss/{modality}")
+    steps, values = run.history(f"loss/{modality}")
     windows = (steps - 1) // WINDOW_STEPS
     complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * WINDOW_STEPS <= run.last_step]
     means = [float(values[windows == w].mean()) for w in complete]

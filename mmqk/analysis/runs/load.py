@@ -74,6 +74,7 @@ class Run:
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
         replay: the name of the replayed run, the depth and the numerics; None if the run is not a replay.
         forked: content of fork.json; empty if there is none.
+        parent: the parent of a fork, if it was loaded with the fork; else None.
         cache: results of the functions with the decorator `once_per_run`.
     """
 
@@ -93,6 +94,7 @@ class Run:
     fork: Mapping[str, Any] | None = None
     replay: Mapping[str, Any] | None = None
     forked: Mapping[str, Any] = field(default_factory=dict)
+    parent: Run | None = field(default=None, init=False, repr=False, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -187,6 +189,17 @@ class Run:
         """Return (steps, values) of one series; both empty if the run does not have it."""
         return self._columns.series.get(tag, EMPTY)
 
+    def history(self, tag: str) -> Series:
+        """Return (steps, values) of one series from step 0: for a fork with a loaded parent, the series of the parent
+        up to the step of the fork, and then that of the fork."""
+        steps, values = self.series(tag)
+        first = _fork_step(self)
+        if self.parent is None or first is None:
+            return steps, values
+        before, earlier = self.parent.history(tag)
+        inherited, own = before <= first, steps > first
+        return np.concatenate([before[inherited], steps[own]]), np.concatenate([earlier[inherited], values[own]])
+
     def combined(
         self,
         statistic: str,
@@ -256,12 +269,33 @@ def load_runs(folder: str | Path) -> list[Run]:
         raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate has written")
     ablation = read_ablation(folder)
     if ablation is not None:
-        return [
+        runs = [
             _load(folder / entry["folder"], entry["folder"], entry["arm"], entry["seed"], entry)
             for entry in ablation["runs"]
             if os.path.isdir(folder / entry["folder"])
         ]
-    return [_load(path, *_names(path, folder)) for path in find_runs(folder)]
+    else:
+        runs = [_load(path, *_names(path, folder)) for path in find_runs(folder)]
+    _link_parents(runs)
+    return runs
+
+
+def _link_parents(runs: list[Run]) -> None:
+    """Set the parent of each fork, found by the name in the records of the grid or by the id that the fork
+    recorded. A parent that is a fork itself must begin earlier: damaged records cannot make a cycle."""
+    by_name, by_id = {run.name: run for run in runs}, {run.id: run for run in runs if run.id}
+    for run in runs:
+        step = _fork_step(run)
+        if step is not None:
+            recorded = (run.forked.get("parent") or {}).get("id")
+            found = by_name.get(str((run.fork or {}).get("parent"))) or by_id.get(str(recorded))
+            if found is not None and found is not run and (_fork_step(found) or -1) < step:
+                run.parent = found
+
+
+def _fork_step(run: Run) -> int | None:
+    step = (run.fork or {}).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _names(path: Path, root: Path) -> tuple[str, str, int]:

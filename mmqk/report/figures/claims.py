@@ -6,12 +6,12 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from mmqk.analysis.formatting import capital, number, plural, slug
 from mmqk.analysis.metrics import FamilyMetric, find_metric
+from mmqk.analysis.metrics.metric import BySeries
 from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.claims import counted_label
 from mmqk.analysis.verdicts.study import Study
@@ -48,15 +48,17 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     log = metric.scale == "log"
     names = set(verdict.runs)
     family = isinstance(metric, FamilyMetric)
-    # A family metric has no value by step: draw the losses of its runs.
-    series = _losses(modality or "") if isinstance(metric, FamilyMetric) else metric.series
+    if isinstance(metric, FamilyMetric) or verdict.claim.metric.partition("/")[0] == "final_loss":
+        # A family metric has no value by step, and a final loss has one.
+        curves, series = _losses(runs, modality)
+    else:
+        curves, series = label, metric.series
     points = points_a_line(len(runs))
 
     def of_claim(run: Run) -> Series:
         return finite(series(run, modality)) if run.name in names else EMPTY
 
     lines = tuple(line for line in arm_lines(study, arms, "", of_claim, points) if line.seed is not None)
-    curves = "training loss (nats per token)" if family else label
     panels = []
     if any(len(line.steps) > 1 for line in lines):
         panels.append(
@@ -84,8 +86,13 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     )
 
 
-def _losses(modality: str) -> Any:
-    return lambda run, _: run.series(f"loss/{modality}" if modality else "loss")
+def _losses(runs: Sequence[Run], modality: str | None) -> tuple[str, BySeries]:
+    """Return the held-out losses by step if every run has measured them during training, else the training losses."""
+    part = f"/{modality}" if modality else ""
+    held_out = all(len(run.series(f"val_loss{part}")[0]) > 2 for run in runs)
+    name = f"val_loss{part}" if held_out else f"loss{part}"
+    label = f"{'held-out' if held_out else 'training'} loss{part.replace('/', ', ')} (nats per token)"
+    return label, lambda run, _: run.series(name)
 
 
 def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) -> str:

@@ -122,7 +122,7 @@ def _changes(run: Run) -> tuple[str, str]:
     shift = record.get("function", {}).get("logits_rms_relative")
     if isinstance(shift, int | float):
         remarks.append(
-            "the outputs did not change"
+            "the outputs did not change (in fp32, before the first step)"
             if shift == 0
             else f"the outputs changed by {number(shift)} times their RMS"
         )

@@ -17,8 +17,12 @@ from mmqk.report.figures.shapes import Key
 
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-# For the arms after the first eight: colors of Paul Tol's muted palette, also for color-blind readers.
-MORE = ("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC")
+# For the arms after the first eight: colors of Paul Tol's muted palette, also for color-blind readers, and then of his
+# light palette.
+MORE = (
+    *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC"),
+    *("#EE8866", "#AAAA00", "#77AADD", "#FFAABB", "#BBCC33"),
+)
 STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
 INK, FAINT = "#1b1f24", "#8b929b"
 

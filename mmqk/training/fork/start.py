@@ -128,7 +128,7 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
     parts += ["new moments of the optimizer"] if fork.new_moments else []
     losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
     near = (
-        "the function equals the parent's bit for bit"
+        "the function equals the parent's bit for bit (in fp32, before the first step)"
         if change.logits == 0
         else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
     )
