@@ -264,3 +264,26 @@ def test_what_is_trained_is_what_the_mix_holds_and_the_loss_weighs(tmp_path, mix
     [run] = load_study(edit(tmp_path, "run.json", change)).runs
     assert trained_modalities(run) == trained
     assert [is_trained(run, m) for m in ("text", "image")] == [m in trained for m in ("text", "image")]
+
+
+def test_the_curves_of_a_final_loss_are_named_for_what_they_show(tmp_path):
+    """The runs measure the held-out loss once, at their end, until two more measurements are added."""
+    folder = write_demo(tmp_path / "demo")
+    record = json.loads((folder / "ablation.json").read_text())
+    (claim,) = (c for c in record["grid"]["claims"] if c["id"] == "C13")
+    claim["metric"] = "final_loss/text"
+    (folder / "ablation.json").write_text(json.dumps(record))
+
+    def curves():
+        study = load_study(folder)
+        (verdict,) = (v for v in judge(study) if v.claim.id == "C13")
+        panel = claim_figure(study, verdict).rows[0][0]
+        return panel.ylabel, max(len(line.steps) for line in panel.lines)
+
+    training = curves()
+    assert training[0] == "Training loss, text (nats per token)" and training[1] > 3
+    for path in folder.glob("*/seed*/metrics.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        more = [line | ({"val_loss/text": 5.0} if line["step"] in (50, 100) else {}) for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in more))
+    assert curves() == ("Held-out loss, text (nats per token)", 3)
