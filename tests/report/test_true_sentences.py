@@ -267,7 +267,7 @@ def test_what_is_trained_is_what_the_mix_holds_and_the_loss_weighs(tmp_path, mix
 
 
 def test_the_curves_of_a_final_loss_are_named_for_what_they_show(tmp_path):
-    """The runs measure the held-out loss once, at their end, until two more measurements are added."""
+    """The runs measure the held-out loss once, at their end, until three more measurements are added."""
     folder = write_demo(tmp_path / "demo")
     record = json.loads((folder / "ablation.json").read_text())
     (claim,) = (c for c in record["grid"]["claims"] if c["id"] == "C13")
@@ -284,6 +284,6 @@ def test_the_curves_of_a_final_loss_are_named_for_what_they_show(tmp_path):
     assert training[0] == "Training loss, text (nats per token)" and training[1] > 3
     for path in folder.glob("*/seed*/metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        more = [line | ({"val_loss/text": 5.0} if line["step"] in (50, 100) else {}) for line in lines]
+        more = [line | ({"val_loss/text": 5.0} if line["step"] in (25, 50, 75) else {}) for line in lines]
         path.write_text("".join(json.dumps(line) + "\n" for line in more))
-    assert curves() == ("Held-out loss, text (nats per token)", 3)
+    assert curves() == ("Held-out loss, text (nats per token)", 4)
