@@ -17,8 +17,8 @@ from mmqk.report.figures.shapes import Key
 
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-# For the arms after the first eight: colors of Paul Tol's muted palette, also for color-blind readers, and then of his
-# light palette.
+# For the arms after the first eight: the muted palette of Paul Tol, also for color-blind readers, and then his light
+# palette.
 MORE = (
     *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC"),
     *("#EE8866", "#AAAA00", "#77AADD", "#FFAABB", "#BBCC33"),
