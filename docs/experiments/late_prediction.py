@@ -6,7 +6,8 @@ First table: for each alarm rule and arm, how many runs had an alarm before thei
 1,000 steps, and how long before the failure the first one came. Second table: for each monitor at a fixed step, the
 AUROC of its value for failing against surviving runs of one arm without QK-Norm, and the Spearman correlation with
 the step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run
-ended. Fourth table: the number of runs that fail at other thresholds of the two rules.
+ended. Fourth table: the number of runs that fail at other thresholds of the two rules. Fifth table: how many layers
+have large logits, and how many steps the gradient clipping scales, by arm and step.
 """
 
 import sys
@@ -125,6 +126,29 @@ def threshold_rows(runs):
         yield arm, str(len(of_arm)), *row
 
 
+def layer_rows(runs):
+    """The logit of a layer is its largest, over queries and keys, as the median of three probes."""
+    for arm in dict.fromkeys(run.arm for run in runs):
+        for step in (1000, 3000, 5000, 7000, 10000, 15000, 20000):
+            alive = [run for run in runs if run.arm == arm and run.last_step >= step > first_step(run)]
+            if not alive:
+                continue
+            logits, clipped = [], []
+            for run in alive:
+                layers = range(run.setting("model.n_layers"))
+                by_layer = [run.combined("attn_logit_absmax", np.max, layer=layer) for layer in layers]
+                logits.append([np.median(values[(steps <= step) & (steps > step - 750)]) for steps, values in by_layer])
+                steps, norms = run.series("grad_norm")
+                clipped.append(100 * np.mean(norms[(steps <= step) & (steps > step - 500)] > 1))
+            logits = np.array(logits)
+            columns = (logits.max(1), np.median(logits, 1), (logits > 1000).sum(1), clipped)
+            yield arm, f"{step:,}", str(len(alive)), *(f"{min(c):.3g} to {max(c):.3g}" for c in columns)
+
+
+def first_step(run):
+    return (run.fork or {}).get("step", 0)
+
+
 def table(titles, rows):
     print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
     for row in rows:
@@ -148,3 +172,5 @@ if __name__ == "__main__":
     titles = [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
     titles += [f"text loss rises {nats} nat for good" for nats in (0.05, 0.1, 0.15, 0.2)]
     table(["arm", "runs", *titles], threshold_rows(runs))
+    titles = ["arm", "step", "runs", "largest logit", "median over layers", "layers above 1,000", "% of steps clipped"]
+    table(titles, layer_rows(runs))
