@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from torch import Tensor, nn
+
+from mmqk.monitors.third_party.layers import clean
 
 SiteName = Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
 
@@ -50,10 +52,13 @@ class Adapter:
         layer: regular expression for the full name (Python module and class) of the family's layer class; only
             `adapter_for` uses it.
         sites: the tensors to read.
+        layers: paths of the layers to which the sites are limited, together with the final norm beside the list of
+            these layers; None for no limit. `adapter_for` sets it, so that a model's other parts are not read.
     """
 
     layer: str
     sites: tuple[Site, ...]
+    layers: frozenset[str] | None = None
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], Site]]:
@@ -61,7 +66,18 @@ class Adapter:
 
     def at(self, path: str) -> list[Site]:
         """Return the sites at the module with this path."""
-        return [site for pattern, site in self._patterns if pattern.fullmatch(path)]
+        found = [site for pattern, site in self._patterns if pattern.fullmatch(path)]
+        if not found or self.layers is None:
+            return found
+        # model.norm is the final norm of model.layers.0
+        beside = path.rpartition(".")[0] in {layer.rpartition(".")[0].rpartition(".")[0] for layer in self.layers}
+        return [site for site in found if (beside if site.name == "final" else self.layer_at(path) is not None)]
+
+    def layer_at(self, path: str) -> str | None:
+        """Return the path of the layer in `layers` that has the module with this path; None if there is none."""
+        while path and path not in (self.layers or ()):
+            path = path.rpartition(".")[0]
+        return path or None
 
 
 # Layer classes of transformers and timm.
@@ -71,7 +87,7 @@ _DECODER = (
     Site("q_raw", _LAYER + r"\.self_attn\.q_proj"),
     Site("k_raw", _LAYER + r"\.self_attn\.k_proj"),
     Site("resid", _LAYER),
-    Site("final", r"([a-z_]+\.)*norm", of="input"),
+    Site("final", r"(.*\.)?norm", of="input"),
 )
 
 
@@ -97,14 +113,19 @@ ADAPTERS = (
             Site("attn_out", r"(.*\.)?blocks\.\d+\.ls1"),
             Site("mlp_out", r"(.*\.)?blocks\.\d+\.ls2"),
             Site("resid", r"(.*\.)?blocks\.\d+"),
-            Site("final", r"norm", of="input"),
+            Site("final", r"(.*\.)?norm", of="input"),
         ),
     ),
 )
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
-    """Return the adapter for the layer class of a transformers or timm model, or None if there is none."""
-    names = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
-    fitting = (a for a in ADAPTERS if any(re.fullmatch(a.layer, name) for name in names))
-    return next(fitting, None)
+    """Return the adapter for the layers of a transformers or timm model, limited to these layers; None if there is
+    none."""
+    types = {clean(path): type(module) for path, module in model.named_modules()}
+    names = {path: f"{kind.__module__}.{kind.__qualname__}" for path, kind in types.items()}
+    for adapter in ADAPTERS:
+        layers = frozenset(path for path, name in names.items() if re.fullmatch(adapter.layer, name))
+        if layers:
+            return replace(adapter, layers=layers)
+    return None

@@ -35,7 +35,7 @@ from mmqk.monitors.third_party.measurement import Measurement, SiteRecord
 from mmqk.monitors.third_party.origins import Origins, Tracing
 from mmqk.monitors.third_party.output import find_logits, targets_of
 from mmqk.monitors.third_party.sides import Side, Sides, check_sides, sides_of_batch
-from mmqk.monitors.third_party.summary import missing_series, summary_line, warn_of_absent
+from mmqk.monitors.third_party.summary import missing_series, summary_line, warn_of_absent, warn_of_padding
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
@@ -98,7 +98,7 @@ def attach(
         sequences,
         None if out is None else Path(out),
         log,
-        adapter or adapter_for(model),
+        adapter or adapter_for(unwrapped(model)),
         check_sides(sides or {}, modalities.names),
         matrices,
     )
@@ -226,6 +226,11 @@ class Watch:
         inputs = named_inputs(self.model, args, kwargs)
         with torch.no_grad():
             modality_BT, sources = self._modality_and_sources(inputs)
+        if rows < B == len(modality_BT):
+            raise UserError(
+                f"the modality function returned {B} rows, but the probe uses {rows} of the batch's {B} sequences: "
+                f"use only the inputs that the function gets, or call attach with sequences={B}"
+            )
         try:
             for source in sources:
                 measurement = self._measurement(inputs, modality_BT.to(device), source, collective)
@@ -290,6 +295,8 @@ class Watch:
         self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
     ) -> Measurement:
         mask = padding_mask(inputs, source)
+        if mask is not None and mask.ndim == 2 and mask.shape != modality_BT.shape:
+            warn_of_padding(mask.shape, modality_BT.shape)
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
         return Measurement(main, others, self.adapter, collective)
@@ -297,8 +304,13 @@ class Watch:
     def _output(
         self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins
     ) -> None:
-        """Add statistics of the output softmax if the model returns logits and the target ids are known."""
+        """Add statistics of the output softmax if the model returns logits and the target ids are known.
+
+        They are known only for a model that predicts the next token, which some tokens must not see.
+        """
         if self.modalities.ranges is None or find_ids(inputs) is None:
+            return
+        if self._on_any_rank(measurement.main.sees_all):
             return
         least = max(part.stop for parts in self.modalities.ranges.values() for part in parts)
         logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)

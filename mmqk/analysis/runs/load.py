@@ -24,13 +24,16 @@ from mmqk.store import (
     Status,
     Tag,
     UserError,
+    alarms_of,
     find_runs,
     parse_tag,
     read_alarms,
     read_json,
+    read_metrics,
     read_run,
     read_status,
 )
+from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.missing import lost_alarms, lost_steps
 
 CUT = "a line of metrics.jsonl cannot be read"
@@ -177,8 +180,11 @@ class Run:
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """The recorded alarms, in order."""
-        return read_alarms(self.path)
+        """The recorded alarms, in order. `mmqk.monitors.attach` records none: for its folders, which have no run.json,
+        apply the rules to the metrics."""
+        if self.identity or self.fork or (self.path / ALARMS_NAME).exists():
+            return read_alarms(self.path)
+        return alarms_of(read_metrics(self.path / "metrics.jsonl"))
 
     @property
     def last_step(self) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 # Values of an additive mask up to this one hide a key (their exp is 0 in every precision); larger values are a bias.
-MASKED = -9999.0
+# It is above the usual -1e4, which bf16 rounds to -9984.
+MASKED = -9900.0
 
 
 class NotMeasured(Exception):
@@ -142,7 +143,7 @@ def of_sdpa(
 
 
 def _set_mask(call: Call, mask: Tensor) -> None:
-    """Set the call's mask from a bool or an additive mask; values of an additive mask above -9999 are a bias."""
+    """Set the call's mask from a bool or an additive mask; values of an additive mask above `MASKED` are a bias."""
     while mask.ndim < 4:
         mask = mask[None]
     if mask.dtype == torch.bool:

@@ -26,13 +26,11 @@ from torch.overrides import TorchFunctionMode
 from mmqk.monitors.third_party import calls, calls_flash
 from mmqk.monitors.third_party.calls import Call, NotMeasured
 from mmqk.monitors.third_party.inputs import by_name
-from mmqk.monitors.third_party.layers import Layers, block_of, layer_numbers
+from mmqk.monitors.third_party.layers import Layers, block_of, clean, layer_numbers
 from mmqk.monitors.third_party.measurement import CallOrigins, Measurement
 from mmqk.monitors.third_party.origins import Origin, Origins, flat
 from mmqk.monitors.third_party.stream import Stream
 
-# Parts of module paths that wrappers add.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,
     "flash_attn::_flash_attn_forward": calls_flash.of_flash,
@@ -43,11 +41,6 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
 _SOFTMAX = {"softmax", "special_softmax", "_softmax", "log_softmax", "special_log_softmax"}
 _PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-
-
-def clean(path: str) -> str:
-    """Return a module's path without the parts that wrappers add (torch.compile, FSDP, activation checkpointing)."""
-    return _WRAPPERS.sub("", path).lstrip(".")
 
 
 @cache
@@ -164,6 +157,8 @@ class Capture(TorchFunctionMode):
             call = reader(self.rows, *args, **kwargs)
         except NotMeasured as reason:
             return None, self._measure(path, module, reason, origins)
+        if reader is calls.of_flex:  # transformers applies the sinks of its layers after the operator
+            call.set_sinks(getattr(module, "sinks", None))
         return call, self._measure(path, module, call, origins)
 
     def _measure(

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+# Parts of module paths that wrappers add.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+
+
+def clean(path: str) -> str:
+    """Return a module's path without the parts that wrappers add (torch.compile, FSDP, activation checkpointing)."""
+    return _WRAPPERS.sub("", path).lstrip(".")
 
 
 def layer_of(path: str) -> tuple[str, int] | None:

@@ -87,6 +87,7 @@ class Measurement:
         self.main_used = main.inputs is None  # whether any measured tensor had the main side's origin
         self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}
         self._before_call: dict[Any, dict[str, Tensor]] = {}  # by layer: attn_in, q_raw and k_raw
+        self._sites: set[str] = set()  # names of the adapter's sites that were measured
 
     # Sides of a tensor
 
@@ -242,7 +243,7 @@ class Measurement:
         self, path: str, call: Call, side: Side, pairs: Pairs, has_weights: bool, has_score_mod: bool
     ) -> None:
         layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
-        before = self._before_call.pop(layer_of(path), {}) if side is self.main else {}
+        before = self._before_call.pop(self._layer_of(path), {}) if side is self.main else {}
         collector = side.collector
         for name, head_dim in (("q", q.shape[-1]), ("k", k.shape[-1])):
             raw_BTD = before.get(f"{name}_raw")
@@ -273,14 +274,20 @@ class Measurement:
 
     # Sites of an adapter
 
+    def _layer_of(self, path: str) -> Any:
+        """Return a key of the layer with this module, the same for a layer's sites and its attention call."""
+        layer = None if self.adapter is None else self.adapter.layer_at(path)
+        return layer_of(path) if layer is None else layer
+
     def module(self, path: str, module_input: Tensor | None, output: Tensor | None) -> None:
         """Measure the adapter's sites at this module."""
         for site in self.adapter.at(path) if self.adapter is not None else ():
             tensor = site.tensor(module_input, output)
             if tensor is None or tensor.ndim < 3 or tensor.shape[:2] != self.modality_BT.shape:
                 continue
+            self._sites.add(site.name)
             if site.name in ("attn_in", "q_raw", "k_raw"):
-                self._before_call.setdefault(layer_of(path), {})[site.name] = tensor
+                self._before_call.setdefault(self._layer_of(path), {})[site.name] = tensor
             if site.name == "final":
                 self.main.collector.final(tensor)
             elif site.name not in ("q_raw", "k_raw"):
@@ -305,13 +312,12 @@ class Measurement:
         self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, blocks)
 
     def residual_stream(self, stream: Stream) -> None:
-        """Add the norms of the detected residual stream and sublayer outputs, except sites that the adapter lists."""
-        named = {site.name for site in self.adapter.sites} if self.adapter is not None else set()
+        """Add the norms of the detected residual stream and sublayer outputs, except those of the adapter's sites."""
         for i, record in enumerate(self.records):
             for site, norm_BT1 in stream.layers.get(record.number, {}).items():
-                if record.is_call and site not in named:
+                if record.is_call and site not in self._sites:
                     self.main.collector.norms(site, i, norm_BT1)
-        if stream.final is not None and "final" not in named:
+        if stream.final is not None and "final" not in self._sites:
             self.main.collector.final(stream.final)
 
     def main_sites(self) -> list[tuple[int, str]]:
@@ -340,10 +346,10 @@ class Measurement:
         measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
         numbers = layer_numbers([record.path for record in measured])
         by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}
-        by_layer = {layer_of(record.path): n for record, n in zip(measured, numbers, strict=True)}
+        by_layer = {self._layer_of(record.path): n for record, n in zip(measured, numbers, strict=True)}
         of_records = []
         for record in self.records:
             layer = layer_of(record.path)
             of_path = 0 if layer is None else layer[1]
-            of_records.append(by_call.get(record.number, by_layer.get(layer, of_path)))
+            of_records.append(by_call.get(record.number, by_layer.get(self._layer_of(record.path), of_path)))
         return of_records

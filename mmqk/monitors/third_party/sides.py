@@ -20,7 +20,7 @@ from torch import Tensor
 from mmqk.monitors.collect import Collector
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.record import StatisticPart
-from mmqk.monitors.third_party.calls import Call, NotMeasured
+from mmqk.monitors.third_party.calls import MASKED, Call, NotMeasured
 from mmqk.monitors.third_party.inputs import Inputs, Modalities, Modality, padding_mask, tensors
 from mmqk.monitors.third_party.origins import Origin
 from mmqk.store.errors import UserError
@@ -40,7 +40,7 @@ class Side:
         inputs: names of the model inputs that its tokens come from; None until the first attention call.
         modalities: maps its token ids to modalities; None if the side has one modality or a modality function.
         modality_BT: modality of each token; None until its ids or its length are known.
-        padding_BT: 0 or False at padding; None if there is no padding.
+        padding_BT: 0 or False at padding, or an additive mask; None if there is no padding.
         pairs: the visible pairs of query and key, one entry for each mask so far.
     """
 
@@ -65,12 +65,20 @@ class Side:
         mask = self.padding_BT
         if mask is None or mask.shape != self.modality_BT.shape:
             return self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool)
-        return self.modality_BT, mask.to(self.modality_BT.device) > 0
+        is_additive = mask.is_floating_point() and not (mask > 0).any()
+        return self.modality_BT, mask.to(self.modality_BT.device) > (MASKED if is_additive else 0)
 
     @cached_property
     def collector(self) -> Collector:
         """The `Collector` of its statistics."""
         return Collector(self.names, *self.tokens)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every token sees all tokens of its sequence in some layer, as in a masked language model."""
+        valid_BT = self.tokens[1]
+        padding_BTS = ~(valid_BT[:, :, None] & valid_BT[:, None, :])
+        return valid_BT.shape[1] > 1 and any(bool((p.visible_BTS | padding_BTS).all()) for p in self.pairs)
 
     def has(self, origin: Origin | None) -> bool:
         """Return whether a tensor of this origin has the tokens of this side."""

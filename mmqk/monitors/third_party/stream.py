@@ -67,7 +67,9 @@ class Stream:
     ):
         self.origins, self.is_stream, self.calls = origins, is_stream, calls
         self.layers: dict[int, dict[str, Tensor]] = {}
-        self._final: tuple[Tensor, int] | None = None
+        # Input of the last norm on a layer's output, number of that layer's call, and paths of the numbered modules
+        # around the norm.
+        self._final: tuple[Tensor, int, list[str]] | None = None
         self._terms = WeakTensorKeyDictionary()
         self._call_of_layer = WeakTensorKeyDictionary()  # output of a layer -> number of its attention call
         # Numbered modules that are running: path, term of the input, and last attention call before it.
@@ -130,7 +132,7 @@ class Stream:
         if x is out or x.shape != out.shape or not self.is_stream(out):
             return
         if (call := self._call_of_layer.get(x)) is not None:
-            self._final = (x, call)
+            self._final = (x, call, [path for path, _, _ in self._running])
         if (terms := self._terms.get(x)) is not None:
             self._terms[out] = (Term(None, min(term.call for term in terms), terms),)
 
@@ -150,7 +152,8 @@ class Stream:
     def leave(self, path: str, module: nn.Module, module_input: Tensor | None, output: Tensor | None) -> None:
         """After a module has run: pass the terms of a norm's input on to its output, and store a layer's L2 norms.
 
-        A numbered module is a layer if it has one attention call and its output is its input plus other terms.
+        A numbered module is a layer if it has one attention call and its output is its input plus other terms. A
+        block without an attention call, such as an MLP or a state-space model, belongs to the layer before it.
         """
         is_norm = _NORM.search(type(module).__name__) and not any(True for _ in module.children())
         if module_input is not None and output is not None and is_norm:
@@ -159,13 +162,19 @@ class Stream:
             return
         _, input_term, last_before = self._running.pop()
         layer_calls = [call for call in self.calls() if call > last_before]
-        if input_term is None or output is None or len(layer_calls) != 1 or not self.is_stream(output):
+        if input_term is None or output is None or len(layer_calls) > 1 or not self.is_stream(output):
             return
-        call = layer_calls[0]
+        if not layer_calls and not is_norm and self._final is not None and path in self._final[2]:
+            self._final = None  # that norm is inside this block, so it is not the final norm
         terms = [term for part in self.terms_of(output) for term in _expanded(part, input_term)]
         added = [term for term in terms if term is not input_term]
         if len(added) != len(terms) - 1:
             return
+        if not layer_calls:
+            if (of_layer := self._call_of_layer.get(module_input)) is not None:
+                self._call_of_layer[output] = of_layer
+            return
+        call = layer_calls[0]
         sites = {"resid": output}
         for name, parts in (
             ("attn_out", [term for term in added if term.call == call]),
