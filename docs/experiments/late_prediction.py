@@ -137,7 +137,7 @@ def layer_rows(runs):
             for run in alive:
                 layers = range(run.setting("model.n_layers"))
                 by_layer = [run.combined("attn_logit_absmax", np.max, layer=layer) for layer in layers]
-                logits.append([np.median(values[(steps <= step) & (steps > step - 750)]) for steps, values in by_layer])
+                logits.append([np.median(z[(steps <= step) & (steps > step - 750)]) for steps, z in by_layer])
                 steps, norms = run.series("grad_norm")
                 clipped.append(100 * np.mean(norms[(steps <= step) & (steps > step - 500)] > 1))
             logits = np.array(logits)
@@ -172,5 +172,5 @@ if __name__ == "__main__":
     titles = [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
     titles += [f"text loss rises {nats} nat for good" for nats in (0.05, 0.1, 0.15, 0.2)]
     table(["arm", "runs", *titles], threshold_rows(runs))
-    titles = ["arm", "step", "runs", "largest logit", "median over layers", "layers above 1,000", "% of steps clipped"]
-    table(titles, layer_rows(runs))
+    titles = ["largest logit", "median over layers", "layers above 1,000", "% of steps clipped"]
+    table(["arm", "step", "runs", *titles], layer_rows(runs))

@@ -99,3 +99,15 @@ def test_a_page_of_several_runs_has_no_such_part(tmp_path):
     page, markdown = page_of(write_demo(tmp_path / "demo"), tmp_path)
     assert "grew-first" not in page and "What grew first" not in markdown
     assert "Sample" not in page and "ample:" not in markdown and "| sample |" not in markdown
+
+
+@pytest.mark.parametrize("low", [0.01, 0.9])
+def test_the_page_of_attach_applies_the_rules(tmp_path, low):
+    """`attach` writes no alarms. The entropy falls to 1 % of its first value, in the control to 90 %."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    lines = [{"step": n, "attn_entropy/text/layer00": 2.0 * (1 if n < 50 else low)} for n in range(10, 100, 10)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "status.json").write_text(json.dumps({"status": "completed", "step": 90, "reason": "", "seconds": 1}))
+    page, _ = page_of(folder, tmp_path)
+    assert ("1 alarm</summary>" in page) == (low < 0.1) and ("0 alarms</summary>" in page) == (low > 0.1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
+import pytest
 import torch
 
 from mmqk.monitors import attach
+from mmqk.store.errors import UserError
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import Net, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, norms, same
@@ -53,3 +57,42 @@ def test_a_sequence_that_is_all_padding_counts_for_nothing():
     assert padded.keys() == alone.keys() and same(padded, alone)
     whole = watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat()  # control
     assert not same(whole, {"attn_rank/layer00": alone["attn_rank/layer00"]})
+
+
+def test_an_additive_padding_mask_is_the_same_padding():
+    class Padded(Net):
+        def forward(self, ids, attention_mask):
+            return super().forward(ids, None)
+
+    net, (ids,) = Padded(["sdpa"]), batches(1, B=3)
+    keep = torch.ones_like(ids)
+    keep[:, 12:] = 0
+    watch = attach(net, modality=IMAGE)
+    measured = watch.probe(ids=ids, attention_mask=keep).flat()
+    added = torch.zeros(ids.shape).masked_fill(keep == 0, -torch.inf)
+    assert watch.probe(ids=ids, attention_mask=added).flat() == measured
+    assert watch.probe(ids=ids, attention_mask=torch.zeros(ids.shape)).flat() != measured  # the control: no padding
+
+
+def test_a_padding_mask_that_does_not_fit_is_named():
+    class Prefixed(Net):
+        """Puts image features in front of the text; the padding mask covers the text only."""
+
+        def forward(self, ids, attention_mask=None):
+            return super().forward(torch.cat([ids[:, :4], ids], 1), None)
+
+    net, (ids,) = Prefixed(["sdpa"]), batches(1, B=3)
+    watch = attach(net, modality=lambda inputs: torch.cat([0 * inputs["ids"][:, :4] + 1, 0 * inputs["ids"]], 1))
+    with pytest.warns(UserWarning, match=r"padding mask has shape \(3, 16\), but .* of shape \(3, 20\)"):
+        watch.probe(ids=ids, attention_mask=torch.ones_like(ids))
+    with warnings.catch_warnings():  # the control
+        warnings.simplefilter("error")
+        watch.probe(ids=ids)
+
+
+def test_a_modality_function_over_the_whole_batch_is_refused():
+    net, (ids,) = Net(["sdpa"]), batches(1, B=6)
+    watch = attach(net, modality=lambda inputs: torch.zeros_like(ids))
+    with pytest.raises(UserError, match=r"returned 6 rows, but the probe uses 4 .* sequences=6"):
+        watch.probe(ids=ids)
+    assert attach(net, modality=lambda inputs: torch.zeros_like(ids), sequences=6).probe(ids=ids).flat()

@@ -9,7 +9,7 @@ import torch
 from mmqk.monitors import attach
 from mmqk.monitors.third_party.calls import Call, causal_mask, of_transformers
 from mmqk.monitors.third_party.calls_flash import of_transformers_flash
-from tests.monitors.attach.nets import V, batches
+from tests.monitors.attach.nets import Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 from tests.monitors.attach.test_sides import random_, summary
 
@@ -90,3 +90,19 @@ def test_other_sinks_have_no_weights(sinks):
     call = of_transformers(1, Sinks(sinks), q, q, q, None)
     assert call.sink_H is None and "sinks" in call.no_weights
     assert of_transformers(1, Sinks(None), q, q, q, None).no_weights is None
+
+
+def test_the_sinks_that_a_layer_adds_after_flex_attention():
+    """As in transformers, the layer has the sinks, and the operator does not get them."""
+
+    class WithSinks(SelfAttention):
+        def __init__(self):
+            super().__init__("flex")
+            self.sinks = torch.nn.Parameter(torch.zeros(4))
+
+    net, (ids,) = Net(["flex"] * 2), batches(1, B=3)
+    net.layers[1].attention = WithSinks()
+    watch = attach(net, modality=IMAGE)
+    measured = watch.probe(ids=ids).flat()
+    assert "attn_entropy/text/layer00" in measured and "attn_entropy/text/layer01" not in measured
+    assert "attn_logit_max/text-text/layer01" in measured and "attention sinks" in summary(watch)

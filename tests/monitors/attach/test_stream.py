@@ -151,6 +151,48 @@ def test_however_it_is_added(kind, wrapped):
     assert not same(measured, brute_force.streams(swapped, modality_of(ids), valid, NAMES))
 
 
+class Block(nn.Module):
+    """A block without attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x, mask=None):
+        return x + 20 * self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_the_final_norm_of_a_model_whose_last_blocks_have_no_attention(after):
+    class Hybrid(Net):
+        def __init__(self):
+            super().__init__(["sdpa"] * 2)
+            self.layers.extend(Block() for _ in range(after))
+            self.last = nn.LayerNorm(D)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(self.last(x))
+
+    net, (ids,), seen = random_(Hybrid()), batches(1, B=3), {}
+    net.last.register_forward_hook(lambda m, x, out: seen.update(last=x[0]))
+    net.layers[1].register_forward_hook(lambda m, x, out: seen.update(attention=out))
+    measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
+    text = torch.tensor(modality_of(ids) == 0)
+    last, attention = (seen[at].norm(dim=-1)[text].mean().item() for at in ("last", "attention"))
+    assert measured["final_norm/text"] == pytest.approx(last, rel=1e-5)
+    assert measured["resid_norm/text/layer01"] == pytest.approx(attention, rel=1e-5)
+    assert (last == pytest.approx(attention, rel=0.1)) == (after == 0)  # the control
+
+
+def test_a_model_without_a_final_norm_does_not_have_that_of_a_block():
+    net, (ids,) = Net(["sdpa"] * 2), batches(1, B=3)
+    net.layers.append(Block())
+    assert "final_norm/text" not in attach(net, modality=IMAGE).probe(ids=ids).flat()
+
+
 def test_a_model_without_a_residual_stream_has_none_and_the_line_says_so(capsys):
     class Straight(Layer):
         def forward(self, x, mask=None):
