@@ -16,10 +16,11 @@ from mmqk.store.errors import UserError
 
 
 class NormMonitor(Callback):
-    """Measures a submodule of a LightningModule and logs to every logger of the Trainer.
+    """Measures a LightningModule or a submodule of it, and logs to every logger of the Trainer.
 
     Args:
-        model: path of the submodule in the LightningModule, such as "net" or "net.decoder".
+        model: path of the submodule in the LightningModule, such as "net" or "net.decoder"; "" for the LightningModule
+            itself, if its training step calls its forward.
         modality: as in `attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
             ``adapter``, ``sides`` and ``matrices``.
@@ -36,7 +37,7 @@ class NormMonitor(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach before the sanity check, since a compiled module ignores hooks that are added later."""
         module = pl_module
-        for name in self.model.split("."):
+        for name in filter(None, self.model.split(".")):
             module = getattr(module, name, None)
         if not hasattr(module, "register_forward_pre_hook"):
             raise UserError(

@@ -284,7 +284,10 @@ def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
         )
     for name, parts in ranges.items():
         if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
-            raise UserError(f"modality: {name} is {parts}: give ranges of ids from 0 up, not empty and with step 1")
+            raise UserError(
+                f"modality: {name} is {parts}: give ranges of ids from 0 up, not empty and with step 1, or pass a "
+                "function from the model's inputs to modality numbers (B, T)"
+            )
         if not parts and name != "text":
             raise UserError(f"modality: {name} has no ids: give a range of ids")
     spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)

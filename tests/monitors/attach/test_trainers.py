@@ -132,3 +132,36 @@ def test_a_run_that_breaks_off_is_not_called_complete(error, status, tmp_path):
         assert error is not None, raised
     status_file = json.loads((tmp_path / "status.json").read_text())
     assert status_file == {"status": status, "step": 4 if error is None else 3}
+
+
+def test_a_lightning_module_that_is_the_model(tmp_path):
+    L = pytest.importorskip("lightning")
+    from mmqk.monitors import NormMonitor
+
+    class Module(L.LightningModule):
+        def __init__(self, inner):
+            super().__init__()
+            net = Net(["sdpa"] * 2)
+            self.embed, self.layers, self.head = net.embed, net.layers, net.head
+            self.inner = net if inner else None
+
+        def forward(self, ids):
+            return Net.forward(self, ids)  # type: ignore[arg-type]
+
+        def training_step(self, ids, i):
+            return loss_of(self.inner(ids) if self.inner else self(ids), ids)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    written = []
+    for name in ("", "inner"):
+        out = tmp_path / f"run{name}"
+        trainer = L.Trainer(
+            max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            callbacks=[NormMonitor(name, {"image": range(10, 40)}, every_n_steps=1, out=out)],
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Module(bool(name)), torch.utils.data.DataLoader(batches(4), batch_size=None))
+        written.append(read_metrics(out / "metrics.jsonl"))
+    assert written[0] == written[1] and written[0][-1]["attn_layers_seen"] == 2
