@@ -19,8 +19,8 @@ class NormMonitor(Callback):
     """Measures a LightningModule or a submodule of it, and logs to every logger of the Trainer.
 
     Args:
-        model: path of the submodule in the LightningModule, such as "net" or "net.decoder"; "" for the LightningModule
-            itself, if its training step calls its forward.
+        model: path of the submodule in the LightningModule, such as "net" or "net.decoder"; "" if the training step
+            calls the forward of the LightningModule itself.
         modality: as in `attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
             ``adapter``, ``sides`` and ``matrices``.
