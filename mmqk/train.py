@@ -271,6 +271,12 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
             " cut: raise data.seq_len to keep them whole.",
             file=sys.stderr,
         )
+    if builder.captions_cut is None:
+        print(
+            f"Captions of more than {builder.caption_room} tokens are cut: raise data.seq_len to keep longer ones"
+            " whole.",
+            file=sys.stderr,
+        )
     floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
     return floors if builder.captions_cut is None else {**floors, "captions_cut": builder.captions_cut}
 

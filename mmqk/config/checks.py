@@ -158,7 +158,7 @@ def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, wor
             f" {accumulate}{over}: choose one that is."
         )
     room = data.val_sequences if monitor.probe_split == "heldout" else data.batch_size // accumulate
-    if monitor.probe_sequences > room:
+    if monitor.every_n_steps and monitor.probe_sequences > room:
         what = "held-out sequences" if monitor.probe_split == "heldout" else "sequences of a micro-batch"
         raise UserError(
             f"monitor.probe_sequences {monitor.probe_sequences} is more than the {room} {what}: lower it."

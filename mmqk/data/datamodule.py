@@ -80,6 +80,9 @@ class MicroBatches(Dataset):
         return self.order.builder.batch(self._rows[first : first + n], step_targets, self.documents)
 
 
+_OF_STEP = ("batch_size", "accumulate")
+
+
 class PositionedLoader:
     """A loader whose state is two numbers: how many micro-batches it has returned, and `MicroBatches.ahead`.
 
@@ -102,6 +105,11 @@ class PositionedLoader:
             pin_memory=self.device.type == "cuda",
         )
         batches = prefetched(loader, self.device) if self.device.type == "cuda" else loader
+        if self.position >= len(self.dataset):
+            raise UserError(
+                "All sequences of max_steps are used, but the Trainer asks for more: set accumulate_grad_batches of"
+                " the Trainer instead of a GradientAccumulationScheduler."
+            )
         try:
             for batch in batches:
                 self.position += 1
@@ -111,9 +119,16 @@ class PositionedLoader:
             raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "ahead": self.dataset.ahead}
+        step = {name: getattr(self.dataset, name) for name in _OF_STEP}
+        return {"position": self.position, "ahead": self.dataset.ahead, **step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        for name in _OF_STEP:  # forks and older checkpoints do not have them
+            if state.get(name, getattr(self.dataset, name)) != getattr(self.dataset, name):
+                raise UserError(
+                    f"The checkpoint was written with {name} {state[name]}, now it is {getattr(self.dataset, name)}:"
+                    " give the same number, because the position in the data depends on it."
+                )
         self.position, self.dataset.ahead = state["position"], state.get("ahead", 0)
 
 
@@ -219,6 +234,12 @@ class TokenDataModule(L.LightningDataModule):
             raise UserError(
                 f"data.batch_size {size} is not a multiple of accumulate_grad_batches {accumulate} times {world}"
                 " processes: change one of them."
+            )
+        limit = trainer.limit_train_batches
+        if isinstance(limit, int) and limit % accumulate:
+            raise UserError(
+                f"limit_train_batches {limit} is not a multiple of accumulate_grad_batches {accumulate}, so that the"
+                " last step of an epoch would have too few batches: change one of them."
             )
         self._micro_batches = MicroBatches(
             self.order,

@@ -18,6 +18,7 @@ from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout
 from mmqk.data.tokens.pool import ShardProgress, run_shards
 from mmqk.data.tokens.worker import ShardPart, TokenizeJob
 from mmqk.shards.images import MAX_PIXELS, Fit
+from mmqk.shards.manifest import sha256_file
 from mmqk.shards.tars import expand
 from mmqk.shards.unread import DOTTED, ReasonCounts, Unread, printable
 from mmqk.store import (
@@ -120,10 +121,10 @@ def main(argv: list[str] | None = None) -> int:
     layout_of(job.tokenizers)  # raises for missing tokenizers before anything is written
     options = _options(args, kind, paths)
     if is_token_folder(job.out):
-        return _already_finished(job.out, options)
+        return _already_finished(job.out, options, paths)
     with writing(job.out, "give another --out or make room"), _claimed(job.out, options):
         if is_token_folder(job.out):  # another process finished it before this one got the lock
-            return _already_finished(job.out, options)
+            return _already_finished(job.out, options, paths)
         records = _tokenize(job, shards, args.workers)
         _finish(job, options, records)
     return 0
@@ -177,13 +178,19 @@ def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, An
         )
 
 
-def _already_finished(out: Path, options: Mapping[str, Any]) -> int:
-    header = read_header(out)
-    command = header["about"].get("command")
+def _already_finished(out: Path, options: Mapping[str, Any], paths: list[Path]) -> int:
+    about = read_header(out)["about"]
+    command = about.get("command")
     if not isinstance(command, dict):
         raise UserError(f"{out} holds tokens that another command made: give another --out")
     _refuse_others(out, command, options)
-    print(f"{out} is finished: " + _counts(header["splits"]))
+    for path, made in zip(paths, about.get("shards") or (), strict=False):
+        # Another shard may have the same name, and a shard may have changed.
+        if path.stat().st_size != made.get("size") or sha256_file(path) != made.get("sha256"):
+            raise UserError(
+                f"{path} differs from the shard that {out} was made of: give another --out, or remove {out}"
+            )
+    print(f"{out} is finished: " + _counts(read_header(out)["splits"]))
     return 0
 
 
@@ -291,8 +298,12 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
         most = ", ".join(f"{reason}: {count}" for reason, count in list(dropped.by_count().items())[:3])
         example = printable(next(iter(dropped.examples.values()))[0])
         raise UserError(
-            f"all {samples:,} samples were dropped ({most}; such as {example}): check the layout of the shards,"
-            " --interleaved and --caption-field"
+            f"all {samples:,} samples were dropped ({most}; such as {example}): "
+            + (
+                "each line must be a JSON object with its text in the field 'text'"
+                if job.kind == "text"
+                else "check the layout of the shards, --interleaved and --caption-field"
+            )
             + (f"; {unread.key_rule()}" if DOTTED in unread.counts else "")
         )
     files = sum(record.get("files", 0) for record in records)

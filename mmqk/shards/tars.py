@@ -265,6 +265,8 @@ def _files_of(pattern: str) -> Iterator[Path]:
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:", pattern):
         raise UserError(f"{pattern} is not a local path: download the files and name the copies")
     for name in _spelled_out(os.path.expanduser(pattern)):
+        if os.path.exists(os.path.join(name, "tokens.json")):
+            raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")
         if os.path.isdir(name):
             raise UserError(f"{name} is a folder: name its files, such as {os.path.join(name, '*.tar')!r}")
         if os.path.exists(name):

@@ -637,6 +637,26 @@ def test_other_options_for_a_folder_that_was_begun(
     assert content(folder) == before
 
 
+def test_other_shards_of_the_same_name_are_not_those_of_a_finished_folder(run: Any, shards: Path) -> None:
+    folder, _ = run(*pattern(shards))
+    before, whole = content(folder), (shards / "00002.tar").read_bytes()
+    write_tar(shards / "00002.tar", [m for s in range(70, 72) for m in pair(s)])
+    other_size = refused(run, *pattern(shards))
+    (shards / "00002.tar").write_bytes(whole[:-1] + b"x")
+    for message in (other_size, refused(run, *pattern(shards))):
+        assert "00002.tar differs from the shard that" in message and "give another --out" in message
+    assert content(folder) == before
+    (shards / "00002.tar").write_bytes(whole)  # the control
+    assert "is finished: train" in run(*pattern(shards))[1]
+
+
+def test_text_that_is_no_json_is_named(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("One line.\nAnother line.\n")
+    message = refused(run, "--text", str(tmp_path / "plain.txt"))
+    assert "each line must be a JSON object with its text in the field 'text'" in message
+    assert "--caption-field" not in message
+
+
 def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"x") for i in range(12)])
     message = refused(run, "--shards", f"{tmp_path}/a.tar")

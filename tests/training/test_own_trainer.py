@@ -7,15 +7,17 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmqk.data.config import DataConfig
-from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors import NormMonitor
 from mmqk.store import UserError
 from mmqk.training.loop.step_log import StepLog
@@ -104,6 +106,8 @@ def test_a_probe_changes_no_weight_of_a_remedy(optim):
     [
         ({"max_epochs": 1}, r"TokenDataModule needs the number of steps: set max_steps of lightning.Trainer."),
         ({"max_steps": 2, "accumulate_grad_batches": 3}, r"data.batch_size 4 is not a multiple of accumulate"),
+        ({"max_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 3}, r"limit_train_batches 3 is not a"),
+        ({"max_steps": 4, "callbacks": [GradientAccumulationScheduler({0: 2})]}, r"All sequences of max_steps are"),
         ({"max_steps": 2, "gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, r"Module clips by norm"),
         ({"max_steps": 2, "precision": "16-true"}, r"TrainingModule does not scale its loss, .* 16-true needs"),
     ],
@@ -116,6 +120,21 @@ def test_a_trainer_that_cannot_be_served_is_one_sentence(tiny_data, trainer, mes
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     with pytest.raises(UserError, match=message):
         L.Trainer(**trainer, **quiet).fit(module, datamodule=data)
+
+
+def test_a_position_in_the_data_is_that_of_its_batch_size():
+    def loader(batch_size, accumulate):
+        dataset = SimpleNamespace(batch_size=batch_size, accumulate=accumulate, ahead=0)
+        return PositionedLoader(dataset, 0, torch.device("cpu"))
+
+    saved = loader(8, 2).state_dict() | {"position": 6}
+    for name, other in (("batch_size", loader(4, 2)), ("accumulate", loader(8, 4))):
+        with pytest.raises(UserError, match=f"The checkpoint was written with {name} "):
+            other.load_state_dict(saved)
+    same = loader(8, 2)
+    for state in (saved, {"position": 6, "ahead": 0}):  # a fork writes its position itself
+        same.load_state_dict(state)
+        assert same.position == 6
 
 
 def test_the_log_of_another_module_is_one_sentence():

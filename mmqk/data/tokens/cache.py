@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import shutil
 import sys
@@ -38,6 +39,8 @@ def source_hash(folder: Path, kind: str) -> str:
     """
     if is_token_folder(folder):
         return tokens_hash(folder)
+    if not folder.exists() and not glob.has_magic(str(folder)):
+        raise UserError(f"{folder} does not exist: check the path, or make a token folder there.")
     if kind == "interleaved" or not (folder / MANIFEST).exists():
         what = {"interleaved": "--interleaved --shards", "text": "--text"}.get(kind, "--shards")
         online = "; or read tars as they are with --data.read shards" if kind == "pair" else ""
