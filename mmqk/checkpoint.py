@@ -126,7 +126,7 @@ def check_parts(content: Mapping[str, Any]) -> None:
         CheckpointError: a part is missing or has the wrong type.
     """
     if "global_step" not in content:
-        raise CheckpointError("lacks the part global_step")
+        raise CheckpointError("has only weights, such as those of an import: a run cannot resume or fork from it")
     for name, kind in PARTS.items():
         if name not in content:
             raise CheckpointError(f"lacks the part {name}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
@@ -24,7 +26,7 @@ CHECKPOINT = "checkpoints/step00000000.ckpt"
 
 
 def read_huggingface(folder: Path) -> PreTrainedModel:
-    """Return the model that `save_pretrained` wrote to a folder, in the dtype of its configuration.
+    """Return the model that `save_pretrained` wrote to a folder, in the widest dtype of its weights.
 
     Raises:
         UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
@@ -36,12 +38,20 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
     if named[0] not in READ:
         raise UserError(f"{folder} has the architecture {named[0]}: mmqk reads {', '.join(READ)}.")
     transformers = import_transformers()
+    kind = getattr(transformers, named[0]).config_class.model_type
+    if config.get("model_type", kind) != kind:
+        raise UserError(
+            f"{folder / 'config.json'} has the architecture {named[0]} but the model_type {config['model_type']}, not"
+            f" {kind}: correct the wrong one."
+        )
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{folder} has an adapter (adapter_config.json): merge it into the weights first.")
     try:
         with _quiet(transformers):
             model, info = getattr(transformers, named[0]).from_pretrained(
                 str(folder),
                 local_files_only=True,
-                dtype="auto",
+                dtype=_widest_dtype(folder),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
@@ -64,6 +74,20 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
     if unknown:
         raise UserError(f"{folder} has weights {unknown[0]}, which {named[0]} does not have.")
     return model.eval()
+
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def _widest_dtype(folder: Path) -> torch.dtype | str:
+    """Return the dtype that can hold all weights of the safetensors files; "auto", the dtype in config.json, for
+    other files."""
+    found: set[torch.dtype] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        found |= {_FLOATS[name] for name in names if name in _FLOATS}
+    return functools.reduce(torch.promote_types, found) if found else "auto"
 
 
 def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:

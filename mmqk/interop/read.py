@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
 from mmqk.model.config import MlpKind
+from mmqk.model.evaluation import evaluation_mode
 from mmqk.store import UserError
 
 from .modalities import vocab_sizes_of
@@ -54,10 +55,41 @@ def from_transformers(
         The model. Its attention backend is math if the attention logits are capped, otherwise sdpa.
 
     Raises:
-        UserError: the class is unknown, a field has no counterpart, the weights cannot be used, or `vocab_sizes` does
-            not fit the vocabulary.
+        UserError: the class is unknown, a field has no counterpart, the weights cannot be used, `vocab_sizes` does
+            not fit the vocabulary, or the logits of the two models differ, because `hf_model` was changed after it
+            was built from its configuration.
     """
-    return copy.deepcopy(adopt(hf_model, vocab_sizes))
+    model = adopt(hf_model, vocab_sizes)
+    _check_logits(hf_model, model)
+    return copy.deepcopy(model)
+
+
+# Largest accepted RMS of the difference of the logits, divided by the RMS of the logits; 16-bit models differ more.
+_LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_LOGIT_TOLERANCE_16 = 0.1
+
+
+@torch.no_grad()
+def _check_logits(hf_model: PreTrainedModel, model: EarlyFusionTransformer) -> None:
+    """Compare the logits of 8 tokens: a hook, another activation or a configuration that was changed later has no
+    effect on the weights."""
+    (V, _), device = model.embed.weight.shape, model.embed.weight.device
+    if any(p.device != device for p in model.parameters()):
+        return
+    ids_BT = torch.arange(0, V, max(1, V // 8), device=device)[None, :8]
+    sizes = torch.tensor(list(model.config.vocab_sizes.values()), device=device)
+    modality_BT = torch.bucketize(ids_BT, sizes.cumsum(0), right=True)
+    with evaluation_mode(hf_model), evaluation_mode(model):
+        expected = hf_model(input_ids=ids_BT, use_cache=False).logits
+        logits = model(ids_BT, modality_BT)
+    kept = expected > torch.finfo(expected.dtype).min  # Chameleon's forward hides the logits of image ids
+    wanted, found = expected[kept].double(), logits[kept].double()
+    error = ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+    if error > _LOGIT_TOLERANCE.get(model.embed.weight.dtype, _LOGIT_TOLERANCE_16):
+        raise UserError(
+            f"The logits of the {type(hf_model).__name__} differ from those of its configuration and weights by"
+            f" {error:.2g} of their RMS: it was changed after it was built, for example by a hook. Load it again."
+        )
 
 
 def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None) -> EarlyFusionTransformer:

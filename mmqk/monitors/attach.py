@@ -314,6 +314,9 @@ class Watch:
             return
         least = max(part.stop for parts in self.modalities.ranges.values() for part in parts)
         logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
+        # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
+        if logits_BTV is not None and (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
+            return
         if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
             return
         measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))

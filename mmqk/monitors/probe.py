@@ -7,7 +7,7 @@ the model's mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.backends import documents_of
+from mmqk.model.evaluation import evaluation_mode
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped
@@ -185,19 +186,6 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
         return torch.stack([m.longest() for m in norm.modules() if isinstance(m, Norm)]).max()
 
     return model.attn_scale_value * longest(attention.q_norm) * longest(attention.k_norm)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode inside the context; restore each submodule's mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:  # not train(): a module may override it, for example to merge its LoRA adapters
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()

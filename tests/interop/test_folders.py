@@ -188,6 +188,25 @@ def test_damaged_huggingface_folders(folders, tmp_path, capsys):
     assert "config.hidden_act is 'relu'" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "j", hidden_size="wide")
     assert f"{hf} cannot be loaded" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "k", model_type="mistral", sliding_window=4)
+    assert "the architecture LlamaForCausalLM but the model_type mistral, not llama" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "l")
+    (hf / "adapter_config.json").write_text("{}")
+    assert "has an adapter (adapter_config.json): merge it" in refuses(capsys, hf, out)
+
+
+@pytest.mark.parametrize("stated", ["float16", "bfloat16"])
+def test_weights_keep_their_dtype_whatever_the_configuration_states(stated, tmp_path):
+    whole = tiny(LLAMA, torch.float32)
+    with torch.no_grad():
+        whole.model.norm.weight[0] = 1e5  # infinite in float16
+    whole.save_pretrained(tmp_path / "whole")
+    hf = copy(tmp_path / "whole", tmp_path / "hf", dtype=stated)
+    assert convert(hf, tmp_path / "run") == 0
+    content = torch.load(next((tmp_path / "run/checkpoints").glob("*.ckpt")), weights_only=True)
+    assert {x.dtype for x in content["state_dict"].values()} == {torch.float32}
+    (norm,) = (x for n, x in content["state_dict"].items() if x.ndim == 1 and ".blocks." not in n)
+    assert torch.equal(norm, whole.model.norm.weight)
 
 
 def test_damaged_runs(folders, tmp_path, capsys):
@@ -239,16 +258,20 @@ def test_transformers_is_imported_when_it_is_needed():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_the_page_shows_what_works(folders, tmp_path, monkeypatch):
+def test_the_page_shows_what_works(folders, tmp_path, monkeypatch, capsys):
     """Run the Python code of docs/interop.md on a small Chameleon. The copied image tokenizer equals the original."""
     import transformers
 
     page = (Path(__file__).parents[2] / "docs/interop.md").read_text()
-    _, both_ways, with_tokenizer = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    _, both_ways, with_tokenizer, probing = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     copy(folders / "chameleon", tmp_path / "chameleon-7b")
     exec(both_ways, {})
     exec(with_tokenizer, {})
+    assert convert(tmp_path / "chameleon-7b", tmp_path / "runs/chameleon-7b") == 0
+    capsys.readouterr()
+    exec(probing, {})
+    assert float(capsys.readouterr().out) > 0
     kind = getattr(transformers, CHAMELEON)
     whole, bare, original = (kind.from_pretrained(f) for f in ("mine-whole", "mine", "chameleon-7b"))
     pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()

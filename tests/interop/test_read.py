@@ -135,6 +135,31 @@ def test_a_copy_in_the_same_dtype_and_mode(dtype, tie):
     assert all(torch.equal(p, before[n]) for n, p in hf_model.state_dict().items())
 
 
+def _hook(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + 1)
+
+
+def _activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def _eps(model):
+    model.model.norm.variance_epsilon = 1.0
+
+
+def _field(model):
+    model.config.rms_norm_eps = 1.0
+
+
+@pytest.mark.parametrize("change", [_hook, _activation, _eps, _field])
+def test_a_model_that_was_changed_after_it_was_built_is_refused(change):
+    hf_model = tiny(LLAMA, torch.float32)
+    from_transformers(hf_model)  # the control
+    change(hf_model)
+    with pytest.raises(UserError, match=r"The logits of the LlamaForCausalLM differ .* Load it again"):
+        from_transformers(hf_model)
+
+
 REFUSED = [
     (LLAMA, {"attention_bias": True}, r"config.attention_bias is True"),
     (CHAMELEON, {"mlp_bias": True}, r"config.mlp_bias is True"),

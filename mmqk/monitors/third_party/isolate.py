@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmqk.monitors.probe import evaluation_mode
+from mmqk.model.evaluation import evaluation_mode
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

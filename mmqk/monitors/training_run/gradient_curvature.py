@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
+from mmqk.model.evaluation import evaluation_mode
 from mmqk.monitors.measures.curvature import adam_scale, curvature, gradient_and_product
-from mmqk.monitors.probe import evaluation_mode
 
 
 def batch_loss(model: EarlyFusionTransformer, batch: TokenBatch, weights_M: Tensor, z_loss: float) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import rank, summed
 from mmqk.model import EarlyFusionTransformer
+from mmqk.model.evaluation import evaluation_mode
 from mmqk.monitors.measures.agreement import Gradients, HalfProducts, half_products
 from mmqk.monitors.measures.reduce import selection
-from mmqk.monitors.probe import evaluation_mode
 from mmqk.store.tags import tag
 
 # Returns the part of a batch's loss from each modality's targets, (M,), divided by the batch's `step_targets`.

@@ -19,9 +19,9 @@ from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats, compile_blocks, keep_graphs, power_step
+from mmqk.model.evaluation import evaluation_mode
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
-from mmqk.monitors.probe import evaluation_mode
 from mmqk.monitors.training_run.step_monitor import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.fsdp import shard, whole, whole_model
