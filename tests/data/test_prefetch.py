@@ -107,7 +107,7 @@ def test_the_next_copy_begins_before_a_batch_is_handed_out_and_only_its_own_is_w
 class Few:
     """Micro-batches in which every token is the number of the batch."""
 
-    ahead = 0
+    ahead, batch_size, accumulate = 0, 1, 1
 
     def __init__(self, n: int = 6, breaks_at: int | None = None) -> None:
         self.n, self.breaks_at = n, breaks_at
