@@ -84,7 +84,7 @@ _OF_STEP = ("batch_size", "accumulate")
 
 
 class PositionedLoader:
-    """A loader whose state is two numbers: how many micro-batches it has returned, and `MicroBatches.ahead`.
+    """A loader whose state is how many micro-batches it has returned, `MicroBatches.ahead`, and the sizes of a step.
 
     Lightning resumes at the exact micro-batch if the loader has a length and ``state_dict``/``load_state_dict``.
     """
@@ -97,6 +97,11 @@ class PositionedLoader:
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[TokenBatch]:
+        if self.position >= len(self.dataset):
+            raise UserError(
+                "All sequences of max_steps are used, but the Trainer asks for more: set accumulate_grad_batches of"
+                " the Trainer instead of a GradientAccumulationScheduler."
+            )
         loader = DataLoader(
             self.dataset,
             batch_size=None,
@@ -105,11 +110,6 @@ class PositionedLoader:
             pin_memory=self.device.type == "cuda",
         )
         batches = prefetched(loader, self.device) if self.device.type == "cuda" else loader
-        if self.position >= len(self.dataset):
-            raise UserError(
-                "All sequences of max_steps are used, but the Trainer asks for more: set accumulate_grad_batches of"
-                " the Trainer instead of a GradientAccumulationScheduler."
-            )
         try:
             for batch in batches:
                 self.position += 1

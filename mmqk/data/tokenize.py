@@ -179,7 +179,8 @@ def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, An
 
 
 def _already_finished(out: Path, options: Mapping[str, Any], paths: list[Path]) -> int:
-    about = read_header(out)["about"]
+    header = read_header(out)
+    about = header["about"]
     command = about.get("command")
     if not isinstance(command, dict):
         raise UserError(f"{out} holds tokens that another command made: give another --out")
@@ -190,7 +191,7 @@ def _already_finished(out: Path, options: Mapping[str, Any], paths: list[Path]) 
             raise UserError(
                 f"{path} differs from the shard that {out} was made of: give another --out, or remove {out}"
             )
-    print(f"{out} is finished: " + _counts(read_header(out)["splits"]))
+    print(f"{out} is finished: " + _counts(header["splits"]))
     return 0
 
 

@@ -306,7 +306,7 @@ class Watch:
     ) -> None:
         """Add statistics of the output softmax if the model returns logits and the target ids are known.
 
-        They are known only for a model that predicts the next token, which some tokens must not see.
+        The targets are the next tokens, so a model in which every token sees all others has none.
         """
         if self.modalities.ranges is None or find_ids(inputs) is None:
             return
