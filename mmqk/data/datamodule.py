@@ -100,7 +100,7 @@ class PositionedLoader:
         if self.position >= len(self.dataset):
             raise UserError(
                 "All sequences of max_steps are used, but the Trainer asks for more: set accumulate_grad_batches of"
-                " the Trainer instead of a GradientAccumulationScheduler."
+                " the Trainer, and remove GradientAccumulationScheduler."
             )
         loader = DataLoader(
             self.dataset,

@@ -69,9 +69,13 @@ class Adapter:
         found = [site for pattern, site in self._patterns if pattern.fullmatch(path)]
         if not found or self.layers is None:
             return found
-        # model.norm is the final norm of model.layers.0
-        beside = path.rpartition(".")[0] in {layer.rpartition(".")[0].rpartition(".")[0] for layer in self.layers}
-        return [site for site in found if (beside if site.name == "final" else self.layer_at(path) is not None)]
+        inside, beside = self.layer_at(path) is not None, path.rpartition(".")[0] in self._parents
+        return [site for site in found if (beside if site.name == "final" else inside)]
+
+    @cached_property
+    def _parents(self) -> set[str]:
+        """The modules that have a list of layers and its final norm: model for model.layers.0 and model.norm."""
+        return {layer.rpartition(".")[0].rpartition(".")[0] for layer in self.layers or ()}
 
     def layer_at(self, path: str) -> str | None:
         """Return the path of the layer in `layers` that has the module with this path; None if there is none."""

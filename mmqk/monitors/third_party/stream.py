@@ -152,8 +152,8 @@ class Stream:
     def leave(self, path: str, module: nn.Module, module_input: Tensor | None, output: Tensor | None) -> None:
         """After a module has run: pass the terms of a norm's input on to its output, and store a layer's L2 norms.
 
-        A numbered module is a layer if it has one attention call and its output is its input plus other terms. A
-        block without an attention call, such as an MLP or a state-space model, belongs to the layer before it.
+        A numbered module is a layer if it has one attention call and its output is its input plus other terms. The
+        final norm may also follow blocks without an attention call, such as an MLP or a state-space model.
         """
         is_norm = _NORM.search(type(module).__name__) and not any(True for _ in module.children())
         if module_input is not None and output is not None and is_norm:

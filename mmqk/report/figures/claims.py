@@ -49,7 +49,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     names = set(verdict.runs)
     family = isinstance(metric, FamilyMetric)
     if isinstance(metric, FamilyMetric) or verdict.claim.metric.partition("/")[0] == "final_loss":
-        # A family metric has no value by step, and a final loss has one.
+        # Neither a family metric nor a final loss has a value at each step.
         curves, series = _losses(runs, modality)
     else:
         curves, series = label, metric.series

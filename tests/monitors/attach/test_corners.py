@@ -15,6 +15,13 @@ from tests.monitors.attach.nets import Net, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, norms, same
 
 
+class Padded(Net):
+    """Gets the mask of the padding, and does not use it."""
+
+    def forward(self, ids, attention_mask):
+        return super().forward(ids, None)
+
+
 def test_weights_of_several_dtypes_are_measured_in_fp32():
     """A forward with several dtypes runs under autocast; the statistics are computed outside autocast."""
     net, (ids,) = Net(["sdpa", "alibi"]), batches(1, B=3)
@@ -43,10 +50,6 @@ def test_weights_of_several_dtypes_are_measured_in_fp32():
 def test_a_sequence_that_is_all_padding_counts_for_nothing():
     """The attention has a bias, so `Collector.weights` computes the weights. A sequence of padding has no rank."""
 
-    class Padded(Net):
-        def forward(self, ids, attention_mask):
-            return super().forward(ids, None)
-
     net, (ids,) = Padded(["alibi"]), batches(1, B=3)
     attention_mask = torch.ones_like(ids)
     attention_mask[0] = 0
@@ -60,10 +63,6 @@ def test_a_sequence_that_is_all_padding_counts_for_nothing():
 
 
 def test_an_additive_padding_mask_is_the_same_padding():
-    class Padded(Net):
-        def forward(self, ids, attention_mask):
-            return super().forward(ids, None)
-
     net, (ids,) = Padded(["sdpa"]), batches(1, B=3)
     keep = torch.ones_like(ids)
     keep[:, 12:] = 0
