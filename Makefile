@@ -22,7 +22,7 @@ help:
 	@echo "make setup        make .venv and install mmqk"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
-	@echo "make late         train the runs of the study of late failure (20 core hours) and write reports/late/index.html"
+	@echo "make late         train the runs of the study of late failure (24 core hours) and write reports/late/index.html"
 	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
 	@echo "make late-rescue  remedies switched on before two runs fail (6 core hours)"
 	@echo "make test         lint, types and all tests that are not slow"
@@ -52,7 +52,7 @@ claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES)) $(if $(FROM),--from $(FROM))
 	$(PYTHON) -m mmqk.report runs/claims --out reports/claims
 
-# About 20 core hours. MINUTES=50 stops after 50 minutes; the next call continues.
+# About 24 core hours. MINUTES=50 stops after 50 minutes; the next call continues.
 # FROM=reports/examples/late.zip copies the runs of the repository first.
 late: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/failures/late.yaml --out runs/late --jobs 2 \
@@ -63,10 +63,10 @@ late-rehearsal: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/failures/late_rehearsal.yaml --out runs/late_rehearsal --jobs 2
 	$(PYTHON) -m mmqk.report runs/late_rehearsal --out reports/late_rehearsal
 
-# About 5 core hours.
+# About 6 core hours. MINUTES and FROM=reports/examples/late_rescue.zip as above.
 late-rescue: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/failures/late_rescue.yaml --out runs/late_rescue --jobs 2 \
-		$(if $(MINUTES),--max-minutes $(MINUTES))
+		$(if $(MINUTES),--max-minutes $(MINUTES)) $(if $(FROM),--from $(FROM))
 	$(PYTHON) -m mmqk.report runs/late_rescue --out reports/late_rescue
 
 test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)

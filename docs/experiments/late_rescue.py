@@ -1,0 +1,65 @@
+"""Which change prevents a late failure? Prints the table of the section "Rescue" of docs/late_divergence.md.
+
+    python docs/experiments/late_rescue.py runs/late_rescue        (or the pack reports/examples/late_rescue.zip)
+
+One row per arm; values of several seeds are separated by slashes. By the rules of late_rescue.yaml a change helped
+only if the held-out text loss of every run ends below that of every run with noise from the same step.
+"""
+
+import sys
+
+import numpy as np
+
+import mmqk
+from mmqk.analysis.metrics.late import rise_step, window_means
+from mmqk.analysis.metrics.losses import final_loss
+
+
+def over_seeds(runs, value):
+    return " / ".join(value(run) for run in runs)
+
+
+def lowest(run, modality):
+    """Return the lowest held-out loss and its step."""
+    steps, losses = run.history(f"val_loss/{modality}")
+    best = int(np.nanargmin(losses))
+    return f"{losses[best]:.2f} ({steps[best]:,})"
+
+
+def training_loss(run, modality):
+    return f"{window_means(run, modality)[1][-1]:.2f}"
+
+
+def largest_logit(run):
+    return f"{np.median(run.combined('attn_logit_absmax', np.max)[1][-3:]):,.0f}"
+
+
+def rises(run):
+    steps = (rise_step(run, modality) for modality in ("text", "image"))
+    return ", ".join("–" if step is None else f"{step:,}" for step in steps)
+
+
+def below_noise(runs, noise):
+    """Return how many pairs of a run and a run with noise have a lower final held-out text loss in the first."""
+    if not noise or runs == noise:
+        return "–"
+    below = [final_loss(a, "text").value < final_loss(b, "text").value for a in runs for b in noise]
+    return f"{sum(below)} of {len(below)} pairs"
+
+
+if __name__ == "__main__":
+    runs = [run for run in mmqk.load_runs(sys.argv[1]) if run.status.finished]
+    arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
+    titles = ["arm", "seeds", "held-out text loss", "lowest (step)", "held-out image loss", "lowest (step)"]
+    titles += ["training text / image loss", "rises for good (text, image)", "largest logit", "text loss below noise"]
+    print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
+    for arm, of_arm in arms.items():
+        start = (of_arm[0].fork or {}).get("step")
+        row = [arm, " / ".join(str(run.seed) for run in of_arm)]
+        for modality in ("text", "image"):
+            row.append(over_seeds(of_arm, lambda run, m=modality: f"{final_loss(run, m).value:.2f}"))
+            row.append(over_seeds(of_arm, lambda run, m=modality: lowest(run, m)))
+        row.append("; ".join(over_seeds(of_arm, lambda run, m=m: training_loss(run, m)) for m in ("text", "image")))
+        row += [over_seeds(of_arm, rises), over_seeds(of_arm, largest_logit)]
+        row.append(below_noise(of_arm, arms.get(f"noise-{start}", [])))
+        print("| " + " | ".join(row) + " |")
