@@ -1,6 +1,7 @@
 """Reads an attention call of a third-party model from the arguments of the attention function.
 
-This file reads torch's scaled_dot_product_attention and flex_attention, and the eager attention of transformers.
+This file reads torch's scaled_dot_product_attention and flex_attention, the eager attention of transformers, and the
+dense attention of mmqk's own model.
 
 Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K head_dim.
 """
@@ -222,4 +223,26 @@ def of_transformers(
     if position_bias is not None:
         mask_bias, bias = call.score_mod, position_bias.float()
         call.score_mod = lambda z, head: (mask_bias(z, head) if mask_bias else z) + of_head(bias, head)
+    return call
+
+
+def of_mmqk(
+    rows: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    kind: str = "softmax",
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+    **ignored: Any,
+) -> Call:
+    """Read a call of `mmqk.model.backends.attention` with the backend math."""
+    call = Call(query, key, value, scale, softcap=softcap)
+    call.set_sinks(sink_H)
+    _set_mask(call, mask)
+    if kind != "softmax":
+        call.no_weights = f"its weights are not a softmax but a {kind}"
     return call

@@ -2,9 +2,9 @@
 
 `Capture` is a TorchFunctionMode: it gets every torch function of the pass. It recognizes attention calls by their
 function (scaled_dot_product_attention, flex_attention, `nn.MultiheadAttention`) or operator (flash_attn, torch's
-varlen_attn). The attention functions of transformers are patched during the pass, and global module hooks track
-the running module. Attention written with matmul and softmax cannot be measured; the modules that use it are
-reported.
+varlen_attn). The attention functions of transformers and the dense attention of mmqk's own model are patched during
+the pass, and global module hooks track the running module. Attention written with matmul and softmax cannot be
+measured; the modules that use it are reported.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Capture(TorchFunctionMode):
         self.attention_types: set[type[nn.Module]] = set()
         # Running modules, outermost first: path, module and its first input.
         self._running: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]
-        self._in_attention = False  # inside an attention function of transformers, which is read as one call
+        self._in_attention = False  # inside an attention function that is read as one call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -202,8 +202,8 @@ class Capture(TorchFunctionMode):
         return out
 
     def wrapped(self, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs and measures an attention function of transformers; ``run`` is `_run_eager` or
-        `_run_flash`."""
+        """Return a function that runs and measures an attention function; ``run`` is `_run_eager`, `_run_flash` or
+        `_run_mmqk`."""
 
         def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._running[-1][0])
@@ -313,6 +313,13 @@ def _run_flash(
     return (call.output().transpose(1, 2), None), call
 
 
+def _run_mmqk(
+    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Call | NotMeasured]:
+    """Run the dense attention of mmqk's own model. Return its output, and the `Call` with its inputs."""
+    return forward(*args, **kwargs), calls.of_mmqk(rows, *args, **kwargs)
+
+
 @contextmanager
 def watching(capture: Capture) -> Iterator[None]:
     """Pass every torch function, module and attention call of transformers inside the context to ``capture``."""
@@ -321,6 +328,7 @@ def watching(capture: Capture) -> Iterator[None]:
         stack.callback(hook.remove)
         stack.callback(nn_module.register_module_forward_hook(capture._leave_module, always_call=True).remove)
         _patch_transformers(capture, stack)
+        _patch_mmqk(capture, stack)
         _patch_flex(stack)
         stack.enter_context(capture)
         yield
@@ -342,6 +350,22 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
         for key in [key for key in entries if "flash" in key and "|" not in key]:
             stack.callback(entries.__setitem__, key, entries[key])
             entries[key] = capture.wrapped(entries[key], _run_flash)
+
+
+def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:
+    """Wrap the attention function of mmqk's own model. Only its backend math is read here; the others call functions
+    of torch."""
+    own = sys.modules.get("mmqk.model.attention")
+    if own is None:
+        return
+    forward, dense = own.attention, capture.wrapped(own.attention, _run_mmqk)
+
+    def attention(*args: Any, backend: str = "math", **kwargs: Any) -> Any:
+        if backend != "math":
+            return forward(*args, backend=backend, **kwargs)
+        return dense(capture._running[-1][1], *args, **kwargs)
+
+    _replace(stack, own, "attention", attention)
 
 
 def _patch_flex(stack: ExitStack) -> None:

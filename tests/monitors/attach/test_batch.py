@@ -242,9 +242,9 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
     [
         ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges of ids"),
         ({"modality": {"image": 5}}, r"image is \[5\]: give ranges of ids"),
-        ({"modality": lambda inputs: 0, "names": "text"}, "give at least two different names"),
-        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give at least two different names"),
-        ({"modality": lambda inputs: 0, "names": ("text",)}, "give at least two different names"),
+        ({"modality": lambda inputs: 0, "names": "text"}, "give one or more different names"),
+        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give one or more different names"),
+        ({"modality": lambda inputs: 0, "names": ()}, "give one or more different names"),
         ({"modality": IMAGE, "every_n_steps": 2.5}, "give a whole number of steps"),
     ],
 )

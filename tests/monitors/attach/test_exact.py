@@ -245,10 +245,17 @@ def test_every_interface_of_transformers_says_the_same(name, kind):
     assert not same(watch.probe(input_ids=ids).flat(), dense, rel=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 1, "qk_norm": QKNormConfig("rms")}, {"window": 9}])
-def test_our_own_model_attached_says_what_its_probe_says(changes):
+DENSE_ONLY = [{"attn_softcap": 0.5}, {"attn_sink": True}, {"attention": "sigmoid"}]
+OWN = [{}, {"n_kv_heads": 1, "qk_norm": QKNormConfig("rms")}, {"window": 9}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend"),
+    [*((x, "sdpa") for x in OWN), *((x, "math") for x in (*OWN, *DENSE_ONLY))],
+)
+def test_our_own_model_attached_says_what_its_probe_says(changes, backend):
     config = ModelConfig(vocab_sizes={"text": 30, "image": 12}, d_model=16, n_layers=8, n_heads=2, **changes)
-    model = EarlyFusionTransformer(config, backend="sdpa")
+    model = EarlyFusionTransformer(config, backend=backend)
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 42, (3, 24), generator=random)
     seen = torch.ones_like(ids, dtype=torch.bool)
@@ -267,7 +274,8 @@ def test_our_own_model_attached_says_what_its_probe_says(changes):
     assert not same(probe(model, other).flat(), {name: measured[name] for name in shared})
 
 
-def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its_adapter():
+@pytest.mark.parametrize("names", [("upper", "lower"), ("patch",)])
+def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its_adapter(names):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(
@@ -275,11 +283,9 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     )
     images = torch.randn(2, 3, 64, 64)
 
-    def regions(inputs):  # the class token has no modality; each half of the image is a modality
-        number = torch.tensor([-1] + [0] * 8 + [1] * 8)
-        return number.expand(len(inputs["x"]), -1)
-
-    watch = attach(model, modality=regions, names=("upper", "lower"))
+    # The class token has no modality; each half of the image, or the whole image, is a modality.
+    numbers = [-1] + [0] * 8 + [len(names) - 1] * 8
+    watch = attach(model, modality=lambda inputs: torch.tensor(numbers).expand(len(inputs["x"]), -1), names=names)
     measured = watch.probe(x=images).flat()
     recorded = {}
     model.eval()
@@ -287,17 +293,16 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     model.blocks[3].register_forward_hook(lambda m, x, out: recorded.update(resid=out))
     model(images)
     q, k, _ = recorded["qkv"].detach().double().unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).numpy()
-    modality = np.broadcast_to([-1] + [0] * 8 + [1] * 8, (2, 17))
+    modality = np.broadcast_to(numbers, (2, 17))
     sites = {("q", 3): q, ("k", 3): k, ("q_raw", 3): q, ("k_raw", 3): k}
     sites |= {("attn_in", 3): recorded["x"].detach().numpy(), ("resid", 3): recorded["resid"].detach().numpy()}
-    expected = brute_force.streams(sites, modality, np.ones((2, 17), bool), ("upper", "lower"))
-    assert len(expected) == 28 and same(measured, expected)
-    both = brute_force.attention(q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True,
-                                 ("upper", "lower"), 3)  # fmt: skip
+    expected = brute_force.streams(sites, modality, np.ones((2, 17), bool), names)
+    assert len(expected) == 14 * len(names) and same(measured, expected)
+    both = brute_force.attention(q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True, names, 3)
     logits = {
         name: x
         for name, x in both.items()
         if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
     }
-    assert len(logits) == 8 and same(measured, logits)
+    assert len(logits) == 2 * len(names) ** 2 and same(measured, logits)
     assert watch.layers.total == len(watch.layers.numbers) == L and watch.layers.hidden == [] and H == 4
