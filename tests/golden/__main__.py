@@ -189,8 +189,10 @@ def main(argv: list[str] | None = None) -> int:
         if failed or set(new) - set(digests):
             print(f"not listed: {args.equivalent} is equivalent only if all runs are equal bit for bit")
             return 1
-        with EQUIVALENT.open("a") as file:
-            file.write(f"{args.equivalent} {code_hash()}\n")
+        line = f"{args.equivalent} {code_hash()}\n"
+        if line not in EQUIVALENT.read_text():
+            with EQUIVALENT.open("a") as file:
+                file.write(line)
     return 1 if failed else 0
 
 
