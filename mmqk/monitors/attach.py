@@ -66,8 +66,9 @@ def attach(
 
     Args:
         model: the object that the training loop calls, with its torch.compile, FSDP or DDP wrapper if it has one.
-        modality: the id range or ranges of each modality except text, ``{"image": range(4, 8196)}``; or a function
-            that gets the model's inputs by name and returns (B, T), the modality number of each token.
+        modality: the id range or ranges of each modality except text, ``{"image": range(4, 8196)}``, or ``{}`` if all
+            ids are text; or a function that gets the model's inputs by name and returns (B, T), the modality number
+            of each token.
         every_n_steps: number of steps between probes; the first probe runs after at most 10 steps. 0 disables probes.
         sequences: number of sequences in a probe, on each rank.
         out: folder for ``metrics.jsonl``, which mmqk's tools read.
@@ -312,7 +313,7 @@ class Watch:
             return
         if self._on_any_rank(measurement.main.sees_all):
             return
-        least = max(part.stop for parts in self.modalities.ranges.values() for part in parts)
+        least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
         logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
         # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
         if logits_BTV is not None and (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():

@@ -211,7 +211,8 @@ class Modalities:
     """Maps tokens to modalities.
 
     Args:
-        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text.
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text, with ``{}``
+            all of them.
             It may also be a function that gets the model's inputs by name and returns (B, T), the modality number of
             each token over which attention runs. A token with a number outside 0 to M - 1 has no modality.
         names: if ``modality`` is a function, the names of modalities 0 to M - 1; else ignored.
@@ -276,9 +277,10 @@ class Modalities:
 
 
 def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
-    if len(ranges) < 2:
+    if len(ranges) < 2 and ranges["text"]:
         raise UserError(
-            'modality has only text: give the ids of another modality, such as {"image": range(4, 8196)}'
+            'modality has only text: give the ids of another modality, such as {"image": range(4, 8196)}, or {} if '
+            "all ids are text"
         )
     for name, parts in ranges.items():
         if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):

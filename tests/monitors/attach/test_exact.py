@@ -25,12 +25,14 @@ def modality_of(ids) -> np.ndarray:
     return ((ids >= 10) & (ids < 25)).astype(int)
 
 
-def norms(q, k, modality, layer, valid=None) -> dict[str, float]:
+def norms(q, k, modality, layer, valid=None, names=NAMES) -> dict[str, float]:
     valid = np.ones(modality.shape, bool) if valid is None else valid
-    return brute_force.streams({("q", layer): q, ("k", layer): k}, modality, valid, NAMES)
+    return brute_force.streams({("q", layer): q, ("k", layer): k}, modality, valid, names)
 
 
-def output_of(logits, modality, trained) -> dict[str, float]:
+def output_of(logits, modality, trained, names=NAMES) -> dict[str, float]:
+    if len(names) == 1:
+        return brute_force.output(logits, modality, trained, {names[0]: V})
     order = [*range(10), *range(25, V), *range(10, 25)]
     return brute_force.output(logits[..., order], np.roll(modality, -1, 1), trained, SIZES)
 
@@ -44,9 +46,9 @@ def causal(b, t, s):
     return s <= t
 
 
-def expected_of(net: Net, ids, scale, sees=causal, bias=None) -> dict[str, float]:
+def expected_of(net: Net, ids, scale, sees=causal, bias=None, names=NAMES) -> dict[str, float]:
     """Return the expected statistics of a `Net`, from the q and k that its attention records."""
-    modality, values = modality_of(ids), {}
+    modality, values = modality_of(ids) * (len(names) - 1), {}
     twin = Net([layer.attention.call for layer in net.layers], kv_heads=net.layers[0].attention.kv_heads)
     twin.load_state_dict(net.state_dict())
     for layer in twin.layers:
@@ -56,20 +58,20 @@ def expected_of(net: Net, ids, scale, sees=causal, bias=None) -> dict[str, float
     for n, layer in enumerate(twin.layers):
         q, k = (x.double().numpy() for x in layer.attention.keep[0])
         k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-        values |= norms(q, k, modality, n)
+        values |= norms(q, k, modality, n, names=names)
         if bias is None:
-            values |= brute_force.attention(q, k, scale, modality, sees, NAMES, n)
+            values |= brute_force.attention(q, k, scale, modality, sees, names, n)
             continue
         # Write a dot product plus a bias as a dot product of longer vectors.
         eye = np.broadcast_to(np.eye(q.shape[2]), (*q.shape[:3], q.shape[2]))
         turned = np.broadcast_to(bias.numpy().swapaxes(-1, -2), eye.shape)
         longer_q, longer_k = np.concatenate([scale * q, eye], -1), np.concatenate([k, turned], -1)
-        of_weights = brute_force.attention(longer_q, longer_k, 1.0, modality, sees, NAMES, n)
-        values |= brute_force.attention(q, k, scale, modality, sees, NAMES, n, softmax=False)
+        of_weights = brute_force.attention(longer_q, longer_k, 1.0, modality, sees, names, n)
+        values |= brute_force.attention(q, k, scale, modality, sees, names, n, softmax=False)
         values |= {name: x for name, x in of_weights.items() if name.startswith(WEIGHTS)}
     trained = np.ones(modality.shape, bool)
     trained[:, -1] = False
-    return values | output_of(logits, modality, trained)
+    return values | output_of(logits, modality, trained, names)
 
 
 CALLS = {
@@ -102,6 +104,15 @@ def test_a_plain_model_equals_brute_force(name):
     assert not same(attach(net, modality={"image": range(10, 20)}).probe(ids=ids).flat(), expected)
     if bias is not None:
         assert not same(measured, expected_of(net, ids, scale, sees))
+
+
+def test_a_model_whose_ids_are_all_text_has_one_modality():
+    net, (ids,) = Net(["sdpa"] * 2), batches(1, B=3)
+    measured = attach(net, modality={}).probe(ids=ids).flat()
+    expected = expected_of(net, ids, 0.5, names=("text",))
+    assert same(measured, expected) and any(tag.startswith("out_") for tag in expected)
+    assert not any("image" in tag for tag in measured)
+    assert not same(attach(net, modality=IMAGE).probe(ids=ids).flat(), expected)
 
 
 def test_masks_of_each_sequence_are_those_of_the_call():

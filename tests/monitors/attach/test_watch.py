@@ -252,7 +252,7 @@ def test_a_folder_with_a_run_of_many_layers_is_refused_too(tmp_path):
         ({"image": range(4, 9), "audio": range(8, 12)}, "both image and audio"),
         ({"image": range(4, 9, 2)}, "step 1"),
         ({"an-image": range(4, 9)}, "a modality's name"),
-        ({}, "modality has only text"),
+        ({"text": range(4)}, "modality has only text"),
         (7, "give ranges of ids"),
         (lambda inputs: torch.zeros(3), r"returned shape \(3,\)"),
     ],
