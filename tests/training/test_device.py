@@ -261,7 +261,7 @@ def test_the_demonstration_is_the_run_that_it_was():
 
 
 def test_what_a_fork_changes():
-    """The configuration of an older parent lacks the fields compile and activation_checkpointing."""
+    """The configuration of an older parent lacks the fields that later versions added."""
     old = {"seed": 0}
     new = {"seed": 0, "compile": False, "activation_checkpointing": False}
     assert (
@@ -272,3 +272,7 @@ def test_what_a_fork_changes():
     )
     assert changes(old, {**new, "compile": True}) == [{"field": "compile", "from": False, "to": True}]
     assert changes({**new, "compile": True}, new) == [{"field": "compile", "from": True, "to": False}]
+    old, new = {"alarm": {"stop": []}}, {"compile": False, "alarm": {"stop": [], "stop_diverged": True}}
+    assert changes(old, new) == []
+    new["alarm"]["stop_diverged"] = False
+    assert changes(old, new) == [{"field": "alarm.stop_diverged", "from": True, "to": False}]

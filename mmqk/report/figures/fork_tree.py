@@ -16,6 +16,7 @@ from mmqk.report.figures.style import GRAY, legend
 from mmqk.store import without_roots
 
 MOST_ROWS = 60
+CHARACTERS = 145  # of a note that fit into the width of the figure
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
         words = f"{study.label(arm)}, seed {seed}" if node.run else f"{node.name}, not among these runs"
         words += f": {node.changed}" if node.changed else ""
         left = start > 0.55 * longest
+        room = int(CHARACTERS * (end if left else longest - start) / longest)
+        words = words if len(words) <= room else f"{words[: room - 1]}…"
         notes.append((float(end if left else start), y, words, "left" if left else "right"))
     height = 0.75 + 0.42 * len(drawn)
     panel = Panel("forks", "", "", tuple(lines), notes=tuple(notes), height=height, shared=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mmqk.checkpoint import load_checkpoint, save_checkpoint
+from mmqk.config.run import NEWER, SECTIONS
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
@@ -105,17 +107,27 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
 
 def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the fields in which two configurations differ, except the fields that do not affect the result."""
-    parent = {"compile": False, **parent}  # older configurations do not have the field
+    parent = _with_newer_fields(parent)
     a, b = flatten(parent), flatten(own)
     differing = differing_fields(parent, own)
-    fields = [
+    names = [
         f
         for f in differing
         if not f.startswith(NOT_CHANGES)
         # If a mapping is empty in only one of the configurations, list its entries in the other configuration.
         and not any(other.startswith(f"{f}.") for other in differing)
     ]
-    return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in fields]
+    return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in names]
+
+
+def _with_newer_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the fields that its version of mmqk did not have, at their defaults."""
+    newer = {}
+    for section, names in NEWER.items():
+        if section in config:
+            defaults = {f.name: f.default for f in fields(SECTIONS[section]) if f.name in names}
+            newer[section] = defaults | config[section]
+    return {"compile": False, **config, **newer}
 
 
 def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
