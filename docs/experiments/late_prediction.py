@@ -7,7 +7,8 @@ First table: for each alarm rule and arm, how many runs had an alarm before thei
 AUROC of its value for failing against surviving runs of one arm without QK-Norm, and the Spearman correlation with
 the step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run
 ended. Fourth table: the number of runs that fail at other thresholds of the two rules. Fifth table: how many layers
-have large logits, and how many steps the gradient clipping scales, by arm and step.
+have large logits, the attention entropy of text queries, and how many steps the gradient clipping scales, by arm and
+step.
 """
 
 import sys
@@ -127,22 +128,31 @@ def threshold_rows(runs):
 
 
 def layer_rows(runs):
-    """The logit of a layer is its largest, over queries and keys, as the median of three probes."""
+    """The logit of a layer is its largest, over queries and keys, and its entropy the mean over queries of text; both
+    are medians of three probes."""
     for arm in dict.fromkeys(run.arm for run in runs):
         for step in (1000, 3000, 5000, 7000, 10000, 15000, 20000):
             alive = [run for run in runs if run.arm == arm and run.last_step >= step > first_step(run)]
             if not alive:
                 continue
-            logits, clipped = [], []
+            logits, entropies, clipped = [], [], []
             for run in alive:
                 layers = range(run.setting("model.n_layers"))
                 by_layer = [run.combined("attn_logit_absmax", np.max, layer=layer) for layer in layers]
-                logits.append([np.median(z[(steps <= step) & (steps > step - 750)]) for steps, z in by_layer])
+                logits.append([last_three(series, step) for series in by_layer])
+                by_layer = [run.combined("attn_entropy", np.min, modality="text", layer=layer) for layer in layers]
+                entropies.append(np.median([last_three(series, step) for series in by_layer]))
                 steps, norms = run.series("grad_norm")
                 clipped.append(100 * np.mean(norms[(steps <= step) & (steps > step - 500)] > 1))
             logits = np.array(logits)
-            columns = (logits.max(1), np.median(logits, 1), (logits > 1000).sum(1), clipped)
+            columns = (logits.max(1), np.median(logits, 1), (logits > 1000).sum(1), entropies, clipped)
             yield arm, f"{step:,}", str(len(alive)), *(f"{min(c):.3g} to {max(c):.3g}" for c in columns)
+
+
+def last_three(series, step):
+    """Return the median of three probes, which are 250 steps apart."""
+    steps, values = series
+    return np.median(values[(steps <= step) & (steps > step - 750)])
 
 
 def first_step(run):
@@ -172,5 +182,6 @@ if __name__ == "__main__":
     titles = [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
     titles += [f"text loss rises {nats} nat for good" for nats in (0.05, 0.1, 0.15, 0.2)]
     table(["arm", "runs", *titles], threshold_rows(runs))
-    titles = ["largest logit", "median over layers", "layers above 1,000", "% of steps clipped"]
+    titles = ["largest logit", "median over layers", "layers above 1,000", "median text entropy"]
+    titles += ["% of steps clipped"]
     table(["arm", "step", "runs", *titles], layer_rows(runs))

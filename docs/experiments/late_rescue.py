@@ -2,8 +2,10 @@
 
     python docs/experiments/late_rescue.py runs/late_rescue        (or the pack reports/examples/late_rescue.zip)
 
-One row per arm; values of several seeds are separated by slashes. By the rules of late_rescue.yaml a change helped
-only if the held-out text loss of every run ends below that of every run with noise from the same step.
+One row per arm; values of several seeds are separated by slashes. The first columns of a fork are the largest logit
+of its parent at the fork, the change of the output logits there, divided by their RMS, and the change of the held-out
+image loss. By the rules of late_rescue.yaml a change helped only if the held-out text loss of every run ends below
+that of every run with noise from the same step.
 """
 
 import sys
@@ -34,6 +36,21 @@ def largest_logit(run):
     return f"{np.median(run.combined('attn_logit_absmax', np.max)[1][-3:]):,.0f}"
 
 
+def parent_logit(run):
+    if run.parent is None:
+        return "–"
+    steps, logits = run.parent.combined("attn_logit_absmax", np.max)
+    return f"{np.median(logits[steps <= run.fork['step']][-3:]):,.0f}"
+
+
+def output_change(run):
+    if not run.forked:
+        return "–"
+    change = run.forked["function"]
+    before, after = change["loss"]["image"]
+    return f"{change['logits_rms_relative']:.2g}, {after - before:+.2f}"
+
+
 def rises(run):
     steps = (rise_step(run, modality) for modality in ("text", "image"))
     return ", ".join("–" if step is None else f"{step:,}" for step in steps)
@@ -50,12 +67,14 @@ def below_noise(runs, noise):
 if __name__ == "__main__":
     runs = [run for run in mmqk.load_runs(sys.argv[1]) if run.status.finished]
     arms = {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
-    titles = ["arm", "seeds", "held-out text loss", "lowest (step)", "held-out image loss", "lowest (step)"]
+    titles = ["arm", "seeds", "logit of the parent", "change at the fork"]
+    titles += ["held-out text loss", "lowest (step)", "held-out image loss", "lowest (step)"]
     titles += ["training text / image loss", "rises for good (text, image)", "largest logit", "text loss below noise"]
     print("| " + " | ".join(titles) + " |\n" + "| --- " * len(titles) + "|")
     for arm, of_arm in arms.items():
         start = (of_arm[0].fork or {}).get("step")
         row = [arm, " / ".join(str(run.seed) for run in of_arm)]
+        row += [over_seeds(of_arm, parent_logit), over_seeds(of_arm, output_change)]
         for modality in ("text", "image"):
             row.append(over_seeds(of_arm, lambda run, m=modality: f"{final_loss(run, m).value:.2f}"))
             row.append(over_seeds(of_arm, lambda run, m=modality: lowest(run, m)))

@@ -211,10 +211,10 @@ class Modalities:
     """Maps tokens to modalities.
 
     Args:
-        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text, with ``{}``
-            all of them.
-            It may also be a function that gets the model's inputs by name and returns (B, T), the modality number of
-            each token over which attention runs. A token with a number outside 0 to M - 1 has no modality.
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality. Other ids are text; with ``{}``
+            all ids are text. It may also be a function that gets the model's inputs by name and returns (B, T), the
+            modality number of each token over which attention runs. A token with a number outside 0 to M - 1 has no
+            modality.
         names: if ``modality`` is a function, the names of modalities 0 to M - 1; else ignored.
 
     Attributes:
