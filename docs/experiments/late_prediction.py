@@ -124,6 +124,10 @@ def threshold_rows(runs):
             late.ABOVE_OWN_BEST_NATS = nats
             row.append(str(sum(late.rise_step(run, "text") is not None for run in of_arm)))
         late.ABOVE_OWN_BEST_NATS = 0.1
+        for window, fewest in ((500, 3), (1000, 2)):
+            late.WINDOW_STEPS, late.FEWEST_WINDOWS_ABOVE = window, fewest
+            row.append(str(sum(late.rise_step(run, "text") is not None for run in of_arm)))
+        late.WINDOW_STEPS, late.FEWEST_WINDOWS_ABOVE = 500, 2
         yield arm, str(len(of_arm)), *row
 
 
@@ -181,6 +185,7 @@ if __name__ == "__main__":
         table(titles, loss_rows(runs, failed))
     titles = [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
     titles += [f"text loss rises {nats} nat for good" for nats in (0.05, 0.1, 0.15, 0.2)]
+    titles += ["0.1 nat, in 3 means", "0.1 nat, means of 1,000 steps"]
     table(["arm", "runs", *titles], threshold_rows(runs))
     titles = ["largest logit", "median over layers", "layers above 1,000", "median text entropy"]
     titles += ["% of steps clipped"]
