@@ -17,8 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mmqk.ablation.devices import cores, gpus
 from mmqk.ablation.estimate import time_left
 from mmqk.ablation.plan import plan
@@ -297,16 +295,12 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """Split FIELD=VALUE into the name of the field and its value, which is parsed as YAML."""
+def _setting(text: str) -> tuple[str, str]:
+    """Split FIELD=VALUE into the name of the field and its value, as text that the parser of mmqk.train reads."""
     name, equals, value = text.partition("=")
-    try:
-        setting = name, yaml.safe_load(value)
-    except yaml.YAMLError:
-        equals = ""
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE, as in model.qk_norm.kind=rms")
-    return setting
+    return name, value
 
 
 def _minutes(text: str) -> float:

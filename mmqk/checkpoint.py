@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,19 +15,16 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields, naming
 from mmqk.store.checkpoints import (
     DamagedError,
+    check_digest,
     checkpoints_in,
-    has_digest,
     named_step,
     strays_in,
     write_checkpoint,
 )
 
-# Key of a checkpoint that was written with a digest. A file that has this key but no digest is damaged.
-MARK = "mmqk_digest"
 # Parts that a resume needs besides the model, with their types.
 PARTS: dict[str, type] = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
 PREFIX = "model."
-ONE = {"strategy": "auto", "processes": 1}  # assumed for a checkpoint that does not record its processes
 
 
 class CheckpointError(Exception):
@@ -49,14 +44,12 @@ def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: the file cannot be written, or its content differs when read back. ``path`` is then unchanged.
     """
-    write_checkpoint(path, lambda file: torch.save({**content, MARK: "sha256"}, file))  # type: ignore[arg-type]
+    write_checkpoint(path, lambda file: torch.save(dict(content), file))  # type: ignore[arg-type]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Check the digest, the step and the weights of a checkpoint, and return its content. The tensors are on the CPU
     and memory-mapped.
-
-    A file of an older version of mmqk has no digest. Such a file is read with a warning on stderr.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
@@ -66,7 +59,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError("is not a file")
     try:
         with naming(path):
-            checked = has_digest(path)
+            check_digest(path)
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except DamagedError as error:
         raise CheckpointError(str(error)) from error
@@ -77,16 +70,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot be read ({reason})") from error
     if not isinstance(content, dict) or not isinstance(content.get("mmqk_model"), dict):
         raise CheckpointError("has no model configuration: it was not written by mmqk.train")
-    if not checked and MARK in content:
-        raise CheckpointError("is damaged: the sha256 at its end is missing")
     step = content.get("global_step", 0)
     if type(step) is not int or step < 0:
         raise CheckpointError("has no step number in the part global_step")
     if "global_step" in content and named_step(path) not in (None, step):
         raise CheckpointError(f"holds step {step}, but its name has another step")
     _check_weights(content)
-    if not checked:
-        _print_unchecked(path)
     return content
 
 
@@ -108,15 +97,6 @@ def _check_weights(content: dict[str, Any]) -> None:
             raise CheckpointError(f"has weights {name}, which its model does not have")
         if not isinstance(weights[name], Tensor) or weights[name].shape != expected[name]:
             raise CheckpointError(f"has weights {name} that are not of shape {tuple(expected[name])}")
-
-
-@functools.cache
-def _print_unchecked(path: Path) -> None:
-    print(
-        f"The checkpoint {path} has no sha256, because an older mmqk wrote it: its content is not verified.",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def check_parts(content: Mapping[str, Any]) -> None:
@@ -149,11 +129,12 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
         CheckpointError: a part is missing, or the checkpoint belongs to another model or run.
     """
     check_parts(content)
-    differing = differing_fields(content["mmqk_model"], asdict(model))
+    # `from_dict` adds the fields that the version of mmqk that wrote the checkpoint did not have.
+    differing = differing_fields(asdict(ModelConfig.from_dict(content["mmqk_model"])), asdict(model))
     if differing:
         raise CheckpointError(f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})")
-    ranks = content.get("mmqk_ranks", ONE)
-    if not isinstance(ranks, dict) or ranks.keys() != ONE.keys():
+    ranks = content.get("mmqk_ranks")
+    if not isinstance(ranks, dict) or ranks.keys() != {"strategy", "processes"}:
         raise CheckpointError("has a malformed part mmqk_ranks")
     writer = content.get("mmqk_run")
     if isinstance(writer, dict) and writer.get("id") != id:

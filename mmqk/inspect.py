@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, with_configs, write_folder
 from mmqk.store.files import writing
@@ -61,27 +59,14 @@ def main(argv: list[str] | None = None) -> int:
     rest = with_configs(rest)
     run = resolve(rest)
     command = "python -m mmqk.inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))
-    files, lines = inspect_page.inspect(run, options.sequences, options.tokens, command, _name(rest))
-    write(options.out, files)
+    name = run.out.parent.name  # runs/NAME/<id>
+    files, lines = inspect_page.inspect(run, options.sequences, options.tokens, command, name)
+    numbers = json.dumps(files["statistics.json"], indent=1, ensure_ascii=False) + "\n"
+    with writing(options.out):
+        write_folder(options.out, {**files, "statistics.json": numbers})
     print("\n".join(lines))
     print(options.out / "index.html")
     return 0
-
-
-def write(out: Path, files: dict[str, Any]) -> None:
-    """Write the page and its numbers.
-
-    Raises:
-        UserError: the folder cannot be created or written.
-    """
-
-    def text(content: Any) -> str:
-        return (
-            content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        )
-
-    with writing(out):
-        write_folder(out, {name: text(content) for name, content in files.items()})
 
 
 def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:
@@ -89,13 +74,6 @@ def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest
     their defaults."""
     given = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
     return [*rest, *(w for n, v in given if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
-
-
-def _name(rest: list[str]) -> str:
-    """Return the name of the configuration: the stem of the last --config file, or an empty string."""
-    files = [word.partition("=")[2] for word in rest if word.startswith("--config=")]
-    files += [value for flag, value in pairwise(rest) if flag == "--config"]
-    return Path(files[-1]).stem if files else ""
 
 
 if __name__ == "__main__":

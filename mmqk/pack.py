@@ -8,20 +8,18 @@ from pathlib import Path
 import yaml
 
 from mmqk.grid.record import read_ablation
-from mmqk.store import OneSentenceParser, UserError, relative, run_main
+from mmqk.store import OneSentenceParser, UserError, run_main
 from mmqk.store.files import parse_json, read_regular
-from mmqk.store.pack import FEW_DIGITS, FILES, MOST_VALUES, packed_runs, write_pack
+from mmqk.store.pack import FEW_DIGITS, FILES, packed_runs, write_pack
 
 REQUIRED = ("run.json", "status.json", "metrics.jsonl")  # each run of a grid has these files
 
-DESCRIPTION = f"""\
+DESCRIPTION = """\
 Write the files that a report needs from a folder of runs into one small zip file: configurations, status, metrics,
 alarms and the registration of the claims; no checkpoints and no TensorBoard events. mmqk.report and mmqk.load_runs
 read the file like the folder, and mmqk.ablate --from continues the grid from it.
 
-The report of a pack equals the report of the folder byte for byte. A pack has all values of the losses, the gradient
-norm and the other series that a report reads. Of any other series with more than {MOST_VALUES:,} values, such as the
-learning rate, it has every n-th value."""
+The report of a pack equals the report of the folder byte for byte."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,9 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if out.suffix != ".zip" or out.is_dir():
         raise UserError(f"--out {out} is not the name of a zip file: let it end in .zip")
     grid = read_ablation(options.runs)  # no command can read a pack with a damaged registration
-    thinned = write_pack(options.runs, out, options.small)
-    if thinned and not options.small:
-        print(f"thinned the metrics of {', '.join(map(relative, thinned))}")
+    write_pack(options.runs, out, options.small)
     if damaged := _damaged(options.runs, required=REQUIRED if grid else ()):
         print(f"the runs are packed as they are, with these damaged files: {', '.join(damaged)}")
     size = out.stat().st_size

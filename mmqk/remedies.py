@@ -6,12 +6,12 @@ the implementation that it was compared with. Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmqk.grid.language import flags
 from mmqk.store import OneSentenceParser, run_main
 
 # The marks after the sources. A mark states how the source was read.
@@ -58,10 +58,7 @@ class Remedy:
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags for ``python -m mmqk.train --config ...``."""
-        return tuple(
-            f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for name, value in self.settings.items()
-        )
+        return flags(self.settings)
 
 
 _NORM_PASSES = "a norm of q and a norm of k in every layer"

@@ -184,7 +184,7 @@ def test_the_rule_is_kept(name):
         ("monitors", "monitors/record.py", "import tensorboard", "No module named 'tensorboard'"),
         ("config", "config/training.py", "import lightning", "imports lightning"),
         ("config", "tokenizers/files.py", "from torch import Tensor", "imports torch"),  # only `resolve` imports it
-        ("shards", "shards/pairs.py", "from mmqk.tokenizers import TextTokenizer", "imports mmqk.tokenizers"),
+        ("shards", "shards/pairs.py", "from mmqk.tokenizers.text import TextTokenizer", "imports mmqk.tokenizers"),
         ("report", "analysis/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
         ("report", "report/__main__.py", "def main(argv): import torch", "imports torch"),
     ],

@@ -287,6 +287,40 @@ def test_the_least_memory_is_below_what_a_model_takes(tiny_args):
         assert least_bytes(run)[0] == 16 * parameters(run.model)
 
 
+@pytest.mark.parametrize(
+    ("optim", "most"),
+    [
+        ({}, 1.1),
+        ({"matrices": "muon"}, 1.1),
+        ({"matrices": "adamh"}, 1.1),
+        ({"update_clip": True}, 1.1),
+        ({"split_second_moment": True}, 2.1),  # two modalities: moments and gradients of each, and their sum
+    ],
+    ids=str,
+)
+def test_the_least_memory_is_below_what_an_optimizer_stores(tiny_args, optim, most):
+    import torch
+
+    from mmqk.model import EarlyFusionTransformer
+    from mmqk.training.loop.memory import least_bytes
+    from mmqk.training.step.optimizers import make_optimizer
+    from mmqk.training.step.split_adam import SplitAdamW
+
+    run = resolve([*tiny_args, *(f"--optim.{name}={value}" for name, value in optim.items())])
+    model = EarlyFusionTransformer(run.model, "math")
+    optimizer = make_optimizer(run.optim, model)
+    loss = sum(p.square().sum() for p in model.parameters())
+    if isinstance(optimizer, SplitAdamW):
+        optimizer.backward([loss, loss])
+    else:
+        loss.backward()
+    optimizer.step()
+    stored = [*model.parameters(), *(p.grad for p in model.parameters())]
+    stored += getattr(optimizer, "_gradients", {}).values()
+    stored += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert sum(tensor.nbytes for tensor in stored) / most < least_bytes(run)[0] < sum(t.nbytes for t in stored)
+
+
 def test_a_larger_device_has_room(tiny_args, monkeypatch):
     import torch
 

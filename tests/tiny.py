@@ -54,8 +54,9 @@ def write_tiny_data(root: Path) -> None:
 
     from mmqk.shards.manifest import Manifest, write_manifest
     from mmqk.shards.pairs import write_documents, write_shard
-    from mmqk.tokenizers import ImageTokenizer, TextTokenizer
+    from mmqk.tokenizers.image import ImageTokenizer
     from mmqk.tokenizers.image_config import ImageTokenizerConfig
+    from mmqk.tokenizers.text import TextTokenizer
 
     for name in ("pairs", "text", "tokenizers"):
         (root / name).mkdir()

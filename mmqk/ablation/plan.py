@@ -20,7 +20,6 @@ from mmqk.ablation.resolver import (
     ResolvedJob,
     Resolver,
     checkpoint_of,
-    threads_of,
 )
 from mmqk.ablation.task import Task, standing
 from mmqk.grid.arms import LR, Job, parts_of
@@ -239,7 +238,9 @@ class _Planner:
 
     def _task(self, resolved: ResolvedJob, file: Path | None = None) -> Task:
         fork: dict[str, Any] | None = None
-        args: tuple[str, ...] = (*resolved.args, *self._threads(resolved))
+        # A resumed run keeps its number of threads, and a fork has that of its parent.
+        folders = [resolved.folder, *([resolved.start.parent.folder] if resolved.start else [])]
+        args: tuple[str, ...] = (*resolved.args, *self.resolver.threads_flag(resolved.run, *folders))
         if resolved.start:
             parent = resolved.start.parent.folder.relative_to(self.out).as_posix()
             fork = {"parent": parent, "step": resolved.start.step}
@@ -259,20 +260,6 @@ class _Planner:
         configured = resolved.run.nested()["checkpoint"].get("at") or []
         first = resolved.start.step if resolved.start else 0
         return f"--checkpoint.at={sorted({*configured, *self.at[resolved.folder]} - {first})}"
-
-    def _threads(self, resolved: ResolvedJob) -> tuple[str, ...]:
-        """Return the flag for CPU threads: each run gets its share of the cores unless its configuration sets
-        threads.
-
-        A resumed run keeps its number of threads, and a fork has as many threads as its parent, because the number of
-        threads changes the rounding of sums.
-        """
-        if resolved.run.threads:
-            return ()
-        threads = threads_of(resolved.folder)
-        if not threads and resolved.start:
-            threads = threads_of(resolved.start.parent.folder)
-        return (f"--threads={threads or self.resolver.threads}",)
 
     def _replay(self, resolved: ResolvedJob) -> None:
         rule = resolved.job.family.replay

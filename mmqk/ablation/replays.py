@@ -21,12 +21,12 @@ from mmqk.ablation.resolver import (
     Resolver,
     checkpoint_of,
     checkpoints_of,
-    threads_of,
 )
 from mmqk.ablation.task import Task, standing
 from mmqk.grid.arms import Arm, Job
 from mmqk.grid.language import flags
 from mmqk.grid.rules import ReplayRule
+from mmqk.model.backend_check import check_backend
 from mmqk.store import UserError, differing_fields, read_run, read_status
 
 CONTROL = "control"
@@ -105,7 +105,7 @@ def replays_of(
                 run = resolver(args, f"replays of {original.name}", control, step)
                 name = f"d{depth:g}-{kind}-{number}"
                 replay = {"of": of, "depth": depth, "step": step, "numerics": kind, "number": number}
-                args = ("--fork", str(file), *args, *_threads(run, resolved, resolver))
+                args = ("--fork", str(file), *args, *resolver.threads_flag(run, resolved.folder))
                 folder = root / f"{name}-{run.id}"
                 tasks.append(_task(original, name, args, folder, run.id, ends[step], replay))
     return tasks, []
@@ -160,12 +160,14 @@ def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     blocks.
     """
     model, backend = identity.get("model", {}), identity.get("backend", "math")
-    dense_only = model.get("attn_softcap") is not None or model.get("attention", "softmax") != "softmax"
-    fused = None if dense_only else "sdpa"
-    if backend != "math":
-        fused = backend
+    fused = "sdpa" if backend == "math" else backend
+    softcap, kind = model.get("attn_softcap"), model.get("attention", "softmax")
+    try:
+        check_backend(fused, softcap, kind, sink=model.get("attn_sink", False))
+        numerics = {"bf16-fused": {"trainer.precision": "bf16-mixed", "backend": fused}}
+    except ValueError:
+        numerics = {}
     eager = {"compile": False} if identity.get("compile") else {}
-    numerics = {} if fused is None else {"bf16-fused": {"trainer.precision": "bf16-mixed", "backend": fused}}
     return numerics | {
         "bf16-math": {"trainer.precision": "bf16-mixed", "backend": "math", **eager},
         "fp32": {"trainer.precision": "32-true", "backend": "math", **eager},
@@ -193,19 +195,13 @@ def _control(
         return replace(resolved, args=args, folder=root / f"{CONTROL}-{resolved.run.id}")
     start, file = list(checkpoints.items())[-1]
     run = resolver((), f"replays of {original.name}", resolved, start)
-    args = ("--fork", str(file), at, *_threads(run, resolved, resolver))
+    args = ("--fork", str(file), at, *resolver.threads_flag(run, resolved.folder))
     return ResolvedJob(resolved.job, args, run, root / f"{CONTROL}-{run.id}", ForkPoint(resolved, start))
 
 
 def _schedule(identity: Mapping[str, Any]) -> int:
     """Return the length of the learning rate schedule, in steps."""
     return identity.get("optim", {}).get("schedule_steps") or identity["trainer"]["max_steps"]
-
-
-def _threads(run: Any, of: ResolvedJob, resolver: Resolver) -> tuple[str, ...]:
-    """Return the flag that gives a replay as many threads as the diverged run, because the number of threads changes
-    the rounding of sums."""
-    return () if run.threads else (f"--threads={threads_of(of.folder) or resolver.threads}",)
 
 
 def _task(

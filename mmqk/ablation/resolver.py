@@ -124,6 +124,14 @@ class Resolver:
                 raise UserError(f"{where}: {error}") from error
         return self._runs[key]
 
+    def threads_flag(self, run: Any, *folders: Path) -> tuple[str, ...]:
+        """Return the flag for CPU threads, unless the configuration of the run sets them: the threads of the first of
+        the folders that has a run, otherwise the run's share of the cores. The number of threads changes the rounding
+        of sums."""
+        if run.threads:
+            return ()
+        return (f"--threads={next(filter(None, map(threads_of, folders)), self.threads)}",)
+
 
 def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
     # This import loads jsonargparse and numpy, which --help and the analysis do not need.

@@ -10,6 +10,8 @@ from mmqk.store.formatting import plain
 from mmqk.store.formatting import plural as plural  # re-exported
 
 DASH = "–"
+# Numbers from this power of ten on are printed with an exponent.
+LARGEST_POWER = 15
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -24,11 +26,16 @@ def number(value: float, digits: int = 3) -> str:
     rounded = round(value, digits - 1 - size)
     # Rounding may add a digit: 9.996 becomes 10.0.
     size = math.floor(math.log10(abs(rounded)))
+    if not -4 <= size < LARGEST_POWER:
+        return f"{value:.{digits - 1}e}"
     if size >= digits - 1:
         return f"{rounded:,.0f}"
-    if size < -4:
-        return f"{value:.{digits - 1}e}"
     return f"{rounded:.{digits - 1 - size}f}"
+
+
+def exp(value: float) -> float:
+    """Return the exponential of a number; infinite if it exceeds the largest float."""
+    return math.inf if value > 709 else math.exp(value)
 
 
 def decimals(error: float) -> int:

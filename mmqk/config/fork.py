@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.config.sentences import REMOVED_TRAINER_FLAGS
 from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, read_run
@@ -20,18 +19,12 @@ class Parent:
     Attributes:
         id: Id of the run.
         step: Number of optimizer steps that the run has taken at this point.
-        config: Resolved configuration of the run (``RunConfig.nested()``), without fields that only older
-            versions of mmqk had.
+        config: Resolved configuration of the run (``RunConfig.nested()``).
     """
 
     id: str
     step: int
     config: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if isinstance(trainer := self.config.get("trainer"), Mapping):
-            kept = {name: value for name, value in trainer.items() if name not in REMOVED_TRAINER_FLAGS}
-            object.__setattr__(self, "config", {**self.config, "trainer": kept})
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -32,7 +31,7 @@ from mmqk.config.checks import (
 from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_parent
 from mmqk.config.run import SECTIONS, RunConfig, identity_of
 from mmqk.config.sentences import sentence_of
-from mmqk.config.trainer import SHOWN, TrainerConfig
+from mmqk.config.trainer import TrainerConfig
 from mmqk.data.config import SOURCE_FIELDS, layout
 from mmqk.model.backend_check import BACKENDS, check_backend
 from mmqk.model.config import ModelConfig
@@ -62,13 +61,13 @@ class Parser(ArgumentParser):
         raise UserError(sentence_of(message, self)) from ex
 
 
-def build_parser(help_all: bool = False) -> Parser:
+def build_parser() -> Parser:
     """Return the parser of ``mmqk.train``. ``mmqk.ablate`` uses it for the arms of a grid too."""
-    return _built(OneSentenceParser.program or "python -m mmqk.train", help_all)
+    return _built(OneSentenceParser.program or "python -m mmqk.train")
 
 
 @lru_cache
-def _built(program: str, help_all: bool) -> Parser:
+def _built(program: str) -> Parser:
     # Cached, because building the parser takes half of the time of `resolve`, and a grid has hundreds of arms.
     parser = Parser(
         prog=program,
@@ -83,7 +82,6 @@ def _built(program: str, help_all: bool) -> Parser:
         "--config", action="config",
         help="YAML file of a run, or the name of a shipped one (demo); repeat it to merge several.",
     )  # fmt: skip
-    parser.add_argument("--help-all", action="store_true", help="Show all fields of trainer too, and exit.")
     parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
     parser.add_argument(
         "--seed", type=int, default=0, help="Seed of initial weights, dropout and data order."
@@ -119,10 +117,6 @@ def _built(program: str, help_all: bool) -> Parser:
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_class_arguments(TrainerConfig, "trainer")
-    for action in parser._actions:
-        flag = action.dest.removeprefix("trainer.")
-        if flag != action.dest and not (help_all or flag in SHOWN):
-            action.help = argparse.SUPPRESS
     return parser
 
 
@@ -140,8 +134,6 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
         SystemExit: after printing help.
     """
     argv = with_configs(argv)
-    if "--help-all" in argv:
-        build_parser(help_all=True).parse_args(["--help"])
     parsed = _parse(argv, build_parser())
     details = {name: getattr(parsed, f"fork_{name}") for name in ("skip_batches", "noise", "seed", "new_moments")}
     if parent is None and parsed.fork is None:

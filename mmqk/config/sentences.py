@@ -20,25 +20,6 @@ OWN_TRAINER_FLAGS = {
     "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
     "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
-# Fields that only older versions of mmqk had. They did not change the numbers of a run.
-REMOVED_TRAINER_FLAGS = {"enable_autolog_hparams", "inference_mode", "profiler"}
-
-# Old and new names of renamed fields. Configurations of older runs, which `mmqk.ablate` and forks read, have the old
-# names.
-RENAMED = {
-    "optim.final_lr": "optim.final_lr_ratio",
-    "model.blocks": "model.vocab_sizes",
-    "model.untie": "model.per_modality",
-    "recompute": "activation_checkpointing",
-    "loss.chunk": "loss.chunk_size",
-    "fork_skip": "fork_skip_batches",
-    "fork_perturb": "fork_noise",
-    "fork_draw": "fork_seed",
-    "data.val_share": "data.val_fraction",
-    "data.image_first": "data.image_first_prob",
-    "monitor.batch": "monitor.probe_split",
-    "monitor.sequences": "monitor.probe_sequences",
-}
 _KINDS = {
     "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "a mapping",
     "list": "a list", "tuple": "a list", "NoneType": "null",
@@ -64,7 +45,7 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
         value = re.search(r"Given value: (.*)", flat)
         given = shortened(value[1]) if value else "'?'"
         expected = f"expected {_kinds(union[2]).replace('], ', '] or ')}"
-        expected = expected if len(expected) < 100 else "--help-all lists its types"
+        expected = expected if len(expected) < 100 else "--help lists its types"
         return f"{union[1]} is {given}, which is of the wrong type: {expected}."
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
         kind = _kinds(wrong[2])
@@ -91,11 +72,6 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
     flag = name.removeprefix("trainer.").split(".")[0].rstrip("+")
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
         return f"mmqk sets trainer.{flag}: leave it out."
-    if name.startswith("trainer.") and flag in REMOVED_TRAINER_FLAGS:
-        return f"trainer.{flag} was removed, because it had no effect on the results of a run: leave it out."
-    for old, new in RENAMED.items():
-        if name.startswith(old) and name[len(old) : len(old) + 1] in ("", ".", "+"):
-            return f"{name} has a new name: write {new}{name[len(old) :]}."
     known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:

@@ -8,11 +8,6 @@ from typing import Literal
 from mmqk.config.sentences import class_path_sentence
 from mmqk.ranges import MOST_STEPS, check_fields, number
 
-# Fields that --help shows; --help-all shows every field.
-SHOWN = (
-    "accelerator", "devices", "num_nodes", "strategy", "max_steps", "precision", "accumulate_grad_batches",
-    "gradient_clip_val",
-)  # fmt: skip
 IN_IDENTITY = ("max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
 
 

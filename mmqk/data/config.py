@@ -13,6 +13,7 @@ from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
 from mmqk.data.tokens.online import online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, find_file
+from mmqk.tokenizers.files import tokenizers_hash
 
 # Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.
 # All kinds of a mixture must share one vocabulary.
@@ -149,8 +150,6 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     Raises:
         UserError: a source is missing or damaged.
     """
-    from mmqk.tokenizers import tokenizers_hash
-
     fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
     # A field that changes no sample of this configuration is stored as a constant.
     online = config.read == "shards" and "pair" in config.sources

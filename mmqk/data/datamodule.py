@@ -3,7 +3,7 @@ micro-batches to ranks and loader workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from mmqk.data.prefetch import prefetched
 from mmqk.data.statistics import describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source
-from mmqk.data.tokens.folder import open_tokens
+from mmqk.data.tokens.folder import Layout, open_tokens
 from mmqk.data.tokens.online import open_online
 from mmqk.data.tokens.pairing import Captions, ShuffledPairs
 from mmqk.store import UserError
@@ -283,27 +283,18 @@ class TokenDataModule(L.LightningDataModule):
         pairs = self.builder.stores.get("pair", ())
         side = round(max(0, pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
-        vocab_sizes = self.builder.layout.vocab_sizes
+        ids = self.builder.layout
         # Use only rows of the first epoch, so that no document counts twice.
         fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
-        train, val = (
-            [part for row in rows for part in np.split(row.ids, row.starts[1:])]
-            for rows in (fresh, self.val_rows)
-        )
-        by_modality = {name: asdict(s) for name, s in describe(train, val, vocab_sizes, contexts).items()}
-        ids, nats = (
-            np.concatenate([_targets(row, of) for row in self.val_rows]) for of in ("ids", "surprise")
-        )
-        val_modality = self.builder.layout.modality(ids)
-        train_modality = self.builder.layout.modality(np.concatenate([_targets(row) for row in self.sample()]))
+        statistics = describe(documents(fresh), documents(self.val_rows), ids.vocab_sizes, contexts)
+        counts, _ = targets_by_modality(self.sample(), ids)
+        _, floors = targets_by_modality(self.val_rows, ids)
+        share = {name: count / sum(counts.values()) for name, count in counts.items()}
         targets = self.targets(sequences)
-        for number, name in enumerate(vocab_sizes):
-            if name in by_modality:
-                floor = nats[val_modality == number] if len(nats) == len(ids) else nats[:0]
-                by_modality[name]["share"] = float((train_modality == number).mean())
-                by_modality[name]["floor"] = float(floor.mean()) if len(floor) else None
-                by_modality[name]["targets"] = targets[name]
-        return by_modality
+        return {
+            name: {**asdict(s), "share": share[name], "floor": floors.get(name), "targets": targets[name]}
+            for name, s in statistics.items()
+        }
 
     def targets(self, sequences: int) -> dict[str, float]:
         """Return the mean number of targets of each modality per training sequence.
@@ -343,6 +334,26 @@ class TokenDataModule(L.LightningDataModule):
             if len(inside):
                 losses[name] = float(nats[inside].mean())
         return losses
+
+
+def documents(rows: Iterable[Row]) -> Iterator[np.ndarray]:
+    """Yield the ids of every document in these rows."""
+    for row in rows:
+        yield from np.split(row.ids, row.starts[1:])
+
+
+def targets_by_modality(rows: Sequence[Row], layout: Layout) -> tuple[dict[str, int], dict[str, float]]:
+    """Return two dictionaries by modality: the number of targets, and the mean of their -log p in nats.
+
+    p is the probability of a target under the source of the data. If p is unknown, the second dictionary is empty.
+    """
+    ids, nats = (np.concatenate([_targets(row, of) for row in rows]) for of in ("ids", "surprise"))
+    modality = layout.modality(ids)
+    of_modality = {name: modality == m for m, name in enumerate(layout.vocab_sizes)}
+    counts = {name: int(mask.sum()) for name, mask in of_modality.items() if mask.any()}
+    if len(nats) < len(ids):
+        return counts, {}
+    return counts, {name: float(nats[of_modality[name]].mean()) for name in counts}
 
 
 def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:

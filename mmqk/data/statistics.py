@@ -105,16 +105,14 @@ def describe(
         vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
         contexts: contexts of the model-based estimate, each a list of distances back to the context tokens, the most
             informative first. ``(1, 8)`` is the previous token, then the token above in a grid with 8 columns. The
-            estimate of a modality uses the best of all prefixes of the contexts.
+            estimate of a modality uses the best of all prefixes of the contexts. Each distance is at least 1.
 
     Returns:
         The statistics by the name of each modality in the training documents.
 
     Raises:
-        ValueError: an id is outside the vocabulary, or a distance is not positive.
+        ValueError: an id is outside the vocabulary.
     """
-    if any(distance < 1 for context in contexts for distance in context):
-        raise ValueError(f"contexts are {[tuple(c) for c in contexts]}: each distance must be at least 1.")
     stream = _concatenated(list(train_rows), list(val_rows), list(vocab_sizes.values()))
     n = stream.trained
     training_N, held_out_N = stream.target_N.copy(), stream.target_N.copy()

@@ -32,6 +32,7 @@ from mmqk.store import (
     write_json,
 )
 from mmqk.store.files import writing
+from mmqk.tokenizers.files import tokenizers_hash
 
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
 UNFINISHED = "unfinished"
@@ -147,8 +148,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str, Any]:
     """Return the options that the documents depend on, by flag."""
-    from mmqk.tokenizers import tokenizers_hash  # takes seconds to import, and --help does not need it
-
     return {
         "kind": kind,
         "text" if args.text else "shards": [path.name for path in paths],

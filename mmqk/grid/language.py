@@ -20,30 +20,23 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
 class _Loader(decimal_numbers(yaml.SafeLoader)):  # type: ignore[misc]
     """YAML loader that refuses a duplicate key, which would silently drop an arm, and a key that is not text."""
 
-
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    seen: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        # YAML reads the keys ``on`` and ``yes`` as booleans and ``1`` as a number, so their names would silently
-        # change.
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(
-                None,
-                None,
-                f"the key {key_node.value} is not text in YAML: put it in quotes",
-                key_node.start_mark,
-            )
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is written twice", key_node.start_mark
-            )
-        seen[key] = loader.construct_object(value_node, deep=True)
-    return seen
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # These are the written keys. A merge key (``<<``) later adds others, which the written keys override.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            # YAML reads the keys ``on`` and ``yes`` as booleans and ``1`` as a number, so their names would silently
+            # change.
+            if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                problem = f"the key {key.value} is not text in YAML: put it in quotes"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            if key.value in seen:
+                problem = f"the key {key.value!r} is written twice"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return node
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

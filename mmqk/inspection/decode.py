@@ -16,7 +16,9 @@ from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, load_manifest
 from mmqk.shards.samples import pair_of
 from mmqk.shards.tars import index_tar
-from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.text import TextTokenizer
+from mmqk.tokenizers.vocabulary import SPECIALS, vocab_sizes_of
 
 BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens
@@ -40,14 +42,14 @@ class IdDecoder:
 
     def __init__(self, tokenizers: Path | str) -> None:
         self._text, self._image = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
-        self._vocabulary = JointVocabulary.load(tokenizers)
+        self._first_code = vocab_sizes_of(tokenizers)["text"]
         self.grid = self._image.grid[0]
 
     def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """Return the text of each token. If a character has several tokens, they give one text."""
         words, pending = [], list[int]()
-        for i in self._vocabulary.text_ids([int(i) for i in ids]):
-            pending.append(i)
+        for i in ids:
+            pending.append(int(i) - len(SPECIALS))
             word = self._text.decode(pending)
             if BROKEN_CHARACTER not in word or len(pending) == LONGEST_CHARACTER:
                 words.append(word)
@@ -58,7 +60,7 @@ class IdDecoder:
         """Decode joint ids to an image; return None if they are not a whole image."""
         if len(ids) != self.grid**2:
             return None
-        codes_1N = torch.from_numpy(np.asarray(self._vocabulary.image_codes(ids), dtype=np.int64))[None]
+        codes_1N = torch.from_numpy(np.asarray(ids - self._first_code, dtype=np.int64))[None]
         pixels_HWC = self._image.decode(codes_1N)[0].permute(1, 2, 0)
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
 
@@ -66,7 +68,7 @@ class IdDecoder:
         """Return whether the tokenizer encodes this image to these ids, up to the tolerance `SAME_CODES`."""
         pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
         codes = self._image.encode(pixels_1CHW)[0].numpy()
-        return bool((codes == self._vocabulary.image_codes(ids)).mean() >= SAME_CODES)
+        return bool((codes == ids - self._first_code).mean() >= SAME_CODES)
 
     @property
     def image_size(self) -> int:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.datamodule import TokenDataModule, documents, targets_by_modality
 from mmqk.data.mixture import CYCLE, SLOTS
-from mmqk.data.order.sequences import Row
 from mmqk.data.statistics import CONTEXT, describe
 from mmqk.data.synthetic.dial import Dial
-from mmqk.data.tokens.folder import Layout, is_token_folder, read_header
+from mmqk.data.tokens.folder import is_token_folder, read_header
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -51,7 +49,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
         left -= len(row.ids)
         if left <= 0:
             break
-    targets, known = _targets(rows, layout)
+    targets, known = targets_by_modality(rows, layout)
     statistics = describe(documents(fresh), documents(data.val_rows), layout.vocab_sizes, contexts(run, grid))
     share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
     draws = [order.mixture.draw(i).slot for i in range(max(len(rows), LEAST_DRAWS))]
@@ -80,12 +78,6 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
     return plain
 
 
-def documents(rows: list[Row]) -> Iterator[np.ndarray]:
-    """Yield the ids of every document in these rows."""
-    for row in rows:
-        yield from np.split(row.ids, row.starts[1:])
-
-
 def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
     """Return the contexts of the n-gram model, as distances to earlier tokens: the previous tokens, the parent token
     (dial), or the token above (images)."""
@@ -93,21 +85,6 @@ def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
         dial = run.data.dial
         return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
     return [CONTEXT, (1, grid)] if grid > max(CONTEXT) else [CONTEXT]
-
-
-def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str, float]]:
-    """Return two dictionaries by modality: the number of targets, and the mean of their -log p in nats.
-
-    p is the probability of a target under the source of the data. If p is unknown, the second dictionary is empty.
-    """
-    modality = layout.modality(np.concatenate([np.delete(row.ids, row.starts) for row in rows]))
-    of_modality = {name: modality == m for m, name in enumerate(layout.vocab_sizes)}
-    counts = {name: int(mask.sum()) for name, mask in of_modality.items() if mask.any()}
-    surprises = [np.delete(row.surprise, row.starts) for row in rows if row.surprise is not None]
-    if len(surprises) < len(rows):
-        return counts, {}
-    nats = np.concatenate(surprises)
-    return counts, {name: float(nats[of_modality[name]].mean()) for name in counts}
 
 
 def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:

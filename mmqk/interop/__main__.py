@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store import DamagedFile, OneSentenceParser, UserError, run_main
+from mmqk.store import read_run as read_record
 from mmqk.store.vocab_sizes import parse_vocab_sizes
 
 from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
@@ -80,9 +82,16 @@ def _to_huggingface(source: Path, out: Path) -> None:
     newest = newest_checkpoint(source)
     config, weights = read_run(newest)
     model, architecture = build(config, weights), architecture_of(config)
-    tokenizer, about = tokenizer_files(source)
+    try:
+        record: dict[str, Any] = read_record(source) or {}
+    except DamagedFile as damaged:  # export the weights without the record, as for an imported model
+        record = {}
+        print(f"The model card has no record of the run, because {damaged}.")
+    data = (record.get("details", {}).get("config") or {}).get("data", {})
+    hashes = record.get("identity", {}).get("data", {})
+    tokenizer, about = tokenizer_files(data.get("tokenizers"), hashes.get("tokenizers"))
     parameters = sum({w.data_ptr(): w.numel() for w in weights.values()}.values())  # count tied weights once
-    card = model_card(newest, config, architecture, parameters, bool(tokenizer))
+    card = model_card(newest, config, architecture, parameters, bool(tokenizer), record)
     write_huggingface(model, out, {**tokenizer, "README.md": card})
     print(f"{out}: {architecture} of {newest}; {about}")
     if architecture == CHAMELEON:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 from mmqk.data.config import FOLDER_FIELDS
 from mmqk.model import ModelConfig
 from mmqk.shards.manifest import load_manifest, manifest_hash
-from mmqk.store import DamagedFile, UserError, read_metrics, read_run, relative, without_roots
+from mmqk.store import UserError, find_file, read_metrics, relative, without_roots
 from mmqk.store.checkpoints import step_of
 from mmqk.store.metrics import METRICS_NAME
 from mmqk.tokenizers.vocabulary import SPECIALS
@@ -26,7 +27,12 @@ _LOSSES = {
 
 
 def model_card(
-    checkpoint: Path, config: ModelConfig, architecture: str, n_parameters: int, tokenizer: bool
+    checkpoint: Path,
+    config: ModelConfig,
+    architecture: str,
+    n_parameters: int,
+    tokenizer: bool,
+    record: Mapping[str, Any],
 ) -> str:
     """Return the card of a model as Markdown for the Hugging Face hub.
 
@@ -38,13 +44,10 @@ def model_card(
         architecture: class of the model in transformers.
         n_parameters: number of parameters of the model.
         tokenizer: whether the text tokenizer is exported too.
+        record: run.json of the run; may be empty.
     """
     run = checkpoint.parent.parent
-    try:
-        record: dict[str, Any] = read_run(run) or {}
-    except DamagedFile:  # export the weights without the record, as for an imported model
-        record = {}
-    run_config = (record.get("details") or {}).get("config") or {}
+    run_config = record.get("details", {}).get("config") or {}
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
     sections = [
         _front(),
@@ -54,7 +57,7 @@ def model_card(
         *_use(architecture, tokenizer),
         *_ids(config, tokenizer),
         *_losses(run, step_of(checkpoint), list(config.vocab_sizes)),
-        *_data(run_config.get("data") or {}, (record.get("identity") or {}).get("data") or {}),
+        *_data(run_config.get("data", {}), record.get("identity", {}).get("data", {})),
         *_configuration(run_config),
         "## License",
         "No license is set: add `license` to the front matter. The licenses of the training data apply to the parts"
@@ -137,6 +140,7 @@ def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
 def _sources(folder: Path, hashed: str) -> list[str]:
     """Return the sources that the manifest of a folder lists; empty if the folder has changed since the training."""
     try:
+        folder = find_file(folder)
         return (
             list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []
         )

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-from mmqk.store import DamagedFile, read_run
-from mmqk.tokenizers.files import TEXT_FILE, tokenizers_hash
+from mmqk.store import UserError, find_file
+from mmqk.tokenizers.files import tokenizers_hash
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.vocabulary import BOS, EOS, PAD, SPECIALS
 
 
-def tokenizer_files(run: Path) -> tuple[dict[str, str], str]:
+def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:
     """Return the contents of tokenizer.json and tokenizer_config.json by file name, and a sentence about the files.
 
     If the tokenizer of the run is not available, there are no files and the sentence gives the reason. The ids are
     those of the joint vocabulary: first the special tokens, then the text entries. The files have no entries for
     image codes, which have no text.
+
+    Args:
+        folder: ``data.tokenizers`` in the configuration of the run.
+        recorded: hash of the tokenizers in the identity of the run.
     """
-    try:
-        record: dict[str, Any] = read_run(run) or {}
-    except DamagedFile as damaged:
-        return {}, f"no tokenizer is included, because {damaged}"
-    data = ((record.get("details") or {}).get("config") or {}).get("data") or {}
-    recorded = ((record.get("identity") or {}).get("data") or {}).get("tokenizers")
-    folder = data.get("tokenizers")
     if not isinstance(folder, str) or not recorded:
         return {}, "no tokenizer is included, because run.json names none"
-    if not (Path(folder) / TEXT_FILE).is_file() or tokenizers_hash(folder) != recorded:
+    try:
+        present = tokenizers_hash(find_file(folder))
+    except UserError:  # a file is missing
+        present = ""
+    if present != recorded:
         return {}, (
             f"no tokenizer is included, because {folder:.200} does not have the tokenizers of the run"
             f" ({recorded!s:.40})"
         )
-    content = json.loads(TextTokenizer.load(folder).to_json())
+    content = json.loads(TextTokenizer.load(find_file(folder)).to_json())
     vocabulary = content["model"]["vocab"]
     shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}
     content["model"]["vocab"] = {text: id for id, text in enumerate(SPECIALS)} | shifted

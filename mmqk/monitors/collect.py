@@ -18,7 +18,7 @@ from mmqk.monitors.measures.attention import (
     exceeded_by_one_in_a_thousand,
 )
 from mmqk.monitors.measures.channels import channel_statistics, channel_sums
-from mmqk.monitors.measures.growth import LogitGrowth, attention_rank, common_mode, logit_growth
+from mmqk.monitors.measures.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
 from mmqk.monitors.measures.output import output_statistics
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.measures.reduce import Sums, selection, sums
@@ -27,7 +27,6 @@ from mmqk.store.tags import tag as uncached_tag
 
 # Sites whose L2 norms are measured, as ``q_norm`` (mean) and ``q_norm_max``.
 NORM_SITES = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")
-GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # the keys of `LogitGrowth.parts`, in order
 CLOSED = 0.1  # an output gate with a value below this counts as closed
 
 tag = cache(uncached_tag)  # every probe uses the same hundreds of tags
@@ -212,7 +211,7 @@ class Collector:
             [t for part in GROWTH_PARTS for t in self._pair_tags(f"logit_{part}", layer)],
             dict(vars(growth)),
             lambda raw: (
-                torch.stack([*LogitGrowth(**raw).parts().values()]).flatten(),
+                LogitGrowth(**raw).parts().flatten(),
                 # If all queries or keys of a head are 0, the logarithm does not exist.
                 (raw["visible"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(GROWTH_PARTS)),
             ),

@@ -35,7 +35,7 @@ NO_EAGER_FP32 = ("flex", "sdpa_flash", "sdpa_cudnn")
 Reach = tuple[int, bool]  # the result of `ModelConfig.reach_of` for a layer
 
 
-def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[Reach, Pairs]:
+def pairs_of(config: ModelConfig, batch: TokenBatch) -> dict[Reach, Pairs]:
     """Return the visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
     return {
         reach: Pairs(
@@ -45,7 +45,6 @@ def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -
             ),
             len(config.modalities),
             config.n_heads,
-            collective,
         )
         for reach in {config.reach_of(layer) for layer in range(config.n_layers)}
     }
@@ -55,7 +54,6 @@ def probe(
     model: EarlyFusionTransformer,
     batch: TokenBatch,
     heads: bool = False,
-    collective: bool = False,
     pairs: Mapping[Reach, Pairs] | None = None,
     matrices: bool = False,
     channels: bool = False,
@@ -70,14 +68,13 @@ def probe(
         model: runs in evaluation mode and fp32, and is not changed.
         batch: all of its sequences are used.
         heads: also add statistics of attention logits and weights for each head.
-        collective: whether every rank probes its own batch at the same time; then merge with `Probe.merged`.
         pairs: the result of `pairs_of` for this batch; None computes it.
         matrices: also add the norms and the stable rank of every weight matrix of the blocks.
         channels: also add RMS, kurtosis and largest channel of the sublayer outputs and of the residual stream.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
-    pairs = pairs_of(c, batch, collective) if pairs is None else pairs
+    pairs = pairs_of(c, batch) if pairs is None else pairs
     sites: dict[str, Tensor] = {}  # tensors of the current layer
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:

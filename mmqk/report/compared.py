@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mmqk.analysis.formatting import DASH
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.run_table import anchor
 from mmqk.store import flatten, without_roots
@@ -48,6 +49,6 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
     return json.dumps(without_roots(content), ensure_ascii=False).replace("</", "<\\/")
 
 
-def as_text(value: Any) -> str:
+def as_text(value: Any, missing: str = DASH) -> str:
     """Return the value of a field as text for a table."""
-    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return missing if value is None else value if isinstance(value, str) else json.dumps(value)

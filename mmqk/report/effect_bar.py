@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
+from mmqk.analysis.formatting import exp
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
 from mmqk.report.findings import effect_and_medians
@@ -28,7 +29,7 @@ def effect_bar(study: Study, verdict: Verdict) -> str:
         return f"{PAD + (WIDTH - 2 * PAD) * (value - first) / span:.1f}"
 
     def named(value: float) -> str:
-        return f"×{math.exp(value):.3g}" if verdict.metric.scale == "log" else f"{value:.3g}"
+        return f"×{exp(value):.3g}" if verdict.metric.scale == "log" else f"{value:.3g}"
 
     description = f"Effect {effect_and_medians(study, verdict)[0]}; no effect is {named(0)}"
     if limits:

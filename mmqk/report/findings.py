@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mmqk.analysis.formatting import capital, decimals, fixed, listed, nats, number, plural
+from mmqk.analysis.formatting import capital, decimals, exp, fixed, listed, nats, number, plural
 from mmqk.analysis.metrics import METRICS, Metric, final_loss
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
@@ -149,7 +149,7 @@ def effect_in_words(verdict: Verdict) -> dict[str, str]:
     if verdict.metric.scale == "log":
         half = effect.high - effect.low if effect.has_interval else math.inf
         digits = 3 if half < 2 * ROUGH else 2
-        value, low, high = (number(_exp(v), digits) for v in (effect.value, effect.low, effect.high))
+        value, low, high = (number(exp(v), digits) for v in (effect.value, effect.low, effect.high))
         size = value
     else:
         value, low, high = _linear(effect, 1, unit, sign="-" if isinstance(effect, Auroc) else "+")
@@ -174,10 +174,6 @@ def _linear(effect: AnyEffect, way: float, unit: str, sign: str) -> tuple[str, s
         fixed(v, places, sign) if math.isfinite(v) else number(v) for v in (way * effect.value, *ends)
     )
     return f"{value} {unit}".strip(), low, f"{high} {unit}".strip()
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
 
 
 def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
@@ -221,7 +217,7 @@ def about_numbers(verdicts: Sequence[Verdict]) -> str:
             parts.append("intervals are Student's t")
     if len(means) < len(effects):
         if any(isinstance(v.effect, Counts) for v in effects):
-            parts.append("differences of shares have Chan and Zhang's exact interval")
+            parts.append("differences of shares have Santner and Snell's exact interval")
         if any(isinstance(v.effect, Auroc) for v in effects):
             parts.append("the interval of an AUROC is a jackknife over runs")
     return f"{capital('; '.join(parts))}." if parts else ""
@@ -233,7 +229,7 @@ def _threshold(verdict: Verdict) -> str:
     sign = 1 if either else verdict.claim.sign
     way = " either way" if either else ""
     if verdict.metric.scale == "log":
-        return f"a factor of {plain(math.exp(sign * size))}{way}"
+        return f"a factor of {plain(exp(sign * size))}{way}"
     return f"{plain(sign * size)} {verdict.metric.unit}".strip() + way
 
 

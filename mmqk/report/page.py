@@ -60,7 +60,7 @@ MOST_COMMANDS = 4
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
     """Read the runs of one or several folders and write their report into ``out``, which is created if missing.
 
-    Figures of an earlier report in ``out`` that this report does not have are removed.
+    Figures and tables of an earlier report in ``out`` that this report does not have are removed.
 
     Raises:
         UserError: a folder has no runs or an unreadable record; ``out`` cannot be written.
@@ -69,20 +69,20 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) ->
     out = Path(out)
     with writing(out):
         write_folder(out, {})  # fail before the figures are drawn
-        files, earlier = _files(findings), _linked_figures(out)
+        files, earlier = _files(findings), _linked_files(out)
         write_folder(out, files)
         for name in earlier - files.keys():
             (out / name).unlink(missing_ok=True)
     return findings.study, list(findings.verdicts)
 
 
-def _linked_figures(out: Path) -> set[str]:
-    """Return the files in ``figures/`` to which the page in ``out`` links; none if there is no such page."""
+def _linked_files(out: Path) -> set[str]:
+    """Return the figures and tables to which the page in ``out`` links; none if there is no such page."""
     try:
         page = read_regular(out / "index.html").decode()
     except (OSError, UnicodeDecodeError):
         return set()
-    return set(re.findall(r'href="(figures/[\w-]+\.(?:csv|png|svg))"', page))
+    return set(re.findall(r'href="(figures/[\w-]+\.(?:csv|png|svg)|(?:ranking|specification)\.csv)"', page))
 
 
 def _files(findings: Findings) -> dict[str, str | bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.analysis.formatting import DASH, decimals, fixed, listed, nats, number, plural, slug
+from mmqk.analysis.formatting import DASH, decimals, exp, fixed, listed, nats, number, plural, slug
 from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.verdicts.ranking import TRAINS_NATS, Ranked, Ranking
 from mmqk.analysis.verdicts.study import Study
@@ -63,6 +63,7 @@ def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
             "trains": sum(row.trains.values()),
             "logit": row.logit,
             "ratio": row.logit_ratio.value if row.logit_ratio else 0.0,
+            "failed": row.failed,
             "time": row.time.value if row.time else "",
             "parameters": row.parameters or 0,
         },
@@ -77,11 +78,16 @@ def interval(effect: Effect | None, ratio: bool = False) -> str:
     if not math.isfinite(effect.value):
         return "diverged"
     if ratio:
-        ends = f" ({math.exp(effect.low):.2f} to {math.exp(effect.high):.2f})" if effect.has_interval else ""
-        return f"×{math.exp(effect.value):.2f}{ends}"
+        ends = f" ({_factor(effect.low)} to {_factor(effect.high)})" if effect.has_interval else ""
+        return f"×{_factor(effect.value)}{ends}"
     places = decimals(effect.error) if effect.has_interval else 2
     ends = f" ({fixed(effect.low, places, '+')} to {fixed(effect.high, places, '+')})" if effect.has_interval else ""
     return f"{fixed(effect.value, places, '+')}{ends}"
+
+
+def _factor(log: float) -> str:
+    value = exp(log)
+    return f"{value:.2f}" if value < 1e6 else number(value)
 
 
 def ranking_figure(study: Study, ranking: Ranking) -> Figure:
@@ -93,7 +99,7 @@ def ranking_figure(study: Study, ranking: Ranking) -> Figure:
         if row.difference and math.isfinite(row.difference.value) and math.isfinite(row.sensitivity)
     ]
     sensitivity = [(row, row.sensitivity) for row in [*shown, *ranking.controls]]
-    time = [(row, math.exp(row.time.value)) for row in shown if row.time]
+    time = [(row, exp(row.time.value)) for row in shown if row.time]
     panels = [_panel(study, ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity")]
     if time:
         panels.append(_panel(study, ranking, time, "time per step relative to no remedy", "time_ratio"))
@@ -163,4 +169,4 @@ def _ends(effect: Effect | None, ratio: bool) -> list[str]:
     if effect is None:
         return ["", "", ""]
     values = (effect.value, *((effect.low, effect.high) if effect.has_interval else (math.nan, math.nan)))
-    return [f"{math.exp(value) if ratio else value:.6g}" for value in values]
+    return [f"{exp(value) if ratio else value:.6g}" for value in values]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from mmqk.analysis.metrics import (
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, middle
+from mmqk.report.compared import as_text
 from mmqk.report.figures.claims import claim_arms, claim_runs, of_family
 from mmqk.report.findings import MARKS, effect_and_medians, finding, threshold_in_words
 from mmqk.report.run_table import anchor
@@ -230,9 +230,9 @@ def environment(study: Study) -> list[tuple[str, str]]:
     texts: dict[str, Callable[[Run], str]] = {
         "Versions": lambda run: _pairs(run.details.get("versions", {})),
         "Machine": lambda run: _pairs(run.details.get("machine", {})),
-        "Precision": lambda run: _text(run.setting("trainer.precision")),
-        "Attention backend": lambda run: _text(run.setting("backend")),
-        "Threads per run": lambda run: _text(run.setting("threads")),
+        "Precision": lambda run: as_text(run.setting("trainer.precision"), ""),
+        "Attention backend": lambda run: as_text(run.setting("backend"), ""),
+        "Threads per run": lambda run: as_text(run.setting("threads"), ""),
         "Code": lambda run: run.code,
     }
     rows = [
@@ -242,11 +242,7 @@ def environment(study: Study) -> list[tuple[str, str]]:
 
 
 def _pairs(record: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_text(value)}" for name, value in record.items())
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return ", ".join(f"{name} {as_text(value, '')}" for name, value in record.items())
 
 
 def _nats(value: float) -> str:

@@ -29,7 +29,7 @@ _PACKED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-# Longest name in bytes. No file system has longer paths, and webdataset's pattern for names takes quadratic time.
+# Longest name in bytes. No file system has longer paths.
 LONGEST_NAME = 2**12
 # Longest header in bytes; a long name or pax records make it long. tarfile reads a whole header, whatever its size.
 LONGEST_HEADER = 2**20
@@ -114,7 +114,7 @@ def index_tar(path: Path | str) -> TarIndex:
             _refuse_compressed(path, file.read(6))
             length = os.fstat(file.fileno()).st_size
             file.seek(0)
-            for sample in group_by_keys(_files(path, file, unread)):
+            for sample in group_by_keys(_files(path, file, unread), _key_and_field):
                 key = sample.pop("__key__")
                 if key in keys:
                     raise UserError(
@@ -160,8 +160,6 @@ def expand(patterns: Sequence[str]) -> list[Path]:
 
 def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
     """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
-    from webdataset.tariterators import base_plus_ext
-
     for info in _headers(path, file):
         base = info.name.rpartition("/")[2]
         if info.isdir():
@@ -170,7 +168,7 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
             unread.add(LONG_NAME, printable(info.name))
         elif base.startswith("."):
             unread.add(HIDDEN, info.name)
-        elif base_plus_ext(info.name)[0] is None:
+        elif "." not in base:
             unread.add(NO_DOT, info.name)
         elif _is_reserved(base, base == info.name):
             unread.add(META, info.name)
@@ -179,6 +177,13 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
         else:
             unread.add(NOT_REGULAR, info.name)
             yield {"fname": info.name, "data": None, "__url__": None}
+
+
+def _key_and_field(name: str) -> tuple[str, str]:
+    # webdataset's own function does not match names in a folder that has a dot and a line break in its name.
+    folder, slash, base = name.rpartition("/")
+    stem, _, rest = base.partition(".")
+    return folder + slash + stem, rest
 
 
 def _is_reserved(base: str, at_top: bool) -> bool:

@@ -26,8 +26,8 @@ _CHUNK = 1 << 20
 
 
 class DamagedError(ValueError):
-    """Raised when the content of a checkpoint does not match its sha256; its message completes a sentence that begins
-    with "The checkpoint X"."""
+    """Raised when the sha256 of a checkpoint is missing or does not match its content. Its message completes a
+    sentence that begins with "The checkpoint X"."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -114,36 +114,32 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
         if hasattr(os, "posix_fadvise"):  # the next read then comes from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            has_digest(partial, hashed.footer())
+            check_digest(partial, hashed.footer())
         except DamagedError as error:
             raise OSError(errno.EIO, "the bytes read from the disk differ from those written") from error
 
 
-def has_digest(path: Path, footer: bytes | None = None) -> bool:
-    """Return whether a file ends in a digest. If it does, the digest is checked, which reads the whole file.
+def check_digest(path: Path, footer: bytes | None = None) -> None:
+    """Read a file and check the digest at its end.
 
     Args:
         path: the file.
         footer: the footer that the file must have; None for any footer that matches the content.
 
     Raises:
-        DamagedError: the digest does not match the content.
+        DamagedError: the digest is missing or does not match the content.
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size - FOOTER_BYTES
-        file.seek(max(0, size))
-        ending = file.read()
-        if footer is None and (size < 0 or not ending.startswith(_PREFIX)):
-            return False
-        digest, left = hashlib.sha256(), size
-        file.seek(0)
+        left, digest = os.fstat(file.fileno()).st_size - FOOTER_BYTES, hashlib.sha256()
         while left > 0 and (chunk := file.read(min(left, _CHUNK))):
             digest.update(chunk)
             left -= len(chunk)
+        ending = file.read()
+    if not ending.startswith(_PREFIX):
+        raise DamagedError("is damaged or was not written by mmqk.train (the sha256 at its end is missing)")
     if ending != _PREFIX + digest.hexdigest().encode() + b"\n" or ending != (footer or ending):
         raise DamagedError("is damaged: its content does not match its sha256")
-    return True
 
 
 def set_aside(path: Path) -> Path:

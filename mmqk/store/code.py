@@ -17,7 +17,8 @@ from mmqk.store.identity import HASH_DIGITS
 PACKAGE = Path(__file__).resolve().parents[1]
 EQUIVALENT = Path(__file__).with_name("equivalent_code.txt")
 
-# Files and folders of mmqk that can change a number of a run.
+# Files and folders of mmqk that can change a number of a run. tests/store/test_store_code.py lists the others that a
+# run imports.
 DECIDES = (
     "checkpoint.py", "config", "data/batch.py", "data/config.py", "data/datamodule.py", "data/mixture.py",
     "data/order", "data/prefetch.py", "data/statistics.py", "data/synthetic", "data/tokens", "distributed.py",
@@ -27,16 +28,6 @@ DECIDES = (
     "tokenizers/vocabulary.py", "training/fork", "training/fsdp.py", "training/loop/alarms.py",
     "training/loop/device.py", "training/loop/processes.py", "training/loop/resume.py",
     "training/loop/step_log.py", "training/step",
-)  # fmt: skip
-# The other files that `mmqk.train` imports. They write, show or stop a run, and compute none of its numbers. A file
-# that matches an entry of `DECIDES` and an entry here belongs to `DECIDES`.
-LEAVES = (
-    "__init__.py", "analysis", "api.py", "data/__init__.py", "data/tokenize.py", "grid", "monitors/__init__.py",
-    "monitors/adapters.py", "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "progress.py",
-    "store", "tokenizers/__init__.py", "train.py", "training/__init__.py", "training/logging",
-    "training/loop/__init__.py", "training/loop/cpu_tuning.py", "training/loop/lean_torchmetrics.py",
-    "training/loop/lifecycle.py", "training/loop/lightning_private.py", "training/loop/memory.py",
-    "training/loop/signals.py",
 )  # fmt: skip
 
 

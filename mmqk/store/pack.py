@@ -20,7 +20,6 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,7 +36,7 @@ ABLATION = "ablation.json"
 THINNED = "thinned.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
-# A report reads these statistics and those that start with val_. A pack has all of their values.
+# A report reads these statistics and those that start with val_.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
     "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",
@@ -46,8 +45,6 @@ REPORTED = {
     "w_q_growth", "w_k_growth", "w_q_growth_total", "w_k_growth_total", "w_q_sq", "w_k_sq", "budget_window",
     "tokens_per_s",
 }  # fmt: skip
-# If another series has more values than this, only every n-th value is packed.
-MOST_VALUES = 1000
 # Significant digits of a value, and decimals of a training loss, in a small pack. Small packs are for hundreds of
 # runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
@@ -55,11 +52,8 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 _LARGEST = 2**31  # bytes of all files of an unpacked pack
 
 
-def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
-    """Write a pack of all runs under ``folder``; return the names of the runs whose metrics were thinned.
-
-    The pack has all values of the statistics that a report reads (`REPORTED`), and up to about 1,000 values of every
-    other series.
+def write_pack(folder: Path, out: Path, small: bool = False) -> None:
+    """Write a pack of all runs under ``folder``.
 
     Args:
         small: pack only the statistics in `REPORTED`, with 5 digits; losses of training steps with 3 decimals.
@@ -72,7 +66,6 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     content: dict[str, bytes] = {}
     if (folder / ABLATION).exists():
         content[ABLATION] = _without_paths(read_regular(folder / ABLATION), "grid", "base")
-    thinned = []
     for run in packed_runs(folder):
         name = run.relative_to(folder).as_posix()
         for file in FILES:
@@ -81,11 +74,9 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
         if (stored := str(PurePosixPath(name, "run.json"))) in content:
             content[stored] = _without_paths(content[stored], "details", "command")
         path = str(PurePosixPath(name, METRICS_NAME))
-        if path in content and not (run / THINNED).exists():
-            content[path], record = _small(content[path]) if small else _thinned(content[path])
-            if record:
-                content[str(PurePosixPath(name, THINNED))] = json.dumps(record).encode()
-                thinned.append(name)
+        if small and path in content and not (run / THINNED).exists():
+            content[path], record = _small(content[path])
+            content[str(PurePosixPath(name, THINNED))] = json.dumps(record).encode()
         if path in content and (columns := to_columns(content[path])) is not None:
             content[str(PurePosixPath(name, COLUMNS_NAME))] = columns
             del content[path]
@@ -99,7 +90,6 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
         archive.writestr(zipfile.ZipInfo(TAR, _DATE), runs.getvalue(), zipfile.ZIP_LZMA)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, packed.getvalue())
-    return thinned
 
 
 def packed_runs(folder: Path) -> list[Path]:
@@ -120,30 +110,6 @@ def _without_paths(content: bytes, *keys: str) -> bytes:
         return content
     inner[keys[1]] = relative
     return json.dumps(record, indent=1, ensure_ascii=False).encode() + b"\n"
-
-
-def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Keep every n-th value of the long series that no report reads. Return the metrics file, and n for each thinned
-    series.
-
-    The first value of a series, and values that are not finite (text in JSON), are always kept.
-    """
-    lines = [(line, parse_line(line)) for line in metrics.splitlines(keepends=True)]
-    counts = Counter(name for _, record in lines if record for name in record if not _reported(name))
-    every = {name: -(-count // MOST_VALUES) for name, count in sorted(counts.items()) if count > MOST_VALUES}
-    if not every:
-        return metrics, {}
-    seen = dict.fromkeys(every, 0)
-    kept = []
-    for line, record in lines:
-        if record:
-            for name in every.keys() & record.keys():
-                if seen[name] % every[name] and not isinstance(record[name], str):
-                    del record[name]
-                seen[name] += 1
-            line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        kept.append(line)
-    return b"".join(kept), {"every": every}
 
 
 def _small(metrics: bytes) -> tuple[bytes, dict[str, Any]]:

@@ -41,8 +41,8 @@ class Documents:
         """Return the texts, and a summary of how many documents were read.
 
         The summary is empty if all documents of a folder were read. If the texts have more characters than the limit,
-        a folder gives documents that are spread evenly over it, and a JSON lines file gives only its beginning, so
-        that it is not decompressed to its end.
+        a folder gives documents that are spread evenly over it (at least one), and a JSON lines file gives only its
+        beginning, so that it is not decompressed to its end.
 
         Raises:
             UserError: a file is missing, damaged or truncated, or has no text.
@@ -50,7 +50,7 @@ class Documents:
         if self.folder is not None:
             documents = list(read_text(self.folder, "train"))
             n, total = len(documents), sum(map(len, documents))
-            indices = spread(n, n * self.selection.characters // max(1, total))
+            indices = spread(n, max(1, n * self.selection.characters // max(1, total)))
             return [documents[i] for i in indices], summary(len(indices), n, "documents") if len(indices) < n else ""
         if not self.paths:
             return [], ""

@@ -32,7 +32,7 @@ class ImageTokenizerConfig:
 
     image_size: int = number(64, 4, 4096)
     grid: int = number(8, 1, 1024)
-    codes: int = number(512, 1, 2**24)
+    codes: int = number(512, 2, 2**24)
     code_dim: int = number(32, 1, 2**14)
     decoder_width: int = number(160, 1, 2**14)
     decoder_depth: int = number(2, 0, 256)
@@ -43,8 +43,6 @@ class ImageTokenizerConfig:
             grids = [str(self.image_size // s) for s in reversed(STRIDES) if self.image_size % s == 0]
             fit = f"use {' or '.join(grids)}" if grids else "use images whose side is a multiple of 4"
             raise ValueError(f"a grid of {self.grid} does not fit {self.image_size} px images: {fit}")
-        if self.codes < 2:
-            raise ValueError(f"a codebook needs at least 2 codes, not {self.codes}")
         if self.decoder_width % 2 ** (self.doublings - 1):
             raise ValueError(f"decoder_width {self.decoder_width} cannot be halved {self.doublings - 1} times")
 

@@ -8,7 +8,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqk.progress import Progress
 from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
@@ -20,6 +20,9 @@ from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import Images, Source, open_source
 from mmqk.tokenizers.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from mmqk.tokenizers.vq import VQTrainingConfig
 
 EPILOG = """\
 The text tokenizer is byte-level BPE. It is trained on captions and documents of the train split, half of the
@@ -116,14 +119,9 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     import torch
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
+    from mmqk.tokenizers.vq import train_image_tokenizer
 
-    config = _image_config(args)
-    # A code describes a square of the image. Random shifts of up to half the side of a square move each outline to
-    # every position within its square.
-    training = VQTrainingConfig(
-        steps=args.steps, batch_size=args.batch_size, shift=config.stride // 2, seed=args.seed
-    )
+    config, training = _image_config(args), _training_config(args)
     _quiet()
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
@@ -186,6 +184,7 @@ def _check(args: argparse.Namespace, wanted: list[str]) -> None:
         from mmqk.tokenizers.vq import quantizer_class
 
         quantizer_class()
+        _training_config(args)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         writable = os.access(args.out, os.W_OK)
@@ -205,7 +204,19 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
         # This gives 40 channels before the last layer for every stride; a width of 160 would give 10 for stride 32.
         return replace(config, decoder_width=args.decoder_width or 20 * config.stride)
     except ValueError as error:
-        raise UserError(f"The image tokenizer cannot have this shape: {error}.") from error
+        raise UserError(f"The image tokenizer cannot have this shape: {str(error).rstrip('.')}.") from error
+
+
+def _training_config(args: argparse.Namespace) -> VQTrainingConfig:
+    from mmqk.tokenizers.vq import VQTrainingConfig
+
+    # A code describes a square of the image. Random shifts of up to half the side of a square move each outline to
+    # every position within its square.
+    shift = _image_config(args).stride // 2
+    try:
+        return VQTrainingConfig(steps=args.steps, batch_size=args.batch_size, shift=shift, seed=args.seed)
+    except ValueError as error:  # it begins with the name of a field, which is the name of a flag
+        raise UserError(f"--{str(error).replace('_', '-')}") from error
 
 
 def _write(path: Path, content: bytes) -> None:

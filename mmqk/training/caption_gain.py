@@ -8,11 +8,11 @@ captions, not images.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor
@@ -97,27 +97,12 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> Cap
 
 def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) -> CaptionGain:
     """Average the losses of N images (nats per code) by caption, then over at least 2 distinct captions."""
-    true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
-    difference_C = shuffled_C - true_C
-    n = len(difference_C)
-    half = float(stats.t.ppf(0.975, n - 1)) * float(difference_C.std()) / math.sqrt(n)
-    gain = float(difference_C.mean())
-    return CaptionGain(
-        images=len(captions),
-        captions=n,
-        true=float(true_C.mean()),
-        shuffled=float(shuffled_C.mean()),
-        gain=gain,
-        interval=(gain - half, gain + half),
-    )
-
-
-def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
-    """Return the mean value of each distinct caption, (C,), in order of first appearance."""
-    number = {caption: c for c, caption in enumerate(dict.fromkeys(captions))}
-    place_N = torch.tensor([number[caption] for caption in captions])
-    sums_C = values_N.new_zeros(len(number)).index_add(0, place_N, values_N)
-    return sums_C / place_N.bincount()
+    losses = pd.DataFrame({"true": true_N, "shuffled": shuffled_N}, index=list(captions))
+    means = losses.groupby(level=0, sort=False).mean()
+    gains = means["shuffled"] - means["true"]
+    half = float(stats.t.ppf(0.975, len(gains) - 1) * gains.sem())
+    true, shuffled, gain = (float(x.mean()) for x in (means["true"], means["shuffled"], gains))
+    return CaptionGain(len(captions), len(means), true, shuffled, gain, (gain - half, gain + half))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from mmqk.ablate import _parse
+from mmqk.config.parse import parse_fields
+from mmqk.config.training import OptimConfig
+from mmqk.grid.language import flags
+from mmqk.store import UserError
+
 GRID = """
 name: toy
 base: base.yaml
@@ -75,3 +81,19 @@ def test_quick_needs_its_list(toy, capsys):
     assert "has no list `quick` of arms: name arms with --only" in capsys.readouterr().err
     assert toy("--quick", grid=GRID.replace("quick: [good]", "quick: [bad]")) == 2
     assert "quick: there is no arm 'bad'" in capsys.readouterr().err
+
+
+def read(setting):
+    options = _parse(["--config=demo", "--only=mine", f"--set={setting}"])
+    return parse_fields(OptimConfig, flags(dict(options.settings)))
+
+
+def test_a_set_value_is_read_as_mmqk_train_reads_it():
+    """YAML 1.1 reads 010 as 8, 0x10 as 16 and 1:30 as 90."""
+    assert read("warmup_steps=010").warmup_steps == 10
+    assert read("lr=1e-3").lr == 0.001
+    assert read("qk_clip=null").qk_clip is None
+    assert read("decay_gains=true").decay_gains is True
+    for refused in ("warmup_steps=1:30", "warmup_steps=0x10"):
+        with pytest.raises(UserError, match="expected a whole number"):
+            read(refused)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from mmqk.analysis.stats.auroc import auroc, auroc_difference
+from mmqk.analysis.stats.auroc import auroc
 
 RNG = np.random.default_rng(7)
 
@@ -83,11 +83,3 @@ def test_impossible_scores_are_refused():
         auroc([1.0, math.nan], [True, False])
     with pytest.raises(ValueError, match="2 scores, 1 outcomes"):
         auroc([1.0, 2.0], [True])
-
-
-def test_a_difference_is_paired_by_run():
-    failed = np.arange(40) < 20
-    good = failed + RNG.normal(0, 0.5, 40)
-    value, low, high = auroc_difference(good, RNG.normal(0, 1, 40), failed)
-    assert low > 0 and value == pytest.approx((low + high) / 2)
-    assert auroc_difference(good, 3 * good + 1, failed) == (0, 0, 0)  # the same order

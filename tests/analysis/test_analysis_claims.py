@@ -205,6 +205,23 @@ def test_the_sign_flip_test_stands_beside_it_from_six_seeds_on(tmp_path):
     assert math.isnan(few.sign_flip) and "An exact sign-flip test needs" in " ".join(few.notes)
 
 
+@pytest.mark.parametrize(
+    ("logits", "status", "words"),
+    [
+        ((40.0, 2e6), "running", "if the true effect is a factor of ∞."),
+        ((1e-30, 1e50), "completed", "decided by the 99.2 % interval, 0 to ∞."),
+    ],
+)
+def test_ratios_beyond_the_largest_float_are_printed(tmp_path, logits, status, words):
+    """Two seeds that differ much give ratios above 1.8e308 at the level of six claims."""
+    arms = {
+        "a": lambda seed: Planted(logits[seed], spread=0),
+        "b": lambda seed: Planted(10.0, spread=0, status=status if seed else "completed"),
+    }
+    found = one(tmp_path, arms, [nearby(f"C{i}") for i in range(6)], seeds=range(2))
+    assert found.verdict == "inconclusive" and words in " ".join(found.notes)
+
+
 # Controls --------------------------------------------------------------------------------------------------------
 
 

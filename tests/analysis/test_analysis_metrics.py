@@ -14,7 +14,6 @@ from mmqk.analysis.metrics import (
     find_metric,
     initial_loss,
     is_trained,
-    largest_attention_logit,
     learned,
     unigram_entropy,
 )
@@ -23,6 +22,7 @@ from mmqk.store import UserError
 from tests.analysis.fake_runs import UNIGRAM, Planted, write_run
 from tests.analysis.small_runs import small_run
 
+largest_attention_logit = METRICS["largest_attention_logit"].measure
 CHECK = Path(__file__).parents[2] / "docs/experiments/norm_competition_check.py"
 
 

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
+import mmqk
 from mmqk.analysis import load_runs, load_study
-from mmqk.store import UserError, write_json
+from mmqk.store import Tag, UserError, write_json
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
 
 
@@ -88,6 +89,17 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
         assert run.notes[2:] == notes  # the first two notes are about missing records
         with open(path / "metrics.jsonl", "a") as file:
             file.write('{"step": 61, "t0": 3.')
+
+
+def test_a_series_whose_name_is_not_a_tag_is_kept(tmp_path):
+    path = tmp_path / "x"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text('{"step": 1, "a/b/c": 2.0, "loss/text": 3.0}\n')
+    (run,) = load_runs(tmp_path)
+    assert run.tags == {"a/b/c": Tag("a/b/c"), "loss/text": Tag("loss", "text")}
+    table = mmqk.load_runs(tmp_path).metrics()
+    assert dict(zip(table["metric"], table["value"], strict=True)) == {"a/b/c": 2.0, "loss": 3.0}
+    assert mmqk.load_runs(tmp_path).metrics("a/b/c")["value"].tolist() == [2.0]
 
 
 def test_a_later_null_does_not_undo_a_number(tmp_path):

@@ -10,9 +10,10 @@ import pytest
 from scipy import stats
 
 from mmqk.analysis import load_study
+from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.verdicts.ranking import ranking
 from mmqk.report.page import write_report
-from mmqk.report.ranking import ranking_csv, ranking_rows
+from mmqk.report.ranking import interval, ranking_csv, ranking_rows
 from tests.analysis.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)
@@ -121,11 +122,26 @@ def test_a_run_that_diverged_ranks_last(tmp_path):
     assert ranking_rows(study, made)[-2]["difference"] == "diverged" and "good" not in made.front
 
 
+def test_a_ratio_beyond_the_largest_float_is_printed():
+    assert interval(Effect(4.0, 100.0, 2, 1.0, "two arms"), ratio=True) == "×54.60 (0.00 to ∞)"
+    assert interval(Effect(4.0, 10.0, 2, 1.0, "two arms"), ratio=True) == "×54.60 (0.00 to 8.31e+56)"
+
+
 def test_without_the_list_the_page_has_no_ranking(tmp_path, without_figures):
     assert ranking(grid_of(tmp_path / "runs", report={})) is None
     write_report(tmp_path / "runs", tmp_path / "page")
     assert 'id="ranking"' not in (tmp_path / "page/index.html").read_text()
     assert not (tmp_path / "page/ranking.csv").exists()
+    (tmp_path / "page/ranking.csv").write_text("mine")
+    write_report(tmp_path / "runs", tmp_path / "page")
+    assert (tmp_path / "page/ranking.csv").read_text() == "mine"
+
+
+def test_the_ranking_of_an_earlier_report_is_removed(tmp_path, without_figures):
+    for name, report in (("ranked", None), ("plain", {})):
+        grid_of(tmp_path / name, report=report)
+        write_report(tmp_path / name, tmp_path / "page")
+        assert (tmp_path / "page/ranking.csv").exists() == (name == "ranked")
 
 
 def test_the_page_and_its_csv_have_every_row(tmp_path, without_figures):
@@ -134,6 +150,7 @@ def test_the_page_and_its_csv_have_every_row(tmp_path, without_figures):
     html = (tmp_path / "page/index.html").read_text()
     table = html.split('id="ranking"')[1].split("</table>")[0]
     assert table.count("<tr>") == 5 and "-0.20" in table and "×1.25" in table
+    assert table.count('<td class="number" data-v="0">0 of 7</td>') == 4  # sorted by the number of failed runs
     text = (tmp_path / "page/ranking.csv").read_text()
     assert text == ranking_csv(study, ranking(study))
     rows = {row["arm"]: row for row in csv.DictReader(io.StringIO(text))}

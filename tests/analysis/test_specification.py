@@ -84,6 +84,14 @@ def test_the_page_has_the_figure_and_every_number(tmp_path):
     assert (tmp_path / "page/figures/specification.svg").exists()
 
 
+def test_the_table_of_an_earlier_report_is_removed(tmp_path, without_figures):
+    study_of(tmp_path / "runs", [Planted(60.0)] * 3, [Planted(20.0)] * 3)
+    write_report(tmp_path / "runs", tmp_path / "page")
+    assert (tmp_path / "page/specification.csv").exists()
+    write_report(next((tmp_path / "runs").glob("control-*")), tmp_path / "page")
+    assert not (tmp_path / "page/specification.csv").exists()
+
+
 def test_a_grid_without_it_has_no_such_figure_and_an_unknown_claim_is_refused(tmp_path):
     text = (ROOT / "configs/ablations/demo.yaml").read_text()
     text = text.replace("../demo.yaml", str(ROOT / "configs/demo.yaml"))

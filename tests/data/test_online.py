@@ -23,10 +23,6 @@ from mmqk.store import UserError
 from tests.tiny import samples
 
 
-def quiet(line: str) -> None:
-    pass
-
-
 def write_tar(path, samples):
     """Write samples into a tar; a sample is a key and the content of each field."""
     path.parent.mkdir(exist_ok=True)
@@ -50,7 +46,7 @@ def count_walks(monkeypatch):
 def test_documents_are_those_of_the_cache(tiny_data, tmp_path):
     tokenizers = tiny_data / "tokenizers"
     online = open_online(str(tiny_data / "pairs"), tokenizers, tmp_path, 0.5)
-    cached = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache", quiet)
+    cached = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache")
     for split in ("train", "val"):
         assert (
             len(online[split]) == len(cached[split])
@@ -174,7 +170,12 @@ def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
     # A flag or a compression method that zipfile does not know raises a RuntimeError.
     method = bytearray(whole)
     method[whole.index(b"PK\x01\x02") + 10] = 77
-    for damaged in (whole[: len(whole) // 2], bytes(turned), bytes(method), b"", b"PK\x03\x04", b"no zip"):
+    earlier = io.BytesIO()  # a file of an earlier version, which had an array of the keys
+    with np.load(kept) as arrays:
+        arrays_of_both = {name: array for name, array in arrays.items() if name != "about"}
+    np.savez(earlier, keys_json=np.zeros(2, dtype=np.uint8), **arrays_of_both)
+    parts = (whole[: len(whole) // 2], bytes(turned), bytes(method), earlier.getvalue())
+    for damaged in (*parts, b"", b"PK\x03\x04", b"no zip"):
         kept.write_bytes(damaged)
         assert (open_online(*argv)["val"].samples_N2 == expected).all()
         assert kept.read_bytes() != damaged and list(kept.parent.iterdir()) == [kept]

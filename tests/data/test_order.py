@@ -20,23 +20,20 @@ from mmqk.data.order.sequences import SequenceBuilder, pieces
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, layout_of
 from mmqk.store import UserError, identity_hash
-from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
-from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD
-
-
-def quiet(line: str) -> None:
-    pass
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.text import TextTokenizer
+from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 
 
 def open_tiny(tiny_data, split):
     tokenizers, cache = tiny_data / "tokenizers", tiny_data / "cache"
     folders = {"pair": tiny_data / "pairs", "text": tiny_data / "text"}
-    return {k: open_source(k, folder, tokenizers, cache, quiet)[split] for k, folder in folders.items()}
+    return {k: open_source(k, folder, tokenizers, cache)[split] for k, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
-def vocabulary(tiny_data) -> JointVocabulary:
-    return JointVocabulary.load(tiny_data / "tokenizers")
+def first_code(tiny_data) -> int:
+    return vocab_sizes_of(tiny_data / "tokenizers")["text"]
 
 
 def builder_of(tiny_data, split="train", seq_len=96) -> SequenceBuilder:
@@ -119,9 +116,7 @@ def test_epochs_visit_every_item_once_and_reshuffle():
     ("weights", "share", "says"),
     [
         ({"video": 1.0}, 0.5, "video"),
-        ({"pair": -1.0}, 0.5, "of at least 0"),
         ({"pair": 0.0}, 0.5, "no positive weight"),
-        ({"pair": 1.0}, 1.5, "image_first"),
         ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one row in 240"),
     ],
 )
@@ -130,7 +125,7 @@ def test_impossible_mixtures_are_refused(weights, share, says):
         Mixture(weights, share, seed=0)
 
 
-def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
+def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
     """In both orders, the row of a pair decodes to the image and the caption of the pair."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
     from mmqk.shards.pairs import read_pairs
@@ -142,30 +137,29 @@ def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
         row = builder.pair(7, image_first).ids
         begin, end = list(row).index(BEGIN_IMAGE), list(row).index(END_IMAGE)
         assert row[0] == BOS and row[-1] == EOS and end - begin == 65
-        assert (vocabulary.image_codes(row[begin + 1 : end]) == codes).all()
+        assert (row[begin + 1 : end] - first_code == codes).all()
         caption = row[end + 1 : -1] if image_first else row[1:begin]
-        assert pair.caption.startswith(text.decode(vocabulary.text_ids(caption)))
+        assert pair.caption.startswith(text.decode(caption - 5))
         assert (begin == 1) is image_first
 
 
-def test_padding_is_no_target_and_no_token(builder, vocabulary):
+def test_padding_is_no_target_and_no_token(builder, first_code):
     batch = builder.batch([builder.image(0), builder.window("text", 0)])
     length = len(builder.image(0).ids)
     assert (batch.ids_BT[0, length:] == PAD).all() and not batch.valid_BT[0, length:].any()
     assert batch.target_mask_BT[0].sum() == length - 1 and batch.target_mask_BT[1].sum() == 95
     assert not batch.target_mask_BT[:, -1].any()
     assert batch.step_targets == length - 1 + 95
-    assert (batch.modality_BT.bool() == (batch.ids_BT >= vocabulary.image_offset)).all()
+    assert (batch.modality_BT.bool() == (batch.ids_BT >= first_code)).all()
     assert batch.modality_BT[0].sum() == 64
 
 
-def test_one_field_switches_a_modality_off(builder, vocabulary):
+def test_one_field_switches_a_modality_off(builder, first_code):
     text_only = TrainingOrder(builder, {"text": 1.0}, 0.5, seed=0)
     image_only = TrainingOrder(builder, {"image": 1.0}, 0.5, seed=0)
-    offset = vocabulary.image_offset
-    assert all((text_only.row(i).ids < offset).all() for i in range(50))
+    assert all((text_only.row(i).ids < first_code).all() for i in range(50))
     assert all(
-        ((image_only.row(i).ids >= offset).sum() == 64) and len(image_only.row(i).ids) == 68
+        ((image_only.row(i).ids >= first_code).sum() == 64) and len(image_only.row(i).ids) == 68
         for i in range(50)
     )
 
@@ -285,17 +279,16 @@ def folders_in(path):
     return [p for p in path.iterdir() if p.is_dir() and p.name != "compared"]
 
 
-def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path):
+def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path, capsys):
     arguments = ("pair", tiny_data / "pairs", tiny_data / "tokenizers", tmp_path)
-    messages: list[str] = []
-    open_source(*arguments, messages.append)
-    assert len(messages) == 2
-    open_source(*arguments, messages.append)
-    assert len(messages) == 2
+    open_source(*arguments)
+    assert capsys.readouterr().err.count("tokenizing the ") == 2
+    open_source(*arguments)
+    assert not capsys.readouterr().err
     (made,) = folders_in(tmp_path)
     np.save(made / "train/00000.ids.npy", np.zeros(10, dtype=np.uint16))
     with pytest.raises(UserError, match="does not match its shards and tokenizers: delete it"):
-        open_source(*arguments, quiet)
+        open_source(*arguments)
 
 
 def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
@@ -303,7 +296,7 @@ def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
 
     other = tmp_path / "tokenizers"
     shutil.copytree(tiny_data / "tokenizers", other)
-    arguments = ("pair", tiny_data / "pairs", other, tmp_path / "cache", quiet)
+    arguments = ("pair", tiny_data / "pairs", other, tmp_path / "cache")
     open_source(*arguments)
     tokenizer = ImageTokenizer.load(other)
     tokenizer.codebook_VD.mul_(-1)
@@ -319,11 +312,11 @@ def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
     shard = tmp_path / "pairs/train-00001.tar"
     shard.write_bytes(shard.read_bytes()[:-4096])
     with pytest.raises(UserError, match=r"train-00001\.tar differs from its manifest"):
-        open_source("pair", tmp_path / "pairs", tiny_data / "tokenizers", tmp_path / "cache", quiet)
+        open_source("pair", tmp_path / "pairs", tiny_data / "tokenizers", tmp_path / "cache")
     assert not folders_in(tmp_path / "cache")
 
 
-def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
+def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data, first_code):
     from mmqk.data.config import DataConfig
     from mmqk.data.datamodule import TokenDataModule
 
@@ -331,10 +324,9 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
     data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=8), seed=0)
     data.setup()
     found = data.unigram_loss(sequences=100)
-    offset = JointVocabulary.load(tiny_data / "tokenizers").image_offset
     seen = [t for i in range(100) for t in data.order.row(i).ids[1:].tolist()]
     held = [t for row in data.val_rows for t in row.ids[1:].tolist()]
-    for name, mine, size in (("text", lambda t: 5 <= t < offset, 300), ("image", lambda t: t >= offset, 32)):
+    for name, mine, size in (("text", lambda t: 5 <= t < first_code, 300), ("image", lambda t: t >= first_code, 32)):
         counts = Counter(t for t in seen if mine(t))
         total = sum(counts.values()) + size
         nats = [-np.log((counts[t] + 1) / total) for t in held if mine(t)]

@@ -35,8 +35,6 @@ def test_rows_hold_every_length_once_and_none_overflows(room):
     rows = fit(given, room)
     assert Counter(np.concatenate(rows).tolist()) == Counter(given.tolist())
     assert max(row.sum() for row in rows) <= room
-    with pytest.raises(ValueError, match="longer than a row"):
-        fit(given, int(given.max()) - 1)
 
 
 @pytest.mark.parametrize(("n", "mean"), [(5000, 40), (20000, 120), (2000, 20)])
@@ -139,9 +137,6 @@ def test_a_packed_document_is_seen_as_if_alone(order, backend):
     assert differs > 1e-2
 
 
-def test_joined_rows_keep_their_documents_and_what_is_known_of_them():
-    a, b = Row(np.array([0, 5, 6]), (0,), np.ones(3)), Row(np.array([0, 7, 0, 8]), (0, 2), np.zeros(4))
-    both = joined([a, b])
-    assert both.ids.tolist() == [0, 5, 6, 0, 7, 0, 8] and both.starts == (0, 3, 5)
-    assert both.surprise is not None and both.surprise.sum() == 3 and both.targets == 4
-    assert joined([a, Row(np.array([0, 9]))]).surprise is None
+def test_joined_rows_keep_their_documents():
+    both = joined([Row(np.array([0, 5, 6])), Row(np.array([0, 7, 0, 8]), (0, 2))])
+    assert both.ids.tolist() == [0, 5, 6, 0, 7, 0, 8] and both.starts == (0, 3, 5) and both.targets == 4

@@ -263,8 +263,6 @@ def test_what_cannot_be_described_is_refused():
         one([np.array([1, 8])], size=8)
     with pytest.raises(ValueError, match="id -1"):
         one([np.array([1, 2])], [np.array([-1, 2])], size=8)
-    with pytest.raises(ValueError, match="each distance must be at least 1"):
-        one([np.array([1, 2])], size=8, contexts=[(1, 0)])
 
 
 def test_it_needs_no_torch():

@@ -33,7 +33,9 @@ from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
 from mmqk.shards.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
 from mmqk.shards.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
 from mmqk.store import UserError
-from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.text import TextTokenizer
+from mmqk.tokenizers.vocabulary import vocab_sizes_of
 
 SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
@@ -137,16 +139,16 @@ class Tokenizers:
 
     def __init__(self, folder: Path):
         self.image, self.bpe = ImageTokenizer.load(folder), TextTokenizer.load(folder)
-        self.place = JointVocabulary.load(folder)
+        self.first_code = vocab_sizes_of(folder)["text"]
 
     def picture(self, file: bytes, fit: Any = "crop") -> list[int]:
         from torchvision.transforms.functional import pil_to_tensor
 
         pixels = pil_to_tensor(load_image(file, 64, fit)).float() / 255
-        return [3, *self.place.image(self.image.encode(pixels[None])[0].tolist()), 4]
+        return [3, *(self.first_code + code for code in self.image.encode(pixels[None])[0].tolist()), 4]
 
     def text(self, text: str) -> list[int]:
-        return self.place.text(self.bpe.encode(text))
+        return [5 + id for id in self.bpe.encode(text)]
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +197,7 @@ def test_the_shipped_kind_of_shards_gives_the_same_tokens_as_the_cache(run: Any,
     from mmqk.data.tokens.cache import open_source
 
     folder, _ = run("--shards", f"{tiny_data}/pairs/*.tar", "--val-fraction=0")
-    known = open_source(
-        "pair", tiny_data / "pairs", tiny_data / "tokenizers", folder.parent / "cache", lambda line: None
-    )
+    known = open_source("pair", tiny_data / "pairs", tiny_data / "tokenizers", folder.parent / "cache")
     both = [tuple(known[split][i].tolist()) for split in ("train", "val") for i in range(len(known[split]))]
     assert alike(documents(folder), both) and len(both) == 52
     assert not alike(documents(folder), both[1:] + both[:1])

@@ -184,6 +184,18 @@ def test_one_claim_needs_no_list(load):
     assert one.raw["claims"] == [{"id": "toy", "treatment": "a", "control": "a-x1"}]
 
 
+def test_a_written_key_overrides_a_merged_one(load):
+    arms = "arms: {a: &a {label: one, set: &s {x: 1, z: 3}}, b: {<<: *a, label: two, set: {x: 2, <<: *s}}}\n"
+    a, b = load(HEAD + "seeds: [1]\n" + arms).arms
+    assert (a.label, a.fields) == ("one", {"x": 1, "z": 3})
+    assert (b.label, b.fields) == ("two", {"x": 2, "z": 3})
+    # The control: a key that is written twice is refused beside a merge key too.
+    with pytest.raises(UserError, match="line 4: the key 'label' is written twice"):
+        load(HEAD + "seeds: [1]\n" + arms.replace("label: two", "label: two, label: three"))
+    with pytest.raises(UserError, match="the key on is not text in YAML: put it in quotes"):
+        load(HEAD + "seeds: [1]\n" + arms.replace("label: two", "on: two"))
+
+
 def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     load(
         HEAD + "seeds: [1]\narms: {a: , b: {set: {x: 1}}}\nclaims: [{id: A, arms: [a]}]\nreport: {hero: [a]}"

@@ -11,7 +11,7 @@ from mmqk.config import resolve
 from mmqk.grid import load_grid
 from mmqk.grid.claims import read_claims
 from mmqk.shards.pairs import read_pairs
-from mmqk.tokenizers import TextTokenizer
+from mmqk.tokenizers.text import TextTokenizer
 from tests.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/failures/late.yaml"

@@ -13,7 +13,8 @@ from mmqk.analysis.verdicts.claims import check_claims
 from mmqk.analysis.verdicts.decidable import check_decidable
 from mmqk.grid.claims import read_claims
 from mmqk.shards.pairs import read_pairs
-from mmqk.tokenizers import ImageTokenizer, TextTokenizer
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.text import TextTokenizer
 from tests.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/claims/norm_competition_real.yaml"

@@ -16,7 +16,7 @@ from mmqk.grid.grid import Grid
 from mmqk.remedies import REMEDIES
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError, flatten
-from mmqk.tokenizers import TextTokenizer
+from mmqk.tokenizers.text import TextTokenizer
 from tests.grid.resolved import ROOT, unequal
 
 DEMO = Path("configs/ablations/demo.yaml")

@@ -13,6 +13,9 @@ import yaml
 
 from mmqk.checkpoint import load_model
 from mmqk.interop.__main__ import main
+from mmqk.interop.card import model_card
+from mmqk.model import ModelConfig
+from mmqk.shards.manifest import manifest_hash
 from mmqk.store import read_metrics
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.train import main as train
@@ -119,6 +122,27 @@ def test_the_card_has_the_losses_the_data_the_configuration_and_no_machine_path(
     shutil.copytree(run, tmp_path / "run")  # a copy of the run in another folder gives an identical card
     assert main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
     assert card_of(tmp_path / "hf") == card
+
+
+def test_a_card_outside_a_checkout_lists_the_sources_of_the_shipped_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hashed = manifest_hash(Path(__file__).parents[2] / "data/emoji")
+    data = {"mix": {"pair": 1.0}, "pairs": "data/emoji"}
+    record = {"identity": {"data": {"pairs": hashed}}, "details": {"config": {"data": data}}}
+    config = ModelConfig({"text": 8, "image": 8}, d_model=16, n_layers=1, n_heads=1)
+    checkpoint = tmp_path / "run/checkpoints/step00000002.ckpt"
+    card = model_card(checkpoint, config, "LlamaForCausalLM", 1, True, record)
+    assert f"| `data/emoji` | {hashed} | emoji-datasource-google 16.0.0, " in card
+
+
+def test_a_damaged_record_is_named_and_the_weights_are_exported(exported, tmp_path, capsys):
+    _, run, _ = exported
+    (tmp_path / "run").mkdir()
+    shutil.copytree(run / "checkpoints", tmp_path / "run/checkpoints")
+    (tmp_path / "run/run.json").write_text("half a fi")
+    assert main(["--from", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
+    assert f"because {tmp_path / 'run/run.json'} cannot be read" in capsys.readouterr().out
+    assert "AutoTokenizer" not in card_of(tmp_path / "hf")
 
 
 def test_a_checkpoint_without_a_record_has_a_card_of_what_is_known(exported, tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     for step, scale in ((4, 0.0), (12, 1.0)):  # the newest checkpoint is exported
         stored = {f"model.{n}": scale * t for n, t in model.state_dict().items()}
-        torch.save(
+        save_checkpoint(
             {"mmqk_model": asdict(config), "state_dict": stored, "global_step": step},
             tmp_path / f"run/checkpoints/step{step:08d}.ckpt",
         )
@@ -217,16 +217,15 @@ def test_damaged_runs(folders, tmp_path, capsys):
     checkpoint = tmp_path / "run/checkpoints/step00000000.ckpt"
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[: len(whole) // 2])
-    assert "step00000000.ckpt cannot be read" in refuses(capsys, tmp_path / "run", out)
+    assert "step00000000.ckpt is damaged or was not written" in refuses(capsys, tmp_path / "run", out)
     middle = len(whole) // 2
     checkpoint.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     assert "step00000000.ckpt is damaged" in refuses(capsys, tmp_path / "run", out)
     for stored, said in (
-        ([1], "has no model configuration"),
         ({"state_dict": {}}, "has no model configuration"),
         ({"mmqk_model": {"width": 3}, "state_dict": {}}, "has a model that this version of mmqk does not support"),
     ):
-        torch.save(stored, checkpoint)
+        save_checkpoint(stored, checkpoint)
         assert said in refuses(capsys, tmp_path / "run", out)
 
 

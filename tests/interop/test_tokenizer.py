@@ -1,6 +1,6 @@
 """The tokenizer that an export writes next to the model."""
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,26 @@ FOLDER = Path(__file__).parents[2] / "data/tokenizers"
 TEXT = "Hello w\u00f6rld, a red moon \u263e 12"
 
 
-def test_the_sentence_about_a_damaged_record_is_short(tmp_path):
+def test_the_sentence_about_a_damaged_record_is_short():
     for recorded in ("0" * 100_000, ["["] * 50_000):
-        record = {
-            "identity": {"data": {"tokenizers": recorded}},
-            "details": {"config": {"data": {"tokenizers": str(FOLDER)}}},
-        }
-        (tmp_path / "run.json").write_text(json.dumps(record))
-        _, said = tokenizer_files(tmp_path)
+        _, said = tokenizer_files(str(FOLDER), recorded)
         assert "does not have the tokenizers of the run" in said and len(said) < 400
+
+
+def test_the_shipped_tokenizer_is_found_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files, said = tokenizer_files("data/tokenizers", tokenizers_hash(FOLDER))
+    assert sorted(files) == ["tokenizer.json", "tokenizer_config.json"], said
+
+
+@pytest.mark.parametrize("missing", ["text.json", "image.safetensors"])
+def test_a_folder_that_lacks_a_file_gives_a_sentence(tmp_path, missing):
+    shutil.copytree(FOLDER, tmp_path / "some")
+    recorded = tokenizers_hash(FOLDER)
+    assert tokenizer_files(str(tmp_path / "some"), recorded)[0]
+    (tmp_path / "some" / missing).unlink()
+    files, said = tokenizer_files(str(tmp_path / "some"), recorded)
+    assert not files and "does not have the tokenizers of the run" in said
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -29,14 +40,7 @@ def test_transformers_opens_the_text_tokenizer_with_the_ids_of_the_model(tmp_pat
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "out"
     out.mkdir()
-    (tmp_path / "run").mkdir()
-    of_run = tokenizers_hash(FOLDER) if known else "0123456789"
-    record = {
-        "identity": {"data": {"tokenizers": of_run}},
-        "details": {"config": {"data": {"tokenizers": str(FOLDER)}}},
-    }
-    (tmp_path / "run/run.json").write_text(json.dumps(record))
-    files, said = tokenizer_files(tmp_path / "run")
+    files, said = tokenizer_files(str(FOLDER), tokenizers_hash(FOLDER) if known else "0123456789")
     for name, text in files.items():
         (out / name).write_text(text)
     if not known:  # the control: a tokenizer is not exported if its hash differs from the run's

@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from mmqk.model import ModelConfig, PerModalityConfig, modality_of_ids
+from mmqk.model import ModelConfig, PerModalityConfig
+from mmqk.model.transformer import modality_of_ids
 from tests.model import outside
 from tests.model.comparison import (
     EXACT,

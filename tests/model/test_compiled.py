@@ -11,14 +11,8 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from mmqk.model import (
-    EarlyFusionTransformer,
-    PerModalityConfig,
-    QKNormConfig,
-    compile_blocks,
-    keep_graphs,
-    transformer,
-)
+from mmqk.model import EarlyFusionTransformer, PerModalityConfig, QKNormConfig, transformer
+from mmqk.model.dynamo import compile_blocks, keep_graphs
 from tests.model.small import L2, V, build, ids_of
 
 TWO = {"text": 15, "image": 6}

@@ -10,8 +10,9 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as torchs
 
-from mmqk.model import EarlyFusionTransformer, compile_blocks, flex
+from mmqk.model import EarlyFusionTransformer, flex
 from mmqk.model import backends as kernels
+from mmqk.model.dynamo import compile_blocks
 from tests.model.attend import attention
 from tests.model.small import VARIANTS, build, ids_of
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, compile_blocks, flex
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, flex
 from mmqk.model import backends as kernels
+from mmqk.model.dynamo import compile_blocks
 from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
 from tests.model.small import BLOCKS, ids_of
 

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, init_weights
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
+from mmqk.model.init import init_weights
 
 
 def weights(seed=0, **fields):

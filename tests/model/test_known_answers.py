@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.model.backends import mask_of
-from mmqk.model.linear import SigmaLinear
+from mmqk.model.linear import SigmaLinear, power_step
 from mmqk.model.norms import L2Norm, qk_norm
 from mmqk.model.rope import rope_tables
 from mmqk.monitors.probe import logit_bound

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, modality_of_ids
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
+from mmqk.model.transformer import modality_of_ids
 from tests.model.small import BLOCKS, VARIANTS, V, build, ids_of, refuses_sdpa
 from tests.model.written_out import WrittenOut
 

@@ -8,7 +8,7 @@ import torch
 
 from mmqk.monitors.measures import pairs as pairs_module
 from mmqk.monitors.measures.attention import attention_statistics
-from mmqk.monitors.measures.growth import attention_rank, common_mode, logit_growth
+from mmqk.monitors.measures.growth import GROWTH_PARTS, attention_rank, common_mode, logit_growth
 from mmqk.monitors.measures.pairs import Pairs, visible_pairs
 from mmqk.monitors.measures.reduce import selection
 
@@ -26,6 +26,10 @@ def case(seed=0, dtype=torch.float32):
 
 def growth(q, k, of, visible):
     return logit_growth(q, k, of, visible, attention_statistics(q, k, 1.0, visible).square)
+
+
+def parts_of(measured):
+    return dict(zip(GROWTH_PARTS, measured.parts(), strict=True))
 
 
 def pairs(q, k, modality, valid, h, a, c, masked):
@@ -46,7 +50,7 @@ def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
     measured = growth(
         q, k, selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
     )
-    parts = measured.parts()
+    parts = parts_of(measured)
     qn, kn, modality, valid = q.double().numpy(), k.double().numpy(), modality_BT.numpy(), valid_BT.numpy()
     for a in range(M):
         for c in range(M):
@@ -76,10 +80,10 @@ def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
 def test_what_grew_is_what_is_reported(grown, by):
     q, k, modality_BT, valid_BT = case()
     of, visible = selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
-    before = growth(q, k, of, visible).parts()
+    before = parts_of(growth(q, k, of, visible))
     if by == "line":  # keep the lengths, and give all vectors one direction
         q, k = (x.norm(dim=-1, keepdim=True) * torch.full((K,), K**-0.5) for x in (q, k))
-    after = growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, of, visible).parts()
+    after = parts_of(growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, of, visible))
     for name in ("q_power", "k_power", "alignment"):
         change = after[name] - before[name]
         if name != grown:
@@ -96,7 +100,7 @@ def test_random_directions_are_aligned_as_chance_has_it():
     measured = growth(
         q, k, everything, Pairs(everything[0].long() - 1, visible_pairs(everything[0]), 1, 2)
     )
-    assert float(measured.parts()["alignment"]) == pytest.approx(-math.log(16), abs=0.05)
+    assert float(parts_of(measured)["alignment"]) == pytest.approx(-math.log(16), abs=0.05)
 
 
 def test_an_absent_modality_has_no_number():
@@ -104,7 +108,7 @@ def test_an_absent_modality_has_no_number():
     all_text = torch.zeros(B, T, dtype=torch.long)
     of = selection(all_text, valid_BT, M)
     measured = growth(q, k, of, Pairs(all_text, visible_pairs(valid_BT), M, H))
-    q_power = measured.parts()["q_power"]
+    q_power = parts_of(measured)["q_power"]
     assert math.isfinite(q_power[0, 0]) and math.isnan(q_power[0, 1])
     assert common_mode(k, of).count.tolist() == [B * H, 0]
 

@@ -86,6 +86,19 @@ def test_agreement_equals_two_backward_passes_written_out(tied):
     assert other["grad_noise/text"] != pytest.approx(found["grad_noise/text"], rel=1e-3)
 
 
+def test_a_parameter_that_a_loss_does_not_reach_counts_as_zero():
+    model, batch = make_model(), make_batch()
+    extra = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    model.register_parameter("extra", extra)
+
+    def with_extra(half):  # the gradient of the text loss gets (1, 1) more
+        return parts(model, half) + torch.stack([extra.sum(), extra.new_zeros(())])
+
+    found, plain = (gradient_agreement(model, batch, f) for f in (with_extra, lambda half: parts(model, half)))
+    assert found["grad_signal/text"] == pytest.approx(plain["grad_signal/text"] + 2)
+    assert found["grad_signal/image"] == pytest.approx(plain["grad_signal/image"])
+
+
 def test_an_absent_modality_is_an_absent_key_and_one_sequence_is_refused():
     model = make_model()
     found = gradient_agreement(model, make_batch(high=9), lambda half: parts(model, half))

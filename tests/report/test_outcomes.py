@@ -10,7 +10,7 @@ import pytest
 
 from mmqk.analysis import load_study
 from mmqk.grid.claims import check_report
-from mmqk.report.figures.outcomes import outcome_arms, outcome_figures
+from mmqk.report.figures.outcomes import outcome_figures
 from mmqk.store import UserError
 from tests.analysis.small_runs import small_run
 
@@ -60,7 +60,6 @@ def test_a_line_is_the_median_over_the_runs_of_an_arm(study):
 def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(study):
     assert outcome_figures(study) == [] and outcome_figures(replace(study, report={"outcomes": False})) == []
     one = replace(study, report={"outcomes": ["b"]})
-    assert outcome_arms(one) == ("b",)
     assert {row["arm"] for figure in outcome_figures(one) for row in rows_of(figure)} == {"b"}
 
 

@@ -498,6 +498,7 @@ def test_words():
     assert [number(v) for v in (42123.4, 999.6, 9.996, 0.04567, 250, 1.5e-7, 0)] == [
         "42,100", "1,000", "10.0", "0.0457", "250", "1.50e-07", "0",
     ]  # fmt: skip
+    assert number(2.5e14) == "250,000,000,000,000" and number(2.5e15) == "2.50e+15"
     assert number(float("inf")) == "∞" and number(float("nan")) == "not measured"
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert duration(42.4) == "42 s" and duration(185) == "3 min 05 s"

@@ -14,6 +14,7 @@ from mmqk.report.__main__ import default_name
 from mmqk.report.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinned
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.papers import paper_figures
+from mmqk.report.findings import headline
 from mmqk.report.page import write_report
 from mmqk.report.render import linked
 from tests.analysis.fake_runs import write_demo
@@ -183,6 +184,29 @@ def test_forks_are_a_tree(tmp_path):
     assert ends[0].steps.tolist() == [70, 90] and ends[0].diverged
 
 
+def test_forks_of_two_folders_stay_below_their_own_parents(tmp_path):
+    """All names and ids of the second folder are those of the first."""
+    alone = fork_tree(load_study(write_forks(tmp_path / "a" / "forks")))
+    joined = fork_tree(read([tmp_path / "a" / "forks", write_forks(tmp_path / "b" / "forks")]).study)
+    for folder, name in (("a", "forks"), ("b", "forks-2")):
+        nodes = [node for node in joined if node.run and tmp_path / folder in node.run.path.parents]
+        found = [(n.name, n.depth, joined[n.parent].name) for n in nodes if n.parent >= 0]
+        expected = [(n.name, n.depth, alone[n.parent].name) for n in alone if n.parent >= 0]
+        assert found == [
+            (f"{name}/{fork}", depth, parent if parent.isdigit() else f"{name}/{parent}")
+            for fork, depth, parent in expected
+        ]
+
+
+def test_a_fork_is_found_below_a_parent_in_another_folder(tmp_path):
+    forks = write_forks(tmp_path / "forks")
+    (tmp_path / "parents").mkdir()
+    (forks / "plain").rename(tmp_path / "parents" / "plain")
+    nodes = fork_tree(read([forks, tmp_path / "parents"]).study)
+    below = [node.name for node in nodes if node.parent >= 0 and nodes[node.parent].name == "parents/plain"]
+    assert below == ["forks/cold", "forks/late"]
+
+
 def test_runs_without_forks_have_no_tree(folders):
     study = load_study(folders[0])
     assert fork_tree(study) == [] and fork_figure(study, []) is None
@@ -196,6 +220,16 @@ def test_replays_have_their_label(tmp_path, without_figures, fp32, label):
     assert "| 20 % | 64 | bf16-fused | 81, 82, 83 | 0 of 3 | 112 |" in page
     assert page.count("Replay of hot-ffffffffff/seed1 in") == 18 and "Control replay of" in page
     assert fork_tree(load_study(tmp_path / "hot")) == []
+
+
+@pytest.mark.parametrize(("fp32", "label"), [("diverged", "dynamics"), ("completed", "numerics")])
+def test_replays_beside_another_folder_keep_their_label(folders, tmp_path, fp32, label):
+    replays, forks = write_replays(tmp_path / "hot", fp32=fp32), write_forks(tmp_path / "forks")
+    alone, joined = read([replays]), read([forks, replays])
+    (one,), (two,) = alone.replays, joined.replays
+    assert (one.label, one.sentence) == (two.label, two.sentence) and one.label == label
+    assert (two.of, two.rows[0].runs[0]) == (f"hot/{one.of}", f"hot/{one.rows[0].runs[0]}")
+    assert f"{label} according to its replays" in headline(joined.study, joined.verdicts)
 
 
 def test_pages_without_replays_say_nothing_of_them(report):

@@ -184,7 +184,7 @@ WHERE = [
     ("intervals are Student's t", "demo", ["counts", "alone", "one seed"]),
     ("Effects are means over shared seeds", "demo", ["counts", "alone"]),
     ("ratios are averaged on a log scale", "demo", ["no course"]),
-    ("Chan and Zhang", "counts", ["demo", "alone"]),
+    ("Santner and Snell", "counts", ["demo", "alone"]),
     ("Numbers above are medians over runs", "demo", ["counts", "one seed"]),
     (r"Runs that diverged: 0 of 3 \(mixed", "counts", ["demo"]),
     ("Curves are raw", "demo", ["no course"]),

@@ -13,8 +13,8 @@ from mmqk.store import files
 from mmqk.store.checkpoints import (
     FOOTER_BYTES,
     DamagedError,
+    check_digest,
     checkpoints_in,
-    has_digest,
     set_aside,
     step_of,
     strays_in,
@@ -37,19 +37,19 @@ def flip(path: Path, bit: int) -> None:
 def test_every_flipped_bit_is_seen(tmp_path):
     path, content = tmp_path / "step00000010.ckpt", bytes(range(50))
     write(path, content)
-    assert has_digest(path) and path.read_bytes()[:-FOOTER_BYTES] == content  # the control
+    check_digest(path)  # the control
+    assert path.read_bytes()[:-FOOTER_BYTES] == content
     without = []
     for bit in range(8 * path.stat().st_size):
         flip(path, bit)
-        try:
-            assert not has_digest(path)
+        with pytest.raises(DamagedError) as error:
+            check_digest(path)
+        if "missing" in str(error.value):
             without.append(bit // 8)
-        except DamagedError:
-            pass
         flip(path, bit)
     # A change in the marker makes the file look like one without a digest; every other change contradicts the digest.
     assert set(without) == set(range(50, 50 + len(b"\nmmqk sha256 ")))
-    assert has_digest(path)
+    check_digest(path)
 
 
 @pytest.mark.parametrize("left", [0, 1, 49, 77, 78, 100, 127])
@@ -58,7 +58,8 @@ def test_a_cut_file_has_no_digest(tmp_path, left):
     write(path, bytes(50))
     assert path.stat().st_size == 128
     os.truncate(path, left)
-    assert not has_digest(path)
+    with pytest.raises(DamagedError, match="the sha256 at its end is missing"):
+        check_digest(path)
 
 
 def test_more_at_the_end_is_seen(tmp_path):
@@ -66,7 +67,7 @@ def test_more_at_the_end_is_seen(tmp_path):
     write(path, bytes(50))
     path.write_bytes(path.read_bytes() + path.read_bytes())
     with pytest.raises(DamagedError):
-        has_digest(path)
+        check_digest(path)
 
 
 @pytest.mark.parametrize("before", ["fsync", "replace", "sync_folder"])
@@ -80,7 +81,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, before):
         write(path, b"new" * 100)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert has_digest(path)
+    check_digest(path)
     kept = path.read_bytes()[:-FOOTER_BYTES]
     assert kept == (b"new" * 100 if before == "sync_folder" else b"old")
     assert checkpoints_in(tmp_path) == [path]
@@ -100,7 +101,8 @@ def test_what_the_disk_returns_otherwise_is_no_checkpoint(tmp_path, monkeypatch)
     monkeypatch.setattr(store.os, "fsync", lose)
     with pytest.raises(OSError, match="differ from those written"):
         write(path, b"new")
-    assert has_digest(path) and path.read_bytes().startswith(b"old") and not partial.exists()
+    check_digest(path)
+    assert path.read_bytes().startswith(b"old") and not partial.exists()
     monkeypatch.setattr(store.os, "fsync", sync)
     write(path, b"new")  # the control
     assert path.read_bytes().startswith(b"new")

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.inspect import write
 from mmqk.store import (
     MetricsWriter,
     RunFolder,
-    UserError,
     cli_main,
     read_metrics,
     read_status,
@@ -56,17 +54,6 @@ def test_a_folder_is_written_whole_or_is_as_it_was(tmp_path, there):
                 write_folder(out, FILES)
             assert bad.failed and content(root) == kept, (site, nth)
             assert out.exists() == there and (there or not out.parent.exists()), (site, nth)
-
-
-def test_the_page_of_the_data_is_written_whole_or_not_at_all(tmp_path):
-    files = {"index.html": "page", "numbers.json": {"a": 1}}
-    with Disk(tmp_path / "good").mounted() as disk:
-        write(tmp_path / "good/page", files)
-    assert content(tmp_path / "good/page") == {"index.html": "page", "numbers.json": '{\n "a": 1\n}\n'}
-    site = next(site for site in disk.seen if site[0] == "write" and site[1].endswith("numbers.json"))
-    with Disk(tmp_path / "bad", site).mounted(), pytest.raises(UserError, match="No space left"):
-        write(tmp_path / "bad/page", files)
-    assert not (tmp_path / "bad").exists()
 
 
 def test_a_status_that_ends_a_run_stands_where_the_last_one_stood_on_a_full_disk(tmp_path):

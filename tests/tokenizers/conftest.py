@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmqk.shards.manifest import Manifest, write_manifest
 from mmqk.shards.pairs import write_documents, write_shard
-from mmqk.tokenizers import ImageTokenizer
+from mmqk.tokenizers.image import ImageTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = ("red", "blue", "green", "round", "square", "small", "large", "heart", "star", "moon")

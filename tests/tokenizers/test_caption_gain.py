@@ -15,7 +15,7 @@ from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, cli_main
-from mmqk.tokenizers import tokenizers_hash
+from mmqk.tokenizers.files import tokenizers_hash
 from mmqk.training.caption_gain import caption_gain, main, partners, summary
 
 
@@ -49,7 +49,7 @@ class Oracle(torch.nn.Module):
 @pytest.mark.parametrize("use_caption", [True, False])
 def test_gain_is_found_where_it_was_planted(tiny_data, use_caption):
     tokenizers = tiny_data / "tokenizers"
-    pairs = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache", lambda _: None)["val"]
+    pairs = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache")["val"]
     builder = SequenceBuilder({"pair": pairs}, layout_of(tokenizers), seq_len=112)
     rows = [builder.pair(i, image_first=False).ids for i in range(len(pairs))]
     found = caption_gain(Oracle(rows, builder.layout.vocab_sizes, use_caption), builder)

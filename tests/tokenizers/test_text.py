@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError
-from mmqk.tokenizers import TextTokenizer, tokenizers_hash
+from mmqk.tokenizers.files import tokenizers_hash
+from mmqk.tokenizers.text import TextTokenizer
 
 SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[2] / "data" / "tokenizers")
 

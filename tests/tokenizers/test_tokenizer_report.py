@@ -10,12 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
 from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr, token_statistics
 from mmqk.tokenizers.report import KEPT_BELOW, SHEET, contact_sheet, main, measure, parser
 from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import _image_config
 from mmqk.tokenizers.train import parser as train_parser
 

@@ -12,11 +12,14 @@ import torch
 from PIL import Image
 
 from mmqk.store import cli_main
-from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, JointVocabulary, TextTokenizer
 from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import _image_config, main, parser, train_text
+from mmqk.tokenizers.vocabulary import vocab_sizes_of
 
 WORDS = [
     "red",
@@ -71,8 +74,7 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
     pytest.importorskip("vector_quantize_pytorch")
     shape = ("--image-size", size, "--grid", grid, "--codes", codes)
     assert main(command(shards, tmp_path, *shape)) == 0
-    vocabulary = JointVocabulary.load(tmp_path)
-    assert (vocabulary.text_size, vocabulary.image_size) == (280, int(codes))
+    assert vocab_sizes_of(tmp_path) == {"text": 285, "image": int(codes)}
     tokenizer = ImageTokenizer.load(tmp_path)
     assert (tokenizer.image_size, tokenizer.grid) == (int(size), (int(grid),) * 2)
     images = torch.rand(2, 3, int(size), int(size))

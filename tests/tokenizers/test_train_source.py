@@ -285,3 +285,5 @@ def test_documents_of_a_folder_are_its_train_split(small_data):
     assert Documents(folder).read() == (whole, "")
     half, summary = Documents(folder, Selection(characters=sum(map(len, whole)) // 2)).read()
     assert 11 <= len(half) <= 12 and set(half) < set(whole) and summary == f"{len(half)} of 24 documents read"
+    least, summary = Documents(folder, Selection(characters=1)).read()
+    assert len(least) == 1 and least[0] in whole and summary == "1 of 24 documents read"

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from mmqk.store import UserError, cli_main
-from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import main
 
 SMALL = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
@@ -119,19 +121,22 @@ def test_a_missing_extra_is_one_sentence(small_data, tmp_path, capsys, monkeypat
     ("flags", "words"),
     [
         (["--grid", "7"], "a grid of 7"),
-        (["--codes", "1"], "at least 2 codes"),
+        (["--codes", "1"], "codes is 1: it must be a whole number from 2"),
         (["--steps", "0"], "--steps is 0"),
         (["--threads", "0"], "--threads is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--batch-size", "2000000"], "--batch-size is 2000000"),
         (["--shards", "nowhere"], "nowhere"),
         (["--text-size", "9000"], "lower --text-size"),
         (["--out", "/dev/null/x"], "cannot be written"),
     ],
 )
 def test_a_mistake_is_one_sentence(small_data, tmp_path, capsys, flags, words):
-    assert cli_main(main)(arguments(small_data, tmp_path, *flags)) == 2
+    (tmp_path / "text.json").write_text("precious")
+    assert cli_main(main)(arguments(small_data, tmp_path, "--overwrite", *flags)) == 2
     error = capsys.readouterr().err.strip()
     assert words in error and "\n" not in error
-    assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.safetensors"))
+    assert (tmp_path / "text.json").read_text() == "precious" and not list(tmp_path.glob("*.safetensors"))
 
 
 def test_images_of_another_size_are_named(small_data):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mmqk.checkpoint import MARK, load_checkpoint, load_model, save_checkpoint
+from mmqk.checkpoint import load_checkpoint, load_model, save_checkpoint
+from mmqk.config.training import CheckpointConfig
 from mmqk.interop.folders import read_run
 from mmqk.store import UserError, cli_main, read_status
+from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
+from mmqk.training.loop.step_log import Checkpoints
 from tests.training.test_resume import rewind, series, state
 
 
@@ -45,13 +49,6 @@ def change(path: Path, **parts) -> None:
     """Replace parts of a checkpoint and write it with a new digest; None removes a part."""
     content = {**torch.load(path, weights_only=True), **parts}
     save_checkpoint({name: part for name, part in content.items() if part is not None}, path)
-
-
-def without_digest(path: Path) -> None:
-    """Rewrite a checkpoint without a digest, as older versions of mmqk did."""
-    content = torch.load(path, weights_only=True)
-    content.pop(MARK, None)
-    torch.save(content, path)
 
 
 def refused(capsys, *args: str) -> str:
@@ -94,8 +91,8 @@ def foreign_run(path: Path) -> None:
 
 HARMS = {
     "one bit of a weight": (lambda path: flip(path, place_of_weights(path)), "is damaged"),
-    "cut": (lambda path: os.truncate(path, 2000), "cannot be read"),
-    "emptied": (lambda path: os.truncate(path, 0), "cannot be read"),
+    "cut": (lambda path: os.truncate(path, 2000), "is damaged or was not written"),
+    "emptied": (lambda path: os.truncate(path, 0), "is damaged or was not written"),
     "of another model": (foreign_model, "is of another model (different: model.attn_softcap)"),
     "of another run": (foreign_run, "is of run 0123456789"),
     "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
@@ -125,7 +122,7 @@ def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
         os.truncate(step(out, number), 3000)
     before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.suffix in (".ckpt", ".jsonl")}
     said = refused(capsys, *args, f"--out={out}")
-    assert said.startswith(f"The checkpoint {step(out, 8)} cannot be read") and "train from step 0" in said
+    assert said.startswith(f"The checkpoint {step(out, 8)} is damaged or was not") and "train from step 0" in said
     assert {path: path.read_bytes() for path in before} == before
     for number in (4, 8):
         step(out, number).unlink()  # as the error message advises
@@ -199,25 +196,34 @@ def test_missing_and_misshapen_parts_are_a_sentence(whole, tmp_path, capsys, har
     assert said.startswith(f"The checkpoint {step(out, 8)} {says}")
 
 
-def test_an_older_one_without_a_digest_is_used_and_says_so(whole, tmp_path, capsys):
-    out = tmp_path / "again"
-    args = rewind(whole, out, 8)
-    without_digest(step(out, 8))
-    assert main([*args, f"--out={out}"]) == 0
-    said = capsys.readouterr().err
-    assert said.count("has no sha256") == 1 and "resuming from step 8" in said
-    assert series(out) == series(whole)
-    without_digest(step(out, 4))
-    fork = [f"--fork={step(out, 4)}", "--loss.z_loss=1e-3", "--quiet"]
-    assert main([*fork, f"--out={tmp_path / 'fork'}"]) == 0
-    assert capsys.readouterr().err.count(f"{step(out, 4)} has no sha256") == 1
-    # The control: for a checkpoint with a digest no line is printed, and a checkpoint that lost its digest is
-    # refused.
-    assert main([f"--fork={step(out, 12)}", "--trainer.max_steps=13", "--quiet", f"--out={tmp_path / 'b'}"]) == 0
-    assert "sha256" not in capsys.readouterr().err
-    torch.save(torch.load(step(out, 12), weights_only=True), step(out, 12))
+def test_one_without_a_digest_is_refused(whole, tmp_path, capsys):
+    out = tmp_path / "parent"
+    rewind(whole, out, 12, status="completed")
+    content = torch.load(step(out, 12), weights_only=True)
+    torch.save(content, step(out, 12))
+    sentence = f"{step(out, 12)} is damaged or was not written by mmqk.train (the sha256 at its end is missing)"
+    fork = [f"--fork={out}", "--trainer.max_steps=13", f"--out={tmp_path / 'fork'}"]
+    assert sentence in refused(capsys, *fork)
     with pytest.raises(UserError, match="the sha256 at its end is missing"):
         load_model(out)
+    save_checkpoint(content, step(out, 12))  # the control
+    assert main([*fork, "--quiet"]) == 0
+
+
+def without_newer_fields(path: Path) -> None:
+    """Remove a field that an earlier version of mmqk did not have, and its default."""
+    config = dict(torch.load(path, weights_only=True)["mmqk_model"])
+    assert config.pop("attn_sink") is False and not config["qk_norm"].pop("normalize_v")
+    change(path, mmqk_model=config)
+
+
+def test_one_that_lacks_a_newer_field_of_the_model_is_used(whole, tmp_path, capsys):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8)
+    without_newer_fields(step(out, 8))
+    assert main([*args, f"--out={out}"]) == 0
+    assert "resuming from step 8" in capsys.readouterr().err
+    assert series(out) == series(whole)
 
 
 def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
@@ -257,3 +263,19 @@ def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, k
     assert main(args) == 0  # the control: with a working disk the run completes
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step00000008.ckpt", "step00000012.ckpt"][-keep:]
+
+
+@pytest.mark.parametrize("keep", range(1, 7))
+def test_the_newest_checkpoints_are_kept_whatever_their_number(tmp_path, keep):
+    log = SimpleNamespace(flush=lambda *_: None, divergence=None)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=keep, at=[2]), log)
+    checkpoints.folder.mkdir()
+    module = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    for number in range(1, 10):
+        trainer = SimpleNamespace(
+            global_step=number, optimizers=[], loggers=[], is_global_zero=True, save_checkpoint=Path.touch
+        )
+        checkpoints.save(trainer, module)
+        newest = range(max(1, number + 1 - keep), number + 1)
+        kept = sorted({*newest, *([2] if number >= 2 else [])})
+        assert [step_of(path) for path in checkpoints_in(checkpoints.folder)] == kept

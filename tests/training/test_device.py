@@ -12,8 +12,9 @@ import torch
 from mmqk.config import OptimConfig, RunConfig, resolve
 from mmqk.config.checks import check_shown, is_masked
 from mmqk.data.config import DataConfig
-from mmqk.model import BACKENDS, ModelConfig
+from mmqk.model import ModelConfig
 from mmqk.model import backends as kernels
+from mmqk.model.backend_check import BACKENDS
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
 from mmqk.training.fork.start import changes

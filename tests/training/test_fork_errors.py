@@ -71,7 +71,7 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "empty has no checkpoint" in said(capsys, f"--fork={tmp_path / 'empty'}", out)
     (tmp_path / "text.ckpt").write_text("weights")
-    assert "text.ckpt cannot be read" in said(capsys, f"--fork={tmp_path / 'text.ckpt'}", out)
+    assert "text.ckpt is damaged or was not written" in said(capsys, f"--fork={tmp_path / 'text.ckpt'}", out)
     content = torch.load(parent / "checkpoints/step00000004.ckpt", weights_only=True)
     del content["mmqk_run"]
     save_checkpoint(content, tmp_path / "old.ckpt")

@@ -14,6 +14,7 @@ from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
 from mmqk.training.logging.dashboard import OF_LAYER, PAGES, custom_scalars, over_layers, run_of
 from mmqk.training.logging.heatmaps import COLUMNS, HEAT_MAPS, History, draw_heat_map, draw_mass
+from mmqk.training.logging.hparams import arm_of
 from mmqk.training.logging.loggers import RunLogger, StoryLogger
 
 
@@ -305,10 +306,24 @@ def rows(folder: Path) -> tuple[dict, list[tuple[str, str]], str]:
 def test_hparams_have_the_settings_and_the_outcome(run, scalars):
     row, metrics, status = rows(run)
     assert status == "STATUS_SUCCESS" and row["as ended"] == "completed" and row["at step"] == 12
+    assert row["arm"] == run.name
     assert row["optim.lr"] == 0.01 and row["model.qk_norm.kind"] == "none" and row["seed"] == 0
     to_itself = ("text", "attn_logit_absmax/to_text/max")
     assert {("text", "loss"), ("image", "val_loss"), to_itself, ("", "alarms")} <= set(metrics)
     assert all(tag in scalars[run] for run, tag in metrics)
+
+
+@pytest.mark.parametrize(
+    ("folder", "arm"),
+    [
+        ("runs/demo/qk-norm-0123456789/seed3", "qk-norm"),
+        ("runs/qk-norm/seed3", "qk-norm"),
+        ("runs/qk-norm", "qk-norm"),
+        ("runs/qk-0123456789/seedling", "seedling"),
+    ],
+)
+def test_the_arm_is_the_folder_without_the_id_of_a_grid(folder, arm):
+    assert arm_of(Path(folder)) == arm
 
 
 def test_an_interrupted_run_has_no_row_until_it_ends_and_its_pictures_go_on(tiny_args, tmp_path, run):

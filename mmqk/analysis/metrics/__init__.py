@@ -32,7 +32,6 @@ from mmqk.analysis.metrics.losses import (
     unigram_entropy,
 )
 from mmqk.analysis.metrics.metric import FamilyMetric, Measured, Metric
-from mmqk.analysis.metrics.probes import largest_attention_logit
 from mmqk.analysis.metrics.scaling import Extrapolation, extrapolate, model_size
 from mmqk.analysis.metrics.stability import divergence_step
 from mmqk.analysis.metrics.table import FAMILY_METRICS, METRICS, find_metric

@@ -10,6 +10,7 @@ import numpy as np
 from mmqk.analysis.metrics.late import failure_step
 from mmqk.analysis.metrics.losses import trained_modalities
 from mmqk.analysis.metrics.metric import warmup_steps
+from mmqk.analysis.runs.columns import aligned
 from mmqk.analysis.runs.load import Run, Series
 
 # Statistics that probes measure, each with the function that reduces it over layers; in the order of the page.
@@ -81,10 +82,7 @@ def departures(run: Run, healthy: Sequence[Run]) -> dict[tuple[str, str], Depart
             ]
             if len(others) < FEWEST_HEALTHY:
                 continue
-            for at, _ in others:
-                steps, places, _ = np.intersect1d(steps, at, return_indices=True)
-                values = values[places]
-            table = np.stack([values, *(seen[np.searchsorted(at, steps)] for at, seen in others)])
+            steps, table = aligned([(steps, values), *others])
             with np.errstate(invalid="ignore", divide="ignore"):
                 table = np.log(table) if statistic not in LINEAR else table
                 values, rest = table[0], np.where(np.isfinite(table[1:]), table[1:], np.nan)

@@ -30,7 +30,8 @@ def last_probes(series: Series) -> np.ndarray:
 
 
 def _end(series: Series, worst: float) -> float:
-    """Return the median of `last_probes`; ``worst`` if the last one is not finite, NaN if there are none."""
+    """Return the median of `last_probes`, for a run that diverged those before it was stopped; ``worst`` if the last
+    one is not finite, NaN if there are none."""
     values = last_probes(series)
     if not len(values):
         return math.nan
@@ -143,14 +144,6 @@ def weight_growth_series(run: Run, modality: str | None = None) -> Series:
     if not len(steps) or not np.size(grown):
         return EMPTY
     return steps, SLOPE_STEPS * grown / power / window
-
-
-def largest_attention_logit(run: Run, modality: str | None = None) -> float:
-    """Return the end of `logit_series`: the median of the last three probes of the run.
-
-    For a run that diverged, these are the last three probes before it was stopped.
-    """
-    return _end(logit_series(run, modality), math.inf)
 
 
 def norm_slope(

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import numpy as np
+
 from mmqk.analysis.metrics.losses import has_floor, trained_modalities
 from mmqk.analysis.metrics.metric import planned_steps, warmup_steps
 from mmqk.analysis.runs.load import Run
-from mmqk.store import Alarm, DivergenceRule, alarms_of, read_metrics
-from mmqk.store.alarms import ALARMS_NAME
-from mmqk.store.alarms import spike_rate as rate_of
-from mmqk.store.alarms import spike_score as score_of
+from mmqk.store import Alarm, DivergenceRule
+from mmqk.store.alarms.steps import ABOVE_MEDIAN_NATS, MEDIAN_WINDOW, SPIKE_FEWEST, Spike
 
 # Alarms that can precede a failure; the other alarms report the failure itself.
 WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
@@ -25,23 +25,43 @@ def spike_score(run: Run, modality: str | None = None) -> float:
     use the loss over all targets.
 
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
-    fewer.
+    fewer: OLMo 2 gives no rule for fewer than 1000 values.
     """
-    return score_of(run.series(_loss(modality))[1].tolist())
+    return _spike_score(run, _loss(modality))
 
 
 def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
     """Return `spike_score` of the global gradient norm; NaN if a modality is given."""
-    return math.nan if modality else score_of(run.series("grad_norm")[1].tolist())
+    return math.nan if modality else _spike_score(run, "grad_norm")
+
+
+def _spike_score(run: Run, name: str) -> float:
+    rule, spikes, values = Spike(), 0, _finite(run, name).tolist()
+    for value in values:
+        rule.update(0, name, value)
+        spikes += rule.on
+    checked = len(values) - SPIKE_FEWEST
+    return 100 * spikes / checked if checked > 0 else math.nan
 
 
 def spike_rate(run: Run, modality: str | None = None) -> float:
     """Return the number of loss spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); without a modality,
     use the loss over all targets.
 
-    A spike is a loss more than 0.1 nat above the median of the 201 steps around it. NaN with fewer than 201 steps.
+    A spike is a loss more than 0.1 nat above the median of the 201 steps around it. If the batches are small, it also
+    counts noise. NaN with fewer than 201 steps.
     """
-    return rate_of(run.series(_loss(modality))[1].tolist())
+    import pandas as pd  # slow to import
+
+    losses = pd.Series(_finite(run, _loss(modality)))
+    checked = len(losses) - MEDIAN_WINDOW + 1
+    spikes = losses > losses.rolling(MEDIAN_WINDOW, center=True).median() + ABOVE_MEDIAN_NATS
+    return 1e4 * int(spikes.sum()) / checked if checked > 0 else math.nan
+
+
+def _finite(run: Run, name: str) -> np.ndarray:
+    values = run.series(name)[1]
+    return values[np.isfinite(values)]
 
 
 def _loss(modality: str | None) -> str:
@@ -93,17 +113,6 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
     return 1.0 if run.status.status == "completed" else math.nan
 
 
-def alarms(run: Run) -> list[Alarm]:
-    """Return the recorded alarms of the run; without an alarm file, apply the alarm rules to its metrics.
-
-    A fork without an alarm file has no alarms, because the rules would need the history of its parent.
-    """
-    if (run.path / ALARMS_NAME).exists() or run.fork:
-        return run.alarms
-    lines = read_metrics(run.path / "metrics.jsonl")
-    return alarms_of(lines, warmup_steps(run), run.setting("trainer.max_steps", 0), trained_modalities(run))
-
-
 def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> float:
     """Return the optimizer steps from the first warning to the divergence.
 
@@ -125,7 +134,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
 def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
     """Return the step of the first alarm with one of these names; None if there is none."""
-    steps = [alarm.step for alarm in alarms(run) if alarm.name in names and _is_of(alarm, modality)]
+    steps = [alarm.step for alarm in run.alarms if alarm.name in names and _is_of(alarm, modality)]
     return min(steps, default=None)
 
 

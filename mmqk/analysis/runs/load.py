@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from mmqk.store import (
     UserError,
     alarms_of,
     find_runs,
-    parse_tag,
+    parsed_tag,
     read_alarms,
     read_json,
     read_metrics,
@@ -77,6 +77,7 @@ class Run:
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
         replay: the name of the replayed run, the depth and the numerics; None if the run is not a replay.
         forked: content of fork.json; empty if there is none.
+        data: statistics of the data by modality, from data.json; empty if there is no such file.
         parent: the parent of a fork, if it was loaded with the fork; else None.
         cache: results of the functions with the decorator `once_per_run`.
     """
@@ -97,6 +98,7 @@ class Run:
     fork: Mapping[str, Any] | None = None
     replay: Mapping[str, Any] | None = None
     forked: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     parent: Run | None = field(default=None, init=False, repr=False, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -127,7 +129,7 @@ class Run:
         """Sentences about what is missing or unusual in the run."""
         cut = (CUT,) if self._columns.truncated and not self.lost else ()
         empty = (NO_METRICS,) if self.status.step and not (self._columns.series or self.lost or cut) else ()
-        return (*self.remarks, *self.lost, *self._data_notes, *cut, *empty)
+        return (*self.remarks, *self.lost, *cut, *empty)
 
     @cached_property
     def lost(self) -> tuple[str, ...]:
@@ -153,9 +155,8 @@ class Run:
 
     @cached_property
     def tags(self) -> dict[str, Tag]:
-        """The parsed tag of each series, by the name of the series."""
-        parsed = ((name, _parsed(name)) for name in self._columns.series)
-        return {name: tag for name, tag in parsed if tag is not None}
+        """The parsed tag of each series, by its name; a name that is not a tag becomes the statistic."""
+        return {name: parsed_tag(name) for name in self._columns.series}
 
     @cached_property
     def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:
@@ -163,20 +164,6 @@ class Run:
         for name, tag in self.tags.items():
             named.setdefault(tag.statistic, []).append((name, tag))
         return named
-
-    @cached_property
-    def _data_read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        notes: list[str] = []
-        return _noted(lambda: read_json(self.path / "data.json", _DATA), notes) or {}, tuple(notes)
-
-    @property
-    def data(self) -> Mapping[str, Any]:
-        """Statistics of the data by modality, from data.json; empty if there is no such file."""
-        return self._data_read[0]
-
-    @property
-    def _data_notes(self) -> tuple[str, ...]:
-        return self._data_read[1]
 
     @cached_property
     def alarms(self) -> list[Alarm]:
@@ -253,14 +240,6 @@ def once_per_run(measure: Callable[[Run, str], _T]) -> Callable[[Run, str], _T]:
     return cached
 
 
-@lru_cache(maxsize=65536)
-def _parsed(name: str) -> Tag | None:
-    try:
-        return parse_tag(name)
-    except ValueError:
-        return None
-
-
 def load_runs(folder: str | Path) -> list[Run]:
     """Return all runs under ``folder``, which is the folder of a grid, an arm or a run.
 
@@ -304,20 +283,16 @@ def _fork_step(run: Run) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _names(path: Path, root: Path) -> tuple[str, str, int]:
-    """Return (name, arm, seed) of a run that no ablation.json lists."""
+def _names(path: Path, root: Path) -> tuple[str, str, int | None]:
+    """Return (name, arm, seed) of a run that no ablation.json lists; the seed is None if the name of the folder has
+    none."""
     path, root = path.resolve(), root.resolve()
     parts = path.relative_to(root).parts or (path.name,)
     match = _SEED.fullmatch(path.name)
-    seed = int(match[1]) if match else _seed_of_record(path)
     # The folder above seed<k> is the arm, even if it is ``root``.
     arm = path.parent.name if match else path.name
     named = _ARM.fullmatch(arm)
-    return "/".join(parts), named["arm"] if named else arm, seed
-
-
-def _seed_of_record(path: Path) -> int:
-    return (_noted(lambda: read_run(path), []) or {}).get("identity", {}).get("seed", 0)
+    return "/".join(parts), named["arm"] if named else arm, int(match[1]) if match else None
 
 
 def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -> _T | None:
@@ -332,7 +307,7 @@ def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -
     return record
 
 
-def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] | None = None) -> Run:
+def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str, Any] | None = None) -> Run:
     entry = entry or {}
     notes: list[str] = []
     record = _noted(lambda: read_run(path), notes, "its run.json is missing") or {}
@@ -346,11 +321,12 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
     if status.status == "running":
         notes.append("still running, or cut off")
     forked = _noted(lambda: read_json(path / "fork.json", _FORK), notes) or {}
+    data = _noted(lambda: read_json(path / "data.json", _DATA), notes) or {}
     return Run(
         path=path,
         name=name,
         arm=arm,
-        seed=seed,
+        seed=record.get("identity", {}).get("seed", 0) if seed is None else seed,
         id=record.get("id", ""),
         code=record.get("code", ""),
         identity=record.get("identity", {}),
@@ -363,6 +339,7 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
         fork=entry.get("fork") or _fork_of(forked),
         replay=entry.get("replay"),
         forked=forked,
+        data=data,
     )
 
 

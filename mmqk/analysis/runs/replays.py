@@ -83,10 +83,9 @@ class ReplayVerdict:
 
 def replay_verdicts(runs: Iterable[Run]) -> list[ReplayVerdict]:
     """Return one verdict for each run that has replays among ``runs``, in the order of the replays."""
-    runs = list(runs)
     by_name = {run.name: run for run in runs}
     replays: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in by_name.values():
         if run.replay:
             replays.setdefault(str(run.replay.get("of")), []).append(run)
     return [_verdict(name, by_name.get(name), members) for name, members in replays.items()]
@@ -173,15 +172,10 @@ def _not_dynamics(row: Mapping[str, Times]) -> str:
     bf16 = [time for numerics in BF16 if numerics in row for time in row[numerics].diverged]
     fp32 = row[FP32].diverged
     slack = SLACK * (sum(bf16) / len(bf16) - row[FP32].step)
-    if fp32[-1] < min(bf16) - slack:
-        return (
-            f"all fp32 replays diverged before every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
-        )
-    if fp32[0] > max(bf16) + slack:
-        return (
-            f"all fp32 replays diverged after every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
-        )
-    return ""
+    when = "before" if fp32[-1] < min(bf16) - slack else "after" if fp32[0] > max(bf16) + slack else ""
+    return when and (
+        f"all fp32 replays diverged {when} every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
+    )
 
 
 def _span(times: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from mmqk.analysis.stats.interval import CONFIDENCE, WithInterval
+from mmqk.analysis.stats.interval import WithInterval
 
 FEWEST_OF_EACH = 10
 
@@ -100,31 +100,6 @@ def auroc(
     Raises:
         ValueError: lengths differ, or a score is NaN.
     """
-    wins, allowed = _pairs(scores, failed, strata)
-    return _summary(wins, allowed, fewest)
-
-
-def auroc_difference(
-    scores: Sequence[float],
-    others: Sequence[float],
-    failed: Sequence[bool],
-    strata: Sequence[Hashable] | None = None,
-) -> tuple[float, float, float]:
-    """Return (AUROC of ``scores`` minus AUROC of ``others``, low, high) with the 95 % jackknife interval."""
-    wins, allowed = _pairs(scores, failed, strata)
-    other_wins, _ = _pairs(others, failed, strata)
-    if not allowed.any():
-        return math.nan, math.nan, math.nan
-    difference = wins - other_wins
-    value, half = float(difference.sum() / allowed.sum()), _z() * _jackknife_error(difference, allowed)
-    return value, max(-1.0, value - half), min(1.0, value + half)
-
-
-def _pairs(
-    scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] | None
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return two arrays with one row per failure and one column per survivor: the score of the pair (1 if the failure
-    has the higher score, 0.5 for a tie, else 0), and whether both runs are in the same stratum."""
     x, failure = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
     names = [0] * len(x) if strata is None else list(strata)
     if not len(x) == len(failure) == len(names):
@@ -135,13 +110,11 @@ def _pairs(
         raise ValueError("a score is NaN: leave out the run, or rank it worst with inf")
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     stratum = np.array([number[name] for name in names])
+    # One row per failure and one column per survivor: whether both runs are in the same stratum, and the score of the
+    # pair (1 if the failure has the higher score, 0.5 for a tie, else 0).
     a, b = x[failure][:, None], x[~failure][None, :]
     allowed = stratum[failure][:, None] == stratum[~failure][None, :]
-    wins = np.where(a > b, 1.0, np.where(a == b, 0.5, 0.0))
-    return np.where(allowed, wins, 0.0), allowed
-
-
-def _summary(wins: NDArray[np.float64], allowed: NDArray[np.bool_], fewest: int) -> Auroc:
+    wins = np.where(allowed, np.where(a > b, 1.0, np.where(a == b, 0.5, 0.0)), 0.0)
     failures, survivors = int(allowed.any(axis=1).sum()), int(allowed.any(axis=0).sum())
     pairs = int(allowed.sum())
     if min(failures, survivors) < max(1, fewest):
@@ -165,7 +138,3 @@ def _jackknife_error(wins: NDArray[np.float64], allowed: NDArray[np.bool_]) -> f
         without = (total - won) / rest
         variance += (len(n) - 1) / len(n) * float(((without - without.mean()) ** 2).sum())
     return math.sqrt(variance)
-
-
-def _z() -> float:
-    return float(special.ndtri((1 + CONFIDENCE) / 2))

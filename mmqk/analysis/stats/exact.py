@@ -1,9 +1,10 @@
 """Exact tests for small numbers of runs: tests of counts, and a test of the signs of paired differences.
 
 Two arms are compared by their shares of counted runs. Fisher's exact test tests whether the shares are equal. The
-interval of the difference is the Chan-Zhang interval, which inverts the exact unconditional test (Biometrics 55,
-1999). Its p-value is the maximum over all pairs of true shares, so the interval has at least its nominal coverage for
-every pair. The interval of one share is the Clopper-Pearson interval.
+interval of the difference is the tail interval of Santner and Snell (J. Am. Stat. Assoc. 75, 1980), which inverts two
+one-sided exact unconditional tests. They order outcomes by the difference of the shares. A p-value is the maximum
+over all pairs of true shares, so the interval has at least its nominal coverage for every pair. The interval of one
+share is the Clopper-Pearson interval.
 """
 
 from __future__ import annotations

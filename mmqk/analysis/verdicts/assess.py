@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mmqk.analysis.formatting import listed, plural
-from mmqk.analysis.metrics import Metric, find_metric
+from mmqk.analysis.formatting import capital, listed, plural
+from mmqk.analysis.metrics import Metric, find_metric, outcome
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats import AnyEffect
+from mmqk.analysis.stats.auroc import auroc
 from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.analysis.stats.exact import Counts, sign_flip
 from mmqk.analysis.stats.multiple import p_over_looks
@@ -40,7 +41,6 @@ from mmqk.analysis.verdicts.controls import (
     within_bound,
 )
 from mmqk.analysis.verdicts.failures import EVENTS
-from mmqk.analysis.verdicts.prediction import predict
 from mmqk.analysis.verdicts.study import Study
 from mmqk.grid.claims import Claim
 
@@ -251,16 +251,29 @@ def _counted(compared: Compared) -> Assessment:
 
 
 def _predicted(compared: Compared) -> Assessment:
-    """Assess the claim that a metric predicts which runs of an arm fail."""
-    claim, prediction = compared.claim, predict(compared)
-    controls = tuple(filter(None, [within_bound(compared.runs), numerics_agree(compared)]))
-    assessment = Assessment(
-        claim, compared, prediction.effect, None, prediction.medians, controls, counts=prediction.counts
-    )
-    if prediction.effect is None:
-        return replace(assessment, open=prediction.why)
-    holds, _, p = _side(claim, prediction.effect)
-    return replace(assessment, open=_registered(compared) or prediction.why, holds=holds, p=p)
+    """Assess the claim that a metric predicts which runs of an arm fail, by its AUROC over pairs of runs of one arm.
+
+    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.analysis.metrics.outcome`); whether
+    it stalled depends on the best of the compared runs. A metric that differs between arms but not within an arm,
+    such as the learning rate, has an AUROC of 0.5.
+    """
+    claim, runs, groups = compared.claim, compared.runs, compared.groups.items()
+    medians = {name: middle(metric_value(run, claim.metric) for run in of.all) for name, of in groups}
+    failed = {run.name: end.kind != "well" for run, end in zip(runs, outcome.outcomes(runs), strict=True)}
+    counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
+    controls = tuple(filter(None, [within_bound(runs), numerics_agree(compared)]))
+    assessment = Assessment(claim, compared, None, None, medians, controls, counts=counts)
+    scores = [math.nan if run.lost else metric_value(run, claim.metric) for run in runs]
+    if unmeasured := [run for run, score in zip(runs, scores, strict=True) if math.isnan(score)]:
+        named = listed([f"{run.arm} seed {run.seed}" for run in unmeasured])
+        lost = f" ({lost_of(unmeasured)})" if lost_of(unmeasured) else ""
+        return replace(assessment, open=f"Without a value: {named}{lost}.")
+    effect = auroc(scores, [failed[run.name] for run in runs], [run.arm for run in runs])
+    why = f"{capital(effect.why)}." if effect.why else ""
+    if math.isnan(effect.value):
+        return replace(assessment, open=why)
+    holds, _, p = _side(claim, effect)
+    return replace(assessment, effect=effect, open=_registered(compared) or why, holds=holds, p=p)
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:

@@ -48,12 +48,9 @@ def read(folders: Iterable[str | Path]) -> Findings:
     parts = []
     for folder in distinct:
         study = load_study(folder)
-        parts.append((study, tuple(judge(study)), tuple(replay_verdicts(study.runs))))
-    if len(parts) == 1:
-        study, verdicts, replays = parts[0]
-    else:
-        study, verdicts, replays = _join(parts)
-    return Findings(_by_logit(study), verdicts, replays, distinct)
+        parts.append((study, tuple(judge(study))))
+    study, verdicts = parts[0] if len(parts) == 1 else _join(parts)
+    return Findings(_by_logit(study), verdicts, tuple(replay_verdicts(study.runs)), distinct)
 
 
 def _by_logit(study: Study) -> Study:
@@ -75,7 +72,7 @@ class _Names(dict[str, str]):
         return name
 
 
-def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict, ...]]]) -> Any:
+def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...]]]) -> tuple[Study, tuple[Verdict, ...]]:
     names = _distinct([study.name for study, *_ in parts])
     runs: list[Run] = []
     name_of: dict[Path, str] = {}
@@ -83,13 +80,12 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     families: dict[str, StudyArm] = {}
     claims: list[Claim] = []
     verdicts: list[Verdict] = []
-    replays: list[ReplayVerdict] = []
     report: defaultdict[str, list[Any]] = defaultdict(list)
     missing: list[tuple[str, int]] = []
     members: defaultdict[str, set[Path]] = defaultdict(set)
     ids: set[str] = set()
     hypotheses: list[Hypothesis] = []
-    for name, (study, judged, replayed) in zip(names, parts, strict=True):
+    for name, (study, judged) in zip(names, parts, strict=True):
         paths_of_arm: defaultdict[str, set[Path]] = defaultdict(set)
         for run in study.runs:
             paths_of_arm[run.arm].add(run.path.resolve())
@@ -102,14 +98,15 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
         )
         new_runs = _Names()
         for run in study.runs:
+            new = run.name if run.name == name else f"{name}/{run.name}"
+            new_runs[run.name] = name_of.setdefault(run.path.resolve(), new)
+        for run in study.runs:
             where, arm = run.path.resolve(), new_arms[run.arm]
-            new_runs[run.name] = name_of.setdefault(
-                where, run.name if run.name == name else f"{name}/{run.name}"
-            )
             if where not in members[arm]:
                 members[arm].add(where)
                 twin = copy.copy(run)  # keeps the columns that are already read
                 twin.name, twin.arm, twin.family = name_of[where], arm, new_arms[run.family]
+                twin.replay = run.replay and {**run.replay, "of": new_runs[str(run.replay.get("of"))]}
                 runs.append(twin)
         for joined, of_study in ((arms, study.arms), (families, study.families)):
             for old, arm_or_family in of_study.items():
@@ -132,16 +129,6 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
             )
             for verdict in judged
         ]
-        replays += [
-            replace(
-                replay,
-                of=new_runs[replay.of],
-                rows=tuple(
-                    replace(row, runs=tuple(new_runs[run] for run in row.runs)) for row in replay.rows
-                ),
-            )
-            for replay in replayed
-        ]
         hypotheses += [
             replace(h, predicts={new_ids[claim]: predicted for claim, predicted in h.predicts.items()})
             for h in study.hypotheses
@@ -162,7 +149,7 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
         claims_changed=any(study.claims_changed for study, *_ in parts),
         registration_lost=any(study.registration_lost for study, *_ in parts),
     )
-    return study, tuple(verdicts), tuple(replays)
+    return study, tuple(verdicts)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

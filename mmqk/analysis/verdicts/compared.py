@@ -198,11 +198,10 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
         others = list(study.families.values())
     else:
         others = [arm for arm in study.arms.values() if arm.point == treatment.point]
-    runs = {run.name: run for run in study.runs}
-    origins_used = {_origin(run, runs) for run in compared.runs}
+    origins_used = {_origin(run) for run in compared.runs}
     for name in (arm.name for arm in others if arm.block == treatment.block and arm.name not in counted):
         other = group(study, claim, name)
-        origins = {_origin(run, runs) for run in other.all}
+        origins = {_origin(run) for run in other.all}
         trained = not modality or all(is_trained(run, modality) for run in other.all)
         if other.arms and trained and not origins & origins_used:
             origins_used |= origins
@@ -210,15 +209,11 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
     return by_name
 
 
-def _origin(run: Run, runs: Mapping[str, Run]) -> str:
+def _origin(run: Run) -> str:
     """Return the name of the run at the start of a chain of forks; for a run that is not a fork, its own name."""
-    name = run.name
-    for _ in runs:
-        parent = (runs[name].fork or {}).get("parent") if name in runs else None
-        if parent is None:
-            break
-        name = str(parent)
-    return name
+    while run.parent is not None:
+        run = run.parent
+    return str((run.fork or {}).get("parent") or run.name)
 
 
 def middle(values: Iterable[float]) -> float:

@@ -19,6 +19,8 @@ from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_sp
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, metric_of, value_of
 from mmqk.analysis.verdicts.study import Study, StudyArm
 
+# The final loss, or the logarithm of the largest logit, by arm and seed.
+BySeed = dict[str, dict[int, float]]
 # An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best
 # mean loss of the control.
 TRAINS_NATS = 0.25
@@ -88,12 +90,18 @@ def ranking(study: Study) -> Ranking | None:
     """Return the ranking that the grid names; None if it names none or if no arm can be compared with a control."""
     named = study.named("ranking")
     controls = {_backend(study, study.arms[name]): name for name in named if name in study.arms}
-    outcomes = {arm: _outcomes(study, arm) for arm in study.arms}
+    logit = METRICS["largest_attention_logit"]
+    losses: BySeed = {}
+    logits: BySeed = {}
+    for name, arm in study.arms.items():
+        metric, runs = metric_of(study, arm), study.finished(name)
+        losses[name] = {run.seed: value_of(run, metric) for run in runs}
+        logits[name] = {run.seed: logit.on_scale(logit.measure(run, None)) for run in runs}
     choices = {arm.name: chosen(study, arm) for arm in study.arms.values()}
-    measured = [name for name in study.arms if outcomes[name].losses and choices[name]]
-    spreads = Spreads(
-        pooled_spread({name: _finite(outcomes[name].losses) for name in measured}),
-        pooled_spread({name: _finite(outcomes[name].logits) for name in measured}),
+    measured = [name for name in study.arms if losses[name] and choices[name]]
+    loss_spread, logit_spread = (
+        pooled_spread({name: list(filter(math.isfinite, by_seed[name].values())) for name in measured})
+        for by_seed in (losses, logits)
     )
     rows: list[Ranked] = []
     control_rows: list[Ranked] = []
@@ -104,7 +112,7 @@ def ranking(study: Study) -> Ranking | None:
         if arm.name not in measured or control not in measured or choice is None or control_choice is None:
             unfinished.append(arm.name)
             continue
-        row = _ranked(study, arm, control, choice, control_choice, outcomes, spreads)
+        row = _ranked(study, arm, control, choice, control_choice, losses, logits, loss_spread, logit_spread)
         (control_rows if arm.name == control else rows).append(row)
     if not rows:
         return None
@@ -125,44 +133,21 @@ def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
     )
 
 
-@dataclass(frozen=True)
-class Spreads:
-    """Spread over seeds, pooled over all arms, of the loss and of the logarithm of the largest logit."""
-
-    loss: Spread | None
-    logit: Spread | None
-
-
-@dataclass(frozen=True)
-class _Outcomes:
-    losses: Mapping[int, float]
-    logits: Mapping[int, float]
-
-
-def _outcomes(study: Study, arm: str) -> _Outcomes:
-    """Return the loss and the logarithm of the largest logit by seed."""
-    metric, runs = metric_of(study, study.arms[arm]), study.finished(arm)
-    logit = METRICS["largest_attention_logit"]
-    return _Outcomes(
-        {run.seed: value_of(run, metric) for run in runs},
-        {run.seed: logit.on_scale(logit.measure(run, None)) for run in runs},
-    )
-
-
 def _ranked(
     study: Study,
     arm: StudyArm,
     control: str,
     choice: BestRate,
     control_choice: BestRate,
-    outcomes: Mapping[str, _Outcomes],
-    spreads: Spreads,
+    losses: BySeed,
+    logits: BySeed,
+    loss_spread: Spread | None,
+    logit_spread: Spread | None,
 ) -> Ranked:
     verdict, selection = study.finished(arm.name), [r for r in study.selection(arm) if r.status.finished]
     other = study.arms[control]
     against = [*study.finished(control), *(r for r in study.selection(other) if r.status.finished)]
     metric, is_control = metric_of(study, arm), arm.name == control
-    measured, reference = outcomes[arm.name], outcomes[control]
     limit = control_choice.means[control_choice.rate] + TRAINS_NATS
     runs = [*verdict, *selection]
     return Ranked(
@@ -171,15 +156,15 @@ def _ranked(
         seeds=len(verdict),
         rate=choice.rate,
         at_edge=choice.at_edge,
-        loss=float(np.mean(list(measured.losses.values()))),
-        difference=None if is_control else _effect(measured.losses, reference.losses, spreads.loss),
+        loss=float(np.mean(list(losses[arm.name].values()))),
+        difference=None if is_control else _effect(losses[arm.name], losses[control], loss_spread),
         trains={
             rate: all(value_of(r, metric) <= limit for r in selection if learning_rate(r) == rate)
             for rate in sorted({learning_rate(r) for r in selection})
         },
         sensitivity=_sensitivity(selection),
-        logit=math.exp(float(np.mean(list(measured.logits.values())))),
-        logit_ratio=None if is_control else _effect(measured.logits, reference.logits, spreads.logit),
+        logit=math.exp(float(np.mean(list(logits[arm.name].values())))),
+        logit_ratio=None if is_control else _effect(logits[arm.name], logits[control], logit_spread),
         growth={m: _growth(verdict, m) for m in study.modalities},
         failed=sum(run.status.status == "diverged" for run in runs),
         runs=len(runs),
@@ -247,7 +232,3 @@ def _parameters(runs: Sequence[Run], against: Sequence[Run]) -> int | None:
 def _backend(study: Study, arm: StudyArm) -> str:
     runs = [*study.finished(arm.name), *study.selection(arm)]
     return str(runs[0].setting("backend")) if runs else ""
-
-
-def _finite(values: Mapping[int, float]) -> list[float]:
-    return [value for value in values.values() if math.isfinite(value)]

@@ -88,13 +88,13 @@ class Study:
         claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
         shown = set(self.shown)
         rest = tuple(name for name in self.arms if name not in shown)[:HERO_ARMS_AT_MOST]
-        return self._with_runs(named) or self._with_runs(claimed) or self._with_runs(rest)
+        return self.with_runs(named) or self.with_runs(claimed) or self.with_runs(rest)
 
     @property
     def shown(self) -> tuple[str, ...]:
         """Arms that the page shows without a verdict."""
         named = self._crossed(self.named("shown"))
-        return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
+        return self.with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -108,7 +108,8 @@ class Study:
     def _crossed(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(arm.name for name in names for arm in self.arms_of(name)))
 
-    def _with_runs(self, names: Sequence[str]) -> tuple[str, ...]:
+    def with_runs(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the arms that have runs with metrics."""
         have = {run.arm for run in self.runs if run.tags}
         return tuple(name for name in names if name in have)
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mmqk.analysis.formatting import listed, number, plural
+from mmqk.analysis.formatting import exp, listed, number, plural
 from mmqk.analysis.metrics import FamilyMetric, Metric
 from mmqk.analysis.stats import AnyEffect
 from mmqk.analysis.stats.auroc import Auroc
@@ -265,7 +265,7 @@ def detectable_in_words(verdict: Verdict) -> str:
     if not verdict.claim.decided or not math.isfinite(size):
         return ""
     if verdict.metric.scale == "log":
-        return f"a factor of {number(math.exp(size), 2)}"
+        return f"a factor of {number(exp(size), 2)}"
     return f"{number(size, 2)} {verdict.metric.unit}".strip()
 
 

@@ -29,13 +29,8 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
     Returns:
         The document lengths in each row, with a sum of at most ``room``. Each length of ``lengths_N`` is in
         exactly one row. The result is a pure function of the arguments.
-
-    Raises:
-        ValueError: a length is larger than ``room``.
     """
     counts = np.bincount(lengths_N, minlength=room + 1)
-    if len(counts) > room + 1:
-        raise ValueError(f"a document of {len(counts) - 1} tokens is longer than a row of {room}.")
     random = random_stream(0)
     rows: list[np.ndarray] = []
     while len(left := np.flatnonzero(counts)):
@@ -74,7 +69,7 @@ def _combination(
 
 
 class Packing(IndexedCache):
-    """Rows that pack N documents. The rows are a pure function of the arguments.
+    """Rows that pack N documents, at least one. The rows are a pure function of the arguments.
 
     Args:
         lengths_N: tokens of each document.
@@ -87,8 +82,6 @@ class Packing(IndexedCache):
     """
 
     def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
-        if not len(lengths_N):
-            raise ValueError("a kind in data.mix has no samples.")
         rows = fit(lengths_N, room)
         self.seed, self.stream = seed, stream
         self._ends_R = np.cumsum([len(row) for row in rows])

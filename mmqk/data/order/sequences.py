@@ -44,14 +44,12 @@ class Row:
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """Join rows into one; their documents stay separate documents."""
+    """Join rows of unknown surprise into one; their documents stay separate documents."""
     if len(rows) == 1:
         return rows[0]
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
     starts = tuple(int(o) + s for o, row in zip(offsets, rows, strict=False) for s in row.starts)
-    surprises = [row.surprise for row in rows if row.surprise is not None]
-    surprise = np.concatenate(surprises) if len(surprises) == len(rows) else None
-    return Row(np.concatenate([row.ids for row in rows]), starts, surprise)
+    return Row(np.concatenate([row.ids for row in rows]), starts)
 
 
 class SequenceBuilder:
@@ -142,19 +140,16 @@ class SequenceBuilder:
         """
         B, T = len(rows), self.seq_len
         ids_BT = np.full((B, T), self.layout.pad or 0, dtype=np.int64)
+        target_ids_BT = ids_BT.copy()
         document_BT = np.full((B, T), -1, dtype=np.int64)
         surprise_BT = np.zeros((B, T), dtype=np.float32)
         for b, row in enumerate(rows):
             n = len(row.ids)
             ids_BT[b, :n] = row.ids
+            target_ids_BT[b, :n] = row.ids if row.target_ids is None else row.target_ids
             document_BT[b, :n] = np.repeat(np.arange(len(row.starts)), np.diff([*row.starts, n]))
             if row.surprise is not None:
                 surprise_BT[b, :n] = row.surprise
-        target_ids_BT = ids_BT.copy() if any(row.target_ids is not None for row in rows) else None
-        if target_ids_BT is not None:
-            for b, row in enumerate(rows):
-                if row.target_ids is not None:
-                    target_ids_BT[b, : len(row.ids)] = row.target_ids
         # A target is the next token of the same document.
         target_mask_BT = np.zeros((B, T), dtype=bool)
         target_mask_BT[:, :-1] = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] >= 0)
@@ -168,7 +163,7 @@ class SequenceBuilder:
             step_targets=torch.tensor(max(1, step_targets)),  # not 0, because it is a divisor
             document_BT=torch.from_numpy(document_BT) if documents else None,
             surprise_BT=torch.from_numpy(surprise_BT) if all(row.surprise is not None for row in rows) else None,
-            target_ids_BT=None if target_ids_BT is None else torch.from_numpy(target_ids_BT),
+            target_ids_BT=torch.from_numpy(target_ids_BT) if any(r.target_ids is not None for r in rows) else None,
         )
 
 

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from mmqk.shards.manifest import MANIFEST, manifest_hash
 from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError, locked, new_folder
 from mmqk.store.files import writing
+from mmqk.tokenizers.files import tokenizers_hash
 
 FORMAT = 3
 
@@ -51,13 +52,7 @@ def source_hash(folder: Path, kind: str) -> str:
     return manifest_hash(folder)
 
 
-def open_source(
-    kind: str,
-    folder: Path,
-    tokenizers: Path,
-    root: Path,
-    say: Callable[[str], None] | None = None,
-) -> dict[str, TokenStore]:
+def open_source(kind: str, folder: Path, tokenizers: Path, root: Path) -> dict[str, TokenStore]:
     """Open the documents of a source by split, from a token folder or from the token cache of shards.
 
     Shards that are not in the token cache are tokenized first.
@@ -67,13 +62,10 @@ def open_source(
         folder: token folder, or shards with their manifest.
         tokenizers: folder of the tokenizers.
         root: folder of the cache.
-        say: receives progress messages; prints to stderr by default.
 
     Raises:
         UserError: shards, tokenizers or the cache folder cannot be read or written, or do not match.
     """
-    from mmqk.tokenizers import tokenizers_hash
-
     made_by = tokenizers_hash(tokenizers)
     if is_token_folder(folder):
         header = read_header(folder)
@@ -91,7 +83,7 @@ def open_source(
     digest = hashlib.sha256(f"{FORMAT}/{kind}/{manifest_hash(folder)}/{made_by}".encode()).hexdigest()[:10]
     made = root / digest
     if not is_token_folder(made):
-        _make(kind, folder, tokenizers, made_by, made, say or _to_stderr)
+        _make(kind, folder, tokenizers, made_by, made)
     try:
         return open_tokens(made, root)
     except UserError as error:
@@ -101,13 +93,7 @@ def open_source(
         ) from None
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _make(
-    kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path, say: Callable[[str], None]
-) -> None:
+def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -> None:
     with ExitStack() as stack:
         with writing(f"The token cache {made.parent}", "set --data.cache."):
             made.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +104,8 @@ def _make(
             writer = TokenWriter(folder_of_tokens, kind, layout_of(tokenizers), made_by)
             encoder = DocumentEncoder(tokenizers, images=kind == "pair")
             for split in SPLITS:
-                say(f"tokenizing the {split} shards of {folder} (once; kept in {made})")
+                line = f"tokenizing the {split} shards of {folder} (once; kept in {made})"
+                print(line, file=sys.stderr, flush=True)
                 for places in _documents(kind, folder, split):
                     encoder.add(places)
                 writer.add_part(split, "00000", encoder.take())

@@ -17,6 +17,7 @@ from PIL import Image
 from mmqk.data.tokens.folder import layout_of
 from mmqk.shards.images import Dropped
 from mmqk.shards.samples import EMPTY_DOCUMENT
+from mmqk.tokenizers.vocabulary import SPECIALS
 
 IMAGES_A_BATCH = 64
 
@@ -37,10 +38,10 @@ class DocumentEncoder:
     """
 
     def __init__(self, tokenizers: Path, images: bool = True) -> None:
-        from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+        from mmqk.tokenizers.image import ImageTokenizer
+        from mmqk.tokenizers.text import TextTokenizer
 
         self.layout = layout_of(tokenizers)
-        self._vocabulary = JointVocabulary.load(tokenizers)
         self._text = TextTokenizer.load(tokenizers)
         self._images = ImageTokenizer.load(tokenizers) if images else None
         self.clear()
@@ -85,7 +86,7 @@ class DocumentEncoder:
         return documents
 
     def _text_ids(self, text: str) -> np.ndarray:
-        return np.array(self._vocabulary.text(self._text.encode(text)), dtype=self.layout.dtype)
+        return np.array(self._text.encode(text), dtype=self.layout.dtype) + len(SPECIALS)
 
     def _encode_images(self) -> None:
         """Encode the pending images; the codes of each image stand between two boundary tokens."""
@@ -96,7 +97,7 @@ class DocumentEncoder:
         assert self._images is not None
         pixels_BHWC = np.stack([np.asarray(image) for image, _, _ in self._waiting])
         pixels_BCHW = torch.from_numpy(pixels_BHWC).permute(0, 3, 1, 2).contiguous().float() / 255
-        codes_BN = self._vocabulary.image(self._images.encode(pixels_BCHW).numpy())
+        codes_BN = self._images.encode(pixels_BCHW).numpy() + self.layout.vocab_sizes["text"]
         begin, end = self.layout.begin_image, self.layout.end_image
         for codes_N, (_, document, n) in zip(codes_BN, self._waiting, strict=True):
             document[n] = np.array([begin, *codes_N, end], dtype=self.layout.dtype)

@@ -30,6 +30,7 @@ import numpy as np
 
 from mmqk.shards.manifest import sha256_file
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
+from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 
 TOKENS = "tokens.json"
 FORMAT = 2
@@ -98,9 +99,7 @@ def layout_of(tokenizers: Path | str) -> Layout:
     Raises:
         UserError: a tokenizer file is missing or damaged.
     """
-    from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, JointVocabulary
-
-    return Layout(JointVocabulary.load(tokenizers).vocab_sizes, BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE)
+    return Layout(vocab_sizes_of(tokenizers), BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE)
 
 
 class TokenWriter:
@@ -380,10 +379,8 @@ def read_header(folder: Path | str) -> dict[str, Any]:
 
 
 def _is_part(part: Mapping[str, Any]) -> bool:
-    name, digests = part["name"], part["sha256"]
-    named = isinstance(name, str) and "/" not in name
-    counted = all(isinstance(part[count], int) for count in ("documents", "tokens"))
-    return named and counted and len(digests) == 2 and all(isinstance(d, str) for d in digests)
+    name, _, _, digests = (part[key] for key in _PART)  # a missing key raises KeyError
+    return "/" not in name and len(digests) == 2
 
 
 def is_token_folder(folder: Path | str) -> bool:

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from mmqk.data.tokens.encode import DocumentEncoder
-from mmqk.data.tokens.folder import Layout, layout_of
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
 from mmqk.shards.samples import IMAGE_FIELDS, REASONS, count_unread, pair_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import Unread, printable
 from mmqk.store import UserError, identity_hash, replacing
+from mmqk.tokenizers.image_config import read_config
 
 # A run ends with an error if more than this share of all samples is unusable. With LEAST_UNUSABLE or more unusable
 # samples it also ends if they are more than this share of the samples read so far. A single unusable sample is always
@@ -107,7 +107,6 @@ class OnlinePairs:
         number: index of the first document of this split in ``account``.
     """
 
-    kind = "pair"
     lengths_N = None
     tokens = None
 
@@ -121,7 +120,6 @@ class OnlinePairs:
     ) -> None:
         self.shards, self.samples_N2, self.tokenizers = shards, samples_N2, tokenizers
         self.account, self._number = account, number
-        self.layout: Layout = layout_of(tokenizers)
 
     def __len__(self) -> int:
         return len(self.samples_N2)
@@ -137,8 +135,6 @@ class OnlinePairs:
     @cached_property
     def image_tokens(self) -> int:
         """Tokens of an image with its two boundary tokens."""
-        from mmqk.tokenizers.image_config import read_config
-
         return read_config(self.tokenizers).grid ** 2 + 2
 
     def unread(self) -> list[str]:
@@ -316,23 +312,19 @@ def _read(path: Path) -> _StoredIndex:
 def _load(path: Path, cache: Path) -> _StoredIndex | None:
     try:
         with np.load(_place(path, cache)) as arrays:
-            index = TarIndex(
-                path,
-                path.stat().st_size,
-                json.loads(arrays["keys_json"].tobytes()),
-                json.loads(arrays["fields_json"].tobytes()),
-                arrays["extent"],
-                arrays["first"],
-                int(arrays["files"]),
-                Unread(**json.loads(str(arrays["unread"]))),
-            )
-            return _StoredIndex(index, arrays["digests"], str(arrays["content"]), str(arrays["sha256"]))
+            about = json.loads(arrays["about"].tobytes())
+            extent_M2, first, unread = arrays["extent"], arrays["first"], Unread(**about["unread"])
+            names = about["keys"], about["fields"]
+            index = TarIndex(path, path.stat().st_size, *names, extent_M2, first, about["files"], unread)
+            return _StoredIndex(index, arrays["digests"], about["content"], about["sha256"])
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return None  # the stored index is missing or damaged
+        return None  # the stored index is missing, damaged or of an earlier version
 
 
 def _save(stored: _StoredIndex, cache: Path) -> None:
     index = stored.index
+    about = {"keys": index.keys, "fields": index.fields, "files": index.files, "unread": asdict(index.unread)}
+    about |= {"content": stored.content, "sha256": stored.sha256}
     try:
         place = _place(index.path, cache)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -340,15 +332,10 @@ def _save(stored: _StoredIndex, cache: Path) -> None:
             np.savez(
                 file,
                 # Strings are JSON: an array would pad each string to the longest one and lose a NUL at its end.
-                keys_json=np.frombuffer(json.dumps(index.keys).encode(), dtype=np.uint8),
-                fields_json=np.frombuffer(json.dumps(index.fields).encode(), dtype=np.uint8),
+                about=np.frombuffer(json.dumps(about).encode(), dtype=np.uint8),
                 extent=index.extent_M2,
                 first=index.first,
                 digests=stored.digests_N,
-                files=np.array(index.files),
-                unread=np.array(json.dumps(asdict(index.unread))),
-                content=np.array(stored.content),
-                sha256=np.array(stored.sha256),
             )
     except OSError:
         pass  # the next run indexes the shard again

@@ -32,7 +32,6 @@ class ShuffledPairs:
         n = len(pairs)
         if n == 1:
             raise ValueError("data.pairing 'shuffled' needs two pairs in each split: hold out more, or none.")
-        self.kind, self.layout = pairs.kind, pairs.layout
         self.image_tokens = pairs.image_tokens if n else 0
         self._pairs = pairs
         order = random_stream(SHUFFLE_SEED, n).permutation(n)
@@ -60,7 +59,7 @@ class Captions:
     image_tokens = 0
 
     def __init__(self, pairs: TokenStore) -> None:
-        self.kind, self.layout, self._pairs = pairs.kind, pairs.layout, pairs
+        self._pairs = pairs
         self._removed = pairs.image_tokens if len(pairs) else 0
         self.lengths_N = pairs.lengths_N - self._removed
         self.tokens = int(self.lengths_N.sum())

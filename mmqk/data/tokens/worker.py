@@ -27,6 +27,7 @@ from mmqk.shards.samples import count_unread, interleaved_of, pair_of, text_of
 from mmqk.shards.tars import TarIndex, index_tar
 from mmqk.shards.unread import OF_DROPPED, UNUSED, ReasonCounts, Unread
 from mmqk.store import hash_fraction
+from mmqk.tokenizers.files import tokenizers_hash
 
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
@@ -80,8 +81,6 @@ class Encoder:
     """
 
     def __init__(self, job: TokenizeJob) -> None:
-        from mmqk.tokenizers import tokenizers_hash
-
         self.job = job
         self.documents = DocumentEncoder(job.tokenizers, images=job.kind != "text")
         self.writer = TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))

@@ -44,8 +44,7 @@ class AttentionStatistics:
         max: largest signed logit, (M, M); -inf if there is no pair.
         absmax: largest absolute logit, (M, M).
         tail: for each query modality and key modality, the largest absolute logits. Their number is a thousandth of
-            the number of pairs, and at least one. If all ranks measure together (`Pairs.collective`), this number
-            counts the pairs of all ranks.
+            the number of pairs (`Pairs.counts_everywhere`), and at least one.
         rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
             large for one chunk. The column of a sink is not part of the matrix.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).

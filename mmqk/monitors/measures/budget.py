@@ -63,14 +63,12 @@ class RadialBudget:
             the part from all updates.
         rest: the part from changes that the optimizer did not make: rounding, QK-Clip.
         total: the measured change of ``|W|^2``, which is the sum of the other parts.
-        steps: number of steps in the window.
     """
 
     def __init__(self, first_moment: Tensor | None, modalities: int) -> None:
         zero = torch.zeros((), dtype=torch.float64)
         self.by_modality: list[Tensor] = [zero] * modalities
         self.decay = self.step = self.unattributed = self.rest = self.total = zero
-        self.steps = 0
         self._earlier_moment: Tensor | float = 0.0 if first_moment is None else first_moment.double()
         self._moments: list[Tensor | float] = [0.0] * modalities
 
@@ -121,7 +119,6 @@ class RadialBudget:
         self.decay = self.decay - 2 * shrink * before.square().sum()
         self.step = self.step + (after - before).square().sum()
         self.total = self.total + after.square().sum() - before.square().sum()
-        self.steps += 1
 
 
 def _at_fixed_norm(w: Tensor, factor: Tensor, moment: Tensor | float, lr: float | Tensor) -> tuple[Tensor, Tensor]:

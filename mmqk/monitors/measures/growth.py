@@ -16,6 +16,8 @@ from mmqk.monitors.measures.attention import key_shares, participation
 from mmqk.monitors.measures.pairs import Mask, Pairs
 from mmqk.monitors.measures.reduce import Sums, sum_of_squares
 
+GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # in the order of `LogitGrowth.parts`
+
 
 @dataclass(frozen=True)
 class LogitGrowth:
@@ -39,8 +41,8 @@ class LogitGrowth:
     visible_sq: Tensor
     visible: Tensor
 
-    def parts(self) -> dict[str, Tensor]:
-        """Return four natural logarithms, each averaged over heads, (M, M); NaN if there is no pair.
+    def parts(self) -> Tensor:
+        """Return four natural logarithms, each averaged over heads, (4, M, M); NaN if there is no pair.
 
         ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked`` is exact for the raw visible logits z.
 
@@ -53,13 +55,8 @@ class LogitGrowth:
         """
         pairs, visible = self.pairs[..., None], self.visible[..., None]
         q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
-        parts = {
-            "q_power": q_sq.log(),
-            "k_power": k_sq.log(),
-            "alignment": (dot_sq / (q_sq * k_sq)).log(),
-            "masked": (self.visible_sq / visible).log() - dot_sq.log(),
-        }
-        return {name: value.mean(-1) for name, value in parts.items()}
+        alignment, masked = (dot_sq / (q_sq * k_sq)).log(), (self.visible_sq / visible).log() - dot_sq.log()
+        return torch.stack([part.mean(-1) for part in (q_sq.log(), k_sq.log(), alignment, masked)])
 
 
 def logit_growth(

@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmqk.distributed import summed
 from mmqk.model.backends import visible_keys
 from mmqk.monitors.measures.reduce import selection
 
@@ -101,14 +100,12 @@ class Pairs:
         visible_BTS: which keys each query may see.
         n_modalities: M.
         n_heads: H; with more heads, a chunk has fewer queries.
-        collective: whether all ranks measure at the same time, to merge their statistics.
     """
 
     modality_BT: Tensor
     visible_BTS: Tensor
     n_modalities: int
     n_heads: int
-    collective: bool = False
 
     @cached_property
     def token_MBT(self) -> Tensor:
@@ -130,11 +127,8 @@ class Pairs:
 
     @cached_property
     def counts_everywhere(self) -> list[int]:
-        """`count_MM` on the host, flattened; summed over ranks if the pairs are collective."""
-        count_MM = self.count_MM.clone()
-        if self.collective:
-            count_MM = summed(count_MM)
-        return count_MM.flatten().tolist()
+        """`count_MM` on the host, flattened. If all ranks measure together, `Measurement` sets the sum over ranks."""
+        return self.count_MM.flatten().tolist()
 
     @cached_property
     def nonempty_B(self) -> Tensor:

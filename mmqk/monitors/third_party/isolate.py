@@ -42,8 +42,7 @@ def isolated(
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if full_precision:
             stack.enter_context(_no_autocast(device))
         elif autocast and not torch.is_autocast_enabled(device.type):

@@ -17,21 +17,19 @@ from mmqk.monitors.measures.pairs import visible_pairs
 from mmqk.monitors.measures.reduce import selection
 
 
-def first_bad_site(
-    model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor] | None = None
-) -> str | None:
+def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor]) -> str | None:
     """Return a description of the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image
     tokens, is infinite``.
 
     The function first checks the weights, then the sites of a forward pass (`EarlyFusionTransformer.forward` lists
-    them) and the attention logits. If ``loss`` is given, it then checks the loss, the gradients at the sites from the
-    last to the first, and the gradients of the parameters. It runs in the caller's mode and precision, does not write
-    ``.grad``, and synchronizes with the host.
+    them), the attention logits, the loss, the gradients at the sites from the last to the first, and the gradients of
+    the parameters. It runs in the caller's mode and precision, does not write ``.grad``, and synchronizes with the
+    host.
 
     Args:
         model: the model with its current weights.
         batch: the input.
-        loss: gets a sink, runs ``model`` on ``batch`` with it, and returns the loss. None checks only a forward pass.
+        loss: gets a sink, runs ``model`` on ``batch`` with it, and returns the loss.
 
     Returns:
         The description, or None if everything is finite.
@@ -40,10 +38,6 @@ def first_bad_site(
         if kind := _bad_kind(p.detach()):
             return f"the weight {name} is {kind}"
     sites = _Sites(model, batch)
-    if loss is None:
-        with torch.no_grad():
-            model(batch.ids_BT, batch.modality_BT, batch.document_BT, sites.check)
-        return sites.first_bad
     with torch.enable_grad():
         value = loss(sites.check)
         sites.check_missing_logits()

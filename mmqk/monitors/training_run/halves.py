@@ -35,7 +35,8 @@ def gradient_agreement(
     It costs a forward pass for each half, and for each half and modality a backward pass and the memory of all
     gradients.
 
-    A modality without a target in one of the halves is left out, and so is a cosine that is NaN (`Agreement.cosine`).
+    A modality without a target in one of the halves is left out, and so is a cosine that is NaN
+    (`HalfProducts.cosine`).
 
     Args:
         model: its parameters ``blocks.N...`` belong to layer N.
@@ -74,7 +75,6 @@ def gradient_agreement(
             [tuple([half[m][i] for i in group] for half in gradients) for m in range(len(present))]  # type: ignore[misc]
         )
         for layer, group in groups.items()
-        if any(half[m][i] is not None for half in gradients for m in range(len(present)) for i in group)
     }
     return _by_tag(products, [names[m] for m in present])
 
@@ -87,9 +87,9 @@ def _gradients(parts_M: Tensor, present: list[int], parameters: list[Tensor]) ->
     gradients: list[Gradients] = []
     for m in present:
         of_modality = torch.autograd.grad(
-            parts_M[m], parameters, retain_graph=m != present[-1], allow_unused=True, materialize_grads=False
+            parts_M[m], parameters, retain_graph=m != present[-1], materialize_grads=True
         )
-        gradients.append([None if g is None else summed(g) for g in of_modality])
+        gradients.append([summed(g) for g in of_modality])
     return gradients
 
 
@@ -104,10 +104,10 @@ def _by_tag(products: dict[int | None, HalfProducts], names: list[str]) -> dict[
     groups = {layer: product for layer, product in products.items() if layer is not None} | {None: total}
     by_tag: dict[str, Tensor] = {}
     for layer, product in groups.items():
-        agreement = product.agreement()
-        for statistic, values in (("grad_signal", agreement.signal), ("grad_noise", agreement.noise)):
+        for statistic, values in (("grad_signal", product.signal), ("grad_noise", product.noise)):
             by_tag |= {tag(statistic, name, layer=layer): values[m] for m, name in enumerate(names)}
+        cosine_MM = product.cosine
         for (m, name), (n, other) in combinations(enumerate(names), 2):
-            by_tag[tag("grad_agreement", name, other, layer=layer)] = agreement.cosine[m, n]
+            by_tag[tag("grad_agreement", name, other, layer=layer)] = cosine_MM[m, n]
     numbers = dict(zip(by_tag, torch.stack([*by_tag.values()]).tolist(), strict=True))  # one transfer
     return {t: x for t, x in numbers.items() if not (t.startswith("grad_agreement") and math.isnan(x))}

@@ -18,7 +18,6 @@ from mmqk.store.tags import tag
 
 MATRICES = ("w_q", "w_k")
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm", "update_clip")
-_FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_moments"}  # in older checkpoints
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
@@ -193,15 +192,13 @@ class BudgetWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        state = {_FORMER_NAMES.get(name, name): value for name, value in state.items()}
         device = self.parameters[0].device
         self.steps = state["steps"]
         self.clip_sum, self.present_M = (_moved(state[name], device) for name in ("clip_sum", "present_M"))
         self.budgets = []
         for p, saved in zip(self.parameters, state["budgets"], strict=True):
             budget = RadialBudget(None, len(self.names))
-            values = {_FORMER_NAMES.get(name, name): _moved(value, p.device) for name, value in saved.items()}
-            vars(budget).update({name: values[name] for name in vars(budget)})
+            vars(budget).update({name: _moved(saved[name], p.device) for name in vars(budget)})
             self.budgets.append(budget)
 
 

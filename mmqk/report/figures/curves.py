@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mmqk.analysis.runs.columns import aligned
 from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Line
 
-# A line has at most POINTS points. If a figure would have more than ALL_POINTS points, its lines are thinned further,
-# but not below FEWEST points. A page with 300 runs is then below 5 MB.
+# A line has at most POINTS points. If the lines of a panel (in the first figure, of all panels) would have more than
+# ALL_POINTS points, they are thinned further, but not below FEWEST points. A page with 300 runs is then below 5 MB.
 POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
 COLUMNS = 160
 
@@ -106,13 +105,8 @@ def median_over(series: Sequence[Series]) -> Series:
     """Return the median of several series at their common steps."""
     if not series:
         return EMPTY
-    steps = series[0][0]
-    for other, _ in series[1:]:
-        steps = np.intersect1d(steps, other)
-    if not len(steps):
-        return EMPTY
-    table = np.stack([values[np.searchsorted(at, steps)] for at, values in series])
-    return steps, np.median(table, axis=0)
+    steps, table = aligned(series)
+    return (steps, np.median(table, axis=0)) if len(steps) else EMPTY
 
 
 def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line, ...]:
@@ -132,31 +126,23 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     The steps are those at which every seed has a measurement; None if there is no such step. The median is over the
     seeds that measured the layer at that step, NaN if none did.
     """
+    import pandas as pd  # slow to import
 
-    def series(run: Run) -> dict[int, Series]:
-        layers = {tag.layer for tag in run.tags.values() if tag.statistic == statistic}
-        found = {i: run.combined(statistic, np.max, modality, i) for i in layers if i is not None}
-        return {layer: measured for layer, measured in found.items() if len(measured[0])}
-
-    runs = [by_layer for run in study.of_arm(arm) if (by_layer := series(run))]
-    if not runs:
+    # A table has a row per step of a run and a column per layer. A probe without the tokens of a modality pair lacks
+    # some layers, and only the longest runs have the last steps.
+    tables = []
+    for run in study.of_arm(arm):
+        layers = {tag.layer for tag in run.tags.values() if tag.statistic == statistic and tag.layer is not None}
+        series = {layer: run.combined(statistic, np.max, modality, layer) for layer in layers}
+        if found := {layer: pd.Series(values, at) for layer, (at, values) in series.items() if len(at)}:
+            tables.append(pd.DataFrame(found))
+    if not tables:
         return None
-    # Use the union of the steps within a run, because a modality pair is missing in probes without its tokens. Use
-    # the intersection across runs, because otherwise the end of the map would show only the longest runs.
-    unions = [np.unique(np.concatenate([at for at, _ in run.values()])) for run in runs]
-    steps = functools.reduce(np.intersect1d, unions)
-    if not len(steps):
+    by_step = pd.concat(tables).sort_index(axis=1).groupby(level=0)
+    medians = by_step.median()[by_step.size() == len(tables)]
+    if medians.empty:
         return None
-    layers = sorted(set().union(*runs))
-    stacked = np.full((len(runs), len(layers), len(steps)), np.nan)
-    for table, by_layer in zip(stacked, runs, strict=True):
-        for row, layer in zip(table, layers, strict=True):
-            at, values = by_layer.get(layer, EMPTY)
-            _, column, index = np.intersect1d(steps, at, return_indices=True)
-            row[column] = values[index]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # cells that no seed measured
-        return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))
+    return _columns(medians.index.to_numpy(float), medians.to_numpy().T)
 
 
 def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:

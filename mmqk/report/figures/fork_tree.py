@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,14 @@ class Node:
 
 def fork_tree(study: Study) -> list[Node]:
     """Return the nodes of all fork trees: each run follows its parent, and the forks of a run are sorted by step."""
-    runs = list({run.name: run for run in study.runs if run.role != "replay"}.values())
+    runs = {run.path.resolve(): run for run in study.runs if run.role != "replay"}
     by_parent: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in runs.values():
         if run.fork:
             by_parent.setdefault(_parent_name(run, runs), []).append(run)
-    by_name = {run.name: run for run in runs}
+    by_name = {run.name: run for run in runs.values()}
     forked = {run.name for children in by_parent.values() for run in children}
-    roots = [run.name for run in runs if run.name in by_parent and run.name not in forked]
+    roots = [name for name in by_name if name in by_parent and name not in forked]
     roots += [name for name in by_parent if name not in by_name]
     nodes: list[Node] = []
 
@@ -78,26 +79,16 @@ def _step(run: Run) -> int:
     return (run.fork or {}).get("step") or 0
 
 
-def _parent_name(run: Run, runs: Sequence[Run]) -> str:
-    """Return the name of a fork's parent. Search ``runs`` for the parent by folder and then by id. If no run matches,
-    return the id or folder that the fork recorded."""
-    names = [*filter(None, [(run.fork or {}).get("parent")])]
-    ids = [*filter(None, [run.forked.get("parent", {}).get("id")]), *names]
-    for other in runs:
-        if other is not run and other.name in names:
-            return other.name
-    # On a page of several folders the name of a run begins with its folder.
-    for other in runs:
-        if other is not run and any(_ends(other.name, name) or _ends(name, other.name) for name in names):
-            return other.name
-    for other in runs:
-        if other is not run and other.id and other.id in ids:
-            return other.name
-    return without_roots(next(iter(ids), "an unnamed run"))
+def _parent_name(run: Run, runs: Mapping[Path, Run]) -> str:
+    """Return the name of a fork's parent. If the parent was not loaded with the fork, search ``runs`` for the id that
+    the fork recorded. If no run matches, return this id, or the recorded folder.
 
-
-def _ends(path: str, end: str) -> bool:
-    return path.endswith(f"/{end}")
+    On a page of several folders, ``runs`` are copies with other names, so the loaded parent is found by its path.
+    """
+    recorded = [*filter(None, [run.forked.get("parent", {}).get("id"), (run.fork or {}).get("parent")])]
+    loaded = runs.get(run.parent.path.resolve()) if run.parent else None
+    found = loaded or next((one for one in runs.values() if one is not run and one.id in recorded), None)
+    return found.name if found else without_roots(next(iter(recorded), "an unnamed run"))
 
 
 def _changes(run: Run) -> tuple[str, str]:

@@ -14,9 +14,7 @@ from mmqk.report.figures.draw import Brush
 from mmqk.report.figures.shapes import Figure, HeatMap, Line, Panel
 from mmqk.report.figures.style import STYLES, ramp
 
-# A line with more points is thinned to every n-th point. Five digits are more than a screen can show.
-MOST_POINTS = 600
-DIGITS = 5
+DIGITS = 5  # more than a screen can show
 CALCULATED = {"bound": "QK-Norm bound", "fit": "fit"}
 
 
@@ -70,8 +68,7 @@ def _line(study: Study, brush: Brush, line: Line) -> dict[str, Any]:
 
 
 def _points(steps: NDArray[np.float64], values: NDArray[np.float64]) -> dict[str, Any]:
-    every = -(-len(steps) // MOST_POINTS)
-    return {"at": [_rounded(x) for x in steps[::every]], "is": [_rounded(y) for y in values[::every]]}
+    return {"at": [_rounded(x) for x in steps], "is": [_rounded(y) for y in values]}
 
 
 def _rounded(value: float) -> float | int | None:

@@ -40,21 +40,14 @@ BY_LAYER: dict[str, tuple[str, Callable]] = {
 }
 
 
-def outcome_arms(study: Study) -> tuple[str, ...]:
-    """Return the arms of `Study.outcomes` that have runs."""
-    return tuple(arm for arm in study.outcomes if any(run.tags for run in study.of_arm(arm)))
-
-
 def outcome_figures(study: Study) -> list[Figure]:
     """Draw the curves over time and the end values by layer; empty if the grid does not select them."""
-    if not outcome_arms(study):
-        return []
     return [figure for figure in (over_time(study), by_layer(study)) if figure]
 
 
 def over_time(study: Study) -> Figure | None:
     """Draw one row for each outcome, one column for each modality, one line for each arm."""
-    arms = outcome_arms(study)
+    arms = study.with_runs(study.outcomes)
     points = points_a_line(len(arms))
     width = bin_width(study, points)
     rows = []
@@ -98,7 +91,7 @@ def _offsets(study: Study, arms: tuple[str, ...]) -> str:
 
 def by_layer(study: Study) -> Figure | None:
     """Draw end values by layer: one row for each of `BY_LAYER`, one column per modality and one line per arm."""
-    arms = outcome_arms(study)
+    arms = study.with_runs(study.outcomes)
     found = {tag.layer for arm in arms for run in study.of_arm(arm) for tag in run.tags.values()}
     layers = sorted(layer for layer in found if layer is not None)
     rows = []

@@ -22,4 +22,3 @@ from mmqk.store.alarms.alarm import (
 )
 from mmqk.store.alarms.divergence import DivergenceRule
 from mmqk.store.alarms.rules import AlarmRules, alarms_of
-from mmqk.store.alarms.steps import spike_rate, spike_score

@@ -66,30 +66,32 @@ def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
             os.fsync(file.fileno())
 
 
-def read_alarms(folder: str | os.PathLike[str], after: int | None = None) -> list[Alarm]:
-    """Return the alarms of a run folder; an empty list if it has no alarms.jsonl. Unreadable lines are skipped.
-
-    Args:
-        folder: the run folder.
-        after: return only alarms after this step.
-    """
+def read_alarms(folder: str | os.PathLike[str]) -> list[Alarm]:
+    """Return the alarms of a run folder; an empty list if its alarms.jsonl is missing or cannot be read. Unreadable
+    lines are skipped."""
     try:
-        content = read_regular(Path(folder) / ALARMS_NAME)
+        return _read(Path(folder) / ALARMS_NAME)
     except OSError:
         return []
-    alarms = [alarm for line in content.splitlines() if (alarm := alarm_of_line(line)) is not None]
-    return alarms if after is None else [alarm for alarm in alarms if alarm.step > after]
 
 
 def truncate_alarms(folder: Path, step: int) -> None:
-    """Remove alarms after ``step``, for a resume from the checkpoint of ``step``."""
+    """Remove alarms after ``step``, for a resume from the checkpoint of ``step``.
+
+    Raises:
+        OSError: the file cannot be read or written. It is then unchanged.
+    """
     path = folder / ALARMS_NAME
     if path.exists():
-        remaining = [alarm for alarm in read_alarms(folder) if alarm.step <= step]
+        remaining = [alarm for alarm in _read(path) if alarm.step <= step]
         if remaining:
             write_atomic(path, b"".join(_encode(alarm) for alarm in remaining))
         else:
             path.unlink()
+
+
+def _read(path: Path) -> list[Alarm]:
+    return [alarm for line in read_regular(path).splitlines() if (alarm := alarm_of_line(line)) is not None]
 
 
 def _encode(alarm: Alarm) -> bytes:

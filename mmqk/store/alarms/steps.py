@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
 
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.rule import Rule
@@ -138,36 +136,3 @@ class Stall(Rule):
             f" above the {ceiling:.2f} that a learning model reaches"
         )
         return Alarm("stall", step, tag, median, ceiling, sentence)
-
-
-def spike_score(values: Sequence[float]) -> float:
-    """Return the spike score of OLMo 2: the percentage of the checked values that are spikes (see `Spike`).
-
-    The score is nan if no value is checked. The first `SPIKE_FEWEST` finite values are not checked. The value of
-    `SPIKE_FEWEST` has no published source, because OLMo 2 gives no rule for fewer than 1000 values.
-    """
-    window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
-    for value in values:
-        if not math.isfinite(value):
-            continue
-        if len(window) >= SPIKE_FEWEST:
-            judged += 1
-            spikes += window.std > 0 and value >= window.mean + SPIKE_STDS * window.std
-        window.push(value)
-    return 100 * spikes / judged if judged else math.nan
-
-
-def spike_rate(losses: Sequence[float]) -> float:
-    """Return the spike rate of Qwen: of 10,000 steps, how many have a loss more than 0.1 above the centered 201-step
-    median.
-
-    The rate is nan for fewer than 201 finite values. It uses only Qwen's threshold, so it also counts noise if the
-    batches are small.
-    """
-    half = MEDIAN_WINDOW // 2
-    finite = [value for value in losses if math.isfinite(value)]
-    inner = range(half, len(finite) - half)
-    spikes = sum(
-        finite[i] > statistics.median(finite[i - half : i + half + 1]) + ABOVE_MEDIAN_NATS for i in inner
-    )
-    return 1e4 * spikes / len(inner) if inner else math.nan

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqk.store import flatten, read_run, read_status
+from mmqk.store.identity import HASH_DIGITS
 from mmqk.training.logging.dashboard import run_of
 
 # Fields in which arms usually differ; run.json has all fields.
@@ -17,6 +19,15 @@ FIELDS = (
     *("optim.weight_decay", "optim.warmup_steps", "optim.schedule", "optim.beta2", "optim.eps"),
     *("optim.qk_clip", "optim.split_second_moment", "data.batch_size", "data.seq_len"),
 )
+
+
+def arm_of(folder: Path) -> str:
+    """Return the arm in the name ``<arm>-<id>`` of the folder above ``seed<k>``; for a run outside a grid, the name
+    of its folder."""
+    folder = folder.resolve()
+    if not re.fullmatch(r"seed\d+", folder.name):
+        return folder.name
+    return re.sub(rf"-[0-9a-f]{{{HASH_DIGITS}}}$", "", folder.parent.name)
 
 
 def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
@@ -30,11 +41,9 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
     status, record = read_status(folder), read_run(folder)
     if status is None or not status.finished or record is None:
         return []
-    # The folder above seed<k> is the arm.
-    arm = folder.resolve().parent.name if folder.name.startswith("seed") else folder.resolve().name
     # The page sorts the columns by name and shows the first few.
     row: dict[str, Any] = {
-        "arm": arm.rpartition("-")[0] or arm,
+        "arm": arm_of(folder),
         "as ended": status.status,
         "at step": status.step,
     }

@@ -7,8 +7,7 @@ import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from mmqk.model import kernel_name
-from mmqk.model.backends import attention, mask_of
+from mmqk.model.backends import attention, kernel_name, mask_of
 from mmqk.store import UserError
 
 if TYPE_CHECKING:

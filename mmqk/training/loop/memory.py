@@ -31,7 +31,7 @@ def check_memory(run: RunConfig, device: torch.device) -> None:
         return
     model, data = run.model, run.data
     if weights > room:
-        subject = f"model ({parameters(model):.3g} parameters, with gradients and Adam's moments)"
+        subject = f"model ({parameters(model):.3g} parameters, with gradients and the optimizer's moments)"
         fields = (
             f"model.d_model {model.d_model}, model.n_layers {model.n_layers} or model.d_ff {model.mlp_width}"
         )
@@ -64,16 +64,23 @@ def least_bytes(run: RunConfig) -> tuple[int, int]:
     activations = size * (tokens * model.n_layers * block + at_once * model.vocab_size)
     if run.backend == "math" and not run.activation_checkpointing:
         activations += size * tokens * run.data.seq_len * model.n_heads * model.n_layers
-    return 4 * weight * parameters(model) // shards, activations
+    # A weight has a gradient and two moments; with Muon, the matrices of the blocks have one moment.
+    stored = 4 * parameters(model) - (block_parameters(model) if run.optim.matrices == "muon" else 0)
+    return weight * stored // shards, activations
 
 
 def parameters(model: ModelConfig) -> int:
     """Return the number of parameters of the matrices, without gains and biases."""
+    tables = 1 if model.tie_embeddings else 2
+    return block_parameters(model) + tables * model.vocab_size * model.d_model
+
+
+def block_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of the matrices of the blocks."""
     heads = model.n_heads + model.kv_heads
     attention = 2 * model.d_model * heads * model.head_dim
     mlp = (2 if model.mlp == "gelu" else 3) * model.d_model * model.mlp_width
-    tables = 1 if model.tie_embeddings else 2
-    return model.n_layers * (attention + mlp) + tables * model.vocab_size * model.d_model
+    return model.n_layers * (attention + mlp)
 
 
 def memory_of(device: torch.device) -> int:

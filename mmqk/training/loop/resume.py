@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mmqk.checkpoint import ONE, CheckpointError, check_run, read_checkpoint
+from mmqk.checkpoint import CheckpointError, check_run, read_checkpoint
 from mmqk.store import MetricsWriter, RunFolder, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoints_in, set_aside, step_of, strays_in
 from mmqk.store.missing import DAMAGED_SUFFIX, RECORDS, examine
@@ -52,8 +52,7 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
     if folder.state == "resume":
         mixed = "; another version of the code computed part of it" if "+" in folder.record["code"] else ""
         print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
-    ranks = content.get("mmqk_ranks", ONE)
-    if found is not None and ranks != run.ranks:
+    if found is not None and (ranks := content["mmqk_ranks"]) != run.ranks:
         print(
             f"step {step} was reached by {_described(ranks)} and the run continues with {_described(run.ranks)}:"
             " later numbers agree with those of an unchanged run up to rounding, and dropout masks differ.",

@@ -238,6 +238,6 @@ class Checkpoints(L.Callback):
         self.saved = trainer.global_step
         if trainer.is_global_zero:  # `write_checkpoint` has read the new checkpoint back from the disk
             older = [old for old in checkpoints_in(self.folder) if step_of(old) < trainer.global_step]
-            for old in older[: len(older) + 1 - self.config.keep]:
+            for old in older[: max(0, len(older) + 1 - self.config.keep)]:
                 if step_of(old) not in self.config.at:
                     old.unlink()

@@ -74,8 +74,7 @@ def chunked_losses(
         _compiled() if compiled else _terms,
     )
     sums = sum_by_modality(ce_N.view_as(targets_BT), log_z_N.view_as(targets_BT), selected_BTM)
-    objective = Objective(objective_G[0], objective_G[1:] if by_modality else None, weights_M, z_loss)
-    return replace(sums, objective=objective)
+    return replace(sums, objective=Objective(objective_G[0], objective_G[1:] if by_modality else None))
 
 
 class _Chunks(torch.autograd.Function):

@@ -16,19 +16,15 @@ from mmqk.store import tag
 
 @dataclass(frozen=True)
 class Objective:
-    """The differentiable part of a chunked loss. Its gradients were computed with `weights_M` and `z_loss`.
+    """The differentiable part of a chunked loss, with the weights and the coefficient of `chunked_losses`.
 
     Attributes:
         total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
         parts_M: The term of each modality in that sum; None unless `by_modality` was set.
-        weights_M: w, the tensor that was passed to `chunked_losses`.
-        z_loss: Coefficient of log(Z)^2.
     """
 
     total: Tensor
     parts_M: Tensor | None
-    weights_M: Tensor
-    z_loss: float
 
 
 @dataclass(frozen=True)
@@ -123,19 +119,17 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
 
     Args:
         sums: The result of `modality_losses` or `chunked_losses`.
-        weights_M: Weight of each modality.
+        weights_M: Weight of each modality; for a chunked loss, that of `chunked_losses`, as `z_loss`.
         z_loss: Coefficient of log(Z)^2.
         normalizer: Usually the number of trained targets in the optimizer step, over all micro-batches and ranks.
     """
-    objective = _objective(sums, weights_M, z_loss)
-    total = _weighted(sums, weights_M, z_loss).sum() if objective is None else objective.total
+    total = sums.objective.total if sums.objective else _weighted(sums, weights_M, z_loss).sum()
     return total / normalizer
 
 
 def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
     """Return the contribution of each modality's targets to `total_loss`, (M,), with the same normalizer."""
-    objective = _objective(sums, weights_M, z_loss)
-    parts_M = _weighted(sums, weights_M, z_loss) if objective is None else objective.parts_M
+    parts_M = sums.objective.parts_M if sums.objective else _weighted(sums, weights_M, z_loss)
     if parts_M is None:
         raise ValueError("This chunked loss has no parts: call chunked_losses with by_modality=True.")
     return parts_M / normalizer
@@ -144,13 +138,6 @@ def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
 def _weighted(sums: LossSums, weights_M: Tensor, z_loss: float) -> Tensor:
     per_modality_M = sums.ce + z_loss * sums.log_z_sq if z_loss else sums.ce
     return weights_M * per_modality_M
-
-
-def _objective(sums: LossSums, weights_M: Tensor, z_loss: float) -> Objective | None:
-    objective = sums.objective
-    if objective is not None and (objective.weights_M is not weights_M or objective.z_loss != z_loss):
-        raise ValueError("The weights and z_loss differ from those of chunked_losses: pass the same ones.")
-    return objective
 
 
 def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:

@@ -36,11 +36,11 @@ class AdamVariant(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. If ``found_inf`` is set and true, no parameter changes."""
-        result = _call(closure)
+        result = closure_loss(closure)
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 changed = self._changed(p, p.grad, group)
-                p.copy_(_unless(getattr(self, "found_inf", None), p, changed))
+                p.copy_(unless(getattr(self, "found_inf", None), p, changed))
         return result
 
     def _changed(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
@@ -93,7 +93,7 @@ class WithMuon(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of both optimizers. If ``found_inf`` is set and true, no parameter changes."""
-        result = _call(closure)
+        result = closure_loss(closure)
         found_inf = getattr(self, "found_inf", None)
         # `load_state_dict` replaces the groups and the state of this optimizer, so update both inner optimizers.
         n = len(self.adam.param_groups)
@@ -105,7 +105,7 @@ class WithMuon(optim.Optimizer):
         before = [p.clone() for p in matrices]
         self.muon.step()
         for p, old in zip(matrices, before, strict=True):
-            p.copy_(_unless(found_inf, old, p))
+            p.copy_(unless(found_inf, old, p))
         return result
 
 
@@ -115,7 +115,7 @@ def _with_norm(x: Tensor, length: Tensor) -> Tensor:
     return x * torch.where(norm > 0, length / norm, 0.0)
 
 
-def _call(closure: Callable[[], Any] | None) -> Any:
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
     """Return the loss of Lightning's closure, which computes the gradients."""
     if closure is None:
         return None
@@ -123,6 +123,6 @@ def _call(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _unless(found_inf: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
+def unless(found_inf: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
     """Return ``after``, or ``before`` if ``found_inf`` is true, without synchronizing with the host."""
     return after if found_inf is None else torch.where(found_inf.bool(), before, after)

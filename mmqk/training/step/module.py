@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
-from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats, compile_blocks, keep_graphs, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats
+from mmqk.model.dynamo import compile_blocks, keep_graphs
 from mmqk.model.evaluation import evaluation_mode
+from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
 from mmqk.monitors.training_run.step_monitor import StepMonitor

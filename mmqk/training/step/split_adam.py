@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, optim
 
 from mmqk.distributed import summed, world_size
+from mmqk.training.step.matrix_optimizers import closure_loss, unless
 
 
 class SplitAdamW(optim.Optimizer):
@@ -97,19 +98,12 @@ class SplitAdamW(optim.Optimizer):
 
         If ``found_inf`` is set and true, no parameter changes, but the moments may change.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        # Torch's fused optimizers use this flag too. It stays on the device, so nothing synchronizes with the host.
-        found_inf = getattr(self, "found_inf", None)
+        result = closure_loss(closure)
         for group in self.param_groups:
-            for p in group["params"]:
-                if p in self._gradients:
-                    before = p.clone() if found_inf is not None else p
-                    self._update(p, self._gradients[p], group)
-                    if found_inf is not None:
-                        p.copy_(torch.where(found_inf.bool(), before, p))
+            for p in (p for p in group["params"] if p in self._gradients):
+                before = p.clone()
+                self._update(p, self._gradients[p], group)
+                p.copy_(unless(getattr(self, "found_inf", None), before, p))
         return result
 
     def _update(self, p: Tensor, by_modality: Tensor, group: dict[str, Any]) -> None:
