@@ -25,8 +25,11 @@ BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 def vocab_sizes_of(folder: Path | str) -> dict[str, int]:
     """Return the size of each modality's contiguous block, in order; the first block starts at id 0.
 
-    The sizes are those of the two tokenizers in a folder. An id of the text tokenizer plus ``len(SPECIALS)`` is its
-    joint id, and so is an image code plus the size of the text block.
+    The joint id of a text token is its id in the text tokenizer plus ``len(SPECIALS)``; that of an image code is the
+    code plus the size of the text block.
+
+    Args:
+        folder: the folder of the two tokenizers.
 
     Raises:
         UserError: a tokenizer file is missing or damaged.

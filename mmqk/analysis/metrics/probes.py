@@ -30,8 +30,8 @@ def last_probes(series: Series) -> np.ndarray:
 
 
 def _end(series: Series, worst: float) -> float:
-    """Return the median of `last_probes`, for a run that diverged those before it was stopped; ``worst`` if the last
-    one is not finite, NaN if there are none."""
+    """Return the median of `last_probes`; ``worst`` if the last one is not finite, NaN if there are none. The last
+    probes of a run that diverged are those before it was stopped."""
     values = last_probes(series)
     if not len(values):
         return math.nan

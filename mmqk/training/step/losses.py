@@ -16,7 +16,7 @@ from mmqk.store import tag
 
 @dataclass(frozen=True)
 class Objective:
-    """The differentiable part of a chunked loss, with the weights and the coefficient of `chunked_losses`.
+    """The differentiable part of a chunked loss. It contains the weights and the z-loss passed to `chunked_losses`.
 
     Attributes:
         total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
@@ -119,7 +119,8 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
 
     Args:
         sums: The result of `modality_losses` or `chunked_losses`.
-        weights_M: Weight of each modality; for a chunked loss, that of `chunked_losses`, as `z_loss`.
+        weights_M: Weight of each modality. For a chunked loss, pass the same ``weights_M`` and ``z_loss`` as to
+            `chunked_losses`: they are already in its sums.
         z_loss: Coefficient of log(Z)^2.
         normalizer: Usually the number of trained targets in the optimizer step, over all micro-batches and ranks.
     """

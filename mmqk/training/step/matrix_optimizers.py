@@ -102,7 +102,7 @@ class WithMuon(optim.Optimizer):
         self.adam.found_inf = found_inf  # type: ignore[attr-defined]
         self.adam.step()
         matrices = [p for group in self.muon.param_groups for p in group["params"]]
-        before = [p.clone() for p in matrices]
+        before = matrices if found_inf is None else [p.clone() for p in matrices]
         self.muon.step()
         for p, old in zip(matrices, before, strict=True):
             p.copy_(unless(found_inf, old, p))

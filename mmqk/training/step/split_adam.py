@@ -99,11 +99,12 @@ class SplitAdamW(optim.Optimizer):
         If ``found_inf`` is set and true, no parameter changes, but the moments may change.
         """
         result = closure_loss(closure)
+        found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for p in (p for p in group["params"] if p in self._gradients):
-                before = p.clone()
+                before = p if found_inf is None else p.clone()
                 self._update(p, self._gradients[p], group)
-                p.copy_(unless(getattr(self, "found_inf", None), before, p))
+                p.copy_(unless(found_inf, before, p))  # without found_inf, p.copy_(p) does nothing
         return result
 
     def _update(self, p: Tensor, by_modality: Tensor, group: dict[str, Any]) -> None:
