@@ -49,7 +49,7 @@ example:
 
 exit code:
   0           every run completed or diverged
-  1           a run failed
+  1           a run failed or cannot start
   2           an error in the grid or the command
   130 or 143  the command was interrupted; 130 also after --max-minutes: run the same command again"""
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     only = _only(options, grid)
     if options.pack is not None:
         new = take_runs(options.pack, out, grid)
-        print(f"{options.pack}: copied {len(new)} finished runs that {out} did not have", flush=True)
+        print(f"{options.pack}: copied {plural(len(new), 'finished run')} that {out} did not have", flush=True)
 
     if not options.dry_run:
         # Without this variable, every run with compiled blocks would compile on all cores. torch reads the variable

@@ -80,25 +80,19 @@ class Runs:
         """
         study = self._findings.study
         logit = METRICS["largest_attention_logit"].measure
-        return pd.DataFrame(
-            {
-                "run": run.name,
-                "arm": run.arm,
-                "label": study.label(run.arm),
-                "seed": run.seed,
-                "status": run.status.status,
-                "reason": run.status.reason,
-                "step": max(run.status.step, run.last_step),
-                "seconds": run.status.seconds,
-                **{f"final_loss/{m}": final_loss(run, m).value for m in study.modalities},
-                "largest_attention_logit": logit(run, None),
-                "alarms": len(run.alarms),
-                "notes": "; ".join(run.notes),
-                "id": run.id,
-                "path": str(run.path),
-            }
+        losses = [f"final_loss/{modality}" for modality in study.modalities]
+        rows = (
+            (
+                run.name, run.arm, study.label(run.arm), run.seed, run.status.status, run.status.reason,
+                max(run.status.step, run.last_step), run.status.seconds,
+                *(final_loss(run, modality).value for modality in study.modalities),
+                logit(run, None), len(run.alarms), "; ".join(run.notes), run.id, str(run.path),
+            )
             for run in self._runs
-        )
+        )  # fmt: skip
+        first = ["run", "arm", "label", "seed", "status", "reason", "step", "seconds"]
+        last = ["largest_attention_logit", "alarms", "notes", "id", "path"]
+        return pd.DataFrame(rows, columns=[*first, *losses, *last])
 
     def verdicts(self) -> pd.DataFrame:
         """Return one row per claim, as in verdicts.json of a report; the table is empty if the grid has no claims.
@@ -111,32 +105,16 @@ class Runs:
         """
         rows = []
         for verdict in self._findings.verdicts:
-            claim, record = verdict.claim, verdict.as_record()
+            record = verdict.as_record()
             low, high = record["interval"] or (None, None)
-            rows.append(
-                {
-                    "claim": claim.id,
-                    "statement": claim.statement,
-                    "metric": claim.metric,
-                    "treatment": claim.treatment,
-                    "control": claim.control,
-                    "verdict": record["verdict"],
-                    "effect": record["effect"],
-                    "low": low,
-                    "high": high,
-                    "min_effect": record["threshold"],
-                    "p": record["p"],
-                    "n": len(record["runs"]),
-                    "status": record["status"],
-                    "note": record["note"],
-                }
-            )
+            of_claim = {"low": low, "high": high, "min_effect": record["threshold"], "n": len(record["runs"])}
+            rows.append(vars(verdict.claim) | record | of_claim)
         columns = [
             "claim", "statement", "metric", "treatment", "control", "verdict", "effect", "low", "high", "min_effect",
             "p", "n", "status", "note",
         ]  # fmt: skip
-        table = pd.DataFrame(rows, columns=columns)
         numbers = ["effect", "low", "high", "min_effect", "p"]
+        table = pd.DataFrame(rows, columns=columns)
         return table.astype({**dict.fromkeys(numbers, "float64"), "n": "int64"})
 
 

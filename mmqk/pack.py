@@ -19,7 +19,8 @@ Write the files that a report needs from a folder of runs into one small zip fil
 alarms and the registration of the claims; no checkpoints and no TensorBoard events. mmqk.report and mmqk.load_runs
 read the file like the folder, and mmqk.ablate --from continues the grid from it.
 
-The report of a pack equals the report of the folder byte for byte."""
+The report of a pack with the name of its folder equals the report of the folder byte for byte, unless --small rounds
+its numbers."""
 
 
 def main(argv: list[str] | None = None) -> int:

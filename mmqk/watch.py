@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.live import Live
 
     from mmqk.ablation.table import runs_table
-    from mmqk.ablation.views import follow
+    from mmqk.ablation.views import Follow, follow
 
     console = Console()
     width = max(NARROWEST, console.width)
@@ -64,10 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         for folder in options.runs:
             _wait_for_run(folder, options.every)
-        runs = follow(options.runs)
+        followed: dict[tuple[Path, str, str], Follow] = {}
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                views = [run.look() for run in runs]
+                # A grid adds runs, and changes the folder of a run when it selects its learning rate.
+                with contextlib.suppress(UserError):
+                    now = {(run.folder, run.name, run.never): run for run in follow(options.runs)}
+                    followed = {key: followed.get(key, run) for key, run in now.items()}
+                views = [run.look() for run in followed.values()]
                 live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
                 if all(view.ended for view in views):
                     break

@@ -119,7 +119,8 @@ in evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.
 maxima are exact for these sequences only, so compare runs with `--monitor.probe_split=heldout`, which uses the
 same sequences in each run. All tokens of a sequence are used. Statistics of attention rows exclude queries that
 see fewer than {fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted.
-Nor are, with `attach`, tokens without a modality, also as keys.
+With `attach`, tokens without a modality are not counted, except as keys in attention entropies and `attn_rank`. In
+the entropies they are one more modality, so `attn_mass` sums to 1 minus their mass.
 If a token has a NaN or an infinity, its statistics are NaN, and so is every mean that includes them. The means of
 another modality stay finite unless a query of that modality attends to this token. `grad_agreement`, `grad_signal`
 and `grad_noise` are estimates; all other statistics are exact.

@@ -14,7 +14,7 @@ import pytest
 import mmqk
 from mmqk.analysis import judge, load_study
 from mmqk.store import UserError
-from tests.analysis.fake_runs import write_demo
+from tests.analysis.fake_runs import DEMO, write_demo
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 
@@ -64,6 +64,12 @@ def test_the_summary_has_a_row_per_run(runs, folder):
     assert summary.loc[summary["arm"] == "mixed", "largest_attention_logit"].between(40, 90).all()
     assert not summary.loc[summary["arm"] == "mixed-qk", "largest_attention_logit"].between(40, 90).any()
     assert summary["final_loss/image"].notna().any()
+
+
+def test_the_summary_of_a_grid_without_started_runs_has_the_columns(runs, tmp_path):
+    summary = mmqk.load_runs(write_demo(tmp_path / "demo", leave_out=tuple(DEMO))).summary()
+    assert summary.empty
+    assert list(summary.columns) == [c for c in runs.summary().columns if not c.startswith("final_loss/")]
 
 
 def test_the_summary_names_damaged_metrics(runs, tmp_path):

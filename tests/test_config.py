@@ -94,6 +94,8 @@ def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, caps
         ("modell:\n  d_model: 3\n", "no field 'modell"),
         ("optim: 3\n", "optim is not one value"),
         ("model: [\n", "expected node content"),
+        ("", "This config sets no field: give a YAML mapping of fields to values"),
+        ("- optim\n- lr\n", "This config sets no field: give a YAML mapping of fields to values"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_too(tiny_args, tmp_path, yaml, says):
@@ -107,6 +109,72 @@ def test_a_mistake_in_a_file_is_named_too(tiny_args, tmp_path, yaml, says):
         # If an error is found only after all files are merged, the message names the field but no file.
         assert (str(path) in str(refusal.value)) == (says != "optim is not one value")
         assert str(good) not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "says"),
+    [
+        ("optim: {lr: }\n", "optim.lr is empty: give a value, or leave it out."),
+        ("data: {document_mask: }\n", "data.document_mask is empty: give a value, or leave it out."),
+        ("model: {d_model: }\n", "model.d_model is empty: give a value, or leave it out."),
+        ("logging:\noptim: {lr: 0.5}\n", "logging is empty: give a value, or leave it out."),
+        ("compile:\noptim: {lr: 0.5}\n", "compile is empty: give a value, or leave it out."),
+        ("data:\noptim: {lr: 0.5}\n", "data is empty: set one of its fields, or leave it out."),
+        ("model: {qk_norm: }\noptim: {lr: 0.5}\n", "model.qk_norm is empty: set one of its fields, or leave it out."),
+    ],
+)
+def test_a_field_without_a_value_in_a_file_is_named(tmp_path, yaml, says):
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml)
+    with pytest.raises(UserError) as refusal:
+        resolve([f"--config={path}"])
+    assert str(refusal.value) == says
+    # The control: fields that may be null, one of which has another default.
+    path.write_text("trainer: {gradient_clip_val: null}\nmodel: {attn_softcap: }\nout:\n")
+    run = resolve([f"--config={path}"])
+    assert (run.trainer["gradient_clip_val"], run.model.attn_softcap) == (None, None)
+    assert resolve([]).trainer["gradient_clip_val"] == 1
+
+
+@pytest.mark.parametrize(
+    ("yaml", "key"),
+    [
+        ("optim: {lr: 0.5}\nseed: 1\noptim: {eps: 1.0e-5}\n", "optim"),
+        ("optim: {lr: 0.5, lr: 0.25}\n", "lr"),
+        ("data: {mix: {pair: 1, text: 1, pair: 2}}\n", "pair"),
+        ("data: {mix: {pair: 1, 'pair': 2}}\n", "pair"),
+    ],
+)
+def test_a_key_that_is_written_twice_is_refused(tmp_path, yaml, key):
+    path = tmp_path / "a.yaml"
+    path.write_text(yaml)
+    with pytest.raises(UserError) as refusal:
+        resolve([f"--config={path}"])
+    assert str(refusal.value) == f"{path}: the key '{key}' is written twice: remove one."
+    # The control: one key in two sections, and a key that replaces one of a merge key.
+    merged = "model:\n  <<: {n_layers: 2, d_model: 64}\n  n_layers: 3\n"
+    path.write_text(f"{merged}monitor: {{every_n_steps: 5}}\ncheckpoint: {{every_n_steps: 7}}\n")
+    run = resolve([f"--config={path}"])
+    assert (run.model.n_layers, run.model.d_model) == (3, 64)
+    assert (run.monitor.every_n_steps, run.checkpoint.every_n_steps) == (5, 7)
+
+
+def test_patterns_and_dotted_keys_of_a_file_are_looked_up_beside_it(tiny_data, tmp_path):
+    (tmp_path / "own").symlink_to(tiny_data / "pairs")
+    path = tmp_path / "a.yaml"
+    others = [f"--data.{name}={tiny_data / name}" for name in ("text", "tokenizers", "cache")]
+    patterns = ("own/train-{00000..00001}.tar", "own/train-*.tar", "own/train-0000?.tar", "own/train-[0-9]*.tar")
+    for pattern in patterns:
+        for yaml in (f"data: {{pairs: '{pattern}'}}\n", f"data.pairs: '{pattern}'\n"):
+            path.write_text(yaml)
+            run = resolve([f"--config={path}", "--data.read=shards", *others])
+            assert run.data.pairs == str(tmp_path / pattern), yaml
+    path.write_text("data.pairs: own\n")
+    assert resolve([f"--config={path}", *others]).data.pairs == str(tmp_path / "own")
+    # The control: the same patterns on the command line.
+    for pattern in patterns:
+        with pytest.raises(UserError, match=re.escape(pattern)):
+            resolve([f"--data.pairs={pattern}", "--data.read=shards", *others])
 
 
 def test_a_mistake_on_the_command_line_names_no_file(tiny_args, tmp_path):
@@ -231,10 +299,20 @@ def test_the_value_of_an_option_may_have_an_equals_sign(tiny_args, tmp_path):
     for word, says in (
         ("trainer.max_step=5", "no field 'trainer.max_step': did you mean 'trainer.max_steps'"),
         ("nothing=5", "no field 'nothing'"),
-        ("trainer.max_steps", "no field 'trainer.max_steps'"),
+        ("trainer.max_steps", "trainer.max_steps has no value: write trainer.max_steps=VALUE"),
     ):
         with pytest.raises(UserError, match=says):
             resolve([*tiny_args, word])
+
+
+def test_a_field_and_its_value_in_two_words_is_told_the_equals_sign():
+    with pytest.raises(UserError) as refusal:
+        resolve(["demo", "data.pairs", "x"])
+    assert str(refusal.value) == "data.pairs has no value: write data.pairs=VALUE."
+    # The control: the sentence about the same value after an equals sign, and about an unknown field.
+    for words, says in ((["data.pairs=x"], "^x does not exist"), (["data.pair", "x"], "did you mean 'data.pairs'")):
+        with pytest.raises(UserError, match=says):
+            resolve(["demo", *words])
 
 
 def test_other_commands_need_no_dashes_either(tmp_path):

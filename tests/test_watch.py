@@ -246,6 +246,69 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path):
     lock.release()
 
 
+def test_the_folder_of_attach_runs_on_between_its_probes(tmp_path):
+    """`attach` writes no run.json and no lock, and its probes are minutes apart."""
+    for name in ("attached", "trained"):
+        write_run(tmp_path / name)
+    (tmp_path / "attached/run.json").unlink()
+
+    def statuses(age):
+        for path in tmp_path.glob("*/*.json*"):
+            os.utime(path, (time.time() - age, time.time() - age))
+        return {run.folder.name: run.look().status for run in follow([tmp_path])}
+
+    assert statuses(10) == {"attached": "running", "trained": "running"}
+    assert statuses(120) == {"attached": "running", "trained": "stopped"}
+    assert statuses(2 * 3600) == {"attached": "stopped", "trained": "stopped"}
+
+
+def write_study(folder, **runs):
+    """Write the ablation.json of a folder; ``runs`` has the entry of each arm, without its arm and its seed."""
+    entries = [{"arm": arm, "seed": 1, "id": "x", **entry} for arm, entry in runs.items()]
+    write_json(folder / "ablation.json", {"name": "study", "grid": {}, "runs": entries})
+
+
+def test_a_run_that_cannot_start_has_ended_and_the_reason_is_shown(tmp_path, capsys):
+    write_run(tmp_path / "plain/seed1", "diverged")
+    why = "plain seed 1 diverged at step 2, before step 3"
+    write_study(
+        tmp_path,
+        plain={"folder": "plain/seed1"},
+        late={"folder": "late/seed1", "never": why},
+        other={"folder": "other/seed1"},
+    )
+    views = [run.look() for run in follow([tmp_path])]
+    assert [(view.status, view.ended) for view in views] == [
+        ("diverged", True), ("never", True), ("waiting", False),
+    ]  # fmt: skip
+    assert views[1].reason == why and views[2].reason == ""
+    said = " ".join(shown(capsys, "--once", tmp_path).split())
+    assert f"late seed 1 never: {why}" in said
+
+
+def test_in_a_terminal_a_run_is_followed_into_its_new_folder(tmp_path):
+    """The folder of a run changes when its learning rate is selected, and a run may turn out to never start."""
+    tried, best, late = {"folder": "try/seed1"}, {"folder": "best/seed1"}, {"folder": "late/seed1"}
+    write_run(tmp_path / "try/seed1", "completed")
+    write_study(tmp_path, tried=tried, best=best, late=late)
+    here, there = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
+    os.close(there)
+
+    def select(said):
+        assert process.poll() is None and b"waiting" in said
+        write_run(tmp_path / "best-0123456789/seed1", "completed", steps=range(0, 81, 10))
+        why = {"never": "best seed 1 has no step 90"}
+        write_study(tmp_path, tried=tried, best={"folder": "best-0123456789/seed1"}, late=late | why)
+
+    said = read_terminal(process, here, lambda said: b"waiting" in said, select)
+    assert process.wait() == 0, said.decode()
+    last = said.decode().rpartition("tried seed 1")[2]
+    assert re.search(r"best seed 1 .*completed.* 80/200", last) and "best seed 1 has no step 90" in last
+
+
 def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
     write_run(tmp_path / "r")
     here, there = pty.openpty()

@@ -8,9 +8,11 @@ AUROC of its value for failing against surviving runs of one arm without QK-Norm
 the step of the failure over its failing runs. Third table: how far the loss of each modality had risen when a run
 ended. Fourth table: the number of runs that fail at other thresholds of the two rules. Fifth table: how many layers
 have large logits, the attention entropy of text queries, and how many steps the gradient clipping scales, by arm and
-step.
+step. Sixth table: the losses at the end of the runs of 10,000 steps, and how far they are above those of the same
+seed with QK-Norm and without a remedy.
 """
 
+import itertools
 import sys
 
 import numpy as np
@@ -153,6 +155,29 @@ def layer_rows(runs):
             yield arm, f"{step:,}", str(len(alive)), *(f"{min(c):.3g} to {max(c):.3g}" for c in columns)
 
 
+def final_loss(run, modality, held_out):
+    values = run.series(f"{'val_loss' if held_out else 'loss'}/{modality}")[1]
+    return values[-1] if held_out else np.mean(values[-500:])
+
+
+def final_rows(runs):
+    by_seed = {(run.arm, run.seed): run for run in runs if run.last_step == 10_000}
+    for arm, held_out, modality in itertools.product(
+        dict.fromkeys(arm for arm, _ in by_seed), (True, False), ("text", "image")
+    ):
+        seeds = [seed for other, seed in by_seed if other == arm]
+        if modality not in trained_modalities(by_seed[arm, seeds[0]]):
+            continue
+        references = ("text-qk", "text-only") if arm.startswith("text") else ("mixed-qk", "mixed-on")
+        row = [[final_loss(by_seed[arm, seed], modality, held_out) for seed in seeds]]
+        for reference in references:
+            pairs = [(by_seed[arm, seed], by_seed.get((reference, seed))) for seed in seeds]
+            row.append([final_loss(run, modality, held_out) - final_loss(other, modality, held_out)
+                        for run, other in pairs if other])  # fmt: skip
+        kind = f"{modality}, {'held-out' if held_out else 'training'}"
+        yield arm, kind, str(len(seeds)), *(f"{min(v):.2f} to {max(v):.2f}" if v else "–" for v in row)
+
+
 def last_three(series, step):
     """Return the median of three probes, which are 250 steps apart."""
     steps, values = series
@@ -190,3 +215,5 @@ if __name__ == "__main__":
     titles = ["largest logit", "median over layers", "layers above 1,000", "median text entropy"]
     titles += ["% of steps clipped"]
     table(["arm", "step", "runs", *titles], layer_rows(runs))
+    titles = ["runs", "at the end", "above the same seed with QK-Norm", "above the same seed without a remedy"]
+    table(["arm", "loss", *titles], final_rows(runs))

@@ -182,7 +182,8 @@ class _Planner:
         state = self.resolved[job.key]
         ready = self._ready(state) if isinstance(state, ResolvedJob) else state
         entry = ready.task if isinstance(ready, BlockedJob) else ready
-        self.entries.append(entry.record(self.out))
+        never = {"never": ready.reason} if isinstance(ready, BlockedJob) and not ready.possible else {}
+        self.entries.append(entry.record(self.out) | never)
         if isinstance(ready, BlockedJob):
             self.waiting.append(ready)
         else:

@@ -22,6 +22,7 @@ STYLES = {
     "stopped": "yellow",
     "damaged": "bold red",
     "waiting": "dim",
+    "never": "yellow",
 }
 # Title of the column, statistic, and whether to show the smallest value and not the largest. On a narrow terminal the
 # last columns are left out first.

@@ -71,4 +71,5 @@ def standing(task: Task) -> TaskOutcome:
     if record is None or record.get("id") != task.id or status is None:
         return TaskOutcome("waiting")
     last = last_metrics(task.folder / "metrics.jsonl", having="loss")
-    return TaskOutcome(**vars(status), loss=last.get("loss"))
+    loss = last.get("loss")
+    return TaskOutcome(**vars(status), loss=loss if isinstance(loss, int | float) else None)

@@ -30,6 +30,8 @@ from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
 TAIL_BYTES = 8 * 2**20
 # A run that wrote metrics within this time counts as running, even if its lock cannot be checked.
 FRESH_SECONDS = 60.0
+# The same for the folder of `attach`, which has no lock, no run.json, and metrics of probes only.
+FRESH_ATTACHED_SECONDS = 3600.0
 
 Extreme = tuple[float, int | None]  # a value and its layer
 
@@ -39,8 +41,8 @@ class View:
     """The current state of one run.
 
     Attributes:
-        status: the status of status.json, or "waiting" before the start, "stopped" if the process ended without a
-            final status, or "damaged" if run.json or status.json cannot be read.
+        status: the status of status.json, or "waiting" before the start, "never" if the run cannot start, "stopped"
+            if the process ended without a final status, or "damaged" if run.json or status.json cannot be read.
         step: the newest recorded step.
         max_steps: 0 if unknown.
         left: seconds to the end of the run at its present speed; None if unknown.
@@ -88,10 +90,11 @@ def worst(values: Sequence[Extreme], smallest: bool) -> Extreme | None:
 
 
 class Follow:
-    """Follows one run folder; each `look` reads only the new lines of metrics.jsonl."""
+    """Follows one run folder; each `look` reads only the new lines of metrics.jsonl. ``never`` is the reason why the
+    run cannot start."""
 
-    def __init__(self, name: str, folder: Path):
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, never: str = ""):
+        self.name, self.folder, self.never = name, folder, never
         self._values: dict[str, float] = {}
         self._step = 0
         self._file: tuple[int, int] | None = None
@@ -104,7 +107,8 @@ class Follow:
         view = View(self.name, values=dict(self._values), step=self._step)
         view.alarms = read_alarms(self.folder)
         try:
-            identity = (read_run(self.folder) or {}).get("identity") or {}
+            run = read_run(self.folder)
+            identity = (run or {}).get("identity") or {}
             view.max_steps = max_steps = (identity.get("trainer") or {}).get("max_steps", 0)
             status = read_status(self.folder)
         except DamagedFile as damaged:
@@ -112,7 +116,8 @@ class Follow:
             view.reason = str(damaged)
             return view
         if status is None:
-            view.status = "running" if is_locked(self.folder) else "waiting"
+            view.status = "running" if is_locked(self.folder) else "never" if self.never else "waiting"
+            view.reason = self.never
             return view
         view.status, view.reason = status.status, status.reason
         view.step = max(self._step, status.step)
@@ -121,7 +126,8 @@ class Follow:
             view.reason = f"{view.reason}; {what.format(METRICS_NAME)}".removeprefix("; ")
         if status.status == "running":
             written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
-            if not is_locked(self.folder) and time.time() - max(written, started) > FRESH_SECONDS:
+            fresh = FRESH_SECONDS if run else FRESH_ATTACHED_SECONDS
+            if not is_locked(self.folder) and time.time() - max(written, started) > fresh:
                 view.status = "stopped"
             else:
                 done, took = self._step - status.step, written - started
@@ -171,7 +177,10 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
             kind = UserError if folder.exists() else NoRun
             raise kind(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
         if entries := (read_ablation(folder) or {}).get("runs"):
-            follows += [Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"]) for e in entries]
+            follows += [
+                Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", ""))
+                for e in entries
+            ]
         else:
             for path in find_runs(folder):
                 name = path.resolve().name if path == folder else path.relative_to(folder).as_posix()

@@ -74,9 +74,13 @@ def capital(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: ``42 s``, ``3 min 05 s``."""
+    """Format a duration: ``42 s``, ``3 min 05 s``, ``17 h 04 min``."""
     whole = round(seconds)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{round(whole / 60) // 60} h {round(whole / 60) % 60:02d} min"
 
 
 def count(value: float) -> str:

@@ -81,6 +81,11 @@ def check_matrices(
             "monitor.budget_every_n_steps splits the gradient of a matrix by modality before optim.adagc scales it:"
             " remove one of them."
         )
+    if optim.skip_step is not None and monitor.budget_every_n_steps:
+        raise ValueError(
+            "monitor.budget_every_n_steps counts the gradients of steps that optim.skip_step skips: remove one of"
+            " them."
+        )
     if optim.matrices == "adamh" and optim.qk_clip is not None:
         raise ValueError(
             "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps fixed: remove one of them."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import itertools
 import json
 import os
@@ -10,7 +12,7 @@ import re
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -185,7 +187,8 @@ def _parse(argv: list[str], parser: Parser) -> Namespace:
     pairs = ((*word.partition("=")[::2], after) for word, after in itertools.pairwise([*words, ""]))
     files = [path for flag, value, after in pairs if flag == "--config" and os.path.exists(path := value or after)]
     for path in files:
-        read_utf8(Path(path), "check the path after --config")  # jsonargparse would accept a file of any length
+        # jsonargparse would accept a file of any length, and of a repeated key it would use the last value.
+        _refuse_repeated_keys(path, read_utf8(Path(path), "check the path after --config"))
     try:
         return _parse_words(words, parser)
     except UserError as error:
@@ -215,8 +218,22 @@ def _parse_words(argv: list[str], parser: Parser) -> Namespace:
         ) from error
 
 
+def _refuse_repeated_keys(path: str, text: str) -> None:
+    with contextlib.suppress(yaml.YAMLError):  # the parser reports it
+        nodes = [yaml.compose(text, Loader=yaml.SafeLoader)]
+        for node in nodes:
+            if isinstance(node, yaml.MappingNode):
+                names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+                if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+                    raise UserError(f"{path}: the key {twice[0]!r} is written twice: remove one.")
+                nodes += [value for _, value in node.value if value not in nodes]  # an alias may be recursive
+
+
 def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     _check_ranges(parsed)
+    for name in ("compile", "activation_checkpointing", "backend", "logging", "quiet"):
+        if parsed[name] is None:
+            raise UserError(f"{name} is empty: give a value, or leave it out.")
     files = [str(path) for path in parsed.config or [] if path is not None]  # None: the parent's JSON, not a file
     _look_beside(files, parsed.data)
     try:
@@ -280,16 +297,20 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
 def _look_beside(files: list[str], data: Namespace) -> None:
     """Resolve relative data folders in a config file against the folder of the file, if they exist there."""
     for file in files:
-        named = (yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}).get("data") or {}
+        named = flatten(yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {})
         for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers"):
-            beside = os.path.normpath(Path(file).parent / str(named.get(name) or os.pardir))
-            if named.get(name) and named[name] == data[name] and _exists(beside):
-                data[name] = beside
+            path = named.get(f"data.{name}")
+            if path and path == data[name] and _exists(str(Path(file).parent), str(path)):
+                data[name] = os.path.normpath(Path(file).parent / path)
 
 
-def _exists(path: str) -> bool:
-    """Return whether a file or folder exists; for a pattern such as ``a/{00..09}.tar``, whether its folder exists."""
-    return os.path.exists(os.path.dirname(path) if "{" in path else path)
+def _exists(folder: str, name: str) -> bool:
+    """Return whether a folder has a path or a match of a pattern; for a pattern with braces, such as
+    ``a/{00..09}.tar``, whether it has the folder of the pattern."""
+    beside = os.path.join(folder, name)
+    if "{" in name:
+        return os.path.exists(os.path.dirname(beside))
+    return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
 
 
 def _check_ranges(parsed: Namespace) -> None:
@@ -304,6 +325,8 @@ def _check_ranges(parsed: Namespace) -> None:
 def _build(section: type, values: Any, path: str) -> Any:
     """Build a frozen dataclass and its nested ones from the parser's namespace; each dataclass checks its fields."""
     plain = vars(values) if isinstance(values, Namespace) else values
+    if plain is None:
+        raise ValueError(f"{path} is empty: set one of its fields, or leave it out.")
     if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
         raise ValueError(
             f"{path} is not one value: it is a group of fields; set one of them, as --help lists them."
@@ -314,6 +337,8 @@ def _build(section: type, values: Any, path: str) -> Any:
         nested = f.default_factory if isinstance(f.default_factory, type) else None
         if nested is not None and dataclasses.is_dataclass(nested):
             value = _build(nested, value, f"{path}.{f.name}")
+        elif value is None and type(None) not in get_args(get_type_hints(section)[f.name]):
+            raise ValueError(f"{path}.{f.name} is empty: give a value, or leave it out.")
         elif isinstance(value, Namespace):
             value = vars(value)
         built[f.name] = value

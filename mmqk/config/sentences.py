@@ -39,6 +39,8 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
         return _unknown(top[1], parser)
     if group := re.search(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", flat):
         return f"{group[1]} is a group of fields, not {shortened(group[2])}: set one of them, as --help lists them."
+    if "Unexpected config:" in flat:
+        return "This config sets no field: give a YAML mapping of fields to values."
     if broken := re.search(r"Problems parsing config: (.*)", flat):
         return f"This is not the YAML of a run ({broken[1]}): check the path."
     if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
@@ -73,6 +75,8 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
         return f"mmqk sets trainer.{flag}: leave it out."
     known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
+    if "." in name and name in known:
+        return f"{name} has no value: write {name}=VALUE."
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         hint = f"did you mean '{near[0]}'?"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter, load_array
+from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder, run_main
 from mmqk.store.files import writing
 from mmqk.store.vocab_sizes import parse_vocab_sizes
@@ -57,6 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     if (args.begin_image is None) != (args.end_image is None):
         first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
         raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
+    if layout.size > MOST_IDS:
+        raise UserError(f"--vocab-sizes has {layout.size} ids: give at most {MOST_IDS}.")
+    if args.begin_image is not None and args.begin_image == args.end_image:
+        raise UserError(f"--begin-image and --end-image are both {args.begin_image}: give two ids.")
+    if both := {path.resolve() for path in _files(args.train)} & {path.resolve() for path in _files(args.val)}:
+        raise UserError(f"{min(both)} is in --train and in --val: give other arrays to --val.")
     if (args.out / TOKENS).exists():
         raise UserError(f"{args.out} is already a token folder: give another --out.")
     with writing(args.out, "give another --out."):
@@ -100,7 +106,7 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
 def _files(pattern: str) -> list[Path]:
     if not pattern:
         return []
-    paths = sorted(Path(p) for p in glob.glob(pattern) if not p.endswith(".lengths.npy"))
+    paths = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if not p.endswith(".lengths.npy"))
     if not paths:
         raise UserError(f"{pattern} names no file: give a path or pattern of .npy arrays.")
     return paths
@@ -109,6 +115,8 @@ def _files(pattern: str) -> list[Path]:
 def _documents(path: Path) -> Iterator[np.ndarray]:
     ids = _load(path)
     lengths_path = path.with_name(f"{path.stem}.lengths.npy")
+    if ids.ndim == 2 and lengths_path.exists():
+        raise UserError(f"{path} has {lengths_path.name} and 2 dimensions: save it in one dimension without padding.")
     if ids.ndim == 2:
         yield from ids
     elif ids.ndim == 1 and lengths_path.exists():
@@ -127,7 +135,9 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
 def _load(path: Path) -> np.ndarray:
     try:
         array = load_array(path)
-    except (OSError, ValueError, EOFError) as error:
+    except ValueError:
+        raise UserError(f"{path} is not a .npy array: write it with numpy.save.") from None
+    except (OSError, EOFError) as error:
         raise UserError(f"{path} cannot be read as an array ({error}): write it with numpy.save.") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{path} has {array.dtype}, not integers: write ids as integers.")

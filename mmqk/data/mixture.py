@@ -88,6 +88,11 @@ class Mixture(IndexedCache):
         counts = apportion(by_slot, CYCLE)
         for slot, weight in by_slot.items():
             if weight > 0 and counts[slot] == 0:
+                if slot in SLOTS[:2] and any(counts[other] for other in SLOTS[:2]):
+                    raise ValueError(
+                        f"data.image_first_prob {image_first} gives '{slot}' less than one row in {CYCLE}: set it to"
+                        " 0 or 1, or farther from both."
+                    )
                 raise ValueError(
                     f"data.mix gives '{slot}' less than one row in {CYCLE}: raise its weight or set it to 0."
                 )

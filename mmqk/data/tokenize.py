@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from PIL import Image
 
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.data.tokens.pool import ShardProgress, run_shards
 from mmqk.data.tokens.worker import ShardPart, TokenizeJob
-from mmqk.shards.images import MAX_PIXELS, Fit
+from mmqk.shards.images import MAX_PIXELS
 from mmqk.shards.manifest import sha256_file
 from mmqk.shards.tars import expand
 from mmqk.shards.unread import DOTTED, ReasonCounts, Unread, printable
@@ -32,6 +32,7 @@ from mmqk.store import (
     write_json,
 )
 from mmqk.store.files import writing
+from mmqk.tokenizers.choice import add_sample_arguments
 from mmqk.tokenizers.files import tokenizers_hash
 
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
@@ -83,23 +84,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)",
     )
-    p.add_argument(
-        "--val-fraction", type=float, default=0.01, help="share of the documents to hold out, chosen by a hash (0.01)"
-    )
-    p.add_argument(
-        "--fit", choices=get_args(Fit), default="crop", help="how an image is made square (crop)"
-    )
-    p.add_argument(
-        "--max-pixels",
-        type=int,
-        default=MAX_PIXELS,
-        help=f"largest number of pixels of an image; larger images are dropped ({MAX_PIXELS})",
-    )
-    p.add_argument(
-        "--caption-field",
-        metavar="NAME",
-        help="JSON field of the caption, or txt for the text file (default: field caption, or else the text file)",
-    )
+    add_sample_arguments(p)
     return p
 
 

@@ -22,6 +22,8 @@ CHECKS = {
 }
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
+# Values of ``kind`` under ``report.figures``.
+FIGURE_KINDS = ("output_norm", "training_loss", "lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "negative_control", "manipulation_check")
 # Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
@@ -208,6 +210,11 @@ def check_report(
     for key in ("hero", "shown", "ranking"):
         where = f"{path}: report.{key}"
         check_arms(strings(report.get(key) or [], where), set(names), where)
+    for place, entry in enumerate(report.get("figures") or []):
+        where = f"{path}: report.figures[{place}]"
+        if (kind := mapping(entry, where).get("kind")) not in FIGURE_KINDS:
+            raise UserError(f"{where}: kind is {kind!r}: use one of {', '.join(FIGURE_KINDS)}")
+        check_arms(strings(entry.get("arms") or [], f"{where}.arms"), set(names), where)
     if not isinstance(outcomes := report.get("outcomes") or [], bool):
         where = f"{path}: report.outcomes"
         check_arms(strings(outcomes, where), set(names), where)

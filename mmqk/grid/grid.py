@@ -37,8 +37,9 @@ from mmqk.grid.axes import read_axes
 from mmqk.grid.claims import check_arms, check_report, read_claims
 from mmqk.grid.forks import inherit, match
 from mmqk.grid.hypotheses import read_hypotheses
+from mmqk.grid.record import SHAPE
 from mmqk.grid.rules import read_lr, read_replay
-from mmqk.store import UserError, named_config
+from mmqk.store import UserError, misfit, named_config
 
 GRID_KEYS = (
     "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "replay", "claims", "claim", "hypotheses",
@@ -146,6 +147,8 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
     read_hypotheses(raw.get("hypotheses"), (c.id for c in claims if c.status != "control"), path)
     check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)
     check_arms(read.strings(raw.get("quick") or [], f"{path}: quick"), every, f"{path}: quick")
+    if wrong := misfit(raw, SHAPE["grid"]):  # ablation.json stores the raw grid
+        raise UserError(f"{path}: {wrong}: correct it")
     return Grid(path, common.grid, str(raw.get("title", common.grid)), tuple(arms), raw)
 
 

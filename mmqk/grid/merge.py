@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mmqk.grid import language as read
 from mmqk.grid.arms import Arm
 from mmqk.grid.grid import Grid, load_grid
 from mmqk.grid.record import REPORT
@@ -47,6 +48,8 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
                 record["axes"] = {axis.name: [fields for _, fields in axis.values] for axis in arm.axes}
     name, title = "+".join(names), " · ".join(grid.title for grid in grids)
     raw = {"name": name, "title": title, "arms": records, "claims": raw["claims"], "report": _report(grids)}
+    if quick := [name for grid in grids for name in read.strings(grid.raw.get("quick") or [], "quick")]:
+        raw["quick"] = quick
     if hypotheses := [h for grid in grids for h in grid.raw.get("hypotheses") or []]:
         raw["hypotheses"] = hypotheses
     crossed: dict[str, str] = {}

@@ -11,11 +11,12 @@ from mmqk.store import DamagedFile, read_json
 ABLATION_NAME = "ablation.json"
 ADVICE = "restore it from a copy, as it holds the registration of the claims"
 
-_WORD = (str, int, float, bool)
+_WORD = (bool, int, float, str)
 _WORDS = (None, str, [str])
 _RUN = {
     "arm": str, "seed": int, "folder": str, "id": str, "claims": str, "family": (None, str), "role": (None, str),
-    "point": (None, {"*": (*_WORD, None, list, dict)}), "fork": (None, {"parent": (None, str), "step": int}),
+    "never": str, "point": (None, {"*": (*_WORD, None, list, dict)}),
+    "fork": (None, {"parent": (None, str), "step": int}),
     "replay": (
         None,
         {"of": str, "depth": (None, float), "step": int, "numerics": str, "number": int},

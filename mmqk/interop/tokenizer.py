@@ -42,6 +42,7 @@ def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:
          "special": True}
         for id, text in enumerate(SPECIALS)
     ]  # fmt: skip
+    content["post_processor"] = None
     names = {"bos_token": SPECIALS[BOS], "eos_token": SPECIALS[EOS], "pad_token": SPECIALS[PAD]}
     loader = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     files = {"tokenizer.json": content, "tokenizer_config.json": loader | names}

@@ -18,6 +18,12 @@ from .names import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, W
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# No layout has anything but the defaults of these fields.
+_DEFAULT = (
+    "norm", "norm_gain", "attention", "attn_softcap", "final_softcap", "weight_reparam", "layer_scale",
+    "embed_sqrt_d", "embed_norm", "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate",
+    "depth_scale", "deep_norm", "separate_first", "separate_last",
+)  # fmt: skip
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # The smallest image tokenizer that Chameleon's class accepts; it is untrained.
 _VQ = {
@@ -87,29 +93,11 @@ def architecture_of(config: ModelConfig) -> str:
     windowed = any(config.window_of(layer) for layer in range(config.n_layers))
     # (field, its value, the value that the layout needs)
     needed: list[tuple[str, object, object]] = [
-        ("norm", config.norm, "rms"),
-        ("norm_gain", config.norm_gain, "plain"),
+        *((name, getattr(config, name), getattr(ModelConfig(), name)) for name in _DEFAULT),
         ("post_norm", config.post_norm, swin),
         ("mlp", config.mlp, config.mlp if config.mlp in _ACTIVATIONS else "swiglu"),
-        ("attention", config.attention, "softmax"),
-        ("attn_softcap", config.attn_softcap, None),
-        ("final_softcap", config.final_softcap, None),
         ("attn_scale", config.attn_scale_value, K**-0.5),
-        ("weight_reparam", config.weight_reparam, "none"),
-        ("layer_scale", config.layer_scale, None),
-        ("embed_sqrt_d", config.embed_sqrt_d, False),
-        ("embed_norm", config.embed_norm, False),
-        ("attn_gate", config.attn_gate, "none"),
-        ("attn_sink", config.attn_sink, False),
-        ("head_scale", config.head_scale, False),
-        ("mlp_clamp", config.mlp_clamp, None),
-        ("mlp_norm", config.mlp_norm, False),
-        ("residual_gate", config.residual_gate, None),
-        ("depth_scale", config.depth_scale, "none"),
-        ("deep_norm", config.deep_norm, False),
         ("embed_scale", config.embed_scale, dict.fromkeys(config.embed_scale, 1.0)),
-        ("separate_first", config.separate_first, 0),
-        ("separate_last", config.separate_last, 0),
         *((f"per_modality.{name}", value, False) for name, value in asdict(config.per_modality).items()),
     ]
     if qk.kind != "none":

@@ -154,9 +154,10 @@ class Watch:
             return
         self._last_call.wrap(self.model)  # the model may have been compiled since the last step
         if self._step_times is not None and not self._step_times:
+            resumed = self.steps  # as the caller has set it; 0 for a new run
             self.steps = self._started = self.steps if number is None else number - 1
             if self.out is not None and self.every_n_steps and rank() == 0:
-                self._folder = WatchFolder(self.out, self._started)
+                self._folder = WatchFolder(self.out, resumed)
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._step_times is not None:
             self._step_times.append(time.perf_counter())
@@ -220,7 +221,8 @@ class Watch:
         rows = min(B, self.sequences)
         device = self._device
         dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
-        one_dtype = len(dtypes) <= 1  # a model with several dtypes needs autocast
+        # Several dtypes need autocast, and so does a half-precision model that was called under autocast.
+        one_dtype = len(dtypes) <= 1 and (dtypes <= {torch.float32} or not self._last_call.autocast)
         args, kwargs = first_rows(
             (args, kwargs), B, rows, torch.float32 if dtypes == {torch.float32} else None
         )

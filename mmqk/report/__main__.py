@@ -17,7 +17,8 @@ files in --out:
   report.md       the page as Markdown, for GitHub
   figures/        each figure as PNG and SVG, and the plotted numbers as CSV
   verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
-  ranking.csv     the ranking of arms, if the grid defines one
+  ranking.csv, specification.csv
+                  the ranking of arms and the specification curve, if the grid defines them
 
 examples:
   python -m mmqk.report runs/demo                    a grid: verdicts and figures

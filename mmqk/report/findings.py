@@ -303,20 +303,20 @@ def _about_runs(study: Study) -> list[str]:
     if not study.claims:
         items.append(
             "Whether a difference is more than chance: no claim was registered for these runs, so no claim has a "
-            "verdict and no number has an interval."
+            f"verdict{'' if study.named('ranking') else ' and no number has an interval'}."
         )
     unfinished = [run for run in study.runs if not run.status.finished]
     if study.missing or unfinished:
         parts = []
         if study.missing:
-            parts.append(f"{plural(len(study.missing), 'run')} of the grid not started")
+            have = "has" if len(study.missing) == 1 else "have"
+            parts.append(f"{plural(len(study.missing), 'run')} of the grid {have} not started")
         parts += [
             f"“{study.label(run.arm)}”, seed {run.seed}: {run.status.status} at step {run.status.step}"
             for run in unfinished
         ]
-        items.append(
-            f"Results of unfinished runs: {'; '.join(parts)}. Figures show such runs; verdicts do not count them."
-        )
+        shown = " Figures show unfinished runs; verdicts do not count them." if unfinished else ""
+        items.append(f"Results of unfinished runs: {'; '.join(parts)}.{shown}")
     rates = {learning_rate(run) for arm in study.hero for run in study.of_arm(arm)}
     rates = {rate for rate in rates if math.isfinite(rate)}
     tuned = any(study.selection(study.arms[arm]) for arm in study.hero)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,8 @@ MOST_CARDS = 6
 ABOUT_DATA = (
     "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
     "Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the "
-    "lowest of these runs. The last three are upper bounds on the entropy rate. Floor: the loss of a model "
-    "that knows the source, if the source is synthetic. Repeated: share of tokens in 8-token passages that "
+    "lowest of these runs. Compressed, n-gram and best loss are upper bounds on the entropy rate. Floor: the loss of "
+    "a model that knows the source, if the source is synthetic. Repeated: share of tokens in 8-token passages that "
     "occurred before."
 )
 # On the page of a single run.
@@ -188,7 +189,7 @@ def page_content(
         "standfirst": _standfirst(study, verdicts, in_rows),
         "kicker": _kicker(study),
         "learned": _about_learning(study),
-        "losses": _about_losses([row["final"] for row in arm_results]),
+        "losses": _about_losses([row["final"] for row in arm_results], "medians that use"),
         "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
         "numbers": about_numbers(verdicts),
         "data": ABOUT_DATA + (ABOUT_SAMPLE if single_run else ""),
@@ -253,7 +254,7 @@ def _standfirst(study: Study, verdicts: Sequence[Verdict], in_rows: bool) -> lis
     unrun = _unrun(verdicts)
     sentences = [finding(study, v) for v in rest if v.claim.id not in unrun]
     if unrun:
-        sentences.append(f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}.")
+        sentences.append(f"{len(unrun)} of {plural(len(verdicts), 'claim')} were not run: {listed(unrun)}.")
     return sentences
 
 
@@ -337,18 +338,18 @@ def _replay_rows(findings: Findings) -> list[dict[str, Any]]:
 def _kicker(study: Study) -> str:
     finished = sum(run.status.finished for run in study.runs)
     total = len(study.runs) + len(study.missing)
-    runs = plural(total, "run") if finished == total else f"{finished} of {plural(total, 'run')} finished"
-    return f"{study.title} · {runs} of {plural(len(study.arms), 'arm')}"
+    runs = f"{plural(total, 'run')} of {plural(len(study.arms), 'arm')}"
+    return f"{study.title} · {runs if finished == total else f'{finished} of {runs} have finished'}"
 
 
-def _about_losses(cells: Sequence[str]) -> str:
+def _about_losses(cells: Sequence[str], what: str = "") -> str:
     """Return the note on a table's losses: held out or, with a star, means of the last training steps."""
     measured = [cell for cell in cells if cell != DASH]
     means = [cell for cell in measured if cell.endswith("*")]
     if not means:
         return "Losses are on held-out data." if measured else ""
-    what = f"* marks means of the last {LOSS_WINDOW} training steps"
-    return f"{what}; the others are on held-out data." if len(means) < len(measured) else f"{what}."
+    marks = f"* marks {what} means of the last {LOSS_WINDOW} training steps".replace("  ", " ")
+    return f"{marks}; the others are on held-out data." if len(means) < len(measured) else f"{marks}."
 
 
 def _about_learning(study: Study) -> str:
@@ -381,7 +382,7 @@ def _commands(findings: Findings) -> list[str]:
         return [*dict.fromkeys(named), f"{report}   # the page only, from finished runs"]
     commands = [run.details.get("command") for run in study.runs]
     trained = [
-        " ".join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c))
+        shlex.join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c))
         for c in commands
         if c
     ]

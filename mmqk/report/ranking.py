@@ -40,8 +40,8 @@ def ranking_rows(study: Study, ranking: Ranking) -> list[dict[str, Any]]:
 
 
 def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
-    is_control = row.difference is None
-    value = 0.0 if row.difference is None else row.difference.value
+    is_control = row.arm == row.control
+    value: float | str = row.difference.value if row.difference else 0.0 if is_control else ""
     return {
         "label": study.label(row.arm),
         "anchor": f"arm-{slug(row.arm)}",
@@ -62,7 +62,7 @@ def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
             "rate": row.rate,
             "trains": sum(row.trains.values()),
             "logit": row.logit,
-            "ratio": row.logit_ratio.value if row.logit_ratio else 0.0,
+            "ratio": row.logit_ratio.value if row.logit_ratio else 0.0 if is_control else "",
             "failed": row.failed,
             "time": row.time.value if row.time else "",
             "parameters": row.parameters or 0,
@@ -87,7 +87,7 @@ def interval(effect: Effect | None, ratio: bool = False) -> str:
 
 def _factor(log: float) -> str:
     value = exp(log)
-    return f"{value:.2f}" if value < 1e6 else number(value)
+    return f"{value:.2f}" if value < 100 else number(value)
 
 
 def ranking_figure(study: Study, ranking: Ranking) -> Figure:
@@ -105,7 +105,7 @@ def ranking_figure(study: Study, ranking: Ranking) -> Figure:
         panels.append(_panel(study, ranking, time, "time per step relative to no remedy", "time_ratio"))
     best = [f"“{study.label(row.arm)}” ({row.difference.value:+.2f} nats)" for row in shown[:3] if row.difference]
     least = min(shown, key=lambda row: row.sensitivity, default=None)
-    reading = f"Lowest losses of {plural(len(shown), 'arm')}, against no remedy: {listed(best)}"
+    reading = f"Lowest losses of {plural(len(shown), 'arm')}, against no remedy: {listed(best) or 'none'}"
     if least is not None:
         reading += f"; lowest learning-rate sensitivity: “{study.label(least.arm)}” ({nats(least.sensitivity)})"
     reading += "."

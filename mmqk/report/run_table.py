@@ -95,7 +95,8 @@ def totals(study: Study) -> str:
     parts = [f"{n} {status}" for status, n in sorted(by_status.items(), key=lambda pair: (-pair[1], pair[0]))]
     if study.missing:
         parts.append(f"{len(study.missing)} not started")
-    sentence = f"{plural(len(runs), 'run')}: {', '.join(parts)}."
+    planned = f"{len(runs) + len(study.missing)} planned runs" if study.missing else plural(len(runs), "run")
+    sentence = f"{planned}: {', '.join(parts)}."
     seconds = sum(run.status.seconds for run in runs)
     read = sum(tokens(run) for run in runs)
     if seconds:

@@ -65,7 +65,7 @@ def single(study: Study) -> dict[str, Any] | None:
         "alarms": [
             {"step": f"{a.step:,}", "name": a.name, "where": a.where, "sentence": a.sentence} for a in run.alarms
         ],
-        "rule": f"A series is listed if it stays beyond {FACTOR:g} times its value at {reference} "
+        "rule": f"A series is listed if it stays above {FACTOR:g} times its value at {reference} "
         "(attention entropy: below half of it) from the listed step to the end of the run.",
     }
 

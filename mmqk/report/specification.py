@@ -45,7 +45,8 @@ def specification_figure(study: Study, made: Sequence[Specification]) -> Figure 
     ratio = f"{math.exp(size):.3g}"
     reading = (
         f"Of {plural(len(made), 'specification')}, the interval lies above a factor of {ratio} in {above}, between"
-        f" 1/{ratio} and {ratio} in {within}, and below 1/{ratio} in {below}."
+        f" 1/{ratio} and {ratio} in {within}, and below 1/{ratio} in {below}; it contains one of these limits in"
+        f" {len(made) - above - within - below}."
     )
     caption = (
         "Ratio of treatment to control for every choice of claim (color), metric (column), window and excluded runs,"

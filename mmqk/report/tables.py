@@ -126,7 +126,7 @@ def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str,
     runs, arms = claim_runs(study, verdict), claim_arms(study, verdict)
     if len(runs) > MOST_LINKS or len(arms) > MOST_ARMS:
         section = {"seed": verdict.claim.id, "anchor": f"claim-{slug(verdict.claim.id)}"}
-        return [(f"{len(runs)} runs of {plural(len(arms), 'arm')}, listed in", [section])]
+        return [(f"{len(runs)} runs of {plural(len(arms), 'arm')}, listed in section", [section])]
     return [
         (f"{study.label(arm)}, seed", [{"seed": r.seed, "anchor": anchor(r)} for r in runs if r.arm == arm])
         for arm in arms
@@ -208,7 +208,10 @@ def data_rows(study: Study, sample: bool = False) -> list[dict[str, Any]]:
         return []
     same = [name for name in rows[0] if name not in ("arms", "best")]
     table = pd.DataFrame(rows).groupby(same, sort=False).agg({"arms": list, "best": "min"}).reset_index()
-    table["arms"] = ["all" if len(arms) == len(study.arms) else listed(arms) for arms in table["arms"]]
+    quoted = (listed([f"“{arm}”" for arm in arms]) for arms in table["arms"])
+    table["arms"] = [
+        "all" if len(arms) == len(study.arms) else words for arms, words in zip(table["arms"], quoted, strict=True)
+    ]
     table["best"] = [_nats(best) for best in table["best"]]
     return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
 

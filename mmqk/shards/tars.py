@@ -276,7 +276,7 @@ def _files_of(pattern: str) -> Iterator[Path]:
             raise UserError(f"{name} is a folder: name its files, such as {os.path.join(name, '*.tar')!r}")
         if os.path.exists(name):
             yield Path(name)
-        elif matches := sorted(glob.glob(name)) if glob.has_magic(name) else []:
+        elif matches := sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []:
             yield from map(Path, matches)
         elif name == os.path.expanduser(pattern):
             raise UserError(f"{pattern} names no file: check the path")

@@ -16,6 +16,7 @@ from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sente
 from mmqk.store.files import (
     DamagedFile,
     check_regular,
+    misfit,
     naming,
     new_folder,
     open_regular,

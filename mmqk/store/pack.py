@@ -40,10 +40,10 @@ FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml",
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
     "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",
-    "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm",
-    "final_rms", "out_log_z", "w_q_stable_rank", "w_k_stable_rank", "w_q_grad_over_v", "w_k_grad_over_v",
-    "w_q_growth", "w_k_growth", "w_q_growth_total", "w_k_growth_total", "w_q_sq", "w_k_sq", "budget_window",
-    "tokens_per_s",
+    "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "attn_out_norm",
+    "mlp_out_norm", "final_norm", "final_rms", "out_log_z", "w_q_stable_rank", "w_k_stable_rank", "w_q_grad_over_v",
+    "w_k_grad_over_v", "w_q_growth", "w_k_growth", "w_q_growth_total", "w_k_growth_total", "w_q_sq", "w_k_sq",
+    "budget_window", "tokens_per_s",
 }  # fmt: skip
 # Significant digits of a value, and decimals of a training loss, in a small pack. Small packs are for hundreds of
 # runs.

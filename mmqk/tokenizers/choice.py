@@ -44,11 +44,18 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
     add("--images", type=int, default=c.images, help=f"largest number of images in memory ({c.images})")
     add("--captions", type=int, default=c.captions, help=f"largest number of captions ({c.captions})")
     add("--characters", type=int, default=c.characters, help=f"largest number of --text characters ({c.characters})")
-    share = f"held-out share of the samples in tars and of JSON lines ({c.val_fraction})"
+    add_sample_arguments(p)
+
+
+def add_sample_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the arguments for reading the samples of tars and of JSON lines."""
+    c, add = Selection(), p.add_argument
+    share = f"share of the samples in tars and of JSON lines to hold out, chosen by a hash ({c.val_fraction})"
     add("--val-fraction", type=float, default=c.val_fraction, help=share)
     add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
     add("--max-pixels", type=int, default=MAX_PIXELS, help=f"drop images with more pixels ({MAX_PIXELS})")
-    add("--caption-field", metavar="NAME", help="JSON field, or txt for the text file (default: caption, else txt)")
+    field = "JSON field of the caption, or txt for the text file (default: field caption, or else the text file)"
+    add("--caption-field", metavar="NAME", help=field)
 
 
 def selection_of(args: argparse.Namespace) -> Selection:

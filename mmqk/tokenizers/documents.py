@@ -15,9 +15,6 @@ from mmqk.shards.tars import expand
 from mmqk.store import UserError, hash_fraction, identity_hash
 from mmqk.tokenizers.choice import Selection, dropped_summary, spread, summary
 
-PATTERN = set("{*?[")
-ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".xz")
-
 
 class Documents:
     """The text documents of the train split; none if `text` is an empty name.
@@ -31,9 +28,9 @@ class Documents:
         self.selection, self.name = selection or Selection(), " ".join(names)
         self.folder: Path | None = None
         self.paths: list[Path] = []
-        if len(names) == 1 and not PATTERN & set(names[0]) and not names[0].endswith(ENDINGS):
-            self.folder = Path(names[0]) if names[0] else None
-        else:
+        if len(names) == 1 and names[0] and Path(names[0]).is_dir():
+            self.folder = Path(names[0])
+        elif names != [""]:
             self.paths = expand(names)
         self.identity()  # raises for a folder without a manifest
 

@@ -217,7 +217,7 @@ def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection 
     """
     names = [str(s) for s in ([shards] if isinstance(shards, str | Path) else shards)]
     selection = selection or Selection()
-    if len(names) != 1 or names[0].endswith(".tar") or set("{*?[") & set(names[0]):
+    if len(names) != 1 or not Path(names[0]).is_dir():
         return Tars(names, selection)
     folder = Path(names[0])
     if not (folder / MANIFEST).exists() and any(folder.glob("*.tar")):

@@ -36,9 +36,15 @@ class TextTokenizer:
         """
         path = existing_file(folder, TEXT_FILE)
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every error in a file
             raise damaged(path, error) from error
+        # The block of text in the joint vocabulary has one id for each entry of the model.
+        if sorted(tokenizer.get_vocab().values()) != list(range(tokenizer.get_vocab_size(with_added_tokens=False))):
+            raise damaged(path, "model.vocab does not have all ids from 0 on, or there are added tokens")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer)
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int = 1024) -> TextTokenizer:
@@ -67,7 +73,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, each from 0 to size - 1."""
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 (part of a character) become U+FFFD."""

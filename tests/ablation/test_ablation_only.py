@@ -45,6 +45,14 @@ def test_only_some_arms_are_trained_and_all_are_recorded(toy, argv):
     assert trained() == ["good", "good", "wild"]
 
 
+def test_quick_trains_the_quick_arms_of_every_grid(toy, capsys):
+    other = "name: other\nbase: base.yaml\nquick: [tall]\narms: {tall: {set: {size: 5}}, low: {set: {size: 6}}}\n"
+    Path("other.yaml").write_text(other)
+    assert toy("--config", "other.yaml", "--quick", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "good" in said and "tall" in said and "wild" not in said and "low" not in said
+
+
 def test_an_added_arm_changes_no_other_and_stays(toy, capsys):
     assert toy("--only", "good") == 0
     before = {path: path.read_bytes() for path in OUT.rglob("run.json")}

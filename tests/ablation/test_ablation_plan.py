@@ -156,6 +156,9 @@ def test_a_fork_after_the_end_of_its_parent_is_said_and_stops_nothing(world, tmp
     said = capsys.readouterr().out
     assert "late seed 1 never: plain seed 1 diverged at step 2, before step 3" in said
     assert "other" in said and said.count("completed") == 1
+    runs = record_of(tmp_path / "runs/toy")[1]
+    assert runs["late", 1]["never"] == "plain seed 1 diverged at step 2, before step 3"
+    assert [arm for (arm, _), run in runs.items() if "never" in run] == ["late", "later"]
     assert world("--out", "b", grid=FORKS.replace("step: 3", "step: 9")) == 2
     assert "plain has 4 steps, so it cannot be forked at step 9" in capsys.readouterr().err
 

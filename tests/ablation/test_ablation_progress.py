@@ -6,8 +6,8 @@ import pytest
 
 from mmqk.ablation.pool import Pool
 from mmqk.ablation.progress import PoolProgress, table
-from mmqk.ablation.task import Task, TaskOutcome
-from mmqk.store import MetricsWriter
+from mmqk.ablation.task import Task, TaskOutcome, standing
+from mmqk.store import MetricsWriter, write_json
 
 
 class Terminal(io.StringIO):
@@ -138,3 +138,15 @@ def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_pa
         "bad          3  diverged     7/100                   3",
         "bad seed 3 diverged: loss became nan",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"), [("3.5", 3.5), ('"inf"', float("inf")), ('"abc"', None), ("[1]", None), ("null", None)]
+)
+def test_a_loss_that_is_no_number_is_left_out_of_the_table(tmp_path, text, loss):
+    write_json(tmp_path / "run.json", {"id": "id", "identity": {}})
+    write_json(tmp_path / "status.json", {"status": "completed", "step": 7})
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 7, "loss": {text}}}\n')
+    task = Task("a", 0, (), tmp_path, "id", 100)
+    assert standing(task) == TaskOutcome("completed", 7, loss=loss)
+    assert "7/100" in table({task: standing(task)}).splitlines()[1]

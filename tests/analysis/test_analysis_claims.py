@@ -160,6 +160,37 @@ def test_divergences_of_numerics_decide_nothing(tmp_path):
     assert "no divergence due to numerics" not in passed(one(tmp_path / "logit", arms, [BASIC], more=replays))
 
 
+# Runs without spread or without values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("failed", "verdict"), [(6, "inconclusive"), (5, "reproduced")])
+def test_equal_values_in_each_arm_have_no_interval(tmp_path, failed, verdict):
+    """If 6 of 6 runs diverged and 0 of 6, the spread is 0, and the chance of another result is not."""
+    found = one(tmp_path, {"a": failing(failed), "b": failing(0)}, [BASIC | {"metric": "diverged"}])
+    assert found.effect.value == pytest.approx(failed / 6) and found.verdict == verdict
+    assert ("no spread for an interval: test counts of runs." in found.open) == (verdict == "inconclusive")
+
+
+def test_three_divergences_of_three_against_none_have_no_interval(tmp_path):
+    claim = BASIC | {"metric": "diverged", "min_effect": 0.5}
+    found = one(tmp_path, {"a": failing(3), "b": failing(0)}, [claim], seeds=range(3))
+    assert found.verdict == "inconclusive" and "no spread for an interval" in " ".join(found.notes)
+    logits = {"a": Planted(20, spread=0), "b": Planted(10, spread=0)}
+    assert "no spread for an interval" in one(tmp_path / "logit", logits, [BASIC]).open
+    # The control: one arm with spread is enough for the pooled spread.
+    logits["b"] = Planted(10)
+    assert one(tmp_path / "spread", logits, [BASIC]).verdict == "reproduced"
+
+
+def test_arms_without_a_finite_value_are_not_said_to_share_no_seed(tmp_path):
+    arms = {"a": Planted(10, nan_from=0), "b": Planted(10, nan_from=0)}
+    found = one(tmp_path / "nan", arms, [BASIC])
+    assert found.verdict == "inconclusive" and found.open == "No compared run has a finite value."
+    seeds = [({"arm": arm, "seed": seed}, Planted(10), {"optim.eps": arm}) for arm, seed in (("a", 1), ("b", 2))]
+    found = one(tmp_path / "seeds", {"a": Planted(10), "b": Planted(10)}, [BASIC], seeds=(), more=seeds)
+    assert found.open == "The two arms share no seed."
+
+
 # Families of claims ----------------------------------------------------------------------------------------------
 
 
@@ -239,6 +270,15 @@ def test_an_effect_where_none_can_be_takes_a_verdict_away(tmp_path):
     # Runs that could not have shown an effect are no evidence against it.
     wide = arms | {"c": Planted(10, spread=0.6)}
     assert not passed(one(tmp_path / "wide", wide, quiet))["negative control N"]
+
+
+@pytest.mark.parametrize(("ratio", "passes"), [(1.0, True), (8.0, False), (1 / 8, False)])
+def test_an_equivalence_as_a_negative_control_has_two_sides(tmp_path, ratio, passes):
+    arms = {"a": Planted(20), "b": Planted(10), "c": Planted(10 * ratio)}
+    quiet = leaning("negative_control", {"treatment": "c", "control": "b", "test": "equivalence"})
+    found = one(tmp_path, arms, quiet)
+    assert passed(found)["negative control N"] == passes
+    assert found.verdict == ("reproduced" if passes else "inconclusive")
 
 
 def test_a_negative_control_can_be_a_value(tmp_path):

@@ -159,7 +159,8 @@ def crossed(tmp_path, claim, slopes=(0.5, 0.1), drop=()):
                 point = {"model.n_layers": depth}
                 entry = {"arm": f"{family}-n_layers{depth}", "family": family, "point": point, "seed": seed}
                 if (family, depth, seed) not in drop:
-                    runs.append((entry, Planted(10 * math.exp(slope * depth), spread=0.05), point))
+                    of_seed = slope + 0.002 * seed  # otherwise the slopes have no spread
+                    runs.append((entry, Planted(10 * math.exp(of_seed * depth), spread=0.05), point))
     grid = {"arms": {"a": {"label": "first"}, "b": {}}, "claims": [claim]}
     return load_study(write_grid(tmp_path / "made", grid, runs))
 

@@ -93,7 +93,7 @@ def test_the_page_shows_every_prediction_beside_what_was_seen(tmp_path, without_
     html = (tmp_path / "page/index.html").read_text().split('id="hypotheses"')[1].split("</table>")[0]
     assert "above ✓" in html and '<span class="verdict supported">supported</span>' in html
     assert "plain &lt;growth&gt;" in html
-    assert "| **H1** plain \\<growth\\> ours" in (tmp_path / "page/report.md").read_text()
+    assert "| **H1** plain \\<growth\\> Source: ours" in (tmp_path / "page/report.md").read_text()
 
 
 @pytest.mark.parametrize(

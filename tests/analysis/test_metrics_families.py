@@ -169,7 +169,9 @@ def test_slope_and_monotonicity_are_scipys(tmp_path):
 def test_no_response_has_no_slope_and_no_order(tmp_path):
     runs = dosed(tmp_path, [0, 1, 2, 3], [5.0] * 4)
     assert value("dose_response(largest_attention_logit)", runs).value == 0
-    assert math.isnan(value("dose_monotonicity(largest_attention_logit)", runs).value)
+    order = value("dose_monotonicity(largest_attention_logit)", runs)
+    assert math.isnan(order.value) and order.why == "all responses are equal, so they have no order"
+    assert value("dose_monotonicity(diverged)", runs).why == order.why
 
 
 def test_a_run_that_blew_up_has_a_rank_and_no_slope(tmp_path):
@@ -212,6 +214,7 @@ def test_doses_that_say_nothing_are_named(tmp_path):
         ("dose_response(q_norm, a, b)", "have arguments in brackets"),
         ("q_norm(text)", "have arguments in brackets"),
         ("time_of_failure/text", "has no modality: write time_of_failure"),
+        ("grad_norm_spike_score/text", "has no modality: write grad_norm_spike_score"),
     ],
 )
 def test_impossible_names_are_refused(name, said):

@@ -94,6 +94,21 @@ def test_a_run_that_a_divergence_stopped_might_have_recovered(tmp_path):
         assert value("late_rise", run) == late
 
 
+@pytest.mark.parametrize("tag", ["loss/text", "loss/image", "grad_norm"])
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_run_that_ended_with_a_value_that_is_not_finite_cannot_recover(tmp_path, tag, stop):
+    """`alarm.stop_diverged` has no effect on this: such a run ends with and without it."""
+    series = {"loss/text": curve(6000, 0.0, 4040), "loss/image": curve(6000, 0.0, 4040), "grad_norm": [1.0] * 4040}
+    config_of = config(STEPS) | {"alarm": {"stop_diverged": stop}}
+
+    def rise(name):
+        return value("late_rise", small_run(tmp_path / name, series, status="diverged", config=config_of))
+
+    assert rise("finite") == 1 if not stop else math.isnan(rise("finite"))
+    series[tag][-1] = math.nan
+    assert rise("nan") == 1
+
+
 def test_a_late_rise_of_one_loss_does_not_count_for_the_other(tmp_path):
     run = run_of(tmp_path / "x", curve(6000, 0.0), curve(4000, 0.3))
     metric = find_metric("late_rise/text")[0]

@@ -11,7 +11,7 @@ from scipy import stats
 
 from mmqk.analysis import load_study
 from mmqk.analysis.stats.effects import Effect
-from mmqk.analysis.verdicts.ranking import ranking
+from mmqk.analysis.verdicts.ranking import _effect, ranking
 from mmqk.report.page import write_report
 from mmqk.report.ranking import interval, ranking_csv, ranking_rows
 from tests.analysis.small_runs import config, small_run
@@ -120,6 +120,19 @@ def test_a_run_that_diverged_ranks_last(tmp_path):
     made = ranking(study)
     assert made.rows[-1].arm == "good" and made.rows[-1].failed == 3 and made.rows[-1].runs == 7
     assert ranking_rows(study, made)[-2]["difference"] == "diverged" and "good" not in made.front
+
+
+def test_a_difference_without_a_value_is_none_and_not_infinite(tmp_path):
+    whole = {1: 4.0, 2: 4.1, 3: 4.2}
+    assert _effect({**whole, 2: math.nan}, whole, None) is None
+    assert _effect(whole, {**whole, 2: math.nan}, None) is None
+    assert _effect(whole, {**whole, 2: math.inf}, None) is None
+    assert _effect({**whole, 2: math.inf}, whole, None).value == math.inf  # the controls
+    assert _effect(whole, whole, None).value == 0
+    study = grid_of(tmp_path, more={"plain": {"status": "diverged"}})
+    made = ranking(study)
+    assert [row.difference for row in made.rows] == [None] * 3
+    assert [row["difference"] for row in ranking_rows(study, made)][:3] == ["–"] * 3
 
 
 def test_a_ratio_beyond_the_largest_float_is_printed():

@@ -97,11 +97,11 @@ def test_the_notes_say_what_the_comparison_leaves_out(tmp_path):
 def test_unfinished_runs_have_no_test_and_a_warning(tmp_path):
     arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
     made = study(tmp_path, arms, [CLAIM])
-    assert "Not all runs have finished" not in survival_figure(made).caption
+    assert "Some runs have not finished" not in survival_figure(made).caption
     status = next(made.folder.glob("b-*/seed0/status.json"))
     status.write_text(json.dumps(json.loads(status.read_text()) | {"status": "running"}))
     made = load_study(made.folder)
-    assert "Not all runs have finished. A run that fails finishes first" in survival_figure(made).caption
+    assert "Some runs have not finished. Failed runs end earlier than others" in survival_figure(made).caption
     notes = " ".join(judge(made)[0].notes)
     assert "Failed runs: 6 of 6 in a and 0 of 5 in b." in notes and "log-rank" not in notes
 

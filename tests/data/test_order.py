@@ -17,10 +17,12 @@ from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.order.sequences import SequenceBuilder, pieces
+from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, layout_of
 from mmqk.store import UserError, identity_hash
 from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 
@@ -123,6 +125,17 @@ def test_epochs_visit_every_item_once_and_reshuffle():
 def test_impossible_mixtures_are_refused(weights, share, says):
     with pytest.raises(ValueError, match=says):
         Mixture(weights, share, seed=0)
+
+
+@pytest.mark.parametrize(("share", "slot"), [(0.999, "caption_first"), (0.001, "image_first")])
+def test_a_share_of_images_first_that_gives_no_row_is_named(share, slot):
+    weights = {"pair": 3.0, "text": 1.0}
+    with pytest.raises(ValueError, match=rf"^data\.image_first_prob {share} gives '{slot}' less than one row in 240"):
+        Mixture(weights, share, seed=0)
+    Mixture(weights, round(share), seed=0)
+    # The control: neither order of the pairs has a row.
+    with pytest.raises(ValueError, match=r"^data\.mix gives 'image_first' less than one row in 240"):
+        Mixture({"pair": 1.0, "text": 10000.0}, share, seed=0)
 
 
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
@@ -305,6 +318,23 @@ def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
     assert len(folders_in(tmp_path / "cache")) == 2
 
 
+def test_tokenizers_of_another_image_size_are_refused_before_they_are_used(tiny_data, tmp_path, capsys):
+    import shutil
+
+    other, pairs = tmp_path / "tokenizers", tiny_data / "pairs"
+    shutil.copytree(tiny_data / "tokenizers", other)
+    config = ImageTokenizerConfig(32, 4, codes=32, code_dim=8, decoder_width=16, decoder_depth=1)
+    (other / "image.safetensors").write_bytes(ImageTokenizer(config).to_bytes())
+    says = r"take images of 32 px, .* of 64 px: make a token folder with python -m mmqk\.data\.tokenize --shards"
+    with pytest.raises(UserError, match=says):
+        open_source("pair", pairs, other, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() and "tokenizing" not in capsys.readouterr().err
+    # The control: the program that the sentence names makes a folder with these tokenizers.
+    argv = ["--shards", f"{pairs}/train-*.tar", f"--tokenizers={other}", f"--out={tmp_path / 't'}"]
+    assert tokenize([*argv, "--workers=0", "--val-fraction=0.3"]) == 0
+    assert open_source("pair", tmp_path / "t", other, tmp_path / "cache")["train"].image_tokens == 4 * 4 + 2
+
+
 def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
     import shutil
 
@@ -410,6 +440,8 @@ def test_fields_that_change_no_sample_are_no_part_of_the_identity(tiny_data):
 def test_what_is_no_source_is_told_what_to_do(tiny_data, tmp_path):
     for more, says in (
         ({"pairs": "shards/*.tar"}, r"python -m mmqk\.data\.tokenize --shards .* --data\.read shards"),
+        ({"pairs": "shards/{00..09}.tar"}, r"python -m mmqk\.data\.tokenize --shards .* --data\.read shards"),
+        ({"pairs": "shards"}, r"shards does not exist: check the path"),
         ({"interleaved": str(tmp_path), "mix": {"interleaved": 1.0}}, r"tokenize --interleaved --shards"),
         ({"text": str(tmp_path)}, r"tokenize --text"),
     ):

@@ -111,6 +111,15 @@ def test_a_configuration_without_the_field_is_matched(tmp_path):
     assert resolve(["--config", str(old), "--out", str(tmp_path / "run")]).data.pairing == "matched"
 
 
+def test_the_shortest_row_of_captions_counts_no_image(tiny_data):
+    with pytest.raises(UserError, match=r"^data\.seq_len 9 is too short for a caption: at least 10 is needed"):
+        module(tiny_data, pairing="captions", mix={"pair": 1.0}, seq_len=9)
+    module(tiny_data, pairing="captions", mix={"pair": 1.0}, seq_len=10)
+    # The control: matched pairs have images.
+    with pytest.raises(UserError, match="too short for an image of 64 codes and its caption: at least 76 is needed"):
+        module(tiny_data, mix={"pair": 1.0}, seq_len=10)
+
+
 def test_what_cannot_be_shuffled_is_refused(tiny_data):
     with pytest.raises(ValueError, match=r"set data\.read to tokens"):
         DataConfig(pairing="shuffled", read="shards")

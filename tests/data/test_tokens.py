@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -225,6 +226,57 @@ def test_pieces_are_the_document_and_never_part_of_an_image():
         pieces(store, room=7)
 
 
+def alone(document, layout=LAYOUT, of=TokenStore):
+    return of("interleaved", layout, [np.array(document)], [np.array([len(document)])])
+
+
+def test_a_cut_of_a_document_is_a_slice_of_it(tmp_path):
+    documents = some(20, high=9)
+    store = open_tokens(write(tmp_path / "t", documents))["train"]
+    for n, document in enumerate(d for p in range(3) for d in documents[p::3]):
+        for start, end in itertools.combinations_with_replacement(range(len(document) + 1), 2):
+            assert store.cut(n, start, end).tolist() == document[start:end].tolist()
+    assert store.cut(0, 0, 1).dtype == np.int64
+
+
+@pytest.mark.parametrize("stray", [[4], [20, 21, 4], [4, 4]])
+def test_an_end_without_its_image_does_not_move_the_cuts(stray):
+    image = [3, *range(20, 26), 4]
+    document = [5, 6, 7, *stray, 8, 9, *image, 10, 11, 12]
+    whole = [document[start:end] for _, start, end in pieces(alone(document), room=11)]
+    assert list(itertools.chain(*whole)) == document and max(map(len, whole)) <= 11
+    assert [part[part.index(3) :][:8] for part in whole if 3 in part] == [image]
+    # The control: a cut after 11 tokens is inside the image.
+    assert 3 in document[:11] and image != document[document.index(3) : 11]
+
+
+def test_long_documents_are_read_for_their_images_only():
+    class Unread(TokenStore):
+        def __getitem__(self, n):
+            raise AssertionError("a document is read")
+
+    without = Layout({"text": 20, "image": 12}, bos=0)
+    assert pieces(alone(range(25), without, Unread), 19).tolist() == [[0, 0, 19], [0, 19, 25]]
+    # The control: with a first id of an image, a long document is read.
+    with pytest.raises(AssertionError, match="a document is read"):
+        pieces(alone(range(25), LAYOUT, Unread), 19)
+
+
+def test_the_length_that_an_image_needs_is_the_least_that_works():
+    image = [3, *range(20, 26), 4]
+    document = [5, 6, 7, *image, *[8] * 9]
+    for bos in (0, None):
+        store = alone(document, Layout({"text": 20, "image": 12}, bos=bos, begin_image=3, end_image=4))
+
+        def cut(seq_len, store=store):
+            room = SequenceBuilder({"interleaved": store}, store.layout, seq_len).room
+            return [document[start:end] for _, start, end in pieces(store, room)]
+
+        with pytest.raises(ValueError, match="an image of 6 codes: at least 9 is needed"):
+            cut(8)
+        assert [part[part.index(3) :][:8] for part in cut(9) if 3 in part] == [image]
+
+
 # Arrays of other tokenizers --------------------------------------------------------------------------
 
 
@@ -261,6 +313,17 @@ def test_arrays_are_used_as_they_are(arrays, capsys):
     batch = data.probe_batch(4)
     assert (batch.ids_BT[:, :18].numpy() == np.load(arrays / "val-0.npy")[:4]).all()
     assert not batch.valid_BT[:, 18:].any() and (batch.modality_BT[:, 12:18] == 1).all()
+
+
+def test_two_stars_in_a_pattern_are_folders_of_any_depth(arrays, capsys):
+    (arrays / "a/b").mkdir(parents=True)
+    np.save(arrays / "a/b/train-9.npy", ids_of(5, 18, 7))
+    argv = [f"--val={arrays}/val-*.npy", "--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
+    # The control: one star is one folder.
+    assert cli_main(main)([f"--train={arrays}/*/train-*.npy", *argv]) == 2
+    assert "names no file" in capsys.readouterr().err
+    assert main([f"--train={arrays}/**/train-*.npy", *argv]) == 0
+    assert len(open_tokens(arrays / "t")["train"]) == 44 + 5
 
 
 def test_held_out_documents_are_chosen_by_their_content(arrays):
@@ -376,11 +439,17 @@ BLOCKS = "--vocab-sizes=text=100,image=50,mark=3"
         ([BLOCKS, "--begin-image=150"], "--begin-image is given without --end-image"),
         ([BLOCKS, "--end-image=150"], "--end-image is given without --begin-image"),
         ([BLOCKS, "--pad=3"], "train-0.npy has documents with id 3, which is --pad"),
-        ([BLOCKS, "--train=ARRAYS/more.npz"], "more.npz cannot be read as an array (it is an archive of arrays"),
+        ([BLOCKS, "--train=ARRAYS/more.npz"], "more.npz is not a .npy array: write it with numpy.save"),
+        ([BLOCKS, "--train=ARRAYS/rows.npy"], "rows.npy has rows.lengths.npy and 2 dimensions"),
+        ([BLOCKS, "--val=ARRAYS/train-*.npy"], "train-0.npy is in --train and in --val: give other arrays to --val"),
+        ([BLOCKS, "--begin-image=150", "--end-image=150"], "--begin-image and --end-image are both 150: give two"),
+        (["--vocab-sizes=text=100,image=4294967197"], "has 4294967297 ids: give at most 4294967296"),
     ],
 )
 def test_what_would_be_taken_wrongly_is_one_sentence(arrays, capsys, argv, says):
     np.savez(arrays / "more.npz", ids=ids_of(9, 18, 1))
+    np.save(arrays / "rows.npy", ids_of(3, 18, 1))
+    np.save(arrays / "rows.lengths.npy", np.array([7, 18, 12]))
     given = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", f"--out={arrays / 't'}"]
     assert cli_main(main)([*given, *(a.replace("ARRAYS", str(arrays)) for a in argv)]) == 2
     err = capsys.readouterr().err

@@ -5,7 +5,8 @@ import pytest
 
 from mmqk.grid import load_grid
 from mmqk.grid.claims import claims_hash
-from mmqk.store import UserError
+from mmqk.grid.record import SHAPE
+from mmqk.store import UserError, misfit
 
 GRID = """
 name: demo
@@ -112,6 +113,48 @@ def test_a_mistake_in_a_grid_is_one_sentence_that_names_it(write, old, new, sent
     assert GRID.count(old) >= 1
     with pytest.raises(UserError, match=sentence) as refusal:
         load_grid(write(GRID.replace(old, new, 1)))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "wrong", "right", "sentence"),
+    [
+        ("label: QK-Norm", "label: null", "label: 3", r"arms\.qk\.label is null and not text"),
+        ("block: shown", "block: null", "block: 1", r"arms\.shown\.block is null and not text"),
+        ("title: A demonstration", "title: null", "title: 2026", "title is null and not text"),
+        ("set: {model.post_norm: true}", "set: []", "set: {}", r"arms\.shown\.set is \[\] and not an object"),
+        ("command: make demo", "headline: [3]", "headline: [C2]", r"report\.headline\[0\] is 3 and not text"),
+        (
+            "command: make demo",
+            "cannot_tell: [Late drift: these runs are short.]",
+            "cannot_tell: ['Late drift: these runs are short.']",
+            r"report\.cannot_tell\[0\] is .* and not text",
+        ),
+    ],
+)
+def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(write, old, wrong, right, sentence):
+    assert GRID.count(old) == 1
+    with pytest.raises(UserError, match=sentence) as refusal:
+        load_grid(write(GRID.replace(old, wrong)))
+    assert "\n" not in str(refusal.value)
+    assert misfit(load_grid(write(GRID.replace(old, right))).raw, SHAPE["grid"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("{kind: pie}", r"report\.figures\[1\]: kind is 'pie': use one of output_norm, training_loss, "),
+        ("{arms: [qk]}", r"report\.figures\[1\]: kind is None: use one of "),
+        ("{kind: training_loss, arms: [qx]}", r"report\.figures\[1\]: there is no arm 'qx' \(arms: plain, "),
+        ("training_loss", r"report\.figures\[1\] must be a mapping"),
+    ],
+)
+def test_a_wrong_figure_of_a_grid_is_refused_before_the_runs(write, wrong, sentence):
+    good = "{kind: training_loss, arms: [plain, qk]}"
+    grid = GRID.replace("command: make demo", f"figures: [{good}, {good}]")
+    assert len(load_grid(write(grid)).raw["report"]["figures"]) == 2
+    with pytest.raises(UserError, match=sentence) as refusal:
+        load_grid(write(grid.replace(f", {good}]", f", {wrong}]")))
     assert "\n" not in str(refusal.value)
 
 

@@ -241,6 +241,18 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
             load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"])
 
 
+def test_merged_grids_keep_the_quick_arms_of_each(load, tmp_path):
+    paths = [tmp_path / "toy.yaml", tmp_path / "two.yaml"]
+    load(HEAD + "seeds: [1]\nquick: [a]\narms: {a: , b: {set: {x: 1}}}\n")
+    two = HEAD.replace("toy", "two") + "seeds: [1]\narms: {c: {set: {x: 2}}}\n"
+    load(two + "quick: c\n", "two")
+    assert load_grids(paths).raw["quick"] == ["a", "c"]
+    load(two, "two")
+    assert load_grids(paths).raw["quick"] == ["a"]
+    load(HEAD + "seeds: [1]\narms: {a: , b: {set: {x: 1}}}\n")
+    assert "quick" not in load_grids(paths).raw
+
+
 def test_replays_begin_at_shares_of_the_run_before_its_divergence():
     rule = ReplayRule()
     assert steps_before(1000, rule) == {0.01: 990, 0.05: 950, 0.2: 800}

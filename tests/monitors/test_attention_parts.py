@@ -8,7 +8,7 @@ import torch
 
 from mmqk.monitors.measures import pairs as pairs_module
 from mmqk.monitors.measures.attention import attention_statistics
-from mmqk.monitors.measures.pairs import Pairs, visible_pairs
+from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
 
 B, H, T, K, M = 2, 3, 30, 4, 3
 PARTS = (
@@ -137,6 +137,41 @@ def test_the_parts_add_up_and_masses_sum_to_one():
         torch.testing.assert_close(sums[whole], total, rtol=1e-5, atol=1e-4)
     count = by_name(statistics.rows.count)["entropy"][0]
     torch.testing.assert_close(sums["mass"].sum(0), count, rtol=1e-5, atol=1e-4)
+
+
+def without_modality(modality_BT):
+    """Take the modality of every third token: -1 and M are the numbers of no modality."""
+    number_T = torch.where(torch.arange(T) % 2 == 0, -1, M)
+    return torch.where(torch.arange(T) % 3 == 1, number_T, modality_BT)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_keys_without_a_modality_are_one_more_block_of_the_entropy(softcap):
+    q, k, modality_BT, visible_BTS = case()
+    modality_BT = without_modality(modality_BT)
+    pairs = Pairs(modality_BT, visible_BTS, M, H)
+    rows = by_name(attention_statistics(q, k, 0.7, pairs, softcap).rows.mean)
+    entropies = {(name, a): float(rows[name][0, a]) for name in PARTS if "entropy" in name for a in range(M)}
+    # One number for all keys without a modality, and only rows that see enough keys with one.
+    modality_BT = torch.where((modality_BT < 0) | (modality_BT >= M), M, modality_BT)
+    few_BT = (visible_BTS & (modality_BT < M)[:, None]).sum(-1) < FEWEST_KEYS
+    counted_BTS = visible_BTS & ~few_BT[:, :, None]
+    expected = row_by_row(q, k, 0.7, modality_BT, counted_BTS, softcap)
+    assert entropies == {place: pytest.approx(expected[place], rel=1e-4, abs=1e-5) for place in entropies}
+    assert all(entropies["within_entropy", a] > 0 for a in range(M))
+    # The control: the keys without a modality have a share of the weights.
+    assert all(sum(expected["mass", a, m] for m in range(M)) < 0.9 for a in range(M))
+
+
+def test_padding_without_a_modality_is_no_block():
+    q, k, modality_BT, visible_BTS = case()
+    padded_BT = torch.where(visible_BTS.any(1), modality_BT, -1)
+    assert (padded_BT != modality_BT).any()
+    marked, plain = (Pairs(x, visible_BTS, M, H) for x in (padded_BT, modality_BT))
+    assert not marked.others and not plain.others
+    assert Pairs(without_modality(modality_BT), visible_BTS, M, H).others  # the control
+    rows = [attention_statistics(q, k, 0.7, pairs).rows.mean for pairs in (marked, plain)]
+    torch.testing.assert_close(*rows, rtol=0, atol=0, equal_nan=True)
 
 
 def test_large_logits_on_a_large_mean_keep_their_spread():

@@ -23,15 +23,18 @@ from mmqk.analysis.verdicts.study import StudyArm
 from mmqk.analysis.verdicts.verdicts import judge
 from mmqk.grid.claims import claims_hash
 from mmqk.report.figures.curves import binned, layer_map
+from mmqk.report.figures.draw import Brush
 from mmqk.report.figures.files import figure_files
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
-from mmqk.report.figures.standard import figures, hero
+from mmqk.report.figures.interactive import chart_data
+from mmqk.report.figures.standard import figures, heat_map, hero
 from mmqk.report.figures.style import GRAY, arm_colors
 from mmqk.report.findings import cannot_tell, finding, headline, lead
 from mmqk.report.page import page_content, write_report
 from mmqk.report.render import css, render
 from mmqk.report.tables import arm_rows, data_rows
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
+from tests.analysis.small_runs import small_run
 
 CLAIMS = ("claim-C2", "claim-C10", "claim-C13")
 PAPERS = ("chameleon-fig-5b", "chameleon-fig-6b")
@@ -269,7 +272,8 @@ def test_no_absolute_path_is_on_the_page(tmp_path, monkeypatch):
     for name in ("index.html", "report.md"):
         text = render(name, content)
         assert str(tmp_path) not in text and "/elsewhere" not in text and "/me/" not in text
-        assert "--config my configs/x.yaml" in text and "--out=runs/a b" in text and "--seed=3" in text
+        words = html.unescape(text)
+        assert "--config 'my configs/x.yaml' '--out=runs/a b' --seed=3" in words
         assert "no space in runs/x/y.ckpt" in text and "runs/parent" in text
 
 
@@ -314,12 +318,12 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(demo, tmp_path):
     path = next(other.glob("image-off-*/seed0")) / "data.json"
     path.write_text(json.dumps({"image": {"unigram": 3.21, "floor": 2.5}}))
     rows = {row["arms"]: row for row in data_rows(load_study(other)) if row["modality"] == "image"}
-    assert rows["image loss off, no QK-Norm"]["unigram"] == "3.21" and len(rows) == 2
-    assert rows["image loss off, no QK-Norm"]["floor"] == "2.50"
+    assert rows["“image loss off, no QK-Norm”"]["unigram"] == "3.21" and len(rows) == 2
+    assert rows["“image loss off, no QK-Norm”"]["floor"] == "2.50"
     # No run of this arm trains the image modality, so the arm has no best image loss. In the other row, the best loss
     # is the lowest of all its runs.
-    assert rows["image loss off, no QK-Norm"]["best"] == "–"
-    others = next(row for arms, row in rows.items() if arms != "image loss off, no QK-Norm")
+    assert rows["“image loss off, no QK-Norm”"]["best"] == "–"
+    others = next(row for arms, row in rows.items() if arms != "“image loss off, no QK-Norm”")
     assert 4.4 < float(others["best"]) < 4.6
 
 
@@ -401,7 +405,7 @@ def test_many_claims_that_are_not_run_share_a_sentence(unrun, tmp_path, without_
     grid = {"arms": {name: {} for name in [*arms, *(f"c{i}" for i in range(unrun))]}, "claims": claims}
     write_report(write_grid(tmp_path / "runs", grid, runs), tmp_path / "page")
     html, plain = ((tmp_path / "page" / name).read_text(encoding="utf-8") for name in ("index.html", "report.md"))
-    sentence = f"Not run: {unrun} of {unrun + 1} claims: U0, U1, U2"
+    sentence = f"{unrun} of {unrun + 1} claims were not run: U0, U1, U2"
     assert (sentence in html, sentence in plain) == (unrun == 4,) * 2
     assert html.count('<article class="card"') == (1 if unrun == 4 else 4)
     assert all(f'id="claim-U{i}"' in html.replace("claim-u", "claim-U") for i in range(unrun))
@@ -449,7 +453,7 @@ def test_what_cannot_be_told_is_generated(tmp_path):
     items = cannot_tell(study, judge(study))
     assert items[0] == "Anything about size: these are toy models on icon art."
     assert any("Effects weaker than a factor of" in item for item in items)
-    assert any("3 runs of the grid not started" in item for item in items)
+    assert any("3 runs of the grid have not started" in item for item in items)
     assert any("C13: shown without a verdict" in item for item in items)
     assert any("ran at 0.01" in item for item in items)
 
@@ -501,7 +505,8 @@ def test_words():
     assert number(2.5e14) == "250,000,000,000,000" and number(2.5e15) == "2.50e+15"
     assert number(float("inf")) == "∞" and number(float("nan")) == "not measured"
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
-    assert duration(42.4) == "42 s" and duration(185) == "3 min 05 s"
+    assert duration(42.4) == "42 s" and duration(185) == "3 min 05 s" and duration(7199.4) == "119 min 59 s"
+    assert duration(7200) == "2 h 00 min" and duration(10_790) == "3 h 00 min" and duration(61_450) == "17 h 04 min"
 
 
 FRONT_DOOR = """
@@ -600,8 +605,9 @@ def test_layers_join_pairs_by_step_when_probes_lack_one(tmp_path):
         rewrite(runs, "mixed", seed, change)
     found = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")
     assert found is not None
-    steps, values = found
-    assert steps.tolist() == [s for s in range(0, 201, 20) if s != 80] and values.shape == (4, 10)
+    layers, steps, values = found
+    assert layers == (0, 1, 2, 3) and values.shape == (4, 10)
+    assert steps.tolist() == [s for s in range(0, 201, 20) if s != 80]
     for layer in range(4):
         for step, value in zip(steps.astype(int), values[layer], strict=True):
             worst = [
@@ -617,6 +623,23 @@ def test_layers_join_pairs_by_step_when_probes_lack_one(tmp_path):
     )
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_layers_keep_their_numbers_if_not_all_have_attention(tmp_path, seeds):
+    for seed in range(seeds):
+        logits = {layer: {step: v + step for step in (0, 50, 100)} for layer, v in ((3, 10.0), (7, 300.0))}
+        series = {f"attn_logit_absmax/text-text/layer{layer:02d}": values for layer, values in logits.items()}
+        small_run(tmp_path / f"hybrid/seed{seed}", {"loss/text": {100: 3.0}, **series}, seed=seed)
+    study = load_study(tmp_path)
+    assert layer_map(study, "hybrid", "attn_logit_absmax", "text")[0] == (3, 7)
+    figure = heat_map(study)
+    of = "the largest attention logit" if seeds == 1 else "the median over seeds of the largest attention logit"
+    assert figure.reading == f"At the last probe {of} was highest in layer 7 of “hybrid” (400)."
+    assert ("median over seeds" in figure.caption) == (seeds == 2)
+    assert [row["layer"] for row in csv.DictReader(io.StringIO(figure.csv()))] == ["3"] * 3 + ["7"] * 3
+    ((panel,),) = json.loads(chart_data(study, Brush.of(study), figure))["rows"]
+    assert [(line["name"], line["layer"]) for line in panel["lines"]] == [("layer 3", 3), ("layer 7", 7)]
+
+
 def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
     runs = write_demo(tmp_path / "demo")
 
@@ -625,13 +648,13 @@ def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
             del line[name]
 
     rewrite(runs, "mixed", 0, change)
-    values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[1]
+    values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[2]
     assert values.shape == (4, 11)
     expected = np.median([max(logits(runs, seed, 200, 3)) for seed in (1, 2)])
     assert values[3, -1] == pytest.approx(expected)
     for seed in (1, 2):
         rewrite(runs, "mixed", seed, lambda line: line["step"] == 200 and change(line))
-    values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[1]
+    values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[2]
     assert np.isnan(values[3, -1]) and np.isfinite(values).sum() == 43
     # Seeds that share no step have no map.
     for seed, half in ((0, 0), (1, 20)):

@@ -11,10 +11,13 @@ import pytest
 from mmqk.analysis import load_study
 from mmqk.analysis.metrics import extrapolate
 from mmqk.analysis.metrics.scaling import fit_quadratic
+from mmqk.grid.claims import FIGURE_KINDS
+from mmqk.report.figures.draw import Brush
 from mmqk.report.figures.files import _legend_columns
-from mmqk.report.figures.papers import paper_figures
+from mmqk.report.figures.interactive import chart_data
+from mmqk.report.figures.papers import KINDS, paper_figures
 from mmqk.report.figures.shapes import Key
-from mmqk.report.figures.sweep_figures import logit_by_size, lr_sensitivity
+from mmqk.report.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
 from mmqk.report.figures.sweeps import sweeps
 from mmqk.store import UserError
 from tests.analysis.fake_runs import write_demo
@@ -124,6 +127,27 @@ def test_largest_size_is_held_out_of_the_fit(sweep, tmp_path):
     assert logit_by_size(three, (), "") is None and lr_sensitivity(three, (), "") is not None
 
 
+def test_a_line_without_an_arm_is_named_by_what_it_is(sweep):
+    """A median over the runs of a sweep belongs to no arm."""
+    figure = loss_and_logit_by_lr(sweep, (), "Wortsman Fig. 2")
+    rows = json.loads(chart_data(sweep, Brush.of(sweep), figure))["rows"]
+    names = {line["name"] for row in rows for panel in row for line in panel["lines"]}
+    assert "median over seeds" in names and not [name for name in names if name.startswith(",")]
+    assert f"QK-Norm, lr {RATES[0]}, d_model {WIDTHS[0]}, seed 0" in names  # the control: the point of a run
+
+
+def test_a_caption_has_the_number_of_configurations_if_not_all_are_drawn(tmp_path):
+    for number in range(4):
+        for rate in RATES:
+            settings = {"optim.lr": rate, "model.residual_dropout": number / 10}
+            write(tmp_path / f"d{number}" / f"r{rate}", settings=settings)
+        if number == 2:
+            assert "configurations" not in lr_sensitivity(load_study(tmp_path), (), "").caption
+    figure = lr_sensitivity(load_study(tmp_path), (), "")
+    assert "Shown: 3 of 4 configurations." in figure.caption and "One point per run (12)" in figure.caption
+    assert "configurations" not in loss_and_logit_by_lr(load_study(tmp_path), (), "").caption  # all 4 are drawn
+
+
 def test_planted_logits_are_what_the_files_hold(sweep):
     run = next(r for r in sweep.runs if r.family == "qk" and r.setting("model.d_model") == 64)
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -158,11 +182,51 @@ def test_figures_stand_where_the_runs_have_them(sweep, tmp_path):
     assert likes(load_study(tmp_path / "apart")) == ["Chameleon Fig. 5b"]
 
 
-def asked(tmp_path, figures):
+def test_selection_runs_do_not_choose_the_runs_of_a_figure(tmp_path):
+    """A selection run without QK-Norm at the learning rate of the others is not the run without QK-Norm that the
+    figure of QK-Norm needs."""
+    entries = []
+
+    def likes_with(arm, family, role, rate, kind):
+        settings = {"optim.lr": rate, "model.qk_norm.kind": kind}
+        seed = 8 if role == "selection" else 1
+        write(tmp_path / arm / f"seed{seed}", seed=seed, settings=settings)
+        folder = f"{arm}/seed{seed}"
+        entries.append({"arm": arm, "seed": seed, "folder": folder, "id": arm, "family": family, "role": role})
+        grid = {"name": "best", "arms": {"plain": {}, "again": {}, "rms": {}, "l2": {}}}
+        (tmp_path / "ablation.json").write_text(json.dumps({"name": "best", "grid": grid, "runs": entries}))
+        return {figure.like: figure.arms for figure in paper_figures(load_study(tmp_path))}
+
+    likes_with("plain-lr0.1", "plain", "selection", 0.1, "none")
+    likes_with("plain", "plain", "verdict", 0.01, "none")
+    likes_with("rms", "rms", "verdict", 0.1, "rms")
+    assert likes_with("l2", "l2", "verdict", 0.1, "l2") == {}
+    assert likes_with("again", "again", "verdict", 0.1, "none") == {"Chameleon Fig. 5b": ("again", "rms", "l2")}
+
+
+def asked(tmp_path, figures, **kwargs):
     def change(grid):
         grid["report"]["figures"] = figures
 
-    return load_study(write_demo(tmp_path / "demo", change=change))
+    return load_study(write_demo(tmp_path / "demo", change=change, **kwargs))
+
+
+def test_the_kinds_that_a_grid_may_name_are_those_that_can_be_drawn():
+    assert sorted(FIGURE_KINDS) == sorted(KINDS)
+
+
+def test_a_figure_without_numbers_is_left_out_while_runs_are_to_come(tmp_path):
+    entry = {"kind": "training_loss", "arms": ["mixed-qk"], "like": "Some Fig. 1"}
+    assert "Some Fig. 1" in likes(asked(tmp_path / "whole", [entry]))
+    study = asked(tmp_path / "missing", [entry, {"kind": "output_norm"}], leave_out=("mixed-qk",))
+    assert "Some Fig. 1" not in likes(study) and likes(study)[0] == "Chameleon Fig. 5a"
+    study = asked(tmp_path / "unfinished", [{"kind": "logit_by_size"}])
+    status = next(study.folder.glob("mixed-qk-*/seed1/status.json"))
+    status.write_text(status.read_text().replace("completed", "running"))
+    assert "Wortsman Fig. 9" not in likes(load_study(study.folder))
+    status.write_text(status.read_text().replace("running", "completed"))
+    with pytest.raises(UserError, match="no numbers for logit_by_size"):
+        paper_figures(load_study(study.folder))
 
 
 def test_a_grid_names_its_figures(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.formatting import decimals, fixed
 from mmqk.report.figures.captions import LOGIT, at_end, hero_reading
+from mmqk.report.figures.claims import claim_figure
 from mmqk.report.figures.sweep_figures import lr_sensitivity
 from mmqk.report.findings import cannot_tell, effect_and_medians, finding, headline
 from mmqk.report.run_table import tokens, totals
@@ -109,6 +110,18 @@ def test_runs_that_failed_and_runs_that_lack_are_said_in_the_sentence(tmp_path):
     study = load_study(folder)
     sentence = finding(study, judge(study)[0])
     assert sentence.endswith("which does not decide claim C2: 2 of 3 planned runs of “mixed, no QK-Norm” finished.")
+
+
+def test_the_caption_of_a_claim_that_was_not_run_has_no_word_on_its_verdict(tmp_path):
+    study, found = of_claim(tmp_path, leave_out=("mixed-qk",))
+    assert found["C2"].verdict == "not run"
+    caption = claim_figure(study, found["C2"]).caption
+    assert caption.startswith("The 3 finished runs of the arms of this claim. ")
+    assert "verdict" not in caption and "Numbers above" not in caption
+    study, found = of_claim(tmp_path / "whole")
+    caption = claim_figure(study, found["C2"]).caption
+    assert caption.startswith("The 6 runs that the verdict counts. ")
+    assert "Numbers above are medians over runs." in caption
 
 
 def test_exploratory_findings_are_called_so(tmp_path):

@@ -166,7 +166,7 @@ WHERE = [
     ("medians? over (runs|seeds)", "demo", ["one seed", "alone"]),
     (", medians: ", "demo", ["one seed", "counts"]),
     (r"attention logit ended (at|between)", "demo", ["going on", "unmeasured"]),
-    ("in the arms with the highest and the lowest final logit", "demo", ["going on", "alone"]),
+    ("those with the highest and the lowest final logit", "demo", ["going on", "alone"]),
     (r"(entropy|norm|text tokens|all tokens) ended (at|between)", "demo", ["going on"]),
     ("was last (at|between)", "going on", ["demo", "calm"]),
     ("last losses of trained modalities", "going on", ["demo"]),

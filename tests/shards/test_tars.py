@@ -297,6 +297,15 @@ def test_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "not a local path" in refused(address)
 
 
+def test_two_stars_are_folders_of_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("0.tar", "a/1.tar", "a/b/2.tar"):
+        (tmp_path / name).touch()
+    assert [path.name for path in expand([f"{tmp_path}/**/*.tar"])] == ["0.tar", "1.tar", "2.tar"]
+    # The control: one star is one folder.
+    assert [path.name for path in expand([f"{tmp_path}/*/*.tar"])] == ["1.tar"]
+
+
 def header(name: str, content: bytes = b"", kind: bytes = b"0", size: bytes = b"") -> bytes:
     """Return the bytes of a member with any type and any declared size."""
     info = tarfile.TarInfo(name)

@@ -12,6 +12,7 @@ import pytest
 
 import mmqk
 from mmqk.analysis.metrics import METRICS
+from mmqk.analysis.metrics.growth_order import FALLING, GROWING
 from mmqk.analysis.runs.load import Run
 from mmqk.pack import main as pack
 from mmqk.report.__main__ import main as report
@@ -106,6 +107,10 @@ def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path
         assert json.loads((two.path / "thinned.json").read_text())["digits"] == 5
     write_pack(unpacked(tmp_path / "small.zip"), tmp_path / "again.zip", small=True)
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "small.zip").read_bytes()
+
+
+def test_a_small_pack_has_the_statistics_whose_growth_is_ordered():
+    assert {*GROWING, *FALLING} <= REPORTED
 
 
 @pytest.mark.usefixtures("without_figures")

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
 
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError
@@ -70,6 +71,40 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         (tmp_path / "text.json").write_text(content)
         with pytest.raises(UserError, match=r"text\.json cannot be used .*--overwrite"):
             TextTokenizer.load(tmp_path)
+
+
+def own(folder: Path, change) -> Tokenizer:
+    """Write the shipped text tokenizer with a change, and return it."""
+    tokenizer = Tokenizer.from_str(SHIPPED.to_json())
+    change(tokenizer)
+    tokenizer.save(str(folder / "text.json"))
+    return tokenizer
+
+
+def test_added_tokens_outside_the_vocabulary_are_refused(tmp_path):
+    for change in (lambda t: t.add_special_tokens(["<|begin_of_text|>"]), lambda t: t.add_tokens(["bicycle"])):
+        assert own(tmp_path, change).get_vocab_size() == 1025
+        with pytest.raises(UserError, match=r"text\.json cannot be used \(model\.vocab does not have all ids"):
+            TextTokenizer.load(tmp_path)
+    # The control: an added token that is an entry of the vocabulary.
+    own(tmp_path, lambda t: t.add_special_tokens(["ent"]))
+    assert TextTokenizer.load(tmp_path).size == 1024
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.enable_truncation(4),
+        lambda t: t.enable_padding(length=50),
+        lambda t: setattr(t, "post_processor", processors.TemplateProcessing("a $A", None, [("a", 64)])),
+    ],
+)
+def test_a_text_has_the_ids_of_its_entries_and_no_others(tmp_path, change):
+    text = "a red circle on a white background"
+    theirs = own(tmp_path, change).encode(text).ids
+    tokenizer = TextTokenizer.load(tmp_path)
+    assert tokenizer.encode(text) == SHIPPED.encode(text) != theirs
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_hash_names_both_files(tmp_path):

@@ -212,7 +212,7 @@ def test_shards_that_cannot_be_used_are_one_sentence(tmp_path):
         open_source([str(tmp_path / "s" / "{00000..00007}.tar")])
     with pytest.raises(UserError, match=r"has no manifest.json: name its files, such as .*\*\.tar"):
         open_source(tmp_path / "s")
-    with pytest.raises(UserError, match=r"nowhere.manifest\.json is missing"):
+    with pytest.raises(UserError, match=r"nowhere names no file"):
         open_source(tmp_path / "nowhere")
     with pytest.raises(UserError, match="GB: give a lower --images"):
         open_source(str(tmp_path / "s" / "00000.tar")).images(2**22)
@@ -251,8 +251,18 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
         Documents(str(tmp_path / "cut.jsonl.gz")).read()
     with pytest.raises(UserError, match="names no file"):
         Documents(str(tmp_path / "*.ndjson"))
-    with pytest.raises(UserError, match=r"manifest\.json is missing"):
+    with pytest.raises(UserError, match=r"nowhere names no file"):
         Documents(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["plain.txt", "lines", "a.JSONL"])
+def test_a_file_of_documents_may_have_any_ending(tmp_path, name):
+    texts = [f"document {i}" for i in range(9)]
+    (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert Documents(tmp_path / name, Selection(val_fraction=1e-9)).read() == (texts, "9 documents read")
+    # The control: a folder of these files is not a folder of documents.
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
+        Documents(tmp_path)
 
 
 def test_lines_that_cannot_be_used_are_counted(tmp_path):

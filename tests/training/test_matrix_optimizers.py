@@ -156,7 +156,9 @@ def test_msign_is_the_polar_factor_and_touches_attention_alone():
 
     net = model()
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
-    orthogonalize(net)
+    orthogonalize(net, torch.tensor(True))
+    assert all(torch.equal(p, before[n]) for n, p in net.named_parameters())
+    orthogonalize(net, torch.tensor(False))
     changed = {n for n, p in net.named_parameters() if not torch.equal(p, before[n])}
     assert changed and all(".attention.w_" in name for name in changed)
     for name in changed:
@@ -194,6 +196,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(field, tiny_args, tmp_path):
         (["--optim.matrices=muon", "--optim.update_clip=true"], "optim.update_clip is a variant of AdamW"),
         (["--optim.adagc=2", "--optim.split_second_moment=true"], "optim.adagc acts on the gradient of all"),
         (["--optim.adagc=2", "--monitor.budget_every_n_steps=50"], "before optim.adagc scales it"),
+        (["--optim.skip_step=6", "--monitor.budget_every_n_steps=50"], "steps that optim.skip_step skips"),
         (["--optim.matrices=muon", "--monitor.parameters=true"], "monitor.parameters reads Adam's moments"),
         (["--optim.matrices=adamh", "--optim.qk_clip=100"], "whose norms optim.matrices adamh keeps"),
         (["--optim.msign_every=5", "--model.weight_reparam=sigma"], "optim.msign_every replaces matrices"),

@@ -76,8 +76,10 @@ def late_rise(run: Run, modality: str | None = None) -> float:
     NaN if a divergence of a finite loss or something else stopped the run: it might have recovered.
     """
     step = rise_step(run, modality)
-    if step is None and run.status.status == "diverged" and not run.setting("alarm.stop_diverged", True):
-        step = run.status.step
+    if step is None and run.status.status == "diverged":
+        series = [run.series(tag)[1][-1:] for tag in ("grad_norm", *(f"loss/{m}" for m in trained_modalities(run)))]
+        if not run.setting("alarm.stop_diverged", True) or not np.isfinite(np.concatenate(series)).all():
+            step = run.status.step
     return _late(run, step, modality)
 
 

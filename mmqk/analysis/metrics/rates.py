@@ -187,6 +187,8 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
         return Measured(math.nan, why)
     x, y = (np.array(column) for column in zip(*sorted(responses.items()), strict=True))
     if not slope:
+        if len(set(y)) == 1:
+            return Measured(math.nan, "all responses are equal, so they have no order")
         return Measured(float(stats.kendalltau(x, y).statistic))
     if not np.isfinite(y).all():
         return Measured(math.nan, "a response is not finite, so there is no slope: use dose_monotonicity")

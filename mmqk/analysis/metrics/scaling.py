@@ -139,4 +139,6 @@ def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Mea
         return Measured(
             math.nan, f"the largest model's logit is not finite at learning rate {undefined[0].rate:g}"
         )
+    if zero := [one for one in predictions if one.ratio == 0]:
+        return Measured(math.nan, f"the fit predicts a logit of 0 at learning rate {zero[0].rate:g}")
     return Measured(max((one.ratio for one in predictions), key=lambda ratio: abs(math.log(ratio))))

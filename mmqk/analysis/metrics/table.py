@@ -121,8 +121,10 @@ FAMILY_METRICS = {
     "logit_extrapolation": FamilyMetric(_EXTRAPOLATION, "", "log", "high", logit_extrapolation),
 }
 DOSE = ("dose_response", "dose_monotonicity")
-# Metrics of the failure of a whole run.
-WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
+# Metrics of a whole run.
+WITHOUT_MODALITY = (
+    "diverged", "time_of_divergence", "late_failure", "time_of_failure", "grad_norm_spike_score",
+)  # fmt: skip
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 

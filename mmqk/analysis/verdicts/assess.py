@@ -45,6 +45,8 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.grid.claims import Claim
 
 FEWEST_FLIPPED = 6
+# A smaller standard error, relative to the effect, is rounding: the runs of each arm have equal values.
+SMALLEST_ERROR = 1e-9
 MOST_NAMED = 2
 
 
@@ -176,9 +178,11 @@ def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
     if outcomes.unmeasured:
         return _without(outcomes.unmeasured)
     if effect is None:
-        return "The two arms share no seed."
+        return "No compared run has a finite value." if outcomes.bounds else "The two arms share no seed."
     if not effect.has_interval:
         return "Too few seeds for an interval."
+    if effect.of != "differences" and effect.error <= SMALLEST_ERROR * max(1.0, abs(effect.value)):
+        return "All runs of an arm have the same value, so there is no spread for an interval: test counts of runs."
     return ""
 
 

@@ -19,8 +19,6 @@ from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_sp
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, metric_of, value_of
 from mmqk.analysis.verdicts.study import Study, StudyArm
 
-# The final loss, or the logarithm of the largest logit, by arm and seed.
-BySeed = dict[str, dict[int, float]]
 # An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best
 # mean loss of the control.
 TRAINS_NATS = 0.25
@@ -91,8 +89,8 @@ def ranking(study: Study) -> Ranking | None:
     named = study.named("ranking")
     controls = {_backend(study, study.arms[name]): name for name in named if name in study.arms}
     logit = METRICS["largest_attention_logit"]
-    losses: BySeed = {}
-    logits: BySeed = {}
+    losses: dict[str, dict[int, float]] = {}  # the final loss, or the logarithm of the largest logit, by seed
+    logits: dict[str, dict[int, float]] = {}
     for name, arm in study.arms.items():
         metric, runs = metric_of(study, arm), study.finished(name)
         losses[name] = {run.seed: value_of(run, metric) for run in runs}
@@ -103,6 +101,36 @@ def ranking(study: Study) -> Ranking | None:
         pooled_spread({name: list(filter(math.isfinite, by_seed[name].values())) for name in measured})
         for by_seed in (losses, logits)
     )
+
+    def ranked(arm: StudyArm, control: str, choice: BestRate, control_choice: BestRate) -> Ranked:
+        verdict, selection = study.finished(arm.name), [r for r in study.selection(arm) if r.status.finished]
+        other = study.arms[control]
+        against = [*study.finished(control), *(r for r in study.selection(other) if r.status.finished)]
+        metric, is_control = metric_of(study, arm), arm.name == control
+        limit = control_choice.means[control_choice.rate] + TRAINS_NATS
+        runs = [*verdict, *selection]
+        return Ranked(
+            arm=arm.name,
+            control=control,
+            seeds=len(verdict),
+            rate=choice.rate,
+            at_edge=choice.at_edge,
+            loss=float(np.mean(list(losses[arm.name].values()))),
+            difference=None if is_control else _effect(losses[arm.name], losses[control], loss_spread),
+            trains={
+                rate: all(value_of(r, metric) <= limit for r in selection if learning_rate(r) == rate)
+                for rate in sorted({learning_rate(r) for r in selection})
+            },
+            sensitivity=_sensitivity(selection),
+            logit=math.exp(float(np.mean(list(logits[arm.name].values())))),
+            logit_ratio=None if is_control else _effect(logits[arm.name], logits[control], logit_spread),
+            growth={m: _growth(verdict, m) for m in study.modalities},
+            failed=sum(run.status.status == "diverged" for run in runs),
+            runs=len(runs),
+            time=None if is_control else time_ratio(runs, against),
+            parameters=None if is_control else _parameters(verdict, against),
+        )
+
     rows: list[Ranked] = []
     control_rows: list[Ranked] = []
     unfinished: list[str] = []
@@ -112,8 +140,7 @@ def ranking(study: Study) -> Ranking | None:
         if arm.name not in measured or control not in measured or choice is None or control_choice is None:
             unfinished.append(arm.name)
             continue
-        row = _ranked(study, arm, control, choice, control_choice, losses, logits, loss_spread, logit_spread)
-        (control_rows if arm.name == control else rows).append(row)
+        (control_rows if arm.name == control else rows).append(ranked(arm, control, choice, control_choice))
     if not rows:
         return None
     rows.sort(key=lambda row: (row.difference.value if row.difference else math.inf, row.sensitivity))
@@ -133,48 +160,11 @@ def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
     )
 
 
-def _ranked(
-    study: Study,
-    arm: StudyArm,
-    control: str,
-    choice: BestRate,
-    control_choice: BestRate,
-    losses: BySeed,
-    logits: BySeed,
-    loss_spread: Spread | None,
-    logit_spread: Spread | None,
-) -> Ranked:
-    verdict, selection = study.finished(arm.name), [r for r in study.selection(arm) if r.status.finished]
-    other = study.arms[control]
-    against = [*study.finished(control), *(r for r in study.selection(other) if r.status.finished)]
-    metric, is_control = metric_of(study, arm), arm.name == control
-    limit = control_choice.means[control_choice.rate] + TRAINS_NATS
-    runs = [*verdict, *selection]
-    return Ranked(
-        arm=arm.name,
-        control=control,
-        seeds=len(verdict),
-        rate=choice.rate,
-        at_edge=choice.at_edge,
-        loss=float(np.mean(list(losses[arm.name].values()))),
-        difference=None if is_control else _effect(losses[arm.name], losses[control], loss_spread),
-        trains={
-            rate: all(value_of(r, metric) <= limit for r in selection if learning_rate(r) == rate)
-            for rate in sorted({learning_rate(r) for r in selection})
-        },
-        sensitivity=_sensitivity(selection),
-        logit=math.exp(float(np.mean(list(logits[arm.name].values())))),
-        logit_ratio=None if is_control else _effect(logits[arm.name], logits[control], logit_spread),
-        growth={m: _growth(verdict, m) for m in study.modalities},
-        failed=sum(run.status.status == "diverged" for run in runs),
-        runs=len(runs),
-        time=None if is_control else time_ratio(runs, against),
-        parameters=None if is_control else _parameters(verdict, against),
-    )
-
-
 def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
-    """Return `paired_effect`; if a run of the treatment diverged, the effect is infinite and has no interval."""
+    """Return `paired_effect`; if a run of the treatment diverged, the effect is infinite and has no interval. None if
+    a run has no value or a run of the control diverged."""
+    if any(map(math.isnan, treatment.values())) or not all(map(math.isfinite, control.values())):
+        return None
     if not all(map(math.isfinite, treatment.values())):
         return Effect(math.inf, math.nan, len(treatment), 0.0, "two arms")
     return paired_effect(treatment, control, spread)

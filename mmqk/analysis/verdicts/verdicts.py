@@ -142,8 +142,8 @@ def _judge(
     notes = [_sentence(claim.note)] if claim.note else []
     if claim.not_run:
         return replace(made, verdict="not run", notes=(_sentence(claim.not_run), *notes))
-    if missing := [members.label for members in groups if not members.runs]:
-        return replace(made, verdict="not run", notes=(*notes, f"No finished run of {', '.join(missing)}."))
+    if missing := [f"“{members.label}”" for members in groups if not members.runs]:
+        return replace(made, verdict="not run", notes=(*notes, f"No finished run of {listed(missing, 'or')}."))
     notes += [*about_targets(groups), *assessment.notes]
     if adjusted is None:
         n = max(len(members.runs) for members in groups)
@@ -241,7 +241,9 @@ def _fails_negative(verdict: Verdict, assessment: Assessment) -> str:
         return f"failed checks: {', '.join(failed)}"
     if assessment.bounded:
         return assessment.bounded.rstrip(".")
-    ends = (verdict.claim.sign * verdict.effect.low, verdict.claim.sign * verdict.effect.high)
+    ends = [verdict.claim.sign * end for end in (verdict.effect.low, verdict.effect.high)]
+    if verdict.claim.test == "equivalence":
+        ends = list(map(abs, ends))
     return (
         "" if max(ends) < verdict.claim.min_effect else "its interval reaches the smallest effect of interest"
     )

@@ -74,10 +74,9 @@ class SequenceBuilder:
             image = stores["pair"].image_tokens
             self.caption_room = seq_len - image - 2
             if self.caption_room < SHORTEST_CAPTION:
-                raise ValueError(
-                    f"data.seq_len {seq_len} is too short for an image of {image - 2} codes and its"
-                    f" caption: at least {image + 2 + SHORTEST_CAPTION} is needed."
-                )
+                what = f"an image of {image - 2} codes and its caption" if image else "a caption"
+                least = image + 2 + SHORTEST_CAPTION
+                raise ValueError(f"data.seq_len {seq_len} is too short for {what}: at least {least} is needed.")
 
     @property
     def captions_cut(self) -> float | None:
@@ -117,7 +116,7 @@ class SequenceBuilder:
     def piece(self, kind: str, piece: np.ndarray) -> Row:
         """Return a row with tokens ``start`` to ``end`` of a document; ``piece`` is (document, start, end)."""
         document, start, end = piece
-        return Row(np.concatenate([self._bos, self.stores[kind][document][start:end]]))
+        return Row(np.concatenate([self._bos, self.stores[kind].cut(document, start, end)]))
 
     @property
     def _bos(self) -> np.ndarray:
@@ -189,23 +188,22 @@ def pieces(store: TokenStore, room: int) -> np.ndarray:
     parts = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
     begin, end = store.layout.begin_image, store.layout.end_image
     for n in long.tolist():
-        ids = store[n]
-        opens = np.flatnonzero(ids == (-1 if begin is None else begin))
-        closes = np.flatnonzero(ids == (-1 if end is None else end))
+        ids = np.zeros(0) if begin is None else store[n]  # without images, do not read a long document
+        opens, closes, length = np.flatnonzero(ids == begin), np.flatnonzero(ids == end), int(lengths_N[n])
         start, cuts = 0, []
-        while start < len(ids):
-            stop = min(start + room, len(ids))
-            # The last image that begins before the cut.
-            i = int(np.searchsorted(opens, stop, side="left")) - 1
-            if stop < len(ids) and i >= 0 and i < len(closes) and closes[i] >= stop:
+        while start < length:
+            stop = min(start + room, length)
+            i = int(np.searchsorted(opens, stop)) - 1  # the last image that begins before the cut
+            j = int(np.searchsorted(closes, opens[i])) if i >= 0 else len(closes)  # its end
+            if stop < length and j < len(closes) and closes[j] >= stop:
                 stop = int(opens[i])
             if stop <= start + (overlap if start else 0):
+                codes = closes[j] - opens[i] - 1
                 raise ValueError(
-                    f"data.seq_len is too short for an image of {closes[i] - opens[i] - 1} codes: at least"
-                    f" {closes[i] - opens[i] + 2 + overlap} is needed."
+                    f"data.seq_len is too short for an image of {codes} codes: at least {codes + 3} is needed."
                 )
             cuts.append((n, start, stop))
-            start = stop if stop == len(ids) else stop - overlap
+            start = stop if stop == length else stop - overlap
         parts.append(np.array(cuts))
     pieces_P3 = np.concatenate(parts)
     return pieces_P3[np.lexsort((pieces_P3[:, 1], pieces_P3[:, 0]))]

@@ -24,10 +24,11 @@ from mmqk.data.tokens.folder import (
     tokens_hash,
 )
 from mmqk.shards.manifest import MANIFEST, manifest_hash
-from mmqk.shards.pairs import read_pairs, read_text
+from mmqk.shards.pairs import IMAGE_SIZE, read_pairs, read_text
 from mmqk.store import UserError, locked, new_folder
 from mmqk.store.files import writing
 from mmqk.tokenizers.files import tokenizers_hash
+from mmqk.tokenizers.image_config import read_config
 
 FORMAT = 3
 
@@ -40,7 +41,7 @@ def source_hash(folder: Path, kind: str) -> str:
     """
     if is_token_folder(folder):
         return tokens_hash(folder)
-    if not folder.exists() and not glob.has_magic(str(folder)):
+    if not folder.exists() and not glob.has_magic(str(folder)) and "{" not in str(folder):
         raise UserError(f"{folder} does not exist: check the path, or make a token folder there.")
     if kind == "interleaved" or not (folder / MANIFEST).exists():
         what = {"interleaved": "--interleaved --shards", "text": "--text"}.get(kind, "--shards")
@@ -94,6 +95,12 @@ def open_source(kind: str, folder: Path, tokenizers: Path, root: Path) -> dict[s
 
 
 def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -> None:
+    if kind == "pair" and (size := read_config(tokenizers).image_size) != IMAGE_SIZE:
+        raise UserError(
+            f"The tokenizers of {tokenizers} take images of {size} px, and data.pairs reads {folder} as images of"
+            f" {IMAGE_SIZE} px: make a token folder with python -m mmqk.data.tokenize --shards '{folder / '*.tar'}'"
+            f" --tokenizers {tokenizers} --out FOLDER."
+        )
     with ExitStack() as stack:
         with writing(f"The token cache {made.parent}", "set --data.cache."):
             made.parent.mkdir(parents=True, exist_ok=True)

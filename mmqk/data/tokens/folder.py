@@ -208,9 +208,13 @@ class TokenStore:
 
     def __getitem__(self, n: int) -> np.ndarray:
         """Return the ids of document n, int64."""
+        return self.cut(n, 0, self.lengths_N[n])
+
+    def cut(self, n: int, start: int, end: int) -> np.ndarray:
+        """Return ids ``start`` to ``end`` of document n, int64; ``end`` is at most the length of the document."""
         part = int(np.searchsorted(self._first, n, side="right")) - 1
-        start = self._starts_N[n]
-        return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
+        first = self._starts_N[n]
+        return self.parts[part][first + start : first + end].astype(np.int64)
 
     def stream(self, start: int, n: int) -> np.ndarray:
         """Return ids ``start`` to ``start + n`` of the concatenated documents, int64; fewer if the documents end."""

@@ -7,6 +7,7 @@ over a data set that is too large to store twice. Longer training is faster from
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import zipfile
@@ -156,7 +157,7 @@ class OnlinePairs:
         Raises:
             UserError: too many samples, or all samples of the split, have no readable image or caption.
         """
-        for i in [*range(n, len(self)), *range(n)]:
+        for i in itertools.chain(range(n, len(self)), range(n)):
             number = self._number + i
             if self.account.is_unusable(number):
                 continue

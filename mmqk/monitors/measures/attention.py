@@ -190,6 +190,8 @@ def _rows(
     log_z_HBC = -weight.amax(-1).log()
     entropy_HBC = log_z_HBC - shifted.mul_(weight).sum(-1)
     block_entropy_HBC = torch.special.entr(mass_HBMC).sum(2)
+    if chunk.others:  # keys without a modality are one more block
+        block_entropy_HBC += torch.special.entr((1 - mass_HBMC.sum(2)).clamp_min(0))
     sink_HBC: Tensor | None = None
     if sink_H is not None:
         # With a sink, a key's weight is its weight without the sink times the total weight of the keys. The entropies

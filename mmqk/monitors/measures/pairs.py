@@ -77,6 +77,7 @@ class Chunk:
         count_FM: number of queries that count, by statistic and query modality.
         places: for each combination of query modality and key modality, the indices of its visible pairs in the
             flattened (B, C, S) axes. The key modality changes fastest in the list.
+        others: whether the batch has visible keys without a modality.
     """
 
     rows: slice
@@ -89,6 +90,7 @@ class Chunk:
     selected_FMBC: Tensor
     count_FM: Tensor
     places: list[Tensor]
+    others: bool
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,11 @@ class Pairs:
         """`count_MM` on the host, flattened. If all ranks measure together, `Measurement` sets the sum over ranks."""
         return self.count_MM.flatten().tolist()
 
+    @property
+    def others(self) -> bool:
+        """Whether a key without a modality is visible."""
+        return bool(self._on_host[-1])
+
     @cached_property
     def nonempty_B(self) -> Tensor:
         """Sequences with a visible pair: those that contain more than padding."""
@@ -138,12 +145,20 @@ class Pairs:
     @cached_property
     def reach(self) -> list[tuple[slice, int]]:
         """Slices of queries, each with the smallest n such that its queries see only keys among the first n."""
+        size = self._block_size
+        return [(slice(i * size, (i + 1) * size), n) for i, n in enumerate(self._on_host[:-1])]
+
+    @property
+    def _block_size(self) -> int:
+        return max(FEWEST_ROWS, -(-self.visible_BTS.shape[1] // ROW_BLOCKS))
+
+    @cached_property
+    def _on_host(self) -> list[int]:
+        """The numbers of `reach`, then `others`, in one transfer."""
         visible_TS = self.visible_BTS.any(0)
-        T, S = visible_TS.shape
-        size = max(FEWEST_ROWS, -(-T // ROW_BLOCKS))
-        last_T = (visible_TS * torch.arange(1, S + 1, device=visible_TS.device)).amax(1)
-        last = torch.stack([rows.amax() for rows in last_T.split(size)]).tolist()
-        return [(slice(i * size, (i + 1) * size), n) for i, n in enumerate(last)]
+        last_T = (visible_TS * torch.arange(1, visible_TS.shape[1] + 1, device=visible_TS.device)).amax(1)
+        others = (self.visible_BTS.any(1) & ~self.token_MBT.any(0)).any()
+        return torch.stack([*(rows.amax() for rows in last_T.split(self._block_size)), others.long()]).tolist()
 
     @cached_property
     def one_head(self) -> Pairs:
@@ -188,4 +203,5 @@ class Pairs:
                 for query_BC in queries_MBC
                 for key_BS in self.token_MBT[:, :, :S]
             ],
+            others=self.others,
         )

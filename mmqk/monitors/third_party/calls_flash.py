@@ -108,6 +108,7 @@ def of_transformers_flash(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **ignored: Any,
 ) -> Call:
     """Read transformers' flash-attention call.
@@ -124,7 +125,10 @@ def of_transformers_flash(
     visible = None
     if attention_mask is not None:
         visible = attention_mask.bool()[:, None, None, :]
-    elif position_ids is not None and position_ids.ndim == 2:
+    elif cu_seq_lens_q is not None:
+        document_T = torch.bucketize(torch.arange(q.shape[1], device=q.device), cu_seq_lens_q, right=True)
+        visible = (document_T[:, None] == document_T)[None, None]
+    elif position_ids is not None and position_ids.ndim == 2 and len(query) == 1:  # as transformers does
         document_BT = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) < 0).cumsum(1)
         visible = document_BT[:, None, :, None] == document_BT[:, None, None, :]
     if visible is not None:

@@ -26,6 +26,8 @@ Modality = Mapping[str, Ranges] | Callable[[Inputs], Tensor]
 
 # Usual names of token ids, the most specific first.
 _IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs", "input")
+# Inputs with these words in their names are not token ids.
+_NOT_IDS = {"mask", "masks", "label", "labels", "target", "targets"}
 _WRAPPER = "_fsdp_wrapped_module"
 
 
@@ -140,9 +142,7 @@ def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
         for name, x in matrices:
             if name == usual:
                 return name, x
-    others = [
-        (name, x) for name, x in matrices if not any(word in name for word in ("mask", "label", "target"))
-    ]
+    others = [(name, x) for name, x in matrices if not _NOT_IDS & set(name.split("_"))]
     return others[0] if len(others) == 1 else None
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from mmqk.monitors.measures.weights import matrix_sizes
 from mmqk.monitors.record import Probe
-from mmqk.monitors.third_party.layers import block_of, layer_of
+from mmqk.monitors.third_party.layers import block_of, clean, layer_of
 from mmqk.store import UserError, tag
 
 
@@ -59,5 +59,5 @@ def _matrices(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in layer.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim == 2 and weight.is_floating_point() and not isinstance(module, nn.Embedding):
-                full = f"{path}.{name}".strip(".").replace(".", "_")
+                full = clean(f"{path}.{name}".strip(".")).replace(".", "_")
                 yield full.removesuffix("_weight"), weight

@@ -157,7 +157,12 @@ class Measurement:
         self.records.append(record)
         try:
             q_side, k_side = self._sides_of(call, origins)
-            side, record.cross = q_side, q_side is not k_side
+        except OtherTokens as reason:
+            # Other ranks may not make this call, such as that of an image encoder without images.
+            record.not_measured, record.other_tokens = str(reason), True
+            return
+        side, record.cross = q_side, q_side is not k_side
+        try:
             if isinstance(call, NotMeasured):
                 raise call
             if record.cross:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mmqk.monitors.third_party.inputs import Inputs, tensors
 
 # Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
-_DESCRIPTIONS = ("mask", "position", "type")
+_DESCRIPTIONS = {"mask", "masks", "position", "positions", "type", "types"}
 # The output of these functions has the token axis of the first argument that comes from a model input.
 _ROWS_OF_FIRST = {
     "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "linear", "embedding", "conv1d", "conv2d",
@@ -67,7 +67,7 @@ class Origins:
             self._of[buffer] = NO_INPUTS
         for name, x in tensors(inputs):
             is_mask = x.dtype == torch.bool and not bools
-            if not is_mask and not any(part in name for part in _DESCRIPTIONS):
+            if not is_mask and not _DESCRIPTIONS & set(name.split("_")):
                 self._of[x] = Origin(self._of.get(x, NO_INPUTS).inputs | {name})
             else:
                 self._of.setdefault(x, NO_INPUTS)

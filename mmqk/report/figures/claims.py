@@ -110,8 +110,11 @@ def _caption(
     verdict: Verdict, runs: Sequence[Run], points: int, panels: Sequence[Panel], family: bool
 ) -> str:
     """Return the caption, which describes the curves (if there are any) and the results of the runs."""
-    decided = verdict.claim.decided
-    sentences = [f"The {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."]
+    if verdict.verdict == "not run":
+        sentences = [f"The {plural(len(runs), 'finished run')} of the arms of this claim."]
+    else:
+        uses = "verdict counts" if verdict.claim.decided else "claim shows"
+        sentences = [f"The {plural(len(runs), 'run')} that the {uses}."]
     curves, ends = (
         [p for p in panels if (p.statistic == verdict.claim.metric) == at_end] for at_end in (False, True)
     )
@@ -123,7 +126,7 @@ def _caption(
         sentences.append("Curves are raw.")
     if family:
         sentences.append("One number per family and seed.")
-    elif not verdict.counts and len(runs) > len(verdict.medians):
+    elif not verdict.counts and len(runs) > len(verdict.medians) > 0:
         sentences.append("Numbers above are medians over runs.")
     if ends and not family:
         sentences.append(f"{'Right: result' if curves else 'Result'} of each run.")

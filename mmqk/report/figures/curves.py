@@ -120,8 +120,11 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
     return tuple(lines)
 
 
-def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[NDArray, NDArray] | None:
-    """Return (steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's seeds.
+def layer_map(
+    study: Study, arm: str, statistic: str, modality: str
+) -> tuple[tuple[int, ...], NDArray, NDArray] | None:
+    """Return (layers, steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's
+    seeds. Only measured layers are returned.
 
     The steps are those at which every seed has a measurement; None if there is no such step. The median is over the
     seeds that measured the layer at that step, NaN if none did.
@@ -142,7 +145,7 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     medians = by_step.median()[by_step.size() == len(tables)]
     if medians.empty:
         return None
-    return _columns(medians.index.to_numpy(float), medians.to_numpy().T)
+    return tuple(map(int, medians.columns)), *_columns(medians.index.to_numpy(float), medians.to_numpy().T)
 
 
 def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:

@@ -167,6 +167,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     axes.set_xlabel(STEP)
     axes.set_ylabel("layer")
     axes.locator_params("y", nbins=min(layers, 8), integer=True)
+    axes.yaxis.set_major_formatter(lambda row, _: f"{panel.layers[int(row)]}" if 0 <= row < layers else "")
     axes.locator_params("x", nbins=6, integer=True, steps=TICK_STEPS)
     axes.xaxis.set_major_formatter(tick)
     assert axes.figure is not None

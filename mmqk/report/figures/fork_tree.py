@@ -12,6 +12,7 @@ import numpy as np
 from mmqk.analysis.formatting import listed, number, plural
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
+from mmqk.report.compared import as_text
 from mmqk.report.figures.shapes import Figure, Line, Panel
 from mmqk.report.figures.style import GRAY, legend
 from mmqk.store import without_roots
@@ -124,9 +125,9 @@ def _changes(run: Run) -> tuple[str, str]:
 
 
 def _short(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else as_text(value, "none")
 
 
 def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
@@ -161,7 +162,7 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
     forks = [node for node in nodes if node.parent >= 0]
     arms = tuple(dict.fromkeys(node.run.arm for node in nodes if node.run))
     failed = sum(node.run is not None and node.run.status.status == "diverged" for node in forks)
-    reading = f"{plural(len(forks), 'fork')}; {failed} of them diverged."
+    reading = f"{plural(len(forks), 'fork')}; {failed or 'none'} of them diverged."
     caption = "One line per run, from its first to its last step; × marks a divergence."
     if len(drawn) < len(nodes):
         caption += f" The first {len(drawn)} of {len(nodes)} are drawn; all are listed below."

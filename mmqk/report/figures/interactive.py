@@ -34,8 +34,8 @@ def _panel(study: Study, brush: Brush, panel: Panel | HeatMap) -> dict[str, Any]
     if isinstance(panel, HeatMap):
         colors = ramp(len(panel.values))
         lines = [
-            {"name": f"layer {n}", "layer": n, "color": colors[n], "width": 1.6, **_points(panel.steps, row)}
-            for n, row in enumerate(panel.values)
+            {"name": f"layer {n}", "layer": n, "color": color, "width": 1.6, **_points(panel.steps, row)}
+            for n, color, row in zip(panel.layers, colors, panel.values, strict=True)
         ]
         return {"title": panel.title, "y": panel.label, "x": "optimizer step", "log": True, "lines": lines}
     return {
@@ -55,7 +55,7 @@ def _line(study: Study, brush: Brush, line: Line) -> dict[str, Any]:
     style = brush.styles.get(line.modality, STYLES[0])
     dash = [2, 3] if line.role == "bound" else [] if style == "-" else [2 * length for length in style[1]]
     return {
-        "name": f"{study.label(line.arm)}, {CALCULATED.get(line.role, of)}",
+        "name": ", ".join(filter(None, (study.label(line.arm), CALCULATED.get(line.role, of)))),
         "arm": study.label(line.arm),
         "modality": line.modality,
         "seed": CALCULATED.get(line.role, "median" if line.seed is None else line.seed),

@@ -34,12 +34,13 @@ Condition = Callable[[Study, list[Run]], bool]
 
 
 def paper_figures(study: Study) -> list[Figure]:
-    """Draw the figures that the grid names, then the other figures that the runs have the numbers for.
+    """Draw the figures that the grid names, then the other figures that the runs have the numbers for. While runs of
+    the grid are missing or unfinished, a named figure without numbers is left out.
 
     Raises:
         UserError: the grid names a kind that is unknown, or arms that have no runs for it.
     """
-    named = [_named(study, entry) for entry in study.report.get("figures") or ()]
+    named = list(filter(None, (_named(study, entry) for entry in study.report.get("figures") or ())))
     taken = {figure.like for figure in named}
     others: list[Figure | None] = []
     for like, (fields, condition) in LOSSES.items():
@@ -51,7 +52,7 @@ def paper_figures(study: Study) -> list[Figure]:
     return _with_names([*named, *filter(None, others)])
 
 
-def _named(study: Study, entry: Mapping[str, Any]) -> Figure:
+def _named(study: Study, entry: Mapping[str, Any]) -> Figure | None:
     kind = entry.get("kind")
     if kind not in KINDS:
         raise UserError(f"report.figures: kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
@@ -68,7 +69,7 @@ def _named(study: Study, entry: Mapping[str, Any]) -> Figure:
         arms or (() if kind in SWEEPS else hero_arms(study)[:MOST_ARMS]),
         str(entry.get("like") or like),
     )
-    if figure is None:
+    if figure is None and not study.missing and all(run.status.finished for run in study.runs):
         raise UserError(
             f"report.figures: the runs have no numbers for {kind}: name arms that measured it, or leave it out"
         )
@@ -171,7 +172,8 @@ def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
-    for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
+    drawn = (run for run in study.runs if run.role == "verdict" and len(run.series("loss")[0]))
+    for group in alike(drawn, fields):
         if not condition(study, group):
             continue
         # Among equal groups, take that with the largest model, then the highest learning rate, as in the papers.

@@ -81,13 +81,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One statistic of one arm by layer and step, the median over seeds; ``values`` has shape (L, steps)."""
+    """One statistic of one arm by layer and step, the median over seeds; ``values`` has shape (L, steps), and
+    ``layers`` has the number of each row."""
 
     statistic: str
     title: str
     label: str
     arm: str
     modality: str
+    layers: tuple[int, ...]
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
 
@@ -144,7 +146,7 @@ class Figure:
         writer.writerow(["statistic", "arm", "modality", "seed", "layer", *several, x, "value", "run"])
         for panel in self.panels:
             if isinstance(panel, HeatMap):
-                for layer, row in enumerate(panel.values):
+                for layer, row in zip(panel.layers, panel.values, strict=True):
                     for step, value in zip(panel.steps, row, strict=True):
                         cells = [panel.statistic, panel.arm, panel.modality, "median", layer]
                         writer.writerow([*cells, *several, _cell(step), _cell(value), ""])

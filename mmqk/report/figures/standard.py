@@ -236,7 +236,7 @@ def norms(study: Study) -> Figure | None:
     values = {key: v for key, v in growth.items() if key[0] == NORMS["v_norm"]}
     if values and top not in values:
         most = number(values[_changed_most(values)])
-        reading += f"; ‖v‖, which does not enter the logits, at most ×{most}"
+        reading += f"; ‖v‖, which does not enter the logits, ×{most} where it changed most"
     caption = (
         f"{lines_caption(study, arms)} Mean over tokens, heads and layers. q and k are those of the dot product: "
         "after QK-Norm in arms that have it."
@@ -300,34 +300,33 @@ def heat_map(study: Study) -> Figure | None:
     """Draw the largest logit by layer and step, in the arms with the highest and the lowest final logit."""
     arms = leading_arms(study)
     ordered = [arm for arm in by_logit(study, arms) if not math.isnan(at_end(study, arm, LOGIT))]
-    rows, parts = [], []
+    rows: list[tuple[HeatMap, ...]] = []
+    parts: list[str] = []
     for arm in dict.fromkeys((ordered[0], ordered[-1]) if ordered else ()):
-        row, peaks = [], []
+        row: list[HeatMap] = []
+        peaks: list[tuple[float, int]] = []
         for modality in study.modalities:
             by_layer = layer_map(study, arm, "attn_logit_absmax", modality)
             if by_layer is None:
                 continue
-            steps, values = by_layer
             title = f"{study.label(arm)}: {modality} queries"
-            row.append(
-                HeatMap("attn_logit_absmax", title, "largest |attention logit|", arm, modality, steps, values)
-            )
-            peaks.append(values[:, -1])
+            row.append(HeatMap("attn_logit_absmax", title, "largest |attention logit|", arm, modality, *by_layer))
+            layers, _, values = by_layer
+            peaks += [(value, layer) for value, layer in zip(values[:, -1], layers, strict=True) if value > 0]
         if row:
             rows.append(tuple(row))
-            last = np.fmax.reduce(peaks)
-            if np.isnan(last).all():
-                continue
-            layer = int(np.nanargmax(last))
-            parts.append(f"in layer {layer} of “{study.label(arm)}” ({number(float(last[layer]))})")
+            if peaks:
+                value, layer = max(peaks)
+                parts.append(f"in layer {layer} of “{study.label(arm)}” ({number(float(value))})")
     if not rows:
         return None
     drawn = tuple(dict.fromkeys(panel.arm for row in rows for panel in row))
     at = "final" if verb(study, drawn) == "ended" else "latest"
-    which = f"in the arms with the highest and the lowest {at} logit" if len(drawn) > 1 else ""
+    which = f". Of the arms of the first figure, those with the highest and the lowest {at} logit"
     reading = "The largest attention logit by layer."
-    if parts:
-        reading = f"At the last probe the largest attention logit was {', and '.join(parts)}."
     median = of_medians(study, drawn, "median over seeds, ")
-    caption = f"The largest logit by layer {which}".rstrip() + f"; {median}one color scale."
+    if parts:
+        of = "the largest attention logit" if not median else "the median over seeds of the largest attention logit"
+        reading = f"At the last probe {of} was highest {' and '.join(parts)}."
+    caption = f"The largest logit by layer{which if len(drawn) > 1 else ''}; {median}one color scale."
     return Figure("layers", reading, caption, tuple(rows), drawn)

@@ -37,6 +37,6 @@ def survival_figure(study: Study) -> Figure | None:
         return None
     caption = "Kaplan-Meier curves over the finished runs. A run that did not fail counts up to its last step."
     if any(len(study.finished(arm)) < len(study.arms[arm].seeds) for arm in arms):
-        caption += " Not all runs have finished. A run that fails finishes first, so the curves are too low."
+        caption += " Some runs have not finished. Failed runs end earlier than others, so the curves are too low."
     panel = Panel("surviving", "", "share of runs that have not failed", tuple(lines), top=1.05)
     return Figure("survival", f"Failed runs: {listed(counts)}.", caption, ((panel,),), arms, legend(study, arms))

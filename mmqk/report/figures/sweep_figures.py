@@ -36,7 +36,8 @@ Value = Callable[[Run], float]
 
 def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | None:
     """Draw the final loss against learning rate by size, and LR sensitivity against size: Wortsman Fig. 1."""
-    groups = sweeps(study, arms)[:MOST_SWEEPS]
+    every = sweeps(study, arms)
+    groups = every[:MOST_SWEEPS]
     if not groups:
         return None
     sizes = sorted({size for sweep in groups for size in sweep.sizes})
@@ -65,7 +66,7 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
     keys = [Key(_size(size), colors[size]) for size in sizes] if several else []
     keys += [Key(sweep.label, color) for color, sweep in by_sweep]
     reading = f"{capital('; '.join(sentences))}." if sentences else "Final loss against the learning rate."
-    caption = _dots(groups) + _given(groups, "their loss at initialization")
+    caption = _dots(groups, len(every)) + _given(groups, "their loss at initialization")
     if sentences:
         caption += (
             " Sensitivity (the source's Section 2.2): the mean over the learning rates of min(final loss, loss at "
@@ -117,7 +118,8 @@ def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
 
 def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:
     """Draw the final loss and the largest attention logit against learning rate: Wortsman Fig. 2."""
-    groups = sweeps(study, arms)[: len(PALETTE)]
+    every = sweeps(study, arms)
+    groups = every[: len(PALETTE)]
     if not groups:
         return None
     sizes = sorted({size for sweep in groups for size in sweep.sizes})
@@ -153,7 +155,9 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
         if ends
         else "The largest attention logit against the learning rate."
     )
-    caption = _dots(groups) + _given(groups, "their loss at initialization and their last finite logit")
+    caption = _dots(groups, len(every)) + _given(
+        groups, "their loss at initialization and their last finite logit"
+    )
     if len(shown) < len(sizes):
         caption += f" Shown: the smallest and the largest of {len(sizes)} sizes."
     keys = tuple(Key(sweep.label, color) for color, sweep in by_sweep)
@@ -166,7 +170,8 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
     Fit one quadratic per learning rate, with the largest size held out. This needs at least four sizes: three for the
     fit and the held-out one.
     """
-    groups = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES][:MOST_SWEEPS]
+    every = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES]
+    groups = every[:MOST_SWEEPS]
     if not groups:
         return None
     rates = sorted({lr for sweep in groups for lr in sweep.rates})
@@ -205,7 +210,7 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
     caption = (
         "One point per run: the largest logit of layer 0 at the last probe in the first fifth of the run (source: "
         "block 0, step 2,000 of 100,000). Dashed: for each learning rate a quadratic in log-log through the medians "
-        "of all sizes but the largest, which is held out (open diamonds)."
+        "of all sizes but the largest, which is held out (open diamonds)." + _shown(groups, len(every))
     )
     keys = (
         *(Key(f"learning rate {lr:g}", colors[lr]) for lr in rates),
@@ -280,7 +285,7 @@ def _given(groups: Sequence[Sweep], what: str) -> str:
     return f" Diverged runs (×) are drawn at {what}." if diverged else ""
 
 
-def _dots(groups: Sequence[Sweep]) -> str:
+def _dots(groups: Sequence[Sweep], every: int) -> str:
     runs = [run for sweep in groups for run in sweep.runs]
     chosen = sum(run.role == "selection" and run.status.finished for run in runs)
     left = sum(not run.status.finished for run in runs)
@@ -289,7 +294,13 @@ def _dots(groups: Sequence[Sweep]) -> str:
         words += (
             f" Of these, {plural(chosen, 'run')} only selected a learning rate; verdicts do not count them."
         )
-    return words + (f" Not shown: {plural(left, 'unfinished run')}." if left else "")
+    words += f" Not shown: {plural(left, 'unfinished run')}." if left else ""
+    return words + _shown(groups, every)
+
+
+def _shown(groups: Sequence[Sweep], every: int) -> str:
+    """Return a sentence on the number of drawn configurations; empty if all are drawn."""
+    return f" Shown: {len(groups)} of {every} configurations." if len(groups) < every else ""
 
 
 def _size(size: float) -> str:

@@ -104,7 +104,7 @@ def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
             labels.append(study.label(group[0].arm))
             continue
         differ = [
-            f"{name.removeprefix('model.')} {value}"
+            f"{name.removeprefix('model.')}={value}"
             for name, value in fields.items()
             if name not in ("seed", RATE, *SIZE) and any(other.get(name) != value for other in settings)
         ]

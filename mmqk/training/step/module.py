@@ -67,7 +67,8 @@ class TrainingModule(L.LightningModule):
     """Trains an EarlyFusionTransformer. All measurements are computed over the global batch.
 
     After each optimizer step, ``step_record`` has the total loss, the loss and log Z by modality, and the gradient
-    norm, as one device tensor. A callback reads and clears this record; the module never synchronizes with the host.
+    norm, as one device tensor. A callback reads and clears this record; the module synchronizes with the host only if
+    ``optim.skip_step`` is set and the optimizer is not AdamW.
 
     An optimizer hook applies QK-Clip and the power step of σReparam after every update.
 
@@ -298,23 +299,24 @@ class TrainingModule(L.LightningModule):
             gradients = [p.grad for p in with_grad.values() if p.grad is not None]
             clipped = torch._foreach_norm(gradients)
             self.adagc.clip(gradients, clipped, self.trainer.global_step)
-        self._stop_updates_if_not_finite(optimizer, grad_norm)
+        stop = self._stops(grad_norm)
+        # `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.
+        optimizer.found_inf = stop.float()
         if self.step_watch is not None:
             self.step_watch.before_update(optimizer, factor, dict(zip(with_grad, norms, strict=True)))
         self._record_step(optimizer, grad_norm)
+        # The other optimizers would add the gradient to their moments.
+        if self.skip_step is not None and not isinstance(optimizer, torch.optim.AdamW) and stop:
+            optimizer.zero_grad()
 
-    def _stop_updates_if_not_finite(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """Skip this and all later updates if the norm is not finite; skip this update if `skip_step` returns true.
-
-        `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.
-        """
+    def _stops(self, grad_norm: Tensor) -> Tensor:
+        """Return whether to skip this update: this or an earlier norm is not finite, or `skip_step` returns true."""
         bad = ~torch.isfinite(grad_norm)
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
-        stop = self._not_finite
-        if self.skip_step is not None:
-            assert self._step_loss is not None
-            stop = stop | self.skip_step.skips(summed(self._step_loss.clone()), grad_norm)
-        optimizer.found_inf = stop.float()  # type: ignore[attr-defined]
+        if self.skip_step is None:
+            return self._not_finite
+        assert self._step_loss is not None
+        return self._not_finite | self.skip_step.skips(summed(self._step_loss.clone()), grad_norm)
 
     def _record_step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
         assert self._step_sums_RM is not None and self._step_loss is not None
@@ -334,7 +336,8 @@ class TrainingModule(L.LightningModule):
             self.qk_clip.clip(self._not_finite)
         every = self.optim_config.msign_every
         if every and (self.trainer.global_step + 1) % every == 0:
-            orthogonalize(self.model)
+            assert self._not_finite is not None
+            orthogonalize(self.model, self._not_finite)
         if self.model_config.weight_reparam == "sigma":
             power_step(self.model)
 

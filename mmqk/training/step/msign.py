@@ -11,11 +11,12 @@ MATRICES = ("w_q", "w_k", "w_v", "w_o")
 
 
 @torch.no_grad()
-def orthogonalize(model: EarlyFusionTransformer) -> None:
-    """Replace each W of attention by ``U V^T |W| / |U V^T|`` with ``W = U S V^T`` (arXiv 2602.01734, Algorithm 1)."""
+def orthogonalize(model: EarlyFusionTransformer, skip: Tensor) -> None:
+    """Replace each W of attention by ``U V^T |W| / |U V^T|`` with ``W = U S V^T`` (arXiv 2602.01734, Algorithm 1),
+    unless ``skip`` is true."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(part in MATRICES for part in name.split(".")):
-            module.weight.copy_(orthogonal(module.weight))
+            module.weight.copy_(torch.where(skip, module.weight, orthogonal(module.weight)))
 
 
 def orthogonal(weight: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ run makes the same decisions as an uninterrupted run. Neither synchronizes with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,24 @@ ADAGC_DECAY = 0.98
 SKIP_WINDOW = 128
 
 
-class AdaGC(nn.Module):
+class Guard(nn.Module):
+    """A module whose buffers keep their dtype: precision bf16-true would round them."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, buffer in self.named_buffers():
+            setattr(self, name, buffer.to(fn(buffer).device))
+        return self
+
+
+class AdaGC(Guard):
     """Clips the gradient of each tensor to a multiple of the running mean of its norm (arXiv 2502.11034).
 
     ```
     g <- g min(1, factor gamma / |g|)        gamma <- 0.98 gamma + 0.02 |g|, with the clipped g
     ```
 
-    During warm-up, no gradient is clipped, and gamma is the smallest norm so far.
+    During warm-up, no gradient is clipped, and gamma is the smallest norm so far. Norms of 0 are ignored: the tensor
+    had no gradient, such as a tensor of a modality that the step did not have.
 
     Args:
         tensors: Number of parameter tensors.
@@ -34,22 +45,23 @@ class AdaGC(nn.Module):
         super().__init__()
         self.factor, self.warmup = factor, warmup
         self.gamma_P: Tensor
-        self.register_buffer("gamma_P", torch.full((tensors,), torch.inf), persistent=False)
+        self.register_buffer("gamma_P", torch.full((tensors,), torch.inf, dtype=torch.float32), persistent=False)
 
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor], norms: Sequence[Tensor], step: int) -> None:
         """Clip the gradients in place. ``norms`` are the gradients' norms; ``step`` counts from 0."""
         norm_P = torch.stack(list(norms)).to(self.gamma_P.dtype)
         if step < self.warmup:
-            self.gamma_P.copy_(torch.minimum(self.gamma_P, norm_P))
+            self.gamma_P.copy_(torch.where(norm_P > 0, torch.minimum(self.gamma_P, norm_P), self.gamma_P))
             return
         gamma_P = torch.where(self.gamma_P.isfinite(), self.gamma_P, norm_P)
         scale_P = (self.factor * gamma_P / norm_P).clamp(max=1.0).nan_to_num(1.0)
         torch._foreach_mul_(list(gradients), list(scale_P.unbind()))
-        self.gamma_P.copy_(ADAGC_DECAY * gamma_P + (1 - ADAGC_DECAY) * scale_P * norm_P)
+        averaged_P = ADAGC_DECAY * gamma_P + (1 - ADAGC_DECAY) * scale_P * norm_P
+        self.gamma_P.copy_(torch.where(norm_P > 0, averaged_P, self.gamma_P))
 
 
-class SkipStep(nn.Module):
+class SkipStep(Guard):
     """Skips an update whose loss or gradient norm is far above the mean of the last 128 steps (OLMo-core).
 
     A step is skipped if its loss or its gradient norm is more than ``sigmas`` standard deviations above the mean of
@@ -65,7 +77,7 @@ class SkipStep(nn.Module):
         self.window_2N: Tensor
         self.count: Tensor
         self.skipped: Tensor
-        self.register_buffer("window_2N", torch.zeros(2, SKIP_WINDOW), persistent=False)
+        self.register_buffer("window_2N", torch.zeros(2, SKIP_WINDOW, dtype=torch.float32), persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
 

@@ -15,7 +15,7 @@ from mmqk.monitors import attach
 from mmqk.monitors.adapters import adapter_for
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, H, Net, V, batches
-from tests.monitors.attach.test_exact import IMAGE, NAMES, hugging_face, modality_of, same
+from tests.monitors.attach.test_exact import HUGGING_FACE, IMAGE, NAMES, hugging_face, modality_of, same
 
 PAGE = Path(__file__).parents[3] / "docs" / "monitors.md"
 
@@ -96,6 +96,20 @@ def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
 
 def test_no_adapter_is_found_for_what_is_not_known():
     assert adapter_for(Net()) is None
+
+
+def test_the_adapter_is_found_behind_fully_shard():
+    """fully_shard replaces the class of a module with a subclass in torch's package."""
+    model, plain = (hugging_face(*HUGGING_FACE["llama"][:4]) for _ in range(2))
+    other, (ids,) = hugging_face(*HUGGING_FACE["llama"][:4]), batches(1, B=2)
+    for changed, package in ((model, "torch.distributed.fsdp._fully_shard"), (other, "mine")):
+        for layer in changed.model.layers:
+            layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {"__module__": package})
+    assert adapter_for(model) == adapter_for(plain) is not None
+    expected = attach(plain, modality=IMAGE).probe(input_ids=ids).flat()
+    assert attach(model, modality=IMAGE).probe(input_ids=ids).flat() == expected
+    assert "q_raw_norm/text/layer01" in expected
+    assert adapter_for(other) is None  # the control: a subclass that does other things
 
 
 class TimmNames(nn.Module):

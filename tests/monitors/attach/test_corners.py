@@ -7,11 +7,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from mmqk.monitors import attach
 from mmqk.store.errors import UserError
 from tests.monitors import brute_force
-from tests.monitors.attach.nets import Net, batches
+from tests.monitors.attach.nets import D, Net, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, norms, same
 
 
@@ -45,6 +46,38 @@ def test_weights_of_several_dtypes_are_measured_in_fp32():
         eye = np.broadcast_to(np.eye(16), z.shape)
         rough = brute_force.attention(z, eye, scale, modality, causal, NAMES, n, softmax=False)
         assert not same(measured, {t: x for t, x in rough.items() if t.startswith("attn_logit_m")})
+
+
+class Pixels(Net):
+    """Adds a linear projection of pixels to the embeddings."""
+
+    def __init__(self):
+        super().__init__(["sdpa"] * 2)
+        self.patch = nn.Linear(4, D)
+
+    def forward(self, ids, pixels):
+        x = self.embed(ids) + self.patch(pixels)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_model_in_half_precision_that_is_called_under_autocast_is_probed():
+    """Autocast converts the fp32 pixels, so the probe's forward needs it too."""
+    model, (ids,), logged = Pixels().bfloat16(), batches(1, B=3), []
+    pixels = torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(0))
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(ids, pixels)
+    watch.step()
+    # The controls: without autocast the model takes pixels in bf16 only, and it is probed with them.
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(ids, pixels)
+    model(ids, pixels.bfloat16())
+    watch.step()
+    assert logged[0].keys() == logged[1].keys() and "attn_entropy/image/layer01" in logged[0]
+    series = {tag: x for tag, x in logged[1].items() if tag.startswith(("attn_entropy", "q_norm", "resid_norm"))}
+    assert same(logged[0], series, rel=0.05)
 
 
 def test_a_sequence_that_is_all_padding_counts_for_nothing():

@@ -3,12 +3,15 @@ two inputs have the same length."""
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from mmqk.monitors import attach
+from mmqk.monitors.third_party.origins import NO_INPUTS, Origins
 from mmqk.monitors.third_party.summary import summary_line
 from mmqk.store import UserError
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
@@ -316,6 +319,58 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
     watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
     assert watch.layers.hidden == ["layers.1"] * by_hand
     assert "not measured (cross-attention written with matmul and softmax): across.0 and 1 more" in summary(watch)
+
+
+@pytest.mark.parametrize("calls", [["sdpa", "sdpa"], ["sdpa", "by head"]])
+def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch):
+    """Another rank may have no images and no such call, and would never join the sum."""
+
+    class Tower(Net):
+        def __init__(self):
+            super().__init__(calls)
+            self.tower = nn.ModuleList(Layer(SelfAttention("sdpa")) for _ in range(3))
+
+        def forward(self, ids, pixels):
+            x = self.embed(ids)
+            for layer in self.tower:
+                pixels = layer(pixels)
+            for layer in self.layers:
+                x = layer(x + pixels.mean(1, keepdim=True))
+            return self.head(x)
+
+    model, (ids,), sums = Tower(), batches(1, B=3), []
+    watch = attach(model, modality=IMAGE)
+    pixels = torch.randn(3, 9, D)
+    alone = watch.probe(ids=ids, pixels=pixels).flat()
+    monkeypatch.setattr(sys.modules[attach.__module__], "world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
+    assert watch.probe(ids=ids, pixels=pixels).flat() == alone
+    assert sum(record.other_tokens for record in watch._records) == 3
+    # One sum for each layer, also for the layer that is not measured because its mask differs between heads.
+    assert len(sums) == len(calls) and len(watch.layers.numbers) == calls.count("sdpa")
+
+
+def test_names_tell_tokens_from_what_describes_them():
+    """An input describes other inputs if one word of its name is mask, position or type."""
+    tokens = ["input_ids", "masked_tokens", "prototypes"]
+    described = ["mask", "attention_mask", "position_ids", "token_type_ids"]
+    inputs = {name: torch.zeros(2, 8) for name in (*tokens, *described)}
+    origins = Origins(inputs)
+    assert [str(origins.of(inputs[name])) for name in tokens] == tokens
+    assert all(origins.of(inputs[name]) == NO_INPUTS for name in described)
+
+    class Masked(Net):
+        def forward(self, masked_tokens):
+            return super().forward(masked_tokens)
+
+    def modality(inputs):
+        (ids,) = inputs.values()
+        return (ids >= 10).long()
+
+    (ids,), plain = batches(1, B=3), attach(Net(["sdpa"] * 2), modality=modality)
+    watch = attach(Masked(["sdpa"] * 2), modality=modality)
+    assert watch.probe(masked_tokens=ids).flat() == plain.probe(ids=ids).flat()
+    assert watch.layers.numbers == [0, 1] and "not measured" not in summary(watch)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,30 @@ def test_a_folder_is_one_run(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_folder_is_one_run_if_the_trainers_steps_do_not_start_at_1(first, tmp_path):
+    model, (ids,) = Net(["sdpa"]), batches(1)
+
+    def run(numbers, start=0):
+        watch = attach(model, modality=IMAGE, every_n_steps=1, out=tmp_path)
+        watch.steps = start
+        try:
+            for number in numbers:
+                model(ids)
+                watch.step(number)
+        finally:
+            watch.close()
+
+    run(range(first, first + 3))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=rf"has a run up to step {first + 2}: give another folder"):
+        run(range(first, first + 3))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    run(range(first + 2, first + 5), start=first + 1)  # the control: a resumed run
+    steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(first, first + 5))
+
+
 def test_a_folder_with_a_run_of_many_layers_is_refused_too(tmp_path):
     """One line of a deep model can be longer than the part of the file that is read first."""
     folder = WatchFolder(tmp_path, started=0)
