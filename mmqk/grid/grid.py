@@ -145,10 +145,10 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
     every = {*names, *(arm.name for arm in arms)}
     claims = read_claims(raw.get("claims"), every, common.grid, path)
     read_hypotheses(raw.get("hypotheses"), (c.id for c in claims if c.status != "control"), path)
-    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)
-    check_arms(read.strings(raw.get("quick") or [], f"{path}: quick"), every, f"{path}: quick")
     if wrong := misfit(raw, SHAPE["grid"]):  # ablation.json stores the raw grid
         raise UserError(f"{path}: {wrong}: correct it")
+    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)
+    check_arms(read.strings(raw.get("quick") or [], f"{path}: quick"), every, f"{path}: quick")
     return Grid(path, common.grid, str(raw.get("title", common.grid)), tuple(arms), raw)
 
 
