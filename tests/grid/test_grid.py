@@ -146,7 +146,7 @@ def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(write
         ("{kind: pie}", r"report\.figures\[1\]: kind is 'pie': use one of output_norm, training_loss, "),
         ("{arms: [qk]}", r"report\.figures\[1\]: kind is None: use one of "),
         ("{kind: training_loss, arms: [qx]}", r"report\.figures\[1\]: there is no arm 'qx' \(arms: plain, "),
-        ("training_loss", r"report\.figures\[1\] must be a mapping"),
+        ("training_loss", r"report\.figures\[1\] is .training_loss. and not an object"),
     ],
 )
 def test_a_wrong_figure_of_a_grid_is_refused_before_the_runs(write, wrong, sentence):
