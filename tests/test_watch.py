@@ -291,11 +291,7 @@ def test_in_a_terminal_a_run_is_followed_into_its_new_folder(tmp_path):
     tried, best, late = {"folder": "try/seed1"}, {"folder": "best/seed1"}, {"folder": "late/seed1"}
     write_run(tmp_path / "try/seed1", "completed")
     write_study(tmp_path, tried=tried, best=best, late=late)
-    here, there = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
-    os.close(there)
+    process, here = watch_in_terminal(tmp_path)
 
     def select(said):
         assert process.poll() is None and b"waiting" in said
@@ -338,6 +334,16 @@ def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
     assert b"2.22" in said and b"completed" in said and b"\x1b[1A" in said
 
 
+def watch_in_terminal(folder):
+    """Start `mmqk watch` in a terminal; return the process and the end of the terminal to read from."""
+    here, there = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(folder)]
+    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
+    os.close(there)
+    return process, here
+
+
 def read_terminal(process, here, until, then):
     """Return the output of a process on a terminal. Call ``then`` once ``until`` holds for the output so far."""
     said, guard = b"", threading.Timer(1800, process.kill)  # ends a process that shows nothing
@@ -362,11 +368,7 @@ def test_in_a_terminal_it_waits_for_the_first_run(tmp_path, exists):
     folder = tmp_path / "runs"
     if exists:
         folder.mkdir()
-    here, there = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(folder)]
-    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
-    os.close(there)
+    process, here = watch_in_terminal(folder)
 
     def start_run(said):
         assert process.poll() is None and f"{folder} has no run yet: waiting".encode() in said

@@ -189,7 +189,7 @@ def page_content(
         "standfirst": _standfirst(study, verdicts, in_rows),
         "kicker": _kicker(study),
         "learned": _about_learning(study),
-        "losses": _about_losses([row["final"] for row in arm_results], "medians that use"),
+        "losses": _about_losses([row["final"] for row in arm_results], "medians that use means"),
         "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
         "numbers": about_numbers(verdicts),
         "data": ABOUT_DATA + (ABOUT_SAMPLE if single_run else ""),
@@ -342,13 +342,13 @@ def _kicker(study: Study) -> str:
     return f"{study.title} · {runs if finished == total else f'{finished} of {runs} have finished'}"
 
 
-def _about_losses(cells: Sequence[str], what: str = "") -> str:
+def _about_losses(cells: Sequence[str], what: str = "means") -> str:
     """Return the note on a table's losses: held out or, with a star, means of the last training steps."""
     measured = [cell for cell in cells if cell != DASH]
     means = [cell for cell in measured if cell.endswith("*")]
     if not means:
         return "Losses are on held-out data." if measured else ""
-    marks = f"* marks {what} means of the last {LOSS_WINDOW} training steps".replace("  ", " ")
+    marks = f"* marks {what} of the last {LOSS_WINDOW} training steps"
     return f"{marks}; the others are on held-out data." if len(means) < len(measured) else f"{marks}."
 
 
