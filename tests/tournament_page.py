@@ -6,13 +6,19 @@
 from __future__ import annotations
 
 import csv
+import functools
+import io
 import re
 from pathlib import Path
 
+from mmqk.analysis.verdicts.ranking import ranking
+from mmqk.analysis.verdicts.study import load_study
 from mmqk.remedies import REMEDIES
+from mmqk.report.ranking import ranking_csv
+from mmqk.store.pack import unpacked
 
 ROOT = Path(__file__).parents[1]
-RANKING = ROOT / "reports/examples/tournament/ranking.csv"
+PACK = ROOT / "reports/examples/tournament.zip"
 PAGES = (ROOT / "docs/which_remedy.md", ROOT / "README.md")
 PURPOSES = {remedy.key: remedy.purpose for remedy in REMEDIES}
 FLAGS = {remedy.key: " ".join(f"`{flag}`" for flag in remedy.flags) for remedy in REMEDIES}
@@ -20,10 +26,18 @@ FLAGS = {remedy.key: " ".join(f"`{flag}`" for flag in remedy.flags) for remedy i
 SHORT = ("qk_norm_rms", "post_norm", "sandwich", "qk_clip", "attn_gate_element", "muon", "z_loss")
 
 
+@functools.cache
+def ranked() -> str:
+    """Return the ranking of the pack as CSV."""
+    study = load_study(unpacked(PACK))
+    found = ranking(study)
+    assert found is not None
+    return ranking_csv(study, found)
+
+
 def rows() -> dict[str, dict[str, str]]:
     """Return the rows of the ranking by arm, best first."""
-    with open(RANKING, newline="", encoding="utf-8") as file:
-        return {row["arm"]: row for row in csv.DictReader(file)}
+    return {row["arm"]: row for row in csv.DictReader(io.StringIO(ranked()))}
 
 
 def signed(row: dict[str, str]) -> str:

@@ -27,9 +27,11 @@ def report(tmp_path_factory, module_without_figure_files):
 
 
 @pytest.fixture(scope="module")
-def demo():
-    """Return the shipped page of the demonstration."""
-    return Path(__file__).parents[2] / "reports/examples/demo/index.html"
+def demo(tmp_path_factory, module_without_figure_files):
+    """Render the page of the demonstration from its pack."""
+    page = tmp_path_factory.mktemp("demo")
+    write_report(Path(__file__).parents[2] / "reports/examples/demo.zip", page)
+    return page / "index.html"
 
 
 @pytest.fixture(scope="module")
