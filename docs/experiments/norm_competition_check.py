@@ -3,6 +3,10 @@
 The rules are in docs/metrics.md and docs/evidence.md.
 
     python norm_competition_check.py RUNS_OR_ZIP GRID.yaml [--compare verdicts.json]
+    python norm_competition_check.py RUNS_OR_ZIP GRID.yaml --ratios TREATMENT:CONTROL ...
+
+The second form prints, instead of verdicts, the ratio of two arms for each metric of `REDUCED`, by modality, with
+Welch's 95 % interval and the p-value for equal means, and the growth of W_q and W_k in both arms by each loss.
 
 The script leaves out four parts of a verdict: the check `declared`, the QK-Norm bound, the search for lost alarms,
 and the false discovery rate of exploratory claims (it uses their 95 % interval instead).
@@ -21,6 +25,18 @@ import yaml
 from scipy import stats
 
 NOT_ABOVE, NOT_BELOW = {"none", "below"}, {"none", "above"}
+# Metric: its statistic, and how the values of layers and modalities become one number at each probe.
+REDUCED = {
+    "largest_attention_logit": ("attn_logit_absmax", np.max),
+    "q_norm": ("q_norm", np.mean),
+    "k_norm": ("k_norm", np.mean),
+    "logit_mean": ("attn_logit_mean", lambda values: np.sqrt(np.mean(np.square(values)))),
+    "logit_offset": ("attn_logit_offset_var", lambda values: np.sqrt(np.mean(values))),
+    "logit_spread": ("attn_logit_spread_var", lambda values: np.sqrt(np.mean(values))),
+    "attention_mass_other": ("attn_mass", np.mean),
+    "resid_norm": ("resid_norm", np.mean),
+    "final_norm": ("final_norm", np.mean),
+}
 
 def reader(source):
     if source.suffix != ".zip":
@@ -50,6 +66,15 @@ def diverged(rows, warmup, trained):
             return True
     return False
 
+def chosen(record, statistic, modality):
+    """Return (key, value) of a statistic in all layers, of one modality or of all. A statistic of a pair of
+    modalities belongs to that of its queries."""
+    for key, number in record.items():
+        first, _, rest = key.partition("/")
+        query, _, of_key = rest.partition("/")[0].partition("-")
+        if first == statistic and modality in ("", query) and (statistic != "attn_mass" or query != of_key):
+            yield key, float(number)
+
 def value(metric, rows, completed):
     """Return the metric of one run, on its scale (linear for losses, log for all others)."""
     name, _, modality = metric.partition("/")
@@ -58,15 +83,26 @@ def value(metric, rows, completed):
         return float(np.mean([r.get(key, np.nan) for r in rows[-1 if completed else -50 :]]))
     probes, probed = [], [r for r in rows if any(k.startswith("q_norm/") for k in r)]
     for r in ([r for r in probed if r["step"]] or probed)[-3:]:
-        chosen = {k: float(v) for k, v in r.items() if k.count("/") and modality in ("", k.split("/")[1])}
-        if name == "largest_attention_logit":
-            probes.append(max(v for k, v in chosen.items() if k.startswith("attn_logit_absmax/")))
-        elif name == "final_norm":
-            probes.append(np.mean([v for k, v in chosen.items() if k.startswith("final_norm/")]))
+        if name in REDUCED:
+            statistic, reduce = REDUCED[name]
+            values = [v for _, v in chosen(r, statistic, modality)]
+            probes.append(reduce(values) if values else np.nan)
         else:  # qk_norm_product: geometric mean over layers and modalities
-            logs = [np.log(v * chosen["k" + k[1:]]) for k, v in chosen.items() if k.startswith("q_norm/")]
+            logs = [np.log(v * float(r["k" + k[1:]])) for k, v in chosen(r, "q_norm", modality)]
             probes.append(np.exp(np.mean(logs)) if logs else np.nan)
     return float(np.log(np.median(probes)))
+
+def weight_growth(rows):
+    """Return (step, growth by the text loss, by the image loss, in total, ‖W_q‖² + ‖W_k‖²) for each window of the
+    radial budget. Growth is per 1,000 steps (docs/metrics.md, `weight_growth`)."""
+    windows = []
+    for r in (r for r in rows if "budget_window" in r):
+        *grown, square = (
+            sum(v for matrix in "qk" for _, v in chosen(r, f"w_{matrix}_{part}", modality))
+            for part, modality in (("growth", "text"), ("growth", "image"), ("growth_total", ""), ("sq", ""))
+        )
+        windows.append((r["step"], *(1000 * part / square / r["budget_window"] for part in grown), square))
+    return windows
 
 def load(read, metrics, blocks):
     """Return the finished runs as {arm: {seed: run}}, and the number of planned runs of each arm."""
@@ -83,7 +119,7 @@ def load(read, metrics, blocks):
         rows = [row for _, row in sorted({row["step"]: row for row in lines}.items())]
         weights, done = config["loss"]["weights"], status["status"] == "completed"
         trained = [k[5:] for k in rows[1] if k.startswith("loss/") and weights.get(k[5:], 1)]
-        run = {m: value(m, rows, done) for m in metrics} | {"folder": folder}
+        run = {m: value(m, rows, done) for m in metrics} | {"folder": folder, "weights": weight_growth(rows)}
         unigram = {m: rows[0][f"val_unigram/{m}"] for m in trained}
         run["trained"] = trained
         run["learned"] = all(rows[-1].get(f"val_loss/{m}", np.inf) < u - 0.1 for m, u in unigram.items())
@@ -159,13 +195,39 @@ def compare(page, results, verdicts):
     print("largest difference of effect: {:.2g} ({})\nof interval: {:.2g} ({})".format(*effect, *interval))
     sys.exit(int(not same or max(effect[0], interval[0]) > 1e-3))
 
+def print_ratios(arms, pairs):
+    for pair in pairs:
+        names = pair.split(":")
+        runs = [list(arms[name].values()) for name in names]
+        print(f"| {names[0]} / {names[1]}, n = {len(runs[0])} and {len(runs[1])} | text | image | both |")
+        print("| --- " * 4 + "|")
+        for metric in REDUCED:
+            cells = []
+            for modality in ("/text", "/image", ""):
+                test = stats.ttest_ind(*([r[metric + modality] for r in of] for of in runs), equal_var=False)
+                ends = np.exp(test.confidence_interval())
+                effect = np.exp(np.subtract(*(np.mean([r[metric + modality] for r in of]) for of in runs)))
+                cells.append(f"×{effect:.3g} ({ends[0]:.3g} to {ends[1]:.3g}), p = {test.pvalue:.2g}")
+            print(f"| {metric} | " + " | ".join(cells) + " |")
+        for name, of in zip(names, runs, strict=True):
+            for windows in zip(*(r["weights"] for r in of), strict=True):
+                step, text, image, total, square = np.mean(windows, axis=0)
+                spread = np.std([window[-1] for window in windows], ddof=1)
+                print(f"{name}, step {step:.0f}: |W_q|² + |W_k|² = {square:,.0f} (sd {spread:.0f}); growth by the "
+                      f"text loss {text:.2f}, by the image loss {image:.2f}, in total {total:.2f}")
+        print()
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     _ = [parser.add_argument(name, type=Path) for name in ("runs", "grid", "--compare")]
+    parser.add_argument("--ratios", nargs="+", default=[], metavar="TREATMENT:CONTROL")
     args = parser.parse_args()
     grid = yaml.safe_load(args.grid.read_text())
     claims = {c["id"]: c for c in grid["claims"] if "not_run" not in c}
     blocks = {k: v.get("block", "") for k, v in grid["arms"].items()}
+    if args.ratios:
+        metrics = {name + modality for name in REDUCED for modality in ("/text", "/image", "")}
+        return print_ratios(load(reader(args.runs), metrics, blocks)[0], args.ratios)
     arms, planned = load(reader(args.runs), {c["metric"] for c in claims.values()}, blocks)
     results = {i: r for i, c in claims.items() if (r := judge(c, arms, planned))}
     first = {i: decide(claims[i], r) for i, r in results.items()}

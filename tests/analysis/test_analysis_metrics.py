@@ -3,10 +3,13 @@
 import importlib.util
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import mmqk
 from mmqk.analysis.metrics import (
     METRICS,
     best_loss,
@@ -24,11 +27,18 @@ from tests.analysis.small_runs import small_run
 
 largest_attention_logit = METRICS["largest_attention_logit"].measure
 CHECK = Path(__file__).parents[2] / "docs/experiments/norm_competition_check.py"
+PACK = Path(__file__).parents[2] / "reports/examples/norm_competition_large.zip"
 
 
 def run_of(tmp_path, planted, **kwargs):
     write_run(tmp_path / "x", planted, **kwargs)
     return load_runs(tmp_path)[0]
+
+
+def independent_script():
+    spec = importlib.util.spec_from_file_location("check", CHECK)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
 
 
 def append(tmp_path, text):
@@ -62,10 +72,26 @@ def test_the_end_of_a_short_run_has_no_probe_of_the_untrained_model(tmp_path, pr
     run = small_run(tmp_path / "x", {f"{name}/text": probes for name in ("final_norm", "q_norm")})
     assert METRICS["final_norm"].measure(run, "text") == end
     # The independent script has the same rule.
-    spec = importlib.util.spec_from_file_location("check", CHECK)
-    spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
+    check = independent_script()
     rows = [{"step": step, "q_norm/text": x, "final_norm/text": x} for step, x in probes.items()]
     assert math.exp(check.value("final_norm/text", rows, True)) == pytest.approx(end)
+
+
+@pytest.mark.slow
+def test_the_independent_script_measures_the_norms_of_a_shipped_pack_as_mmqk_does():
+    check = independent_script()
+    metrics = {(name, modality) for name in check.REDUCED for modality in ("text", "image", "")}
+    names = {f"{name}/{modality}" if modality else name for name, modality in metrics}
+    arms, _ = check.load(check.reader(PACK), names, defaultdict(str))
+    for run in list(mmqk.load_runs(PACK))[:5]:
+        theirs = arms[run.arm][run.seed]
+        for name, modality in metrics:
+            ours = math.log(METRICS[name].measure(run, modality or None))
+            assert theirs[f"{name}/{modality}" if modality else name] == pytest.approx(ours, rel=1e-9), name
+        grown = np.transpose(theirs["weights"])
+        for column, modality in zip(grown[1:], ("text", "image", None), strict=False):
+            if modality in (None, *theirs["trained"]):
+                assert column == pytest.approx(METRICS["weight_growth"].series(run, modality)[1])
 
 
 def test_nan_ranks_worst_and_what_was_seen_is_known(tmp_path):
