@@ -9,7 +9,10 @@ the step of the failure over its failing runs. Third table: how far the loss of 
 ended. Fourth table: the number of runs that fail at other thresholds of the two rules. Fifth table: how many layers
 have large logits, the attention entropy of text queries, and how many steps the gradient clipping scales, by arm and
 step. Sixth table: the losses at the end of the runs of 10,000 steps, and how far they are above those of the same
-seed with QK-Norm and without a remedy.
+seed with QK-Norm and without a remedy. Seventh table: the time to failure of the text loss alone in runs that are not
+stopped, against an arm without an image loss, tested as the registered claims are. Eighth table: how far the image
+loss of a stopped run rose, how far that of the run with QK-Norm, which has the same batches, rose over the same
+steps, and the correlation of the two in the 1,000 steps before the stop.
 """
 
 import itertools
@@ -22,6 +25,7 @@ import mmqk
 from mmqk.analysis.metrics import late
 from mmqk.analysis.metrics.late import failure_step, window_means
 from mmqk.analysis.metrics.losses import trained_modalities
+from mmqk.analysis.metrics.stability import divergence_step
 
 RULES = ("spike", "spike_median", "growth", "collapse", "stall")
 # Monitor: statistic, reduction over layers and modalities, and the width of the window before the step.
@@ -111,17 +115,69 @@ def loss_rows(runs, failed):
             yield run.arm, str(run.seed), modality, f"{best:.2f}", f"{np.mean(values[-50:]) - best:+.2f}"
 
 
-def highest_median(run, modality):
-    """Return how far the median of 50 steps was above its lowest value, at most."""
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(run.series(f"loss/{modality}")[1], 50), axis=1)
-    return (medians - np.minimum.accumulate(medians)).max()
+def medians(run, modality):
+    """Return the last steps and the medians of all windows of 50 steps."""
+    steps, losses = run.series(f"loss/{modality}")
+    return steps[49:], np.median(np.lib.stride_tricks.sliding_window_view(losses, 50), axis=1)
+
+
+def above_lowest(run, modality):
+    """Return the same steps, and how far each median is above the lowest one before it."""
+    steps, values = medians(run, modality)
+    return steps, values - np.minimum.accumulate(values)
+
+
+def text_failure(run, rule):
+    """Return the step of the lasting rise of the text loss or, with the divergence rule, of its divergence, whichever
+    is first, as a share of 10,000 steps; 1 without failure."""
+    steps, above = above_lowest(run, "text")
+    diverged = steps[above > 0.5][:1].tolist() if rule else []
+    return min([10_000, *diverged, *filter(None, [late.rise_step(run, "text")])]) / 10_000
+
+
+def text_rows(runs):
+    """The controls of `late` never fail, so Welch's interval is that of one sample against 1."""
+    for rule in (False, True):
+        mixed, *controls = (
+            [text_failure(run, rule) for run in runs if run.arm == arm]
+            for arm in ("mixed-on", "image-off", "text-only", "images-removed")
+        )
+        assert all(set(control) == {1.0} for control in controls)
+        test = stats.ttest_1samp(mixed, 1)
+        low, high = test.confidence_interval()
+        censored = [stats.CensoredData.right_censored(times, np.equal(times, 1)) for times in (mixed, controls[0])]
+        yield (
+            "lasting rise or divergence" if rule else "lasting rise",
+            f"{np.mean(mixed) - 1:+.3f} ({low - 1:.3f} to {high - 1:.3f})",
+            f"{stats.ttest_1samp(mixed, 0.9).pvalue:.2g}",
+            f"{stats.logrank(*censored).pvalue:.2g}",
+        )
+
+
+def batch_rows(runs):
+    twins = {run.seed: run for run in runs if run.arm == "mixed-qk"}
+    for run in (run for run in runs if run.arm in ("mixed", "third") and run.status.status == "diverged"):
+        stop = divergence_step(run)
+        steps, values = medians(run, "image")
+        until = steps <= stop
+        lowest = steps[until][np.argmin(values[until])]
+        rises = []
+        for one in (run, twins[run.seed]):
+            at = dict(zip(*medians(one, "image"), strict=True))
+            rises.append(f"{at[stop] - at[lowest]:+.2f}")
+        before = [
+            losses[(steps <= stop) & (steps > stop - 1000)]
+            for steps, losses in (one.series("loss/image") for one in (run, twins[run.seed]))
+        ]
+        yield run.arm, str(run.seed), f"{lowest:,}", f"{stop:,}", *rises, f"{np.corrcoef(*before)[0, 1]:.2f}"
 
 
 def threshold_rows(runs):
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run for run in runs if run.arm == arm]
-        highest = [max(highest_median(run, m) for m in trained_modalities(run)) for run in of_arm]
-        row = [str(sum(value > nats for value in highest)) for nats in (0.4, 0.5, 0.6, 0.8)]
+        highest = [max(above_lowest(run, m)[1].max() for m in trained_modalities(run)) for run in of_arm]
+        row = [f"{min(highest):.2f} to {max(highest):.2f}"]
+        row += [str(sum(value > nats for value in highest)) for nats in (0.4, 0.5, 0.6, 0.8)]
         for nats in (0.05, 0.1, 0.15, 0.2):
             late.ABOVE_OWN_BEST_NATS = nats
             row.append(str(sum(late.rise_step(run, "text") is not None for run in of_arm)))
@@ -208,7 +264,8 @@ if __name__ == "__main__":
         table(titles, monitor_rows(runs, failed))
         titles = ["arm", "seed", "loss", "lowest mean of 500 steps", "mean of the last 50 steps above it"]
         table(titles, loss_rows(runs, failed))
-    titles = [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
+    titles = ["highest median above its lowest (nat)"]
+    titles += [f"median {nats} nat above its lowest" for nats in (0.4, 0.5, 0.6, 0.8)]
     titles += [f"text loss rises {nats} nat for good" for nats in (0.05, 0.1, 0.15, 0.2)]
     titles += ["0.1 nat, in 3 means", "0.1 nat, means of 1,000 steps"]
     table(["arm", "runs", *titles], threshold_rows(runs))
@@ -217,3 +274,7 @@ if __name__ == "__main__":
     table(["arm", "step", "runs", *titles], layer_rows(runs))
     titles = ["runs", "at the end", "above the same seed with QK-Norm", "above the same seed without a remedy"]
     table(["arm", "loss", *titles], final_rows(runs))
+    titles = ["failure of the text loss", "time to failure, mixed minus each other arm (share of 10,000 steps)"]
+    table([*titles, "p for 0.1", "log-rank p"], text_rows(runs))
+    titles = ["seed", "lowest median at step", "stop", "rise to the stop (nat)", "the same steps with QK-Norm"]
+    table(["arm", *titles, "correlation before the stop"], batch_rows(runs))
