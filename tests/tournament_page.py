@@ -20,7 +20,6 @@ from mmqk.store.pack import unpacked
 ROOT = Path(__file__).parents[1]
 PACK = ROOT / "reports/examples/tournament.zip"
 PAGES = (ROOT / "docs/which_remedy.md", ROOT / "README.md")
-PURPOSES = {remedy.key: remedy.purpose for remedy in REMEDIES}
 FLAGS = {remedy.key: " ".join(f"`{flag}`" for flag in remedy.flags) for remedy in REMEDIES}
 # Arms of the README's table: common choices, one of each kind.
 SHORT = ("qk_norm_rms", "post_norm", "sandwich", "qk_clip", "attn_gate_element", "muon", "z_loss")
@@ -56,16 +55,14 @@ def times(value: str) -> str:
 
 
 def whole() -> str:
-    """Return the table of all remedies, with their purposes."""
+    """Return the table of all remedies."""
     lines = [
-        "| remedy | what it is for | loss relative to no remedy (nats) | trains | sensitivity | largest logit"
-        " | time |",
-        "| --- | --- | --: | --: | --: | --: | --: |",
+        "| remedy | loss relative to no remedy (nats) | trains | sensitivity | largest logit | time |",
+        "| --- | --: | --: | --: | --: | --: |",
     ]
     for row in rows().values():
         if row["difference"]:
-            purpose, sensitivity = PURPOSES.get(row["arm"], row["label"]), f"{float(row['sensitivity']):.2f}"
-            cells = [f"`{row['arm']}`", purpose, signed(row), trains(row), sensitivity]
+            cells = [f"`{row['arm']}`", signed(row), trains(row), f"{float(row['sensitivity']):.2f}"]
             cells += [times(row["logit_ratio"]), times(row["time_ratio"])]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
