@@ -43,7 +43,7 @@ report:
 README = """\
 # {name}
 
-    mmqk train config.yaml                  # in this folder: one run, into runs/config/
+    mmqk train config.yaml                  # in this folder: one run, into runs/{name}/
     mmqk watch runs                         # its losses and logits while it trains
     mmqk ablate grid.yaml --dry-run         # the runs of the grid
     mmqk ablate grid.yaml                   # train them

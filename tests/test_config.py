@@ -22,6 +22,15 @@ from mmqk.train import main
     [
         (["--model.qknorm=rms"], "no field 'model.qknorm': did you mean 'model.qk_norm'"),
         (["--model.qk_norm.kin=rms"], "no field 'model.qk_norm.kin': did you mean 'model.qk_norm.kind'"),
+        (["--lr=3"], "no field 'lr': did you mean 'optim.lr'?"),
+        (["--max-steps=3"], "no field 'max-steps': did you mean 'trainer.max_steps'?"),
+        (["--qk_norm.kind=rms"], "no field 'qk_norm.kind': did you mean 'model.qk_norm.kind'?"),
+        (["--learningrate=3"], "no field 'learningrate': python -m mmqk.train --help lists the fields"),
+        (["--batchsize=3"], "no field 'batchsize': did you mean 'data.batch_size'?"),
+        (["--every_n_steps=3"], "did you mean 'monitor.every_n_steps' or 'checkpoint.every_n_steps'?"),
+        (["--data.pairs=s3://mine/0.tar"], "data.pairs s3://mine/0.tar is not a local path: download"),
+        (["--data.read=shards", "--data.pairs=s3://mine/0.tar"], "s3://mine/0.tar is not a local path: download"),
+        (["--data.text=https://mine/a"], "data.text https://mine/a is not a local path"),
         (["--trainer.max_step=3"], "no field 'trainer.max_step': did you mean 'trainer.max_steps'"),
         (["--model.d_model=wide"], "model.d_model is 'wide': expected a whole number"),
         (["--model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': expected one of"),
@@ -406,3 +415,32 @@ def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tm
 @pytest.mark.parametrize("name", ["demo", "cpu", "dial", "gpu_25m", "gpu_124m"])
 def test_every_configuration_names_its_folder(name):
     assert resolve([f"--config=configs/{name}.yaml"]).out.parts[:2] == ("runs", name)
+
+
+def test_a_run_without_out_is_named_after_what_the_user_gave(tiny_args, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = [arg for arg in tiny_args if not arg.startswith("--config")]
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens/mine").symlink_to(tiny_data / "pairs")
+    (tmp_path / "tokens/words").symlink_to(tiny_data / "text")
+    (tmp_path / "study").mkdir()
+    for name in ("study/config.yaml", "study/large.yaml"):
+        (tmp_path / name).write_text("optim: {lr: 0.5}\n")
+
+    def name(*args):
+        out = resolve([*args, *own, f"--data.tokenizers={tiny_data}/tokenizers"]).out
+        assert out.parts[0] == "runs" and len(out.parts) == 3
+        return out.parts[1]
+
+    own = [arg for arg in own if not arg.startswith(("--data.pairs", "--data.text", "--out"))]
+    data = ("--data.pairs=tokens/mine", f"--data.text={tiny_data}/text")
+    assert name("demo", *data) == name("demo", "--config", "recipes/olmo2", *data) == name(*data) == "mine"
+    assert name("demo", "--data.text=tokens/words", '--data.mix={"text": 1}') == "words"
+    shards = ("--data.read=shards", f"--data.pairs={tiny_data}/pairs/train-*.tar", '--data.mix={"pair": 1}')
+    assert name("demo", *shards) == "pairs"
+    # An own configuration comes before the data and before a shipped recipe.
+    assert name("study/config.yaml", *data) == "study" and name("study/large.yaml", *data) == "large"
+    assert name("study/large.yaml", "--config", "recipes/olmo2", *data) == "large"
+    with pytest.raises(UserError, match="out gs://mine/run is not a local path: name a local folder"):
+        resolve(["demo", "--out=gs://mine/run"])
+    assert resolve(["demo"]).out.parts[1] == "demo" and resolve([]).out.parts[1] == "run"  # the control

@@ -34,19 +34,21 @@ from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_p
 from mmqk.config.run import SECTIONS, RunConfig, identity_of
 from mmqk.config.sentences import sentence_of
 from mmqk.config.trainer import TrainerConfig
-from mmqk.data.config import SOURCE_FIELDS, layout
+from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, layout
 from mmqk.model.backend_check import BACKENDS, check_backend
 from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, Range, decimal_numbers
 from mmqk.store import (
     OneSentenceParser,
     UserError,
+    check_local,
     flatten,
     identity_hash,
     read_utf8,
     with_configs,
     with_dashes,
 )
+from mmqk.store.shipped import CONFIGS, SHIPPED
 
 T = TypeVar("T")
 # Ranges of the numeric fields that belong to no section.
@@ -84,7 +86,11 @@ def _built(program: str) -> Parser:
         "--config", action="config",
         help="YAML file of a run, or the name of a shipped one (demo); repeat it to merge several.",
     )  # fmt: skip
-    parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
+    parser.add_argument(
+        "--out", type=str, default=None,
+        help="Run folder (default: runs/NAME/<id>; NAME is that of your configuration, else of your data, else of the"
+        " shipped configuration).",
+    )  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=0, help="Seed of initial weights, dropout and data order."
     )
@@ -276,7 +282,8 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     identity = identity_of(
         sections, trainer, backend=parsed.backend, compile=parsed.compile, seed=parsed.seed, fork=fork
     )
-    name = Path(files[-1]).stem if files else "run" if fork is None else "fork"
+    check_local(parsed.out or "", "out", "name a local folder")
+    name = _name_of(files, sections["data"]) if fork is None or files else "fork"
     out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
     return RunConfig(
         **sections,
@@ -292,6 +299,24 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
         quiet=parsed.quiet,
         fork=fork,
     )
+
+
+def _name_of(files: list[str], data: DataConfig) -> str:
+    """Return the name of the folder of the run: that of the user's own configuration (of its project if the file is
+    config.yaml), else of the user's own data, else of the shipped configuration."""
+    shipped = (SHIPPED / CONFIGS[0]).resolve()
+    for file in (Path(name).resolve() for name in reversed(files)):
+        if not file.is_relative_to(shipped):
+            is_project = file.stem == "config" and not (file.parent / "run.json").exists()
+            return (file.parent.name if is_project else "") or file.stem
+    kinds = ("tokens",) if "tokens" in data.family else data.sources
+    for field in (FOLDER_FIELDS[kind] for kind in kinds):
+        if (source := getattr(data, field)) != getattr(DataConfig, field):
+            path = Path(source)
+            while re.search(r"[*?\[{]", path.name):
+                path = path.parent
+            return path.absolute().name.removesuffix(".tar") or "run"
+    return Path(files[-1]).stem if files else "run"
 
 
 def _look_beside(files: list[str], data: Namespace) -> None:

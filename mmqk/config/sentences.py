@@ -20,6 +20,7 @@ OWN_TRAINER_FLAGS = {
     "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
     "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
+MOST_NAMED = 4  # fields in a suggestion
 _KINDS = {
     "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "a mapping",
     "list": "a list", "tuple": "a list", "NoneType": "null",
@@ -74,14 +75,25 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
     flag = name.removeprefix("trainer.").split(".")[0].rstrip("+")
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
         return f"mmqk sets trainer.{flag}: leave it out."
-    known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
+    fields = flatten(parser.get_defaults().as_dict())
+    known = list(dict.fromkeys([*(action.dest for action in parser._actions), *fields]))
     if "." in name and name in known:
         return f"{name} has no value: write {name}=VALUE."
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        hint = f"did you mean '{near[0]}'?"
+    if near := _most_similar(name, known):
+        hint = f"did you mean {' or '.join(repr(field) for field in near)}?"
     elif parser.add_help:
         hint = "python -m mmqk.train --help lists the fields."
     else:
         hint = f"use one of {', '.join(action.dest for action in parser._actions)}."
     return f"There is no field '{name}': {hint}"
+
+
+def _most_similar(name: str, known: list[str]) -> list[str]:
+    """Return the fields that end with a name (``lr``: optim.lr), or else the one field that is written like it."""
+    plain = name.replace("-", "_")
+    if (ends := [field for field in known if field.endswith(f".{plain}")]) and len(ends) <= MOST_NAMED:
+        return ends
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return near
+    last = {field.rpartition(".")[2]: field for field in known}  # of several fields with this last part, the last
+    return [last[leaf] for leaf in difflib.get_close_matches(plain, last, n=1, cutoff=0.75)]

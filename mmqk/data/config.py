@@ -10,9 +10,9 @@ from mmqk.data.mixture import Mixture
 from mmqk.data.synthetic.dial import Dial, DialConfig
 from mmqk.data.tokens.cache import source_hash
 from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
-from mmqk.data.tokens.online import online_hash
+from mmqk.data.tokens.online import held_out_share, online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
-from mmqk.store import UserError, find_file
+from mmqk.store import UserError, check_local, find_file
 from mmqk.tokenizers.files import tokenizers_hash
 
 # Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.
@@ -33,7 +33,7 @@ class DataConfig:
         read: how to read pairs: tokens (from token arrays, which are written once) or shards (tokenize them while
             training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar).
         val_fraction: share of the pairs to hold out, chosen by a hash of the image file; used only if `pairs` is a
-            pattern.
+            pattern. null: 0.01, and more of a small set.
         text: text-only documents: shards with their manifest or a token folder; empty for none.
         interleaved: documents of text and images: a folder from mmqk.data.tokenize --interleaved; empty for none.
         tokens: documents that other tokenizers have converted to ids: a folder from mmqk.data.ids; empty for none.
@@ -59,7 +59,7 @@ class DataConfig:
 
     pairs: str = "data/emoji"
     read: Literal["tokens", "shards"] = "tokens"
-    val_fraction: float = number(0.01, 1e-9, BELOW_ONE)
+    val_fraction: float | None = number(None, 1e-9, BELOW_ONE)
     text: str = "data/text"
     interleaved: str = ""
     tokens: str = ""
@@ -79,6 +79,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
+        for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers", "cache"):
+            check_local(getattr(self, name), f"data.{name}")
         if self.read == "shards" and self.pack == "documents":
             raise ValueError(
                 "data.pack 'documents' does not work with data.read 'shards', because lengths are unknown: set"
@@ -162,6 +164,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     for kind, path in config.sources.items():
         if online and kind == "pair":
             fields["pairs"] = online_hash(str(path), Path(config.cache))
+            fields["val_fraction"] = held_out_share(str(path), Path(config.cache), config.val_fraction)
         else:
             fields[SOURCE_FIELDS[kind]] = source_hash(path, kind)
     if "dial" in config.family:

@@ -172,10 +172,11 @@ class TokenDataModule(L.LightningDataModule):
                 store = "pair" if kind == "image" else kind
                 if not len(val[store]):
                     documents = len(train[store])
-                    share = f"{min(0.5, 20 / max(documents, 1)):.1g}"
-                    remedy = f"make its folder again with a larger --val-fraction, such as {share}."
-                    if config.read == "shards" and store == "pair":
-                        remedy = f"set data.val_fraction to {share}."
+                    remedy = "make its folder again, with another --out and without --val-fraction."
+                    if documents < 2:
+                        remedy = "give more documents."
+                    elif config.read == "shards" and store == "pair":
+                        remedy = "leave data.val_fraction out."
                     raise ValueError(
                         f"data.mix asks for {kind}, but none of its {documents} documents is held out: {remedy}"
                     )

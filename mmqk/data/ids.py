@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
+from mmqk.shards.held_out import SHARE, default_share, small_set_sentence
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder, run_main
 from mmqk.store.files import writing
 from mmqk.store.vocab_sizes import parse_vocab_sizes
@@ -41,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--train", required=True, help="path or pattern of the training arrays")
     add("--val", default="", help="path or pattern of the held-out arrays (default: split --train)")
-    add("--val-fraction", type=float, default=0.01, help="share to hold out without --val, chosen by a hash (0.01)")
+    share = f"share to hold out without --val, chosen by a hash ({SHARE}; more of a small set)"
+    add("--val-fraction", type=float, help=share)
     add("--vocab-sizes", required=True, help="number of ids of each modality, in id order: text=65536,image=8192")
     add("--pad", type=int, help="padding id, which no document may use (default: 0, which documents may use)")
     add("--begin-image", type=int, help="id before an image's codes; with it, documents are not cut inside images")
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     layout = Layout(vocab_sizes, pad=args.pad, begin_image=args.begin_image, end_image=args.end_image)
     if any(not 0 <= i < layout.size for i in layout.specials):
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
-    if not args.val and not 0 < args.val_fraction < 1:
+    if not args.val and args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1, or --val.")
     if (args.begin_image is None) != (args.end_image is None):
         first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
@@ -78,6 +80,11 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
     with new_folder(args.out) as folder:
         writer = TokenWriter(folder, "tokens", layout)
         counts = {"train": 0, "val": 0}
+        share = args.val_fraction
+        if share is None and not args.val:
+            share = default_share(_fraction(d) for path in _files(args.train) for d in _documents(path))
+            if share > SHARE:
+                print(small_set_sentence(share), flush=True)
         for split, pattern in (("train", args.train), ("val", args.val)):
             for number, path in enumerate(_files(pattern)):
                 documents = list(_documents(path))
@@ -89,8 +96,7 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
                 if not args.val:
                     parts = {"train": [], "val": []}
                     for d in documents:
-                        held_out = hash_fraction(d.astype(np.int64).tobytes()) < args.val_fraction
-                        parts["val" if held_out else "train"].append(d)
+                        parts["val" if _fraction(d) < share else "train"].append(d)
                 for name, chosen in parts.items():
                     counts[name] += len(chosen)
                     _add(writer, name, f"{number:05d}", chosen, path)
@@ -99,8 +105,12 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
                 f"{args.out} would have {counts['train']} training and {counts['val']} held-out documents: give more"
                 " documents, --val, or another --val-fraction."
             )
-        writer.finish(about={"train": args.train, "val": args.val or f"{args.val_fraction} of them"})
+        writer.finish(about={"train": args.train, "val": args.val or f"{share} of them"})
     return counts
+
+
+def _fraction(document: np.ndarray) -> float:
+    return hash_fraction(document.astype(np.int64).tobytes())
 
 
 def _files(pattern: str) -> list[Path]:

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,20 @@ from PIL import Image
 
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.data.tokens.pool import ShardProgress, run_shards
-from mmqk.data.tokens.worker import ShardPart, TokenizeJob
-from mmqk.shards.images import MAX_PIXELS
+from mmqk.data.tokens.worker import ShardPart, TokenizeJob, document_of
+from mmqk.shards.held_out import SHARE, default_share, default_share_of_tars, small_set_sentence
+from mmqk.shards.images import MAX_PIXELS, Dropped
+from mmqk.shards.lines import read_lines
 from mmqk.shards.manifest import sha256_file
-from mmqk.shards.tars import expand
+from mmqk.shards.samples import text_of
+from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import DOTTED, ReasonCounts, Unread, printable
 from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
     UserError,
     find_file,
+    hash_fraction,
     locked,
     read_json,
     run_main,
@@ -99,13 +103,13 @@ def main(argv: list[str] | None = None) -> int:
     _check(args)
     paths = expand(args.text or args.shards)
     kind = "text" if args.text else "interleaved" if args.interleaved else "pair"
-    job = TokenizeJob(
-        kind, args.tokenizers, args.out, args.val_fraction, args.fit, args.max_pixels, args.caption_field
-    )
+    job = TokenizeJob(kind, args.tokenizers, args.out, 0.0, args.fit, args.max_pixels, args.caption_field)
     width = max(5, len(str(len(paths) - 1)))
     shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
     layout_of(job.tokenizers)  # raises for missing tokenizers before anything is written
-    options = _options(args, kind, paths)
+    share = _share(args, job, paths)
+    job = replace(job, val_fraction=share)
+    options = _options(args, kind, paths, share)
     if is_token_folder(job.out):
         return _already_finished(job.out, options, paths)
     with writing(job.out, "give another --out or make room"), _claimed(job.out, options):
@@ -113,6 +117,13 @@ def main(argv: list[str] | None = None) -> int:
             return _already_finished(job.out, options, paths)
         records = _tokenize(job, shards, args.workers)
         _finish(job, options, records)
+    held_out = sum(record["documents"]["val"] for record in records)
+    if args.val_fraction is None and held_out and share > SHARE:
+        print(small_set_sentence(share))
+    elif share and not held_out:
+        again = f"remove {job.out} and run the command again without --val-fraction"
+        advice = again if args.val_fraction else "give more documents"
+        print(f"no document was held out: training needs some, so {advice}")
     return 0
 
 
@@ -122,7 +133,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is for --shards: documents of --text have no images")
     if args.interleaved and args.caption_field:
         raise UserError("--caption-field is for pairs: interleaved documents have their texts in a list")
-    if not 0 <= args.val_fraction < 1:
+    if args.val_fraction is not None and not 0 <= args.val_fraction < 1:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share of at least 0 and below 1")
     if args.workers is not None and args.workers < 0:
         raise UserError(f"--workers is {args.workers}: give 0 or more")
@@ -131,13 +142,43 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--max-pixels is {args.max_pixels}: give 1 to {cap}")
 
 
-def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str, Any]:
+def _share(args: argparse.Namespace, job: TokenizeJob, paths: list[Path]) -> float:
+    """Return the share to hold out: the one given, or that with which the folder was begun, or the default."""
+    if args.val_fraction is not None:
+        return float(args.val_fraction)
+    begun: Any = None
+    if is_token_folder(job.out):
+        begun = read_header(job.out)["about"].get("command")
+    else:
+        with suppress(DamagedFile):  # `_claimed` raises it again
+            begun = read_json(job.out / UNFINISHED / OPTIONS)
+    if isinstance(begun, dict) and isinstance(begun.get("val_fraction"), int | float):
+        return float(begun["val_fraction"])
+    if job.kind == "text":
+        return default_share(hash_fraction(text) for path in paths for text in _texts(path))
+    return default_share_of_tars(_readable(paths), lambda sample: document_of(job, sample)[0])
+
+
+def _readable(paths: list[Path]) -> Iterator[TarIndex]:
+    for path in paths:
+        with suppress(UserError):  # `_tokenize` names all damaged shards
+            yield index_tar(path)
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    with suppress(UserError):  # as in `_readable`
+        for _, line, _ in read_lines(path):
+            with suppress(Dropped):
+                yield text_of(line).encode()
+
+
+def _options(args: argparse.Namespace, kind: str, paths: list[Path], share: float) -> dict[str, Any]:
     """Return the options that the documents depend on, by flag."""
     return {
         "kind": kind,
         "text" if args.text else "shards": [path.name for path in paths],
         "tokenizers": tokenizers_hash(args.tokenizers),
-        "val_fraction": args.val_fraction,
+        "val_fraction": share,
         "fit": args.fit,
         "max_pixels": args.max_pixels,
         "caption_field": args.caption_field,
@@ -303,9 +344,6 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
         print(f"{dropped.total:,} of {samples:,} samples were dropped:")
     for line in (*dropped.reason_lines(), *unread.lines(files)):
         print(line)
-    if job.val_fraction and not any(record["documents"]["val"] for record in records):
-        share = f"{min(0.5, 20 / samples):.1g}"
-        print(f"no document was held out: training needs some, so give a larger --val-fraction, such as {share}")
 
 
 def _counts(splits: Mapping[str, list[dict[str, Any]]]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from mmqk.shards.unread import HIDDEN, LONG_NAME, META, NO_DOT, NOT_REGULAR, Unread, printable
-from mmqk.store import UserError, check_regular
+from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
 _PACKED = {
@@ -267,8 +267,7 @@ def _refuse_compressed(path: Path, start: bytes) -> None:
 
 
 def _files_of(pattern: str) -> Iterator[Path]:
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:", pattern):
-        raise UserError(f"{pattern} is not a local path: download the files and name the copies")
+    check_local(pattern)
     for name in _spelled_out(os.path.expanduser(pattern)):
         if os.path.exists(os.path.join(name, "tokens.json")):
             raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")

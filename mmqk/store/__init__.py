@@ -15,6 +15,7 @@ from mmqk.store.code import code_hash, same_code
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,
+    check_local,
     check_regular,
     misfit,
     naming,

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -166,6 +167,16 @@ class DamagedFile(UserError):
     def __init__(self, path: Path, why: str, advice: str = RESTORE):
         super().__init__(f"{path} cannot be read ({why}): {advice}")
         self.path, self.why = path, why
+
+
+def check_local(path: str, field: str = "", advice: str = "download the files and name the copies") -> None:
+    """Refuse a URL or a pipe of webdataset.
+
+    Raises:
+        UserError: ``path`` is one; the message begins with the field that names it.
+    """
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:", path):
+        raise UserError(f"{field}{' ' * bool(field)}{path} is not a local path: {advice}")
 
 
 def check_regular(path: Path) -> None:

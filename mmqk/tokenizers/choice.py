@@ -9,6 +9,7 @@ from typing import get_args
 
 import numpy as np
 
+from mmqk.shards.held_out import SHARE
 from mmqk.shards.images import MAX_PIXELS, Fit
 from mmqk.store import UserError, find_file
 
@@ -21,7 +22,8 @@ class Selection:
         images: largest number of images in memory, for all tars together or for each split of a folder.
         captions: largest number of captions for the text tokenizer.
         characters: largest number of characters of documents for the text tokenizer.
-        val_fraction: held-out share of the samples in tars and of the lines of JSON lines files.
+        val_fraction: held-out share of the samples in tars and of the lines of JSON lines files; None for that of
+            `mmqk.shards.held_out`.
         fit: how images of tars are made square: crop, pad or stretch.
         max_pixels: largest number of pixels of an image in a tar; larger images are dropped.
         caption_field: field that has the caption of a sample in a tar, as for `pair_of`.
@@ -30,7 +32,7 @@ class Selection:
     images: int = 20_000
     captions: int = 200_000
     characters: int = 100_000_000
-    val_fraction: float = 0.01
+    val_fraction: float | None = None
     fit: Fit = "crop"
     max_pixels: int = MAX_PIXELS
     caption_field: str | None = None
@@ -50,8 +52,8 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
 def add_sample_arguments(p: argparse.ArgumentParser) -> None:
     """Add the arguments for reading the samples of tars and of JSON lines."""
     c, add = Selection(), p.add_argument
-    share = f"share of the samples in tars and of JSON lines to hold out, chosen by a hash ({c.val_fraction})"
-    add("--val-fraction", type=float, default=c.val_fraction, help=share)
+    share = f"share of samples in tars and of JSON lines to hold out, chosen by a hash ({SHARE}; more of a small set)"
+    add("--val-fraction", type=float, help=share)
     add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
     add("--max-pixels", type=int, default=MAX_PIXELS, help=f"drop images with more pixels ({MAX_PIXELS})")
     field = "JSON field of the caption, or txt for the text file (default: field caption, or else the text file)"
@@ -67,7 +69,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
     for name in ("images", "captions", "characters", "max_pixels"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
-    if not 0 < args.val_fraction < 1:
+    if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1.")
     return Selection(**{f.name: getattr(args, f.name) for f in fields(Selection)})
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mmqk.shards.held_out import default_share
 from mmqk.shards.images import Dropped
 from mmqk.shards.lines import read_lines
 from mmqk.shards.manifest import manifest_hash
@@ -51,6 +52,10 @@ class Documents:
             return [documents[i] for i in indices], summary(len(indices), n, "documents") if len(indices) < n else ""
         if not self.paths:
             return [], ""
+        val_fraction = self.selection.val_fraction
+        if val_fraction is None:
+            texts_of_all = (text for path in self.paths for text in self._texts(path, Counter()))
+            val_fraction = default_share(hash_fraction(text.encode()) for text in texts_of_all)
         dropped = Counter[str]()
         cut = 0
         texts: list[str] = []
@@ -59,6 +64,8 @@ class Documents:
             budget = left // (len(self.paths) - number)
             taken = 0
             for text in self._texts(path, dropped):
+                if hash_fraction(text.encode()) < val_fraction:
+                    continue
                 if taken >= budget:
                     cut += 1
                     break
@@ -74,7 +81,7 @@ class Documents:
         return texts, read
 
     def _texts(self, path: Path, dropped: Counter[str]) -> Iterator[str]:
-        """Yield the training texts of a file, and count the lines that cannot be used."""
+        """Yield the texts of a file, and count the lines that cannot be used."""
         for _, line, _ in read_lines(path):
             if not line.strip():
                 continue
@@ -83,8 +90,7 @@ class Documents:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if hash_fraction(text.encode()) >= self.selection.val_fraction:
-                yield text
+            yield text
 
     def identity(self) -> str:
         """Return the hash of a folder's manifest, or of the names and lengths of JSON lines files, but not of their

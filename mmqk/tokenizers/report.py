@@ -160,7 +160,7 @@ def page(m: Measures, args: argparse.Namespace, source: Source, documents: Docum
 # The tokenizers: {words.size} text entries, {image.size} image codes
 
 The PSNR of held-out images is {m.psnr_db["val"]:.1f} dB with {n} codes each. The code perplexity is
-{codes["val"].perplexity:.0f} of {image.size} codes. {_about(source, args.val_fraction)}
+{codes["val"].perplexity:.0f} of {image.size} codes. {_about(source)}
 
 ![held-out originals, each above its reconstruction]({SHEET})
 
@@ -196,7 +196,7 @@ captions{f", {m.document_chars:.2f} in documents" if m.documents.tokens else ""}
     return text + "".join(f"\nNumber of {part}.\n" for part in read)
 
 
-def _about(source: Source, val_fraction: float) -> str:
+def _about(source: Source) -> str:
     if isinstance(source, PairFolder):
         if source.manifest.about.get("name") != SHIPPED:
             return f"The\nsplits are those of {source.name}."
@@ -204,7 +204,8 @@ def _about(source: Source, val_fraction: float) -> str:
             "The shipped images are icons on a white\nbackground, not photographs. All images of an emoji, of all"
             " vendors, are in one split."
         )
-    return f"A share of\n{val_fraction:g} is held out by a hash of the image file, so copies are in one split."
+    share = f"{source.val_fraction:.4g}"
+    return f"A share of\n{share} is held out by a hash of the image file, so copies are in one split."
 
 
 def _flags(args: argparse.Namespace) -> str:

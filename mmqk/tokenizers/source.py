@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmqk.progress import track
+from mmqk.shards.held_out import default_share_of_tars
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.shards.pairs import read_pairs
@@ -113,6 +114,14 @@ class Tars:
         """Number of samples."""
         return sum(map(len, self.indexes))
 
+    @cached_property
+    def val_fraction(self) -> float:
+        """The held-out share of the samples."""
+        if (given := self.selection.val_fraction) is not None:
+            return given
+        field = self.selection.caption_field
+        return default_share_of_tars(self.indexes, lambda sample: parts_of(sample, field)[0])
+
     def images(self, size: int) -> Images:
         """Return the images of samples spread evenly over all shards; one image per interleaved document.
 
@@ -134,7 +143,7 @@ class Tars:
                 dropped[fault.reason] += 1
                 continue
             fractions.append(hash_fraction(identity))
-            if fractions[-1] < self.selection.val_fraction:
+            if fractions[-1] < self.val_fraction:
                 val_start -= 1
                 pixels[val_start] = image
             else:
@@ -159,7 +168,7 @@ class Tars:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if hash_fraction(identity) >= self.selection.val_fraction:
+            if hash_fraction(identity) >= self.val_fraction:
                 captions.extend(texts)
         read = self._summary(len(indices), dropped)
         if not captions:
@@ -191,7 +200,7 @@ class Tars:
 
     def _check(self, fractions: list[float], read: str) -> None:
         """Raise UserError if a split has no image."""
-        share = self.selection.val_fraction
+        share = self.val_fraction
         if not fractions:
             raise UserError(f"{self.name} has no image that can be used ({read}): check the shards.")
         least, greatest = min(fractions), max(fractions)

@@ -48,10 +48,11 @@ class TextTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int = 1024) -> TextTokenizer:
-        """Train a vocabulary of `size` entries on texts. The same texts in the same order give the same entries.
+        """Train a vocabulary of `size` entries on texts, or of fewer if the texts give no more. The same texts in the
+        same order give the same entries.
 
         Raises:
-            UserError: `size` is below 256 (one entry per byte), or the texts give fewer than `size` entries.
+            UserError: `size` is below 256 (one entry per byte).
         """
         if size < BYTES:
             raise UserError(f"--text-size is {size}: give at least {BYTES}, one entry per byte.")
@@ -64,12 +65,7 @@ class TextTokenizer:
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer)
-        trained = cls(tokenizer)
-        if trained.size != size:
-            raise UserError(
-                f"The texts give only {trained.size} of {size} entries: train on more text or lower --text-size."
-            )
-        return trained
+        return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, each from 0 to size - 1."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqk.progress import Progress
+from mmqk.shards.held_out import SHARE, small_set_sentence
 from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
 from mmqk.store.files import writing
 from mmqk.tokenizers.choice import add_data_arguments, selection_of
@@ -18,7 +19,7 @@ from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
-from mmqk.tokenizers.source import Images, Source, open_source
+from mmqk.tokenizers.source import Images, Source, Tars, open_source
 from mmqk.tokenizers.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -79,12 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     _check(args, wanted)
     selection = selection_of(args)
     source, documents = open_source(args.shards, selection), Documents(args.text, selection)
-    # Read the images first: too few images for the codebook must be an error before the text tokenizer is trained.
+    # Read the images first: images that cannot be used must be an error before the text tokenizer is trained.
     images = _images(source, args) if "image" in wanted else None
     if "text" in wanted:
         both = " and ".join(name for name in (source.name, documents.name) if name)
         print(f"text: training {args.text_size} entries on {both}", flush=True)
         text = train_text(source, documents, args.text_size)
+        if text.size < args.text_size:
+            print(f"text: the texts give {text.size} entries, not {args.text_size}: the vocabulary has {text.size}")
         _write(args.out / TEXT_FILE, text.to_json().encode())
     if images is not None:
         image = train_image(images, args)
@@ -98,7 +101,7 @@ def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer
     The smaller part, usually the captions, is repeated, so that the words of captions get entries.
 
     Raises:
-        UserError: shards or documents are missing or damaged, or too few for `size` entries.
+        UserError: shards or documents are missing or damaged.
     """
     (captions, read_captions), (texts, read_texts) = source.captions(), documents.read()
     for part, summary in (("captions", read_captions), ("documents", read_texts)):
@@ -146,21 +149,25 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
 
 
 def _images(source: Source, args: argparse.Namespace) -> Images:
-    """Return the images of both splits.
+    """Return the images of both splits, and lower `--codes` to the number of vectors of the training images.
 
     Raises:
-        UserError: the shards are missing or damaged, or have fewer vectors than the codebook has codes.
+        UserError: the shards are missing or damaged.
     """
     config = _image_config(args)
     images = source.images(config.image_size)
     train, val = images.train_BCHW, images.val_BCHW
+    if isinstance(source, Tars) and args.val_fraction is None and source.val_fraction > SHARE:
+        print(f"image: {small_set_sentence(source.val_fraction)}", flush=True)
     if images.summary:
         print(f"image: {images.summary}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)
     n, codes = config.grid**2, config.codes
     if codes > len(train) * n:
-        raise UserError(
-            f"{len(train):,} training images of {config.grid}x{config.grid} codes cannot fill a codebook of"
-            f" {codes:,}: give --codes {len(train) * n} or fewer, or {-(-codes // n):,} images or more."
+        args.codes = codes = len(train) * n
+        print(
+            f"image: {len(train):,} training images of {config.grid}x{config.grid} codes cannot fill more codes:"
+            f" the codebook has {codes:,}, not {config.codes:,}",
+            flush=True,
         )
     if codes > args.batch_size * n:
         print(

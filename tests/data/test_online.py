@@ -329,7 +329,21 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match="lengths are unknown"):
         DataConfig(read="shards", pack="documents")
-    assert np.isfinite(DataConfig(read="shards").val_fraction)
+    assert DataConfig(read="shards").pack == "none"
+
+
+def test_a_small_set_holds_out_a_batch_and_a_large_one_keeps_its_identity(tiny_data, tmp_path):
+    def config(**fields):
+        pairs, tokenizers = str(tiny_data / "pairs/*.tar"), str(tiny_data / "tokenizers")
+        return DataConfig(pairs=pairs, tokenizers=tokenizers, text="", mix={"pair": 1}, read="shards",
+                          cache=str(tmp_path), **fields)  # fmt: skip
+
+    split = open_online(config().pairs, tiny_data / "tokenizers", tmp_path, None)
+    assert (len(split["train"]), len(split["val"])) == (36, 16)
+    assert data_identity(config())["val_fraction"] > 0.1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmqk.shards.held_out.FEW", 52)  # not small
+        assert data_identity(config()) == data_identity(config(val_fraction=0.01))
 
 
 def test_a_stored_index_has_the_names_of_the_archive(tiny_data, tmp_path):

@@ -400,6 +400,9 @@ def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
     assert set(first[:30]) & set(second[:30])
 
 
+SHARE_OF_VAL = "--val-fraction=0.3"  # the default depends on the number of readable samples
+
+
 def cut_short(path: Path) -> bytes:
     """Cut an archive at the end of a sample, and return the bytes that it had before."""
     whole = path.read_bytes()
@@ -410,9 +413,9 @@ def cut_short(path: Path) -> bytes:
 
 
 def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Path) -> None:
-    expected = content(run(*pattern(shards), out="expected")[0])
+    expected = content(run(*pattern(shards), SHARE_OF_VAL, out="expected")[0])
     whole = cut_short(shards / "00001.tar")
-    message = refused(run, *pattern(shards))
+    message = refused(run, *pattern(shards), SHARE_OF_VAL)
     assert "1 of 4 shards" in message and "00001.tar is truncated" in message and "continues" in message
     out = shards.parent / "out"
     kept = sorted(p.name for p in (out / "unfinished").glob("0*.json"))
@@ -421,9 +424,9 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
         open_tokens(out)
     # webdataset alone reads the four remaining samples and reports no error.
     assert len(list(wds.WebDataset([str(shards / "00001.tar")], shardshuffle=False))) == 4
-    assert "1 of 4 shards" in refused(run, *pattern(shards))
+    assert "1 of 4 shards" in refused(run, *pattern(shards), SHARE_OF_VAL)
     (shards / "00001.tar").write_bytes(whole)
-    folder, printed = run(*pattern(shards))
+    folder, printed = run(*pattern(shards), SHARE_OF_VAL)
     assert content(folder) == expected and "continuing with 1 of 4 shards" in printed
 
 
@@ -437,12 +440,12 @@ def test_the_first_three_broken_shards_are_named(run: Any, shards: Path) -> None
 
 def test_a_shard_that_changed_is_done_again(run: Any, shards: Path) -> None:
     whole = cut_short(shards / "00003.tar")
-    refused(run, *pattern(shards))
+    refused(run, *pattern(shards), SHARE_OF_VAL)
     write_tar(shards / "00000.tar", [m for s in range(50, 53) for m in pair(s)])
     (shards / "00003.tar").write_bytes(whole)
-    folder, printed = run(*pattern(shards))
+    folder, printed = run(*pattern(shards), SHARE_OF_VAL)
     assert "continuing with 2 of 4" in printed and len(documents(folder)) == 30
-    assert content(folder) == content(run(*pattern(shards), out="fresh")[0])
+    assert content(folder) == content(run(*pattern(shards), SHARE_OF_VAL, out="fresh")[0])
 
 
 @pytest.mark.parametrize("after", range(5))
@@ -616,7 +619,7 @@ def test_other_options_for_a_folder_that_was_begun(
     (other / "text.json").write_text((other / "text.json").read_text() + "\n")
     cases = {
         "--fit (crop, now pad)": ("--fit=pad",),
-        "--val-fraction (0.01, now 0.5)": ("--val-fraction=0.5",),
+        ", now 0.5)": ("--val-fraction=0.5",),
         "--max-pixels": ("--max-pixels=5",),
         "--caption-field (None, now txt)": ("--caption-field=txt",),
         "documents (pair, now interleaved)": ("--interleaved",),
@@ -667,9 +670,16 @@ def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
     assert len(documents(run("--shards", f"{tmp_path}/c.tar")[0])) == 1  # the errors left no unfinished folder
 
 
-def test_shares_of_val(run: Any, shards: Path) -> None:
+def test_shares_of_val(run: Any, shards: Path, tmp_path: Path) -> None:
     folder, printed = run(*pattern(shards), "--val-fraction=1e-9")
-    assert "no document was held out" in printed and len(open_tokens(folder)["val"]) == 0
+    assert f"remove {folder} and run the command again without" in printed and len(open_tokens(folder)["val"]) == 0
+    shutil.rmtree(folder)  # the advice works
+    folder, printed = run(*pattern(shards))
+    assert "is held out for validation instead of 0.01" in printed and len(open_tokens(folder)["val"]) == 12
+    assert "is finished" in run(*pattern(shards))[1]  # a folder keeps its share
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(200)))
+    assert len(open_tokens(run("--text", f"{tmp_path}/a.jsonl", out="text")[0])["val"]) == 16
+    folder, _ = run(*pattern(shards), "--val-fraction=1e-9", out="own")
     assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
     assert len(open_tokens(folder)["train"]) == 36
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqk.store import cli_main
+from mmqk.data.tokenize import main as tokenize
+from mmqk.data.tokens.folder import read_header
+from mmqk.store import cli_main, find_file
 from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.image import ImageTokenizer
@@ -104,7 +106,6 @@ def test_the_images_taken_do_not_depend_on_the_run(shards):
         (["--image-size", "250"], "--image-size is 250: give a multiple of 4"),
         (["--image-size", "0"], "--image-size is 0: give a multiple of 4"),
         (["--image-size", "256", "--grid", "12"], "a grid of 12 does not fit 256 px images: use 8 or 16"),
-        (["--codes", "9999999"], r"cannot fill a codebook of 9,999,999: give --codes \d+ or fewer"),
         (["--images", "0"], "--images is 0"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--decoder-width", "0"], "--decoder-width is 0"),
@@ -112,26 +113,43 @@ def test_the_images_taken_do_not_depend_on_the_run(shards):
         (["--val-fraction", "0"], "--val-fraction is 0.0: give a share between 0 and 1"),
         (["--val-fraction", "1e-9"], "is held out at a share of 1e-09: give more images or --val-fraction 0"),
         (["--text", "nowhere/*.jsonl"], "names no file"),
-        (["--text-size", "60000"], "lower --text-size"),
         (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),
     ],
 )
 def test_a_mistake_is_one_sentence(shards, tmp_path, capsys, flags, words):
-    only = [] if flags[0] in ("--text-size", "--text", "--caption-field") else ["--only", "image"]
+    only = [] if flags[0] in ("--text", "--caption-field") else ["--only", "image"]
     assert cli_main(main)(command(shards, tmp_path, *only, *flags)) == 2
     error = capsys.readouterr().err.strip()
     assert re.search(words, error) and "\n" not in error
     assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.safetensors"))
 
 
-def test_the_feasible_number_of_codes_is_feasible(shards, tmp_path, capsys):
+def test_both_vocabularies_are_as_large_as_a_small_set_gives(shards, tmp_path, capsys):
     pytest.importorskip("vector_quantize_pytorch")
-    shape = ["--only", "image", "--image-size", "32", "--grid", "2", "--steps", "1"]
-    assert cli_main(main)(command(shards, tmp_path, *shape, "--codes", "500")) == 2
-    codes, images = re.findall(r"--codes (\d+) or fewer, or (\d+) images", capsys.readouterr().err)[0]
-    assert int(images) == 125  # of 4 codes each
-    assert cli_main(main)(command(shards, tmp_path, *shape, "--codes", str(int(codes) + 1))) == 2
-    assert cli_main(main)(command(shards, tmp_path, *shape, "--codes", codes)) == 0
+    shape = ["--image-size", "32", "--grid", "2", "--steps", "1", "--codes", "500", "--text-size", "60000"]
+    assert cli_main(main)(command(shards, tmp_path, *shape)) == 0
+    printed = capsys.readouterr().out
+    images = int(re.findall(r"1 steps on (\d+) images", printed)[0])
+    sizes = vocab_sizes_of(tmp_path)
+    assert sizes["image"] == 4 * images < 500 and f"the codebook has {4 * images}, not 500" in printed
+    assert 261 < sizes["text"] < 1000 and f"the vocabulary has {sizes['text'] - 5}" in printed
+    text = TextTokenizer.load(tmp_path)
+    assert all(len(text.encode(f" {word}")) == 1 for word in WORDS)  # no more pairs to merge
+    # The control: what the set can give is kept as it is asked for.
+    assert main(command(shards, tmp_path, *shape[:-3], "9", "--overwrite")) == 0
+    assert vocab_sizes_of(tmp_path) == {"text": 285, "image": 9}
+
+
+def test_the_default_holds_out_what_tokenize_holds_out(shards, tmp_path, capsys):
+    source = open_source([shards])
+    images = source.images(32)
+    train, val = len(images.train_BCHW), len(images.val_BCHW)
+    assert train + val == 29 and val in (9, 10)  # a third of 30; one image is broken
+    folder = str(find_file("data/tokenizers"))
+    assert tokenize(["--shards", shards, "--out", str(tmp_path / "t"), "--tokenizers", folder, "--workers=0"]) == 0
+    assert read_header(tmp_path / "t")["about"]["command"]["val_fraction"] == source.val_fraction
+    printed = capsys.readouterr().out
+    assert f"train {train} documents" in printed and f"val {val} documents" in printed
 
 
 def test_the_decoder_is_as_wide_before_the_pixels_at_every_stride():

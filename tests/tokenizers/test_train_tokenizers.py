@@ -127,7 +127,7 @@ def test_a_missing_extra_is_one_sentence(small_data, tmp_path, capsys, monkeypat
         (["--seed", "-1"], "--seed is -1"),
         (["--batch-size", "2000000"], "--batch-size is 2000000"),
         (["--shards", "nowhere"], "nowhere"),
-        (["--text-size", "9000"], "lower --text-size"),
+        (["--text-size", "90"], "--text-size is 90"),
         (["--out", "/dev/null/x"], "cannot be written"),
     ],
 )

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.data.tokens.encode import DocumentEncoder
+from mmqk.shards.held_out import SHARE, default_share
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
 from mmqk.shards.samples import IMAGE_FIELDS, REASONS, count_unread, pair_of
@@ -184,7 +185,9 @@ class OnlinePairs:
         return self._encoder.take()[0].astype(np.int64)
 
 
-def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float) -> dict[str, OnlinePairs]:
+def open_online(
+    shards: str, tokenizers: Path, cache: Path, val_fraction: float | None
+) -> dict[str, OnlinePairs]:
     """Open the pairs of shards by split.
 
     A manifest lists the shards of each split. With a pattern, a pair is held out if `mmqk.store.hash_fraction` of the
@@ -195,7 +198,7 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float)
         shards: a folder with a manifest, or a pattern of tars.
         tokenizers: folder of the tokenizers.
         cache: folder in which the shards' indices are stored.
-        val_fraction: share of the pairs to hold out, between 0 and 1; for a pattern only.
+        val_fraction: as for `held_out_share`; for a pattern only.
 
     Raises:
         UserError: shards are missing or damaged, or differ from the manifest.
@@ -207,13 +210,26 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float)
         stored = [_index(path, cache) for path in expand([shards])]
         indices = [k.index for k in stored]
         samples_N2 = _samples_of(indices)
-        held_out = np.concatenate([k.digests_N for k in stored]).astype(np.float64) / 2.0**64 < val_fraction
+        held_out = _fractions(stored) < held_out_share(shards, cache, val_fraction)
         splits = {"train": (indices, samples_N2[~held_out]), "val": (indices, samples_N2[held_out])}
     account, stores, number = Account(sum(len(samples) for _, samples in splits.values())), {}, 0
     for split, (indices, samples_N2) in splits.items():
         stores[split] = OnlinePairs(indices, samples_N2, tokenizers, account, number)
         number += len(samples_N2)
     return stores
+
+
+def held_out_share(shards: str, cache: Path, given: float | None) -> float:
+    """Return the share of the pairs to hold out: ``given``, or the default for the samples of a pattern.
+
+    Raises:
+        UserError: shards are missing or damaged.
+    """
+    if given is not None:
+        return given
+    if (Path(shards) / MANIFEST).exists():
+        return SHARE  # unused: the manifest has the splits
+    return default_share(_fractions([_index(path, cache) for path in expand([shards])]).tolist())
 
 
 def online_hash(shards: str, cache: Path) -> str:
@@ -249,6 +265,11 @@ class _StoredIndex:
     digests_N: np.ndarray
     content: str
     sha256: str = ""
+
+
+def _fractions(stored: Sequence[_StoredIndex]) -> np.ndarray:
+    """Return `mmqk.store.hash_fraction` of the image file of every sample: (N,)."""
+    return np.concatenate([k.digests_N for k in stored]).astype(np.float64) / 2.0**64
 
 
 def _samples_of(shards: Sequence[TarIndex]) -> np.ndarray:

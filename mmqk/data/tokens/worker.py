@@ -10,7 +10,7 @@ A part depends only on its shard and the job, not on the process or on earlier p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -192,10 +192,11 @@ def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
                 yield f"line {number}", [], partial(_text_document, line), share
         return
     for i, (key, sample) in enumerate(source):
-        yield key, list(sample), partial(_document, job, sample), (i + 1) / len(source)
+        yield key, list(sample), partial(document_of, job, sample), (i + 1) / len(source)
 
 
-def _document(job: TokenizeJob, sample: dict[str, bytes]) -> tuple[bytes, list[Place]]:
+def document_of(job: TokenizeJob, sample: Mapping[str, bytes]) -> tuple[bytes, list[Place]]:
+    """Return the bytes that decide the split of a sample, and its texts and images in order; or raise Dropped."""
     if job.kind == "interleaved":
         return sample.get("json", b""), interleaved_of(sample)
     content, caption = pair_of(sample, job.caption_field)
