@@ -98,30 +98,13 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     return kept
 
 
-def run_of(name: str, modalities: tuple[str, ...]) -> tuple[str, str]:
-    """Return TensorBoard's name of the run (a folder below the run folder) and the tag of a series.
-
-    TensorBoard colors curves by run and draws the curves of one tag in one chart. So each modality is a run of its
-    own, and a series has one tag for all modalities: ``q_norm/image/max`` is ``q_norm/max`` of the run ``image``, and
-    ``attn_logit_absmax/text-image/max``, from queries of text to keys of images, is
-    ``attn_logit_absmax/to_image/max`` of the run ``text``. A series without modality stays in the run "".
-    """
-    statistic, _, rest = name.partition("/")
-    modality, slash, end = rest.partition("/")
-    query, dash, key = modality.partition("-")
-    if query not in modalities or (dash and key not in modalities):
-        return "", name
-    return query, f"{statistic}{f'/to_{key}' if dash else ''}{slash}{end}"
-
-
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
-    """Return the layout of the custom-scalars page: one chart per statistic with all modalities, with
-    the tags of `run_of`."""
-    keys = "|".join(modalities)
+    """Return the layout of the custom-scalars page: one chart per statistic with all modalities."""
+    names = "|".join(modalities)
 
     def pattern(chart: Chart) -> str:
         end = "" if chart.reducer is None else f"/{chart.reducer}"
-        return rf"^({'|'.join(chart.statistics)})(/to_({keys}))?{end}$"
+        return rf"^({'|'.join(chart.statistics)})(/({names})(-({names}))?)?{end}$"
 
     pages = {
         page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts}

@@ -9,7 +9,6 @@ from typing import Any
 
 from mmqk.store import flatten, read_run, read_status
 from mmqk.store.identity import HASH_DIGITS
-from mmqk.training.logging.dashboard import run_of
 
 # Fields in which arms usually differ; run.json has all fields.
 FIELDS = (
@@ -55,12 +54,6 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
     last = ["loss", *(f"{loss}/{m}" for loss in ("loss", "val_loss") for m in modalities), "alarms"]
     logits = [f"attn_logit_absmax/{m}-{m}/max" for m in modalities]
     experiment, start, end = hparams(row, dict.fromkeys([*last, *logits], 0.0))
-    plugin = experiment.value[0].metadata.plugin_data
-    content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
-    for metric in content.experiment.metric_infos:  # the group of a metric is a folder below the run folder
-        metric.display_name = metric.name.tag
-        metric.name.group, metric.name.tag = run_of(metric.name.tag, tuple(modalities))
-    plugin.content = content.SerializeToString()
     if status.status != "completed":  # torch always writes the status success
         plugin = end.value[0].metadata.plugin_data
         content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)

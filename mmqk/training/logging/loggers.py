@@ -7,19 +7,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.store import Alarm, MetricsWriter, naming, read_alarms, read_metrics, tag
-from mmqk.training.logging.dashboard import custom_scalars, over_layers, run_of
+from mmqk.training.logging.dashboard import custom_scalars, over_layers
 from mmqk.training.logging.heatmaps import HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.logging.hparams import outcome
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 # Images are drawn after this many probes, then whenever the number of probes has doubled, and at the end.
 FIRST_PICTURES = 4
@@ -80,13 +77,13 @@ class RunLogger(Logger):
 class StoryLogger(TensorBoardLogger):
     """Writes extremes and medians over layers to TensorBoard, with all modalities in one chart.
 
-    Each modality is a run of TensorBoard, in its own folder below the run folder (`run_of`), so it has its own color.
+    A run writes one event run: TensorBoard selects none if there are more than 40.
 
     It also writes heat maps by layer and step, attention between modalities by layer, alarms as text, and their
     number. At the end of the run, it writes the outcome as a row of the HParams page.
 
     Args:
-        folder: The run folder; events are written into it and into a folder per modality.
+        folder: The run folder.
         modalities: Names of the vocabulary blocks, in order.
         layers: Whether to write all tags, including those by layer and head.
         resumed_at: Step of a resume. TensorBoard discards the events of earlier processes after this step, or all
@@ -101,8 +98,6 @@ class StoryLogger(TensorBoardLogger):
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
         self._modalities, self._layers, self._begun = modalities, layers, False
-        self._purge_step = purge
-        self._writers: dict[str, SummaryWriter] = {}  # by modality
         self._history = History()
         self._drawn = self._step = self._alarms = 0
 
@@ -136,8 +131,7 @@ class StoryLogger(TensorBoardLogger):
     def save(self) -> None:
         """Flush the events. Do not write hparams.yaml, because config.yaml has the configuration."""
         with naming(self._folder / "events.out.tfevents"):
-            for writer in (self.experiment, *self._writers.values()):
-                writer.flush()
+            self.experiment.flush()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -152,8 +146,6 @@ class StoryLogger(TensorBoardLogger):
             for summary in outcome(self._folder, self._modalities):
                 self._write(summary, None)
         with naming(self._folder / "events.out.tfevents"):
-            for writer in self._writers.values():
-                writer.close()
             super().finalize(status)
 
     def _begin(self, step: int) -> None:
@@ -163,9 +155,6 @@ class StoryLogger(TensorBoardLogger):
         self._begun = True
         self.experiment.add_custom_scalars(custom_scalars(self._modalities))
         if self._resumed_at is not None:
-            for modality in self._modalities:  # a new file makes TensorBoard discard later events in older files
-                if (self._folder / modality).is_dir():
-                    self._writer(modality)
             for line in read_metrics(self._folder / "metrics.jsonl"):
                 if line["step"] <= self._resumed_at:
                     self._history.add(line["step"], line)
@@ -177,13 +166,9 @@ class StoryLogger(TensorBoardLogger):
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        by_run: dict[str, list[Any]] = {}
-        for name, value in values.items():
-            run, tag = run_of(name, self._modalities)
-            by_run.setdefault(run, []).append(Summary.Value(tag=tag, simple_value=value))
         # One protobuf per step is 27 times cheaper than add_scalar for each of 500 values.
-        for run, scalars in by_run.items():
-            self._write(Summary(value=scalars), step, run)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Summary(value=scalars), step)
 
     def _draw(self) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -208,18 +193,9 @@ class StoryLogger(TensorBoardLogger):
         ]
         self._write(Summary(value=values), step)
 
-    def _write(self, summary: Any, step: int | None, run: str = "") -> None:
-        with naming(self._folder / run / "events.out.tfevents"):
-            self._writer(run)._get_file_writer().add_summary(summary, step)
-
-    def _writer(self, run: str) -> Any:
-        if not run:
-            return self.experiment
-        if run not in self._writers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers[run] = SummaryWriter(str(self._folder / run), purge_step=self._purge_step)
-        return self._writers[run]
+    def _write(self, summary: Any, step: int | None) -> None:
+        with naming(self._folder / "events.out.tfevents"):
+            self.experiment._get_file_writer().add_summary(summary, step)
 
 
 def _silence_writer_thread() -> None:
