@@ -97,7 +97,8 @@ def test_the_section_of_the_readme_works_as_it_stands(folder, monkeypatch, capsy
     for name in ("mine", "better"):
         stores = open_tokens(folder / "tokens" / name)
         record = json.loads((folder / "tokens" / name / "tokens.json").read_text())
-        assert sum(map(len, stores.values())) == 47 and len(stores["val"]) in (15, 16) and record["dropped"] == {"image cannot be decoded": 1}
+        assert len(stores["val"]) in (15, 16)  # one of the held-out images may be the broken one
+        assert sum(map(len, stores.values())) == 47 and record["dropped"] == {"image cannot be decoded": 1}
     assert open_tokens(folder / "tokens/mine")["train"].image_tokens == 66
     assert open_tokens(folder / "tokens/better")["train"].image_tokens == 258
     page = re.sub(r"<[^>]+>", "", (folder / "reports/data/index.html").read_text())
