@@ -20,6 +20,7 @@ from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.store import tag as tag_of
 from mmqk.train import main
 from mmqk.training.step.row_stats import RowLog
+from tests.monitors.attach.nets import Net
 from tests.one_step import token_batch
 from tests.remedies_page import measure
 from tests.statistics_page import ALL_MARKS, PAGE, page, parts, render
@@ -88,6 +89,8 @@ def of_other_models() -> set[str]:
     model(batch.ids_BT)
     watch.step()
     watch.close()
+    masked, added = Net(["sdpa"]), torch.full((12, 12), -1e4).triu(1)
+    found |= set(attach(masked, modality={"image": range(20, 32)}).probe(ids=batch.ids_BT, mask=added).flat())
     rows = RowLog(config.modalities).values([1.0] * 8)  # largest logits and log-sum-exps of 2 layers, 2 modalities
     return found | set(rows) | set(residual_absorption(model.bfloat16(), batch).flat())
 

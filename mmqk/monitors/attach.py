@@ -35,7 +35,8 @@ from mmqk.monitors.third_party.measurement import Measurement, SiteRecord
 from mmqk.monitors.third_party.origins import Origins, Tracing
 from mmqk.monitors.third_party.output import find_logits, targets_of
 from mmqk.monitors.third_party.sides import Side, Sides, check_sides, sides_of_batch
-from mmqk.monitors.third_party.summary import missing_series, summary_line, warn_of_absent, warn_of_padding
+from mmqk.monitors.third_party.state import copied
+from mmqk.monitors.third_party.summary import missing_series, restored_note, summary_line, warn_of_absent, warn_of_mask, warn_of_padding
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
@@ -131,12 +132,15 @@ class Watch:
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
     _overdue: bool = False  # a probe was due, but the batch was empty
+    _changed: set[str] = field(default_factory=set)  # what a probe's forward changed, and was restored
+    _outgrown: bool = False  # whether the warning about a mask that logits outgrow was shown
     # Results of the last probe; the token counts and names cover the modalities of all sides.
     _records: list[SiteRecord] = field(default_factory=list)
     _tokens_M: Tensor | None = None
     _names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._last_call.copying = self.every_n_steps > 0
         self._hook = self.model.register_forward_pre_hook(self._last_call, with_kwargs=True)
         self._last_call.wrap(self.model)
 
@@ -161,28 +165,31 @@ class Watch:
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._step_times is not None:
             self._step_times.append(time.perf_counter())
-        call = self._last_call.take()
-        if not self._due(previous):
-            return
-        if call is None:
-            raise UserError(
-                f"the watched {type(self.model).__name__} was not called with gradients before step {self.steps}: "
-                "attach the object that the training loop calls (the result of torch.compile or "
-                "DistributedDataParallel), before its first call"
-            )
-        self._probe_and_write(*call)
+        is_exact, call = self._last_call.is_exact(), self._last_call.take()
+        if self._due(previous, self.steps):
+            if call is None:
+                raise UserError(
+                    f"the watched {type(self.model).__name__} was not called with gradients before step {self.steps}: "
+                    "attach the object that the training loop calls (the result of torch.compile or "
+                    "DistributedDataParallel), before its first call"
+                )
+            if is_exact:
+                self._probe_and_write(*call)
+            else:
+                self._overdue = True
+        self._last_call.copying = self._due(self.steps, 2 * self.steps - previous)
 
-    def _due(self, previous: int) -> bool:
+    def _due(self, previous: int, step: int) -> bool:
         """Return whether a probe is due: the first probe, an overdue one, or one at a multiple of ``every_n_steps``.
 
         With several optimizers, a trainer's step number rises by more than 1 at a time and can skip a multiple. A
         probe is then due at the first step after this multiple.
         """
-        every, done = self.every_n_steps, self.steps - self._started
+        every, done = self.every_n_steps, step - self._started
         if not every:
             return False
         is_first = self._step_times is not None and done >= min(FIRST_PROBE, every)
-        return is_first or self._overdue or self.steps // every > previous // every
+        return is_first or self._overdue or step // every > previous // every
 
     def probe(self, **inputs: Any) -> Probe:
         """Return the probe of a forward pass with these inputs, merged over ranks. The probe is not written
@@ -190,7 +197,7 @@ class Watch:
 
         `Probe.flat` converts it to ``{tag: number}``.
         """
-        return self._probe((), inputs)
+        return self._probe(*copied((), inputs, unwrapped(self.model)))
 
     def close(self, status: str = "completed") -> None:
         """Remove the hook and close the files; a second call does nothing.
@@ -212,11 +219,6 @@ class Watch:
     def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
         root, collective = unwrapped(self.model), world_size() > 1
         inputs = named_inputs(self.model, args, kwargs)
-        if inputs.get("past_key_values") is not None:
-            raise UserError(
-                f"{type(root).__name__} gets past_key_values, a cache that the probe's forward would change: "
-                "train without a cache, or call attach with every_n_steps=0"
-            )
         B = batch_size(inputs)
         rows = min(B, self.sequences)
         device = self._device
@@ -238,8 +240,10 @@ class Watch:
             for source in sources:
                 measurement = self._measurement(inputs, modality_BT.to(device), source, collective)
                 capture = Capture(root, rows, measurement, Origins(inputs, root))
-                with isolated(root, device, one_dtype, self._last_call.autocast), watching(capture):
+                isolation = isolated(root, device, inputs, one_dtype, self._last_call.autocast)
+                with isolation as state, watching(capture):
                     output = root(*args, **kwargs)
+                self._changed |= state.changed
                 if measurement.main_used:
                     break
         except (UserError, torch.OutOfMemoryError):
@@ -340,6 +344,7 @@ class Watch:
             self._step_times = None
         if rank() > 0:
             return
+        self._outgrown = self._outgrown or warn_of_mask(values, self.steps)
         if self._folder is not None:
             self._folder.write(self.steps, values)
         if self.log is not None:
@@ -366,5 +371,6 @@ class Watch:
             tokens = dict(zip(self._names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
             line = summary_line(self.layers, tokens, self._records, seconds, step_seconds, self.every_n_steps)
+            line += restored_note(self._changed)
             print(line + missing_series(values, self.modalities.names), flush=True)
             warn_of_absent(tokens)

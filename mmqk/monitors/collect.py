@@ -16,11 +16,12 @@ from mmqk.monitors.measures.attention import (
     AttentionStatistics,
     attention_statistics,
     exceeded_by_one_in_a_thousand,
+    participation,
 )
 from mmqk.monitors.measures.channels import channel_statistics, channel_sums
 from mmqk.monitors.measures.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
 from mmqk.monitors.measures.output import output_statistics
-from mmqk.monitors.measures.pairs import Pairs
+from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs
 from mmqk.monitors.measures.reduce import Sums, selection, sums
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag as uncached_tag
@@ -224,30 +225,56 @@ class Collector:
                 rank_HB = attention_rank(q_BHTK, k_BHSK, scale, visible, softcap, reach, sink_H)
             self._rank(layer, rank_HB, pairs)
 
-    def weights(self, layer: int, logits: Callable[[int], Tensor], n_heads: int, pairs: Pairs) -> None:
-        """Add the statistics of the weights of a call with a bias or a score_mod.
-
-        `attention_statistics` takes q and k. Here q is the identity and k is the transposed input of the softmax, so
-        that the dot products of q and k are the input of the softmax.
+    def weights(
+        self,
+        layer: int,
+        weights: Callable[[int], tuple[Tensor, Tensor | None]],
+        n_heads: int,
+        pairs: Pairs,
+        masked: bool = False,
+    ) -> None:
+        """Add the statistics of the weights of a call with a bias, a score_mod or a finite additive mask.
 
         Args:
             layer: layer number.
-            logits: returns the softmax's input of one head, (B, T, T).
+            weights: returns the weights of one head's keys (B, T, S), and that of its sink (B, T) or None.
             n_heads: number of heads.
             pairs: visible pairs of query and key.
+            masked: whether keys that are not visible can have weight. They are part of the entropy, of the entropy of
+                the masses as one more block, and of the rank. Their mass is ``masked_mass``, over all rows.
         """
-        B, T, _ = pairs.visible_BTS.shape
-        eye_B1TT = torch.eye(T, device=pairs.visible_BTS.device).expand(B, 1, T, T)
-        rows: Sums | None = None
-        ranks_1B = []
+        hidden_BTS, T = ~pairs.visible_BTS, pairs.visible_BTS.shape[1]
+        empty_BT1 = hidden_BTS.all(-1, keepdim=True)
+        counted_MBT = pairs.token_MBT & (pairs.visible_BTS.sum(-1) >= FEWEST_KEYS)
+        masked_sums = Sums(*self.count_M.new_zeros(2, len(self.names)))
+        other_key_BS1 = 1 - pairs.key_BMS.sum(1)[..., None]
+        sums_FM: list[Tensor] = []
+        ranks_1B: list[Tensor] = []
+        has_sink = False
         for head in range(n_heads):
-            z_B1ST = logits(head).masked_fill(~pairs.visible_BTS, 0.0).transpose(1, 2)[:, None]
-            of_head = attention_statistics(eye_B1TT, z_B1ST, 1.0, pairs.one_head).rows
-            rows = of_head if rows is None else rows + of_head
-            ranks_1B.append(attention_rank(eye_B1TT, z_B1ST, 1.0, pairs.visible_BTS, reach=pairs.reach))
-        assert rows is not None
-        first = 4 + len(self.names)
-        self._rows(layer, None, Sums(rows.count[first:], rows.sum[first:]), pairs.count_MM, weights=True)
+            weight_BTS, sink_BT = weights(head)
+            has_sink = sink_BT is not None
+            visible_BTS = weight_BTS.masked_fill(hidden_BTS, 0.0)
+            mass_BMT, others_BT1 = pairs.key_BMS @ visible_BTS.mT, visible_BTS @ other_key_BS1
+            masked_BT = weight_BTS.masked_fill(~hidden_BTS, 0.0).sum(-1)
+            masked_sums += sums(masked_BT, pairs.token_MBT & ~empty_BT1[..., 0])
+            sink_BT = torch.zeros_like(masked_BT) if sink_BT is None else sink_BT
+            blocks = [*mass_BMT.unbind(1), others_BT1[..., 0], masked_BT, sink_BT]
+            entropy_BT = torch.special.entr(weight_BTS).sum(-1) + torch.special.entr(sink_BT)
+            block_BT = torch.special.entr(torch.stack(blocks)).sum(0)
+            values = [entropy_BT, block_BT, entropy_BT - block_BT, *mass_BMT.unbind(1), sink_BT]
+            # torch.where, because a product would spread a NaN to other modalities.
+            sums_FM.append(torch.where(counted_MBT, torch.stack(values)[:, None], 0.0).sum((2, 3)))
+            weight_BTS = weight_BTS.masked_fill(empty_BT1, 0.0)
+            weight_BTS = weight_BTS / weight_BTS.amax((1, 2), keepdim=True)  # a sink can leave them all near 0
+            ranks_1B.append(participation(weight_BTS[None], [(slice(0, T), T)] if masked else pairs.reach))
+        sum_FM = torch.stack(sums_FM).sum(0)
+        count_FM = (counted_MBT.sum((1, 2)).float() * n_heads).expand_as(sum_FM)
+        self._rows(layer, None, Sums(count_FM, sum_FM), pairs.count_MM, weights=True)
+        if masked:
+            self._probe.add_means(self._tags("masked_mass", layer), masked_sums)
+        if has_sink:
+            self._probe.add_means(self._tags("sink_mass", layer), Sums(count_FM[-1].clone(), sum_FM[-1]))
         self._rank(layer, torch.cat(ranks_1B), pairs)
 
     def _logits(

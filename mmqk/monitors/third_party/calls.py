@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Values of an additive mask up to this one hide a key (their exp is 0 in every precision); larger values are a bias.
-# It is above the usual -1e4, which bf16 rounds to -9984.
+from mmqk.monitors.measures.pairs import HIDDEN
+
+# Values of an additive mask up to this one hide a key; larger values are a bias. It is above the usual -1e4, which
+# bf16 rounds to -9984. Logits can outgrow a value above `HIDDEN`, so the key then gets attention (`Call.masked`).
 MASKED = -9900.0
 
 
@@ -40,9 +42,11 @@ class Call:
         v_BGSK: values; the size of their last axis may differ from K.
         scale: factor on the dot product.
         mask: bool, broadcasts to (B, H, T, S), True where a query sees a key; None if every query sees every key.
+        masked: bool, broadcasts to (B, H, T, S), True where an added finite value hides a key; None if there is none.
         softcap: cap c on the logits z: c tanh(z / c); None for no cap.
-        score_mod: function of (logits of one head (B, T, S), head number) that adds a bias or applies the score_mod
-            of flex_attention, after the cap and before the softmax; None if there is none.
+        score_mod: function of (logits of one head (B, T, S), head number) that adds a bias and the finite values of a
+            mask, or applies the score_mod of flex_attention, after the cap and before the softmax; None if there is
+            none.
         sink_H: logit of each head's sink, which takes weight in the softmax but has no value vector; or None.
         no_weights: why the attention weights cannot be computed; None if they can.
         weights_BHTS: the weights that the call returned, to compare with the computed ones; None if it returned none.
@@ -53,6 +57,7 @@ class Call:
     v_BGSK: Tensor
     scale: float
     mask: Tensor | None = None
+    masked: Tensor | None = None
     softcap: float | None = None
     score_mod: Callable[[Tensor, int], Tensor] | None = None
     sink_H: Tensor | None = None
@@ -72,13 +77,23 @@ class Call:
             z_BTS = self.softcap * torch.tanh(z_BTS / self.softcap)
         return z_BTS if self.score_mod is None else self.score_mod(z_BTS, head)
 
-    def softmax(self, z_BTS: Tensor, head: int) -> Tensor:
-        """Return the weights of one head's keys from the masked input of its softmax; with a sink they sum to less
-        than 1."""
+    def weights(self, head: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of one head's keys (B, T, S), with the mask exactly as it is given, and the weight of
+        its sink (B, T), or None.
+
+        The weights are NaN in a row in which every key has -inf.
+        """
+        z_BTS = self.softmax_input(head, rows)
+        if self.mask is not None:
+            has_weight = of_head(self.mask, head)
+            if self.masked is not None:
+                has_weight = has_weight | of_head(self.masked, head)
+            z_BTS = z_BTS.masked_fill(~has_weight[rows], -torch.inf)
         if self.sink_H is None:
-            return z_BTS.softmax(-1)
+            return z_BTS.softmax(-1), None
         sink_BT1 = self.sink_H[head].float().expand(*z_BTS.shape[:-1], 1)
-        return torch.cat([z_BTS, sink_BT1], -1).softmax(-1)[..., :-1]
+        weight_BTX = torch.cat([z_BTS, sink_BT1], -1).softmax(-1)
+        return weight_BTX[..., :-1], weight_BTX[..., -1]
 
     def set_sinks(self, sinks: Any) -> None:
         """Set the logits of the sinks, if there are any; only one sink per query head can be measured."""
@@ -94,10 +109,7 @@ class Call:
         """
         v_BHSK, out = self.expanded(self.v_BGSK).float(), []
         for head in range(self.q_BHTK.shape[1]):
-            z_BTS = self.softmax_input(head)
-            if self.mask is not None:
-                z_BTS = z_BTS.masked_fill(~of_head(self.mask, head), -torch.inf)
-            out.append(torch.nan_to_num(self.softmax(z_BTS, head)) @ v_BHSK[:, head])
+            out.append(torch.nan_to_num(self.weights(head)[0]) @ v_BHSK[:, head])
         return torch.stack(out, 1).to(self.v_BGSK.dtype)
 
 
@@ -144,14 +156,20 @@ def of_sdpa(
 
 
 def _set_mask(call: Call, mask: Tensor) -> None:
-    """Set the call's mask from a bool or an additive mask; values of an additive mask above `MASKED` are a bias."""
+    """Set the call's mask from a bool or an additive mask; values of an additive mask above `MASKED` are a bias.
+
+    Finite values up to `MASKED` are added too, since logits can outgrow them.
+    """
     while mask.ndim < 4:
         mask = mask[None]
     if mask.dtype == torch.bool:
         call.mask = mask
         return
-    call.mask = mask > MASKED
-    bias = mask.float().masked_fill(~call.mask, 0.0)
+    mask = mask.float()
+    call.mask, has_weight = mask > MASKED, mask > HIDDEN
+    if (has_weight & ~call.mask).any():
+        call.masked = has_weight & ~call.mask
+    bias = mask.masked_fill(~has_weight, 0.0)
     if bias.any():
         call.score_mod = lambda z_BTS, head: z_BTS + of_head(bias, head)
 
@@ -169,7 +187,7 @@ def of_flex(
 ) -> Call:
     """Read a call of the operator that `flex_attention` calls; the last entry of its block mask is the mask_mod.
 
-    The measured logits are the logits before the score_mod. A key is masked where the score_mod returns -inf.
+    The measured logits are the logits before the score_mod. The score_mod of a logit 0 is read like an additive mask.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -178,7 +196,6 @@ def of_flex(
     call.mask = flex.create_mask(block_mask[-1], B, H, T, S, device=device)
     if getattr(score_mod, "__name__", "") == "_identity":
         return call
-    call.mask = call.mask & flex.create_mask(score_mod, B, H, T, S, device=device)
     try:
         # Without this mode, a score_mod that indexes a tensor fails under vmap. The class is private and may move.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as indexing
@@ -198,6 +215,11 @@ def of_flex(
             return over_bts(z_BTS, torch.arange(len(z_BTS), device=device), h, t, s)
 
     call.score_mod = of_one_head
+    added_BHTS = torch.stack([of_one_head(query.new_zeros(B, T, S), head) for head in range(H)], 1)
+    hidden = added_BHTS <= MASKED
+    if (masked := call.mask & hidden & (added_BHTS > HIDDEN)).any():
+        call.masked = masked
+    call.mask = call.mask & ~hidden
     return call
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.third_party.isolate import unwrapped
+from mmqk.monitors.third_party.state import copied, is_object
 from mmqk.store.errors import UserError
 from mmqk.store.tags import tag
 
@@ -36,23 +37,43 @@ class LastCall:
 
     Calls during evaluation are therefore not stored.
 
-    It does nothing else, so that torch.compile can trace it. If the model is copied, for example for a moving average
-    of its weights, the hook is copied too. Nothing reads the copied hook.
+    A forward may edit its inputs in place, or append to a cache. So the hook stores a copy of the arguments while
+    ``copying`` is true, which `Watch` sets for steps with a probe.
+
+    torch.compile can trace the hook. A traced hook stores the arguments themselves and the versions of their tensors.
+    It stores copies only once an argument has been edited, since another value of a flag compiles the model again.
+
+    If the model is copied, for example for a moving average of its weights, the hook is copied too. Nothing reads the
+    copied hook.
     """
 
     def __init__(self) -> None:
         self.args: tuple[Any, ...] | None = None
         self.kwargs: dict[str, Any] | None = None
         self.autocast = False
+        self.copying = True
+        self.is_copy = False  # whether ``args`` and ``kwargs`` are copies
+        self.edits = False  # whether a traced call has edited its arguments
+        self.versions: list[int] | None = None  # of a traced call
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self.args = args
-            self.kwargs = kwargs
-            self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        if not torch.is_grad_enabled():
+            return
+        self.args, self.kwargs, self.versions = args, kwargs, None
+        self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        if torch.compiler.is_compiling():
+            if self.edits:
+                self.args = tuple([_clone(x) for x in args])
+                self.kwargs = {name: _clone(x) for name, x in kwargs.items()}
+            self.is_copy = self.edits
+            self.versions = [x._version for x in _outermost(args, kwargs)]
+        else:
+            self.is_copy = self.copying
+            if self.copying:
+                self.args, self.kwargs = copied(args, kwargs, unwrapped(module))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"args": None, "kwargs": None, "autocast": False}
+        return vars(LastCall())
 
     def wrap(self, model: nn.Module) -> None:
         """Wrap a forward that `Module.compile` compiled in place: a compiled forward ignores hooks that are added
@@ -85,6 +106,42 @@ class LastCall:
         arguments = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
         self.args = self.kwargs = None
         return arguments
+
+    def is_exact(self) -> bool:
+        """Return whether the stored arguments are those that the forward got; call this before `take`.
+
+        Arguments that a traced call has edited are stored as copies from the next call on.
+
+        Raises:
+            UserError: a traced call got an object that its forward may have changed.
+        """
+        if self.versions is None or self.args is None or self.kwargs is None:
+            return self.is_copy
+        if objects := [type(x).__name__ for x in (*self.args, *self.kwargs.values()) if is_object(x)]:
+            raise UserError(
+                f"the compiled forward gets a {objects[0]}, which a probe would change: attach the result of "
+                "torch.compile instead of the model inside it"
+            )
+        if self.is_copy:
+            return True
+        edited = self.versions != [x._version for x in _outermost(self.args, self.kwargs)]
+        self.edits = self.edits or edited
+        return not edited
+
+
+def _outermost(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments, and in dictionaries among them."""
+    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, dict):
+            found.extend([y for y in x.values() if isinstance(y, Tensor)])
+    return found
+
+
+def _clone(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {name: _clone(y) for name, y in x.items()}
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 def _wrappers(compiled: Any) -> Iterator[Any]:
@@ -183,6 +240,9 @@ def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) 
             value = value[:rows]
         low = value.dtype in (torch.float16, torch.bfloat16)
         return value.to(dtype) if low and dtype is not None else value
+    if hasattr(value, "batch_select_indices"):  # a cache of transformers; `value` is a copy
+        value.batch_select_indices(torch.arange(rows))
+        return value
     if type(value).__name__ == "BlockMask":
         return value[:rows] if value.shape[0] == B > rows else value
     if isinstance(value, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mmqk.model.evaluation import evaluation_mode
+from mmqk.monitors.third_party.state import State
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -28,14 +29,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def isolated(
-    root: nn.Module, device: torch.device, full_precision: bool = True, autocast: bool = False
-) -> Iterator[None]:
+    root: nn.Module,
+    device: torch.device,
+    inputs: Mapping[str, Any],
+    full_precision: bool = True,
+    autocast: bool = False,
+) -> Iterator[State]:
     """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
-    The context restores each submodule's mode, the values of buffers, and the random state of torch (CPU and
-    ``device``), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
+    The context restores each submodule's mode, the `State` of the model and its inputs, and the random state of torch
+    (CPU and ``device``), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
 
     Args:
+        inputs: inputs of the call, by name.
         full_precision: disable autocast, even if the model enters autocast itself.
         autocast: whether the training call used autocast. If it did, autocast is enabled again unless
             ``full_precision`` is true.
@@ -55,13 +61,14 @@ def isolated(
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        stack.enter_context(_buffers(root))
         if any(
             getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()
         ):
             _disable_cache(root, stack)
         stack.enter_context(evaluation_mode(root))
-        yield
+        state = State(root, inputs)
+        stack.callback(state.restore)
+        yield state
         for module in root.modules():
             # FSDP2 keeps the root's weights gathered for the backward pass, but a probe has no backward pass.
             reshard = getattr(module, "reshard", None)
@@ -97,28 +104,3 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-
-
-@contextmanager
-def _buffers(root: nn.Module) -> Iterator[None]:
-    """Restore the buffers that a forward pass writes (a cache of keys, running means).
-
-    If the pass replaced a buffer with another tensor of the same shape, the old buffer is restored. A replacement of
-    another shape is kept, because it is a table that the model extended.
-    """
-    saved = [
-        (module, name, buffer, buffer.clone())
-        for module in root.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in saved]
-    try:
-        yield
-    finally:
-        for (module, name, buffer, copy), version in zip(saved, versions, strict=True):
-            current = module._buffers.get(name)
-            if current is not buffer and current is not None and current.shape == buffer.shape:
-                module._buffers[name] = buffer
-            if version is None or buffer._version != version:
-                buffer.copy_(copy)

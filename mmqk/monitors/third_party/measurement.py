@@ -169,18 +169,16 @@ class Measurement:
                 side, call = self._across(call, q_side, k_side)
             pairs = self._pairs_of(call, side)
             record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
-            if call.sink_H is not None and call.score_mod is not None:
-                record.no_weights = record.no_weights or "it has attention sinks and a bias"
         except NotMeasured as reason:
             record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
-        has_score_mod = isinstance(call, Call) and call.score_mod is not None
-        counts, has_score_mod = self._merge_over_ranks(record, pairs, has_score_mod, len(side.names) ** 2)
+        flags = [x is not None for x in (call.score_mod, call.masked)] if isinstance(call, Call) else [False] * 2
+        counts, (has_score_mod, has_masked) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
         if pairs is not None and record.not_measured is None:
             assert isinstance(call, Call)
             # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
             # call that computes them.
             vars(pairs)["counts_everywhere"] = counts
-            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod)
+            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod, has_masked)
             if side is self.main:
                 self.main_calls.append(record.number)
 
@@ -200,27 +198,27 @@ class Measurement:
             raise NotMeasured(f"its queries have shape {tuple(q.shape)} and its keys {tuple(k.shape)}")
 
     def _merge_over_ranks(
-        self, record: SiteRecord, pairs: Pairs | None, has_score_mod: bool, n: int
-    ) -> tuple[list[int], bool]:
-        """Return the pair counts, summed over ranks, and whether the call has a ``score_mod`` on any rank.
+        self, record: SiteRecord, pairs: Pairs | None, flags: list[bool], n: int
+    ) -> tuple[list[int], list[bool]]:
+        """Return the pair counts, summed over ranks, and whether each of the two flags is true on any rank.
 
         If another rank cannot measure the call or compute its attention weights, ``record`` stores this reason. If
         the ranks do not probe together (`collective`), nothing is merged.
         """
         if not self.collective:
-            return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), has_score_mod
-        sums = torch.zeros(n + 3, dtype=torch.long, device=self.device)
+            return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), flags
+        sums = torch.zeros(n + 4, dtype=torch.long, device=self.device)
         if pairs is not None:
             sums[:n] = pairs.count_MM.flatten()
-        flags = [record.not_measured is not None, record.no_weights is not None, has_score_mod]
-        sums[n:] = torch.tensor(flags, device=sums.device)
+        own = [record.not_measured is not None, record.no_weights is not None, *flags]
+        sums[n:] = torch.tensor(own, device=sums.device)
         dist.all_reduce(sums)
-        *counts, not_measured, no_weights, any_score_mod = sums.tolist()
+        *counts, not_measured, no_weights, one, other = sums.tolist()
         record.not_measured = record.not_measured or (
             "not measured on another rank" if not_measured else None
         )
         record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
-        return counts, bool(any_score_mod)
+        return counts, [bool(one), bool(other)]
 
     def _pairs_of(self, call: Call, side: Side) -> Pairs:
         self._check_axes(call)
@@ -245,7 +243,14 @@ class Measurement:
         return side.pairs[-1]
 
     def _measure(
-        self, path: str, call: Call, side: Side, pairs: Pairs, has_weights: bool, has_score_mod: bool
+        self,
+        path: str,
+        call: Call,
+        side: Side,
+        pairs: Pairs,
+        has_weights: bool,
+        has_score_mod: bool,
+        has_masked: bool,
     ) -> None:
         layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
         before = self._before_call.pop(self._layer_of(path), {}) if side is self.main else {}
@@ -263,7 +268,7 @@ class Measurement:
         sink_H = call.sink_H if softmax else None
         collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax, sink_H)
         if has_weights and has_score_mod:
-            collector.weights(layer, call.softmax_input, q.shape[1], pairs)
+            collector.weights(layer, call.weights, q.shape[1], pairs, has_masked)
 
     def _wrong_weights(self, call: Call, pairs: Pairs) -> str | None:
         """Return a reason if the weights that the call returned are not the softmax of its logits; else None."""
@@ -271,8 +276,8 @@ class Measurement:
             return None
         visible_TS = pairs.visible_BTS[0]
         for head in range(call.q_BHTK.shape[1]):
-            z_TS = call.softmax_input(head, slice(0, 1))[0].masked_fill(~visible_TS, -torch.inf)
-            error_TS = (call.softmax(z_TS, head) - call.weights_BHTS[0, head].float()).abs()
+            weight_TS = call.weights(head, slice(0, 1))[0][0]
+            error_TS = (weight_TS - call.weights_BHTS[0, head].float()).abs()
             if (error_TS[visible_TS.any(-1)] > _WEIGHT_TOLERANCE).any():
                 return "its weights are not the softmax of its logits"
         return None

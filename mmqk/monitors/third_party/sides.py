@@ -169,8 +169,7 @@ def padded_call(call: Call) -> Call:
     """Return the call over the T + S tokens of both sides: q is 0 at key tokens, k and v are 0 at query tokens."""
     T, S, device = call.q_BHTK.shape[2], call.k_BGSK.shape[2], call.q_BHTK.device
     mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=device) if call.mask is None else call.mask
-    mask = mask.expand(*mask.shape[:2], T, S)
-    score_mod, weights = call.score_mod, call.weights_BHTS
+    score_mod, weights, masked = call.score_mod, call.weights_BHTS, call.masked
 
     def padded_score_mod(z_BUU: Tensor, head: int) -> Tensor:
         assert score_mod is not None
@@ -181,7 +180,8 @@ def padded_call(call: Call) -> Call:
         q_BHTK=F.pad(call.q_BHTK, (0, 0, 0, S)),
         k_BGSK=F.pad(call.k_BGSK, (0, 0, T, 0)),
         v_BGSK=F.pad(call.v_BGSK, (0, 0, T, 0)),
-        mask=_corner(mask),
+        mask=_corner(mask.expand(*mask.shape[:2], T, S)),
+        masked=None if masked is None else _corner(masked.expand(*masked.shape[:2], T, S)),
         score_mod=None if score_mod is None else padded_score_mod,
         weights_BHTS=None if weights is None else _corner(weights),
     )

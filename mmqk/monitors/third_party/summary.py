@@ -49,6 +49,8 @@ SERIES = (
     "resid_norm", "final_norm",
 )  # fmt: skip
 
+NOTABLE_MASS = 1e-6  # mass on hidden keys from which `warn_of_mask` warns
+
 
 def missing_series(tags: Collection[str], names: Collection[str]) -> str:
     """Return a note of the `SERIES` that were not measured, or not in all layers; empty if none is missing.
@@ -75,6 +77,15 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
     )
 
 
+def restored_note(changed: Collection[str]) -> str:
+    """Return a note of the state that the forward of a probe changed; empty if it changed none."""
+    if not changed:
+        return ""
+    first, *others = sorted(changed)
+    more = f" and {len(others)} more" if others else ""
+    return f" · changed by the forward and restored after the probe: {first}{more}"
+
+
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
     """Warn of modalities without tokens: a wrong id range is more likely than a batch without that modality."""
     absent = [name for name, n in tokens.items() if not n]
@@ -84,6 +95,20 @@ def warn_of_absent(tokens: Mapping[str, int]) -> None:
             "modalities: check the ids or the function that you passed as modality",
             stacklevel=5,
         )
+
+
+def warn_of_mask(values: Mapping[str, float], step: int) -> bool:
+    """Warn if the logits have outgrown a finite additive mask, so that hidden keys get attention; return whether."""
+    masses = {tag: x for tag, x in values.items() if parsed_tag(tag).statistic.endswith("masked_mass")}
+    worst = max(masses, key=masses.__getitem__, default="")
+    if not worst or not masses[worst] > NOTABLE_MASS:
+        return False
+    warnings.warn(
+        f"mmqk: at step {step} the attention logits outgrow an additive mask, and {percent(masses[worst], 3)} of the "
+        f"attention is on keys that it hides ({worst}): hide keys with -inf or a bool mask",
+        stacklevel=4,
+    )
+    return True
 
 
 def warn_of_padding(mask: Sequence[int], modality: Sequence[int]) -> None:

@@ -64,22 +64,6 @@ def test_generation_between_steps_changes_nothing_of_a_probe():
     assert logged[0] == logged[1] and logged[0]["probe_sequences"] == 4
 
 
-def test_a_cache_of_the_loop_is_refused_and_left_alone():
-    transformers = pytest.importorskip("transformers")
-    model, (ids,) = llama(), batches(1, B=4)
-    cache = transformers.DynamicCache(config=model.config)
-    watch = attach(model, modality=IMAGE, every_n_steps=1)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    with pytest.raises(
-        UserError, match="gets past_key_values, a cache that the probe's forward would change"
-    ):
-        watch.step()
-    assert cache.get_seq_length() == 16
-    model(input_ids=ids, use_cache=True)  # a cache that the model creates is allowed
-    watch.step()
-    watch.close()
-
-
 def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     """In evaluation mode transformers uses a cache, and its attention mask then lets documents see each other."""
     (ids,) = batches(1, B=3, T=20)

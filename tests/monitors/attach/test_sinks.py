@@ -9,7 +9,7 @@ import torch
 from mmqk.monitors import attach
 from mmqk.monitors.third_party.calls import Call, causal_mask, of_transformers
 from mmqk.monitors.third_party.calls_flash import of_transformers_flash
-from tests.monitors.attach.nets import Net, SelfAttention, V, batches
+from tests.monitors.attach.nets import Net, SelfAttention, V, alibi, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 from tests.monitors.attach.test_sides import random_, summary
 
@@ -98,11 +98,23 @@ def test_the_sinks_that_a_layer_adds_after_flex_attention():
     class WithSinks(SelfAttention):
         def __init__(self):
             super().__init__("flex")
-            self.sinks = torch.nn.Parameter(torch.zeros(4))
+            self.sinks = torch.nn.Parameter(torch.full((4,), 3.0))
 
     net, (ids,) = Net(["flex"] * 2), batches(1, B=3)
     net.layers[1].attention = WithSinks()
+    net.layers[1].attention.keep = kept = []
     watch = attach(net, modality=IMAGE)
     measured = watch.probe(ids=ids).flat()
-    assert "attn_entropy/text/layer00" in measured and "attn_entropy/text/layer01" not in measured
-    assert "attn_logit_max/text-text/layer01" in measured and "attention sinks" in summary(watch)
+    q, k = (x.double() for x in kept[0])
+    hidden = ~torch.ones(16, 16, dtype=torch.bool).tril()
+    z = (8**-0.5 * q @ k.mT + alibi(16)).masked_fill(hidden, -torch.inf)
+    for sink in (3.0, 0.0):  # 0 is the control
+        weights = torch.cat([z, torch.full((3, 4, 16, 1), sink)], -1).softmax(-1)[..., :-1]
+        expected = of_weights([weights], modality_of(ids))
+        layer1 = {tag.replace("layer00", "layer01"): x for tag, x in expected.items()}
+        assert same(measured, layer1) == (sink == 3) and len(layer1) == 8
+    s_sq = torch.cat([z, torch.full((3, 4, 16, 1), 3.0)], -1).softmax(-1)[..., :-1]
+    s_sq = torch.linalg.svdvals(s_sq).square()
+    rank = float((s_sq.sum(-1).square() / s_sq.square().sum(-1)).mean())
+    assert measured["attn_rank/layer01"] == pytest.approx(rank, rel=1e-4)
+    assert "sink_mass/text/layer00" not in measured and "without" not in summary(watch)

@@ -1,0 +1,133 @@
+"""Compares attention weights under finite additive masks with a softmax in float64 over all keys."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from mmqk.monitors import attach
+from mmqk.monitors.third_party.calls import Call
+from mmqk.monitors.third_party.sides import padded_call
+from tests.monitors import brute_force
+from tests.monitors.attach.nets import D, H, V, alibi, batches
+from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, same
+
+T = 16
+HIDDEN = ~torch.ones(T, T, dtype=torch.bool).tril()
+
+
+class Masked(nn.Module):
+    """One attention with integer queries and keys, whose products are exact in fp32, and an additive mask."""
+
+    def __init__(self, fill: float, bias: torch.Tensor | None = None, flex: bool = False, size: float = 200):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.size, self.flex = nn.Embedding(V, D), nn.Linear(D, 3 * D), size, flex
+        added = torch.zeros(1, T, T) if bias is None else bias
+        self.mask = added + torch.zeros(T, T).masked_fill(HIDDEN, fill)
+        self.kept: list = []
+
+    def forward(self, ids):
+        q, k, v = self.qkv(self.embed(ids)).view(*ids.shape, 3, H, D // H).permute(2, 0, 3, 1, 4)
+        q, k = (self.size * q).round(), (self.size * k).round()
+        self.kept.append((q, k))
+        if self.flex:
+            return flex_attention(q, k, v, lambda z, b, h, t, s: z + self.mask[0, t, s], scale=0.5)
+        return F.scaled_dot_product_attention(q, k, v, self.mask, scale=0.5)
+
+
+def expected_of(net: Masked, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Return the statistics of the weights, by loops over rows, from all keys and the mask as it is given."""
+    q, k = (x.detach().double().numpy() for x in net.kept[-1])
+    z = 0.5 * q @ k.swapaxes(-1, -2) + mask.double().numpy()
+    modality, rows = modality_of(ids), brute_force.Means()
+    weights = np.exp(z - z.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    for (b, h, t), p in zip(np.ndindex(*z.shape[:3]), weights.reshape(-1, T), strict=True):
+        seen, of_key, a = np.arange(T) <= t, modality[b], NAMES[modality[b, t]]
+        rows.see(f"masked_mass/{a}/layer00", p[~seen].sum())
+        if t < 7:
+            continue
+        mass = [p[seen & (of_key == m)].sum() for m in range(2)]
+        entropy = [-sum(x * np.log(x) for x in xs if x > 0) for xs in (p, [*mass, p[~seen].sum()])]
+        rows.see(f"attn_entropy/{a}/layer00", entropy[0])
+        rows.see(f"attn_entropy_block/{a}/layer00", entropy[1])
+        rows.see(f"attn_entropy_within/{a}/layer00", entropy[0] - entropy[1])
+        for m, x in enumerate(mass):
+            rows.see(f"attn_mass/{a}-{NAMES[m]}/layer00", x)
+    s_sq = np.linalg.svd(weights, compute_uv=False) ** 2
+    return rows.means() | {"attn_rank/layer00": (s_sq.sum(-1) ** 2 / (s_sq**2).sum(-1)).mean()}
+
+
+@pytest.mark.parametrize("way", ["mask", "mask and bias", "score_mod"])
+def test_weights_are_computed_with_the_finite_mask_that_is_given(way):
+    bias = alibi(T) if way == "mask and bias" else None
+    (ids,), net = batches(1, B=3, T=T), Masked(-1e4, bias, flex=way == "score_mod")
+    measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
+    expected = expected_of(net, ids, net.mask)
+    assert len(expected) == 13 and same(measured, expected)
+    assert min(expected[f"masked_mass/{name}/layer00"] for name in NAMES) > 0.1
+    # The raw logits are those of the visible keys.
+    q, k = (x.detach().double().numpy() for x in net.kept[-1])
+    raw = brute_force.attention(q, k, 0.5, modality_of(ids), causal, NAMES, 0, softmax=False)
+    assert same(measured, raw) and raw["attn_logit_max/text-text/layer00"] > 1e4
+    # Control: with -inf, no hidden key gets attention, and there is no mass to measure.
+    infinite = Masked(-torch.inf, bias, flex=way == "score_mod")
+    without = attach(infinite, modality=IMAGE).probe(ids=ids).flat()
+    assert not any("masked_mass" in tag for tag in without) and not same(without, expected)
+    entropies = {tag: x for tag, x in expected_of(net, ids, infinite.mask).items() if "masked_mass" not in tag}
+    assert same(without, entropies) and not same(measured, entropies)
+
+
+def test_a_mask_that_no_logit_reaches_has_mass_0_on_hidden_keys():
+    (ids,) = batches(1, B=3, T=T)
+    for fill, size, mass in ((-1e9, 200, 0), (-1e4, 1, 0), (torch.finfo(torch.float32).min, 200, None)):
+        net = Masked(fill, size=size)
+        measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
+        assert measured.get("masked_mass/image/layer00") == mass
+        expected = expected_of(net, ids, net.mask.masked_fill(HIDDEN, -torch.inf))
+        assert same(measured, {tag: x for tag, x in expected.items() if "masked_mass" not in tag})
+
+
+def test_a_bias_stays_a_bias():
+    """The values of a bias may pass the limit of a mask: the weights are computed from them all the same."""
+    (ids,), bias = batches(1, B=3, T=T), 2000 * alibi(T)[:1]  # down to -15,000
+    net = Masked(-torch.inf, bias)
+    measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
+    expected = expected_of(net, ids, net.mask)
+    far = {tag: x for tag, x in expected.items() if tag.startswith(("attn_entropy/", "attn_rank"))}
+    assert len(far) == 3 and same(measured, far)
+
+
+def test_a_line_says_that_logits_outgrow_a_mask():
+    (ids,) = batches(1, B=3, T=T)
+    for fill, warned in ((-1e4, True), (-1e9, False)):
+        net = Masked(fill)
+        watch = attach(net, modality=IMAGE, every_n_steps=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                net(ids)
+                watch.step()
+        lines = [str(w.message) for w in caught if "outgrow" in str(w.message)]
+        assert len(lines) == warned
+        if warned:
+            share = 100 * max(expected_of(net, ids, net.mask)[f"masked_mass/{name}/layer00"] for name in NAMES)
+            assert f"{share:.3g} %" in lines[0] and "at step 1 " in lines[0]
+
+
+def test_cross_attention_keeps_the_mask_that_is_given():
+    random = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, H, n, 8, generator=random) for n in (3, 5))
+    seen = torch.rand(2, 1, 3, 5, generator=random) < 0.5
+    call = Call(q, k, k, 1.0, seen, ~seen, score_mod=lambda z, head: z.masked_fill(~seen[:, 0], -2.0))
+    small, large = call.weights(1)[0], padded_call(call).weights(1)[0]
+    torch.testing.assert_close(large[:, :3, 3:], small)
+    assert not large[:, :3, :3].any()
+    assert (small[~seen[:, 0]] > 0).all()  # the control

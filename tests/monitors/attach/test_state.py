@@ -1,0 +1,259 @@
+"""Tests that a probe changes no state of a model or of its inputs, and that it probes the batch that the step saw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmqk.monitors import attach
+from mmqk.store import UserError
+from tests.monitors.attach.nets import D, Net, batches, loss_of
+from tests.monitors.attach.test_batch import llama
+
+IMAGE = {"image": range(10, 40)}
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.inner = 0, SimpleNamespace(values=[0])
+
+
+# Kind of state -> a function that makes it, and one that changes it in a forward and returns a number.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "counter": (lambda: 0, lambda net: setattr(net, "state", net.state + 1) or net.state),
+    "new attribute": (lambda: 0, lambda net: setattr(net, "calls", getattr(net, "calls", 0) + 1) or net.calls),
+    "list": (list, lambda net: net.state.append(1) or len(net.state)),
+    "dictionary": (lambda: {"a": {}}, lambda net: net.state["a"].update({len(net.state["a"]): 1}) or len(net.state["a"])),
+    "set": (set, lambda net: net.state.add(len(net.state)) or len(net.state)),
+    "object": (Meter, lambda net: setattr(net.state, "total", net.state.total + 1) or net.state.total),
+    "list in objects": (Meter, lambda net: net.state.inner.values.append(1) or len(net.state.inner.values)),
+    "tensor": (lambda: torch.zeros(1), lambda net: float(net.state.add_(1))),
+    "array": (lambda: np.zeros(2), lambda net: net.state.__iadd__(1)[0]),
+    "generator": (lambda: torch.Generator().manual_seed(0), lambda net: float(torch.rand((), generator=net.state))),
+    "generators": (lambda: [torch.Generator().manual_seed(0)],
+                   lambda net: float(torch.rand((), generator=net.state[0]))),
+    "generator of Python": (lambda: random.Random(0), lambda net: net.state.random()),
+    "generator of NumPy": (lambda: np.random.default_rng(0), lambda net: net.state.random()),
+    "old generator of NumPy": (lambda: np.random.RandomState(0), lambda net: net.state.rand()),
+}  # fmt: skip
+
+
+class Stateful(Net):
+    """Scales its output by a number that its state gives."""
+
+    def __init__(self, kind: str):
+        super().__init__(["sdpa"])
+        make, self.change = KINDS[kind]
+        self.state = make()
+
+    def forward(self, ids):
+        return super().forward(ids) * (1 + 0.1 * self.change(self))
+
+
+class Remembering(Net):
+    """Keeps the mean embedding of each batch in a buffer that grows."""
+
+    def __init__(self):
+        super().__init__(["sdpa"])
+        self.register_buffer("past", torch.zeros(1, D))
+
+    def forward(self, ids):
+        self.past = torch.cat([self.past, self.embed(ids).detach().mean((0, 1))[None]])
+        return super().forward(ids) * (1 + self.past.sum())
+
+
+def losses_of(model: nn.Module, between: Callable[[nn.Module], Callable[[], object]]) -> list[float]:
+    """Train for 3 steps, call what ``between`` returned after each of them, and return the losses."""
+    optimizer, losses, then = torch.optim.AdamW(model.parameters(), 1e-2), [], between(model)
+    for ids in batches(3):
+        losses.append(loss_of(model(ids), ids))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        then()
+    return [float(loss.detach()) for loss in losses]
+
+
+def nothing(model: nn.Module) -> Callable[[], object]:
+    return lambda: None
+
+
+def watched(model: nn.Module) -> Callable[[], object]:
+    return attach(model, modality=IMAGE, every_n_steps=1).step
+
+
+def another_forward(model: nn.Module) -> Callable[[], object]:
+    return torch.no_grad()(lambda: model(batches(1)[0]))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "buffer"])
+def test_losses_are_the_same_with_and_without_probes_of_a_model_with_state(kind, capsys):
+    def build() -> nn.Module:
+        return Remembering() if kind == "buffer" else Stateful(kind)
+
+    plain = losses_of(build(), nothing)
+    assert losses_of(build(), watched) == plain
+    name = {"buffer": None, "new attribute": "calls"}.get(kind, "state")
+    note = f" · changed by the forward and restored after the probe: {name} · "
+    assert (note in capsys.readouterr().out) == (name is not None)
+    assert losses_of(build(), another_forward) != plain  # the control: another forward changes the state
+
+
+def test_a_model_without_state_has_no_note(capsys):
+    losses_of(Net(["sdpa"]), watched)
+    assert "mmqk" in (printed := capsys.readouterr().out) and "restored" not in printed
+
+
+class Cache:
+    """A cache that a user wrote."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Tensor]] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.entries)
+
+
+class Cached(Net):
+    """Adds the mean of all earlier segments, which a cache holds, to its output."""
+
+    def forward(self, input_ids, memory):
+        memory.entries.append({"mean": self.embed(input_ids).mean((0, 1)).mean().detach()})
+        return super().forward(input_ids) * (1 + torch.stack([entry["mean"] for entry in memory.entries]).sum())
+
+
+@pytest.mark.parametrize("name", ["memory", "cache", "past_key_values"])
+def test_a_cache_among_the_inputs_is_left_alone(name, capsys):
+    transformers = pytest.importorskip("transformers")
+    (text,), logged = batches(1, T=24), []
+
+    def run(is_watched: bool) -> tuple[list[float], int]:
+        model = Cached(["sdpa"]) if name == "memory" else llama()
+        cache = Cache() if name == "memory" else transformers.DynamicCache(config=model.config)
+        watch = attach(model, modality=IMAGE, every_n_steps=1 if is_watched else 0, log=lambda values, step: logged.append(values))  # fmt: skip
+        optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
+        for ids in text.split(8, 1):  # segments of one document
+            out = model(input_ids=ids, **{name: cache})
+            loss = loss_of(out if name == "memory" else out.logits, ids)
+            losses.append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in getattr(cache, "layers", []):
+                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+            watch.step()
+            if is_watched and len(losses) == 1:  # the cache of the first segment was empty
+                empty = {} if name != "memory" else {"memory": Cache()}
+                alone = attach(model, modality=IMAGE).probe(input_ids=ids, **empty).flat()
+                assert {tag: logged[0][tag] for tag in alone} == alone and "attn_entropy/image/layer00" in alone
+        return losses, cache.get_seq_length()
+
+    plain = run(False)
+    assert run(True) == plain and plain[1] == (3 if name == "memory" else 24)
+    assert f"restored after the probe: input {name}" in capsys.readouterr().out
+    steady = [len(values) for values in logged]
+    assert len(steady) == 3 and (steady[0] == steady[2]) == (name == "memory")  # 8 queries do not see 24 keys
+
+
+class Editing(nn.Module):
+    """Edits its input before the first layer: placeholders are negative ids, one for each image token."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.net, self.way = Net(["sdpa"]), way
+
+    def forward(self, batch):
+        ids = batch if isinstance(batch, Tensor) else batch["ids"]
+        is_image = ids < 0
+        if self.way == "replaced":
+            batch["ids"] = ids.clamp_min(0)
+        elif self.way != "the loop edits":
+            ids.clamp_min_(0)
+        x = self.net.embed(ids.clamp_min(0)) + 3 * is_image[..., None]
+        for layer in self.net.layers:
+            x = layer(x)
+        return self.net.head(x)
+
+
+def ids_of_step() -> Tensor:
+    (ids,) = batches(1)
+    ids[:, 3:9] = -1
+    return ids
+
+
+def is_image(inputs) -> Tensor:
+    batch = inputs["batch"]
+    return ((batch if isinstance(batch, Tensor) else batch["ids"]) < 0).long()
+
+
+@pytest.mark.parametrize("way", ["in place", "in a dictionary", "replaced", "the loop edits"])
+def test_the_batch_that_the_step_saw_is_probed(way):
+    def batch() -> Any:
+        return {"ids": ids_of_step()} if way in ("in a dictionary", "replaced") else ids_of_step()
+
+    model, logged = Editing(way), []
+    watch = attach(model, modality=is_image, every_n_steps=2, log=lambda values, step: logged.append((step, values)))
+    for _ in range(4):
+        given = batch()
+        model(given).sum().backward()
+        if way == "the loop edits":  # a loader that writes the next batch into the same memory
+            given.zero_()
+        watch.step()
+    assert [step for step, _ in logged] == [2, 4]
+    expected = attach(model, modality=is_image).probe(batch=batch()).flat()
+    assert "attn_mass/text-image/layer00" in expected
+    for _, values in logged:
+        assert {tag: values[tag] for tag in expected} == expected
+    # Control: the edited batch has no image tokens.
+    edited = attach(model, modality=is_image).probe(batch=given).flat()
+    assert "attn_mass/text-image/layer00" not in edited
+
+
+@pytest.mark.parametrize("way", ["in place", "in a dictionary", "replaced"])
+def test_a_probe_does_not_edit_the_inputs_that_it_gets(way):
+    ids = ids_of_step()
+    batch = ids if way == "in place" else {"ids": ids}
+    attach(Editing(way), modality=is_image).probe(batch=batch)
+    assert torch.equal(ids, ids_of_step()) and (way == "in place" or batch["ids"] is ids)
+    Editing(way)(batch)  # the control
+    assert (batch if way == "in place" else batch["ids"]).min() == 0
+
+
+@pytest.mark.parametrize("way", ["in place", "in a dictionary", "the loop edits"])
+def test_a_compiled_forward_that_edits_its_batch_is_probed_from_the_second_step_on(way):
+    """The hook is inside the compiled code, where it stores copies from the first edit on."""
+    torch._dynamo.reset()
+    model, logged = Editing(way), []
+    watch = attach(model, modality=is_image, every_n_steps=1, log=lambda values, step: logged.append((step, values)))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        ids = ids_of_step()
+        compiled({"ids": ids} if way == "in a dictionary" else ids).sum().backward()
+        if way == "the loop edits":
+            ids.zero_()
+        watch.step()
+    assert [step for step, _ in logged] == [2, 3]
+    batch = {"ids": ids_of_step()} if way == "in a dictionary" else ids_of_step()
+    expected = attach(model, modality=is_image).probe(batch=batch).flat()
+    assert all({tag: values[tag] for tag in expected} == expected for _, values in logged)
+
+
+def test_a_cache_of_a_compiled_forward_is_refused_by_name():
+    torch._dynamo.reset()
+    model, (ids,) = Cached(["sdpa"]), batches(1)
+    for given, called in ((model, torch.compile(model, backend="eager")), (torch.compile(model, backend="eager"), None)):
+        watch = attach(given, modality=IMAGE, every_n_steps=1)
+        (given if called is None else called)(ids, Cache())
+        if called is None:  # the control: the hook of the result of torch.compile is not compiled
+            watch.step()
+        else:
+            with pytest.raises(UserError, match="gets a Cache, which a probe would change: attach the result of torch"):
+                watch.step()
+        watch.close()
