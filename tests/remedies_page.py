@@ -147,6 +147,9 @@ Two remedies can be combined, or the combination is refused with a sentence that
 refused with QK-Norm or σReparam, which cancel its scaling. An option of QK-Norm is refused with a kind of QK-Norm
 that does not use it. Fields without a row here (shape, data, schedule) are not remedies.
 
+A copy of a layer for one modality (Untying) gets the gradient 0, not None, from a batch without that modality. So DDP
+does not wait for it, and AdamW goes on decaying it.
+
 ## Two softmaxes
 
 There is an **attention softmax** over the keys in every head, and one **output softmax** over the vocabulary. A

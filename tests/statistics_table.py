@@ -272,9 +272,10 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             " `model.attn_sink`", "–", QUERY, f"{UNKNOWN}; the weights of the keys sum to 1 − sink_mass",
             "near 1: the heads are silent; near 0: the sink is not used", "attention"),
         Statistic(("masked_mass/QUERY/layerNN",),
-            "sum of p over the keys that an additive mask hides with a finite value, such as −1e4, over all rows; only"
-            " with `attach`", "–", QUERY, "0 [I]",
-            "the logits outgrow the mask, and hidden keys get attention: hide keys with −inf or a bool mask", "attention"),
+            "sum of p over the keys that an additive mask hides with a finite value, such as −1e4, over all rows;"
+            " only with `attach`", "–", QUERY, "0 [I]",
+            "the logits outgrow the mask, and hidden keys get attention: hide keys with −inf or a bool mask",
+            "attention"),
         Statistic(("attn_rank/layerNN",),
             "(Σ s²)² / Σ s⁴, s the singular values of an attention matrix; mean over heads", "–", NONE,
             f"{UNKNOWN}; between 1 and T", "near 1: all queries have the same weights", "attention"),

@@ -77,7 +77,7 @@ class PerModalityConfig:
     """Layers with one copy per modality (Mixture-of-Transformers, arXiv 2411.04996).
 
     A token uses the copy of its modality. All copies start with the weights of the same model without copies, so both
-    models are equal until the first update.
+    models are equal until the first update. A copy gets the gradient 0, not None, from a batch without its modality.
 
     Attributes:
         norms: Whether each modality has its own gains (and biases) of the norms around the sublayers and of the final

@@ -36,7 +36,14 @@ from mmqk.monitors.third_party.origins import Origins, Tracing
 from mmqk.monitors.third_party.output import find_logits, targets_of
 from mmqk.monitors.third_party.sides import Side, Sides, check_sides, sides_of_batch
 from mmqk.monitors.third_party.state import copied
-from mmqk.monitors.third_party.summary import missing_series, restored_note, summary_line, warn_of_absent, warn_of_mask, warn_of_padding
+from mmqk.monitors.third_party.summary import (
+    missing_series,
+    restored_note,
+    summary_line,
+    warn_of_absent,
+    warn_of_mask,
+    warn_of_padding,
+)
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
@@ -169,8 +176,8 @@ class Watch:
         if self._due(previous, self.steps):
             if call is None:
                 raise UserError(
-                    f"the watched {type(self.model).__name__} was not called with gradients before step {self.steps}: "
-                    "attach the object that the training loop calls (the result of torch.compile or "
+                    f"the watched {type(self.model).__name__} was not called with gradients before step "
+                    f"{self.steps}: attach the object that the training loop calls (the result of torch.compile or "
                     "DistributedDataParallel), before its first call"
                 )
             if is_exact:

@@ -110,7 +110,7 @@ class State:
         version, saved = None if x.is_inference() else x._version, x.clone()
 
         def restore() -> bool:
-            if version is not None and x._version == version or version is None and torch.equal(x, saved):
+            if torch.equal(x, saved) if version is None else x._version == version:
                 return False
             with torch.inference_mode(version is None):
                 x.copy_(saved)
@@ -143,14 +143,12 @@ class State:
         """Save the entries of a dictionary; with ``each``, an entry that changes is listed as name + key."""
 
         def restore() -> bool:
-            own = x if not each else {key: value for key, value in x.items() if key not in _OF_MODULE}
-            changed = [key for key in {**saved, **own} if not (key in own and key in saved and own[key] is saved[key])]
-            unlike = [key for key in changed if not _equal(own.get(key), saved.get(key))]
-            for key in changed:
-                if key in saved:
-                    x[key] = saved[key]
-                else:
-                    del x[key]
+            now = {key: value for key, value in x.items() if not (each and key in _OF_MODULE)}
+            added, kept = now.keys() - saved.keys(), [key for key in saved if now.get(key, self) is not saved[key]]
+            unlike = [*added, *(key for key in kept if not _equal(now.get(key), saved[key]))]
+            for key in added:
+                del x[key]
+            x.update((key, saved[key]) for key in kept)
             if each:
                 self.changed.update(f"{name}{key}" for key in unlike)
             return bool(unlike) and not each
@@ -187,7 +185,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def is_object(x: Any) -> bool:
-    """Return whether a value is an object of its own kind, such as a cache of keys: no tensor, container or number."""
+    """Return whether a value is an object of its own kind, such as a cache of keys: no tensor or container."""
     is_known = isinstance(x, (*_PLAIN, Tensor, Mapping, list, tuple, set)) or dataclasses.is_dataclass(x)
     return not is_known and hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _MACHINERY
 

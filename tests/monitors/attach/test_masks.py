@@ -16,6 +16,7 @@ from mmqk.monitors.third_party.calls import Call
 from mmqk.monitors.third_party.sides import padded_call
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, H, V, alibi, batches
+from tests.monitors.attach.test_batch import llama
 from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, same
 
 T = 16
@@ -49,7 +50,7 @@ def expected_of(net: Masked, ids: torch.Tensor, mask: torch.Tensor) -> dict[str,
     modality, rows = modality_of(ids), brute_force.Means()
     weights = np.exp(z - z.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    for (b, h, t), p in zip(np.ndindex(*z.shape[:3]), weights.reshape(-1, T), strict=True):
+    for (b, _, t), p in zip(np.ndindex(*z.shape[:3]), weights.reshape(-1, T), strict=True):
         seen, of_key, a = np.arange(T) <= t, modality[b], NAMES[modality[b, t]]
         rows.see(f"masked_mass/{a}/layer00", p[~seen].sum())
         if t < 7:
@@ -131,3 +132,23 @@ def test_cross_attention_keeps_the_mask_that_is_given():
     torch.testing.assert_close(large[:, :3, 3:], small)
     assert not large[:, :3, :3].any()
     assert (small[~seen[:, 0]] > 0).all()  # the control
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_a_leak_between_packed_documents_is_visible_if_modality_is_the_document(leaks):
+    """With a 2-D mask of ones, transformers no longer reads the documents from the positions."""
+    model = llama(attn_implementation="eager").eval()
+    (ids,), document = batches(1, B=1, T=32), torch.arange(32) // 16
+    apart = (document[:, None] == document).tril()[None, None]
+    mask = torch.ones(1, 32, dtype=torch.long) if leaks else (0.0 * apart).masked_fill(~apart, -torch.inf)
+    packed = {"position_ids": (torch.arange(32) % 16)[None], "attention_mask": mask, "use_cache": False}
+    watch = attach(model, modality=lambda inputs: document.expand(len(inputs["input_ids"]), -1), names=["a", "b"])
+    measured = watch.probe(input_ids=ids, **packed).flat()
+    other = torch.cat([(ids[:, :16] + 7) % 40, ids[:, 16:]], 1)  # another first document
+    with torch.no_grad():
+        out, changed = model(input_ids=ids, output_attentions=True, **packed), model(input_ids=other, **packed)
+    assert ((out.logits - changed.logits)[:, 16:].abs().max() > 1e-3) == leaks
+    for layer, weights in enumerate(out.attentions):
+        crossing = float(weights[0, :, 16:, :16].double().sum(-1).mean())
+        assert measured.get(f"attn_mass/b-a/layer0{layer}", 0.0) == pytest.approx(crossing, rel=1e-5)
+        assert (crossing > 0.5) == leaks

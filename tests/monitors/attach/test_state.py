@@ -30,7 +30,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "counter": (lambda: 0, lambda net: setattr(net, "state", net.state + 1) or net.state),
     "new attribute": (lambda: 0, lambda net: setattr(net, "calls", getattr(net, "calls", 0) + 1) or net.calls),
     "list": (list, lambda net: net.state.append(1) or len(net.state)),
-    "dictionary": (lambda: {"a": {}}, lambda net: net.state["a"].update({len(net.state["a"]): 1}) or len(net.state["a"])),
+    "dictionary": (lambda: {"a": {"n": 0}}, lambda net: net.state["a"].update(n=net.state["a"]["n"] + 1)
+                   or net.state["a"]["n"]),
     "set": (set, lambda net: net.state.add(len(net.state)) or len(net.state)),
     "object": (Meter, lambda net: setattr(net.state, "total", net.state.total + 1) or net.state.total),
     "list in objects": (Meter, lambda net: net.state.inner.values.append(1) or len(net.state.inner.values)),
@@ -137,7 +138,9 @@ def test_a_cache_among_the_inputs_is_left_alone(name, capsys):
     def run(is_watched: bool) -> tuple[list[float], int]:
         model = Cached(["sdpa"]) if name == "memory" else llama()
         cache = Cache() if name == "memory" else transformers.DynamicCache(config=model.config)
-        watch = attach(model, modality=IMAGE, every_n_steps=1 if is_watched else 0, log=lambda values, step: logged.append(values))  # fmt: skip
+        watch = attach(
+            model, modality=IMAGE, every_n_steps=is_watched, log=lambda values, step: logged.append(values)
+        )
         optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
         for ids in text.split(8, 1):  # segments of one document
             out = model(input_ids=ids, **{name: cache})
@@ -248,12 +251,12 @@ def test_a_compiled_forward_that_edits_its_batch_is_probed_from_the_second_step_
 def test_a_cache_of_a_compiled_forward_is_refused_by_name():
     torch._dynamo.reset()
     model, (ids,) = Cached(["sdpa"]), batches(1)
-    for given, called in ((model, torch.compile(model, backend="eager")), (torch.compile(model, backend="eager"), None)):
-        watch = attach(given, modality=IMAGE, every_n_steps=1)
-        (given if called is None else called)(ids, Cache())
-        if called is None:  # the control: the hook of the result of torch.compile is not compiled
-            watch.step()
-        else:
-            with pytest.raises(UserError, match="gets a Cache, which a probe would change: attach the result of torch"):
-                watch.step()
-        watch.close()
+    compiled = torch.compile(model, backend="eager")
+    watch = attach(model, modality=IMAGE, every_n_steps=1)
+    compiled(ids, Cache())
+    with pytest.raises(UserError, match=r"gets a Cache, .* attach the result of torch\.compile"):
+        watch.step()
+    watch.close()
+    watch = attach(compiled, modality=IMAGE, every_n_steps=1)  # the control: its hook is not compiled
+    compiled(ids, Cache())
+    watch.step()
