@@ -172,7 +172,7 @@ class Watch:
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._step_times is not None:
             self._step_times.append(time.perf_counter())
-        is_exact, call = self._last_call.is_exact(), self._last_call.take()
+        call = self._last_call.take()
         if self._due(previous, self.steps):
             if call is None:
                 raise UserError(
@@ -180,7 +180,8 @@ class Watch:
                     f"{self.steps}: attach the object that the training loop calls (the result of torch.compile or "
                     "DistributedDataParallel), before its first call"
                 )
-            if is_exact:
+            self._last_call.check(*call)
+            if self._last_call.is_copy:
                 self._probe_and_write(*call)
             else:
                 self._overdue = True

@@ -40,8 +40,8 @@ class LastCall:
     A forward may edit its inputs in place, or append to a cache. So the hook stores a copy of the arguments while
     ``copying`` is true, which `Watch` sets for steps with a probe.
 
-    torch.compile can trace the hook. A traced hook stores the arguments themselves and the versions of their tensors.
-    It stores copies only once an argument has been edited, since another value of a flag compiles the model again.
+    torch.compile can trace the hook. A traced hook copies the tensors of every call, because another value of a flag
+    would compile the model again.
 
     If the model is copied, for example for a moving average of its weights, the hook is copied too. Nothing reads the
     copied hook.
@@ -53,20 +53,16 @@ class LastCall:
         self.autocast = False
         self.copying = True
         self.is_copy = False  # whether ``args`` and ``kwargs`` are copies
-        self.edits = False  # whether a traced call has edited its arguments
-        self.versions: list[int] | None = None  # of a traced call
+        self.traced = False  # whether torch.compile traced the last call
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        self.args, self.kwargs, self.versions = args, kwargs, None
+        self.args, self.kwargs = args, kwargs
         self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        self.traced = torch.compiler.is_compiling()
         if torch.compiler.is_compiling():
-            if self.edits:
-                self.args = tuple([_clone(x) for x in args])
-                self.kwargs = {name: _clone(x) for name, x in kwargs.items()}
-            self.is_copy = self.edits
-            self.versions = [x._version for x in _outermost(args, kwargs)]
+            self.args, self.kwargs, self.is_copy = _cloned(args), _cloned(kwargs), True
         else:
             self.is_copy = self.copying
             if self.copying:
@@ -107,41 +103,27 @@ class LastCall:
         self.args = self.kwargs = None
         return arguments
 
-    def is_exact(self) -> bool:
-        """Return whether the stored arguments are those that the forward got; call this before `take`.
-
-        Arguments that a traced call has edited are stored as copies from the next call on.
-
-        Raises:
-            UserError: a traced call got an object that its forward may have changed.
-        """
-        if self.versions is None or self.args is None or self.kwargs is None:
-            return self.is_copy
-        if objects := [type(x).__name__ for x in (*self.args, *self.kwargs.values()) if is_object(x)]:
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise UserError if a traced call got an object that its forward may have changed."""
+        objects = [type(x).__name__ for x in (*args, *kwargs.values()) if is_object(x)]
+        if self.traced and objects:
             raise UserError(
                 f"the compiled forward gets a {objects[0]}, which a probe would change: attach the result of "
                 "torch.compile instead of the model inside it"
             )
-        if self.is_copy:
-            return True
-        edited = self.versions != [x._version for x in _outermost(self.args, self.kwargs)]
-        self.edits = self.edits or edited
-        return not edited
 
 
-def _outermost(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments, and in dictionaries among them."""
-    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, dict):
-            found.extend([y for y in x.values() if isinstance(y, Tensor)])
-    return found
-
-
-def _clone(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {name: _clone(y) for name, y in x.items()}
-    return x.detach().clone() if isinstance(x, Tensor) else x
+def _cloned(value: Any) -> Any:
+    """Return nested tuples, lists and dictionaries with copies of their tensors; torch.compile can trace this."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {name: _cloned(x) for name, x in value.items()}
+    if type(value) is list:
+        return [_cloned(x) for x in value]
+    if type(value) is tuple:
+        return tuple([_cloned(x) for x in value])
+    return value
 
 
 def _wrappers(compiled: Any) -> Iterator[Any]:

@@ -33,8 +33,9 @@ def test_weights_of_several_dtypes_are_measured_in_fp32():
         layer.attention.keep = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
+        assert dtypes["inside"] == torch.bfloat16
+        net(ids)
     modality = modality_of(ids)
-    assert dtypes["inside"] == torch.bfloat16
     for n, layer in enumerate(net.layers):
         q, k = (x.float().double().numpy() for x in layer.attention.keep[0])
         scale = (0.5, 8**-0.5)[n]

@@ -45,6 +45,8 @@ class Masked(nn.Module):
 
 def expected_of(net: Masked, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     """Return the statistics of the weights, by loops over rows, from all keys and the mask as it is given."""
+    with torch.no_grad():  # flex_attention has no backward on a CPU
+        net(ids)  # keeps q and k
     q, k = (x.detach().double().numpy() for x in net.kept[-1])
     z = 0.5 * q @ k.swapaxes(-1, -2) + mask.double().numpy()
     modality, rows = modality_of(ids), brute_force.Means()

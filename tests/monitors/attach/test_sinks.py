@@ -105,6 +105,8 @@ def test_the_sinks_that_a_layer_adds_after_flex_attention():
     net.layers[1].attention.keep = kept = []
     watch = attach(net, modality=IMAGE)
     measured = watch.probe(ids=ids).flat()
+    with torch.no_grad():
+        net(ids)
     q, k = (x.double() for x in kept[0])
     hidden = ~torch.ones(16, 16, dtype=torch.bool).tril()
     z = (8**-0.5 * q @ k.mT + alibi(16)).masked_fill(hidden, -torch.inf)

@@ -229,20 +229,22 @@ def test_a_probe_does_not_edit_the_inputs_that_it_gets(way):
     assert (batch if way == "in place" else batch["ids"]).min() == 0
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("way", ["in place", "in a dictionary", "the loop edits"])
-def test_a_compiled_forward_that_edits_its_batch_is_probed_from_the_second_step_on(way):
-    """The hook is inside the compiled code, where it stores copies from the first edit on."""
+def test_a_compiled_forward_that_edits_its_batch_is_probed_as_it_got_it(way, whole):
+    """The hook is inside the compiled code: in a frame of its own, or, if the whole step is compiled, in the graph."""
     torch._dynamo.reset()
     model, logged = Editing(way), []
     watch = attach(model, modality=is_image, every_n_steps=1, log=lambda values, step: logged.append((step, values)))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    step = (lambda batch: model(batch).sum()) if whole else model
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         ids = ids_of_step()
         compiled({"ids": ids} if way == "in a dictionary" else ids).sum().backward()
         if way == "the loop edits":
             ids.zero_()
         watch.step()
-    assert [step for step, _ in logged] == [2, 3]
+    assert [number for number, _ in logged] == [1, 2, 3]
     batch = {"ids": ids_of_step()} if way == "in a dictionary" else ids_of_step()
     expected = attach(model, modality=is_image).probe(batch=batch).flat()
     assert all({tag: values[tag] for tag in expected} == expected for _, values in logged)
