@@ -232,12 +232,12 @@ def test_a_probe_does_not_edit_the_inputs_that_it_gets(way):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("way", ["in place", "in a dictionary", "the loop edits"])
 def test_a_compiled_forward_that_edits_its_batch_is_probed_as_it_got_it(way, whole):
-    """The hook is inside the compiled code: in a frame of its own, or, if the whole step is compiled, in the graph."""
+    """The hook is in a compiled frame of its own, or, if the whole step is compiled, in the graph of the step."""
     torch._dynamo.reset()
     model, logged = Editing(way), []
     watch = attach(model, modality=is_image, every_n_steps=1, log=lambda values, step: logged.append((step, values)))
-    step = (lambda batch: model(batch).sum()) if whole else model
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    called = (lambda batch: model(batch).sum()) if whole else model
+    compiled = torch.compile(called, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         ids = ids_of_step()
         compiled({"ids": ids} if way == "in a dictionary" else ids).sum().backward()
