@@ -33,8 +33,6 @@ COMMANDS = {
     ),
     "shards": ("mmqk.shards", "FOLDER", "write the manifest of your shards"),
     "train-tokenizers": ("mmqk.tokenizers.train", "", "train the text and the image tokenizer"),
-    "tokenizers": ("mmqk.tokenizers.report", "", "measure the tokenizers on held-out data"),
-    "caption-gain": ("mmqk.training.caption_gain", "--run RUN", "measure whether captions lower the image loss"),
     "interop": (
         "mmqk.interop",
         "--from path/to/checkpoint --to runs/imported",

@@ -28,7 +28,6 @@ REQUIRED = {
     "mmqk.shards": ["folder"],
     "mmqk.data.ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],
     "mmqk.data.tokenize": ["--shards=a", "--out=b"],
-    "mmqk.training.caption_gain": ["--run", "runs/demo"],
 }
 
 

@@ -281,13 +281,10 @@ class TokenDataModule(L.LightningDataModule):
         possible validation loss (None if the source is unknown); and "targets", the mean number of targets per
         training sequence (see `targets`).
         """
-        pairs = self.builder.stores.get("pair", ())
-        side = round(max(0, pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
-        contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
         ids = self.builder.layout
         # Use only rows of the first epoch, so that no document counts twice.
         fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
-        statistics = describe(documents(fresh), documents(self.val_rows), ids.vocab_sizes, contexts)
+        statistics = describe(documents(fresh), documents(self.val_rows), ids.vocab_sizes)
         counts, _ = targets_by_modality(self.sample(), ids)
         _, floors = targets_by_modality(self.val_rows, ids)
         share = {name: count / sum(counts.values()) for name, count in counts.items()}

@@ -5,6 +5,7 @@ The same configuration gives the same bytes: a page contains no time and no abso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,21 @@ from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import Content
 from mmqk.inspection.decode import IdDecoder, Originals, Pictures
 from mmqk.inspection.reading import WINDOW, read
-from mmqk.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
 from mmqk.inspection.views import SequenceView, Viewer
 from mmqk.report import render as report
 from mmqk.store import find_file, without_roots
+from mmqk.store.formatting import text_table
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
+
+Row = dict[str, Any]
+
+
+def percent(share: float) -> str:
+    """Format a share in percent."""
+    return f"{number(100 * share)} %"
+
 
 LARGEST_PAGE = 5_000_000
 PICTURE_BYTES = 2_500_000  # limit for all images of a page, before base64 encoding
@@ -65,7 +74,7 @@ def inspect(
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     decoder = IdDecoder(run.data.tokenizers_folder) if "pair" in run.data.family else None
-    plain = without_roots(read(run, data, tokens, decoder.grid if decoder else 0))
+    plain = without_roots(read(run, data, tokens))
     rows = statistics_rows(plain)
     content = {
         "page": {
@@ -75,7 +84,6 @@ def inspect(
         },
         "names": list(plain["modalities"]),
         "rows": rows,
-        "steps": step_rows(plain),
         "fresh": _about_epochs(plain),
         "cycle": CYCLE,
         "window": WINDOW,
@@ -125,18 +133,7 @@ def subtitle(plain: dict[str, Any]) -> list[str]:
         floors = plain["dial"]["floors"]
         values = listed([f"{value:.3f} nats per {m} token" for m, value in floors.items()])
         return [first, f"The floor of the loss: {values}."]
-    measured = {m: s for m, s in plain["modalities"].items() if s["model"] is not None}
-    if not measured:
-        return [first]
-    model = listed([f"{nats(s['model'])} ({m})" for m, s in measured.items()])
-    unigram = listed([nats(s["unigram"]) for s in measured.values()])
-    entropy = "unigram entropy is" if len(measured) == 1 else "unigram entropies are"
-    tokens = listed([f"{s['tokens']:,} {m}" for m, s in measured.items()])
-    return [
-        first,
-        f"The held-out loss of a small n-gram model is {model} nats per token; the {entropy} {unigram} (sample:"
-        f" {tokens} tokens).",
-    ]
+    return [first]
 
 
 def _about_epochs(plain: dict[str, Any]) -> str:
@@ -145,6 +142,59 @@ def _about_epochs(plain: dict[str, Any]) -> str:
         return ""
     verb = "is" if again == 1 else "are"
     return f"{plural(again, 'sequence')} from the second or a later epoch of a source {verb} not in the estimates."
+
+
+def statistics_rows(plain: dict[str, Any]) -> list[Row]:
+    """Return the table of statistics: label, note, and one cell per modality."""
+    dial = plain.get("dial")
+
+    def row(label: str, note: str, cell: Callable[[str, dict[str, Any]], str]) -> Row:
+        return {"label": label, "note": note, "cells": [cell(m, s) for m, s in plain["modalities"].items()]}
+
+    return [
+        row("targets", "predicted tokens that were read", lambda m, s: f"{plain['targets'][m]:,}"),
+        row("share", "of all targets", lambda m, s: percent(s["share"])),
+        row("ids used", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
+        row("uniform", "ln of the block size, nats per token", lambda m, s: nats(math.log(s["block"]))),
+        row("sample", "tokens of the estimates below", lambda m, s: f"{s['tokens']:,}"),
+        row("unigram entropy", "nats per token, Miller-Madow", lambda m, s: nats(s["unigram"])),
+        *(
+            (
+                row("true loss", "−log p of these targets, nats", lambda m, s: f"{dial['met'][m]:.3f}"),
+                row("floor", "mean over all tokens, nats", lambda m, s: f"{dial['floors'][m]:.3f}"),
+            )
+            if dial
+            else ()
+        ),
+        row("repeated", "tokens in 8-token passages read before", lambda m, s: percent(s["repeated"])),
+        row(
+            "held-out, repeated",
+            "held-out tokens in 8-token passages of the training data",
+            lambda m, s: "no held-out data" if s["repeated_held_out"] is None else percent(s["repeated_held_out"]),
+        ),
+        row("duplicates", "documents equal to an earlier one", lambda m, s: percent(s["duplicates"])),
+        row("loss weight", "0: no loss", lambda m, s: f"{plain['loss_weights'][m]:g}"),
+    ]
+
+
+def dial_rows(plain: dict[str, Any]) -> list[Row]:
+    """Return the table of the dial: one row per statistic."""
+    table = plain["dial"]["table"] if "dial" in plain else []
+    keys = [key for key in (table[0] if table else {}) if key != "modality"]
+    return [{"label": key, "cells": [_value(entry[key]) for entry in table]} for key in keys]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value, digits=4)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def table_lines(names: list[str], rows: list[Row]) -> list[str]:
+    """Return the table as text for a terminal."""
+    cells = [["", *names], *([row["label"], *row["cells"]] for row in rows)]
+    notes = ["", *(row["note"] for row in rows)]
+    return [f"{line}  {note}".rstrip() for line, note in zip(text_table(cells, {0}), notes, strict=True)]
 
 
 def _sequences(

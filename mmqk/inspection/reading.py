@@ -11,7 +11,7 @@ import numpy as np
 
 from mmqk.data.datamodule import TokenDataModule, documents, targets_by_modality
 from mmqk.data.mixture import CYCLE, SLOTS
-from mmqk.data.statistics import CONTEXT, describe
+from mmqk.data.statistics import describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import is_token_folder, read_header
 
@@ -23,14 +23,13 @@ WINDOW = 300
 LEAST_DRAWS = 4 * WINDOW
 
 
-def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> dict[str, Any]:
+def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     """Read the first sequences of a run, up to ``tokens`` tokens or to the end of the run.
 
     Args:
         run: configuration of the run.
         data: data module of the run, after its setup.
         tokens: number of tokens to read.
-        grid: number of columns of the codes of an image; 0 if there are no images.
 
     Returns:
         The content of statistics.json. ``modalities`` has the statistics of each modality. Repeated documents would
@@ -50,7 +49,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
         if left <= 0:
             break
     targets, known = targets_by_modality(rows, layout)
-    statistics = describe(documents(fresh), documents(data.val_rows), layout.vocab_sizes, contexts(run, grid))
+    statistics = describe(documents(fresh), documents(data.val_rows), layout.vocab_sizes)
     share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
     draws = [order.mixture.draw(i).slot for i in range(max(len(rows), LEAST_DRAWS))]
     filled = sum(len(row.ids) for row in rows)
@@ -76,15 +75,6 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
         table = dial.describe(filled * total // len(rows))
         plain["dial"] = {"floors": dial.floors(), "met": known, "table": table}
     return plain
-
-
-def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
-    """Return the contexts of the n-gram model, as distances to earlier tokens: the previous tokens, the parent token
-    (dial), or the token above (images)."""
-    if "dial" in run.data.family:
-        dial = run.data.dial
-        return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
-    return [CONTEXT, (1, grid)] if grid > max(CONTEXT) else [CONTEXT]
 
 
 def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:

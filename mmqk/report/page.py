@@ -130,20 +130,6 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
 FEW_UNRUN = 3
 # If there are more claims than this, the page lists them in rows instead of cards, and its title is `_question`.
 MOST_CARDS = 6
-ABOUT_DATA = (
-    "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
-    "Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the "
-    "lowest of these runs. Compressed, n-gram and best loss are upper bounds on the entropy rate. Floor: the loss of "
-    "a model that knows the source, if the source is synthetic. Repeated: share of tokens in 8-token passages that "
-    "occurred before."
-)
-# On the page of a single run.
-ABOUT_SAMPLE = (
-    " Sample: the tokens from which unigram, compressed, n-gram and repeated were estimated. Another sample, such as "
-    "that of mmqk inspect, gives other values."
-)
-
-
 def page_content(
     findings: Findings,
     drawn: Sequence[Figure] = (),
@@ -159,6 +145,7 @@ def page_content(
     colors = arm_colors(study)
     rows, arm_results = run_rows(study, colors), arm_rows(study, colors)
     single_run = single(study)
+    estimates = data_rows(study, sample=single_run is not None)
     shown = {study.label(arm) for arm in study.shown}
     claims = [
         row
@@ -192,7 +179,7 @@ def page_content(
         "losses": _about_losses([row["final"] for row in arm_results], "medians that use means"),
         "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
         "numbers": about_numbers(verdicts),
-        "data": ABOUT_DATA + (ABOUT_SAMPLE if single_run else ""),
+        "data": _about_data(estimates, single_run is not None),
         "totals": totals(study),
         "in_rows": in_rows,
     }
@@ -211,7 +198,7 @@ def page_content(
         "commands": _commands(findings),
         "sections": sections,
         "arms": arm_results,
-        "data": data_rows(study, sample=single_run is not None),
+        "data": estimates,
         "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
         "runs": rows,
         "modalities": study.modalities,
@@ -333,6 +320,26 @@ def _replay_rows(findings: Findings) -> list[dict[str, Any]]:
             }
         )
     return shown
+
+
+def _about_data(rows: list[dict[str, Any]], sample: bool) -> str:
+    """Return the note below the table of the data. Runs of older versions have two more estimates."""
+    older = bool(rows) and "model" in rows[0]
+    compressed = "Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. "
+    text = (
+        "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
+        f"{compressed if older else ''}Best loss: the lowest of these runs. "
+        f"{'Compressed, n-gram and best loss are upper bounds' if older else 'It is an upper bound'} on the entropy"
+        " rate. Floor: the loss of a model that knows the source, if the source is synthetic. Repeated: share of"
+        " tokens in 8-token passages that occurred before."
+    )
+    if sample:
+        names = "unigram, compressed, n-gram and repeated" if older else "unigram and repeated"
+        text += (
+            f" Sample: the tokens from which {names} were estimated. Another sample, such as that of mmqk inspect,"
+            " gives other values."
+        )
+    return text
 
 
 def _kicker(study: Study) -> str:

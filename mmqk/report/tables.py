@@ -183,6 +183,8 @@ def data_rows(study: Study, sample: bool = False) -> list[dict[str, Any]]:
     import pandas as pd  # slow to import
 
     rows = []
+    # Newer runs do not store these estimates.
+    older = [n for n in ("compressed", "model") if any(n in s for run in study.runs for s in run.data.values())]
     for modality, arm in itertools.product(study.modalities, study.arms):
         runs = [run for run in study.of_arm(arm) if modality in run.data]
         if not runs:
@@ -194,10 +196,7 @@ def data_rows(study: Study, sample: bool = False) -> list[dict[str, Any]]:
                 "modality": modality,
                 "share": _share(statistics.get("share")),
                 "used": f"{statistics.get('used', 0):,} of {statistics.get('block', 0):,}",
-                **{
-                    name: _entropy(statistics.get(name))
-                    for name in ("unigram", "compressed", "model", "floor")
-                },
+                **{name: _entropy(statistics.get(name)) for name in ("unigram", *older, "floor")},
                 "repeated": _share(statistics.get("repeated")),
                 **({"sample": _tokens(statistics.get("tokens"))} if sample else {}),
                 "arms": study.label(arm),

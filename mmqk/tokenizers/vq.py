@@ -21,7 +21,6 @@ from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
-from mmqk.tokenizers.measure import psnr, token_statistics
 from mmqk.tokenizers.source import images_at_once
 
 SHOWN_IMAGES = 12
@@ -73,6 +72,19 @@ class VQTrainingConfig:
     def vectors(self, config: ImageTokenizerConfig) -> int:
         """Return the number of vectors in a batch, from which k-means starts the codebook."""
         return self.batch_size * config.grid**2
+
+
+def psnr(images_BCHW: Tensor, reconstructions_BCHW: Tensor) -> Tensor:
+    """Return the peak signal-to-noise ratio of each image in dB, shape (B,). Pixels are in [0, 1]."""
+    mse_B = (images_BCHW - reconstructions_BCHW).square().flatten(1).mean(1)
+    return -10 * mse_B.clamp_min(1e-10).log10()
+
+
+def code_usage(codes: Tensor, size: int) -> tuple[float, float]:
+    """Return the perplexity of codes from 0 to size - 1, and the number of codes that occur."""
+    counts = torch.bincount(codes.flatten(), minlength=size).double()
+    p = counts[counts > 0] / counts.sum()
+    return float((-(p * p.log()).sum()).exp()), float(len(p))
 
 
 def quantizer_class() -> type[nn.Module]:
@@ -138,11 +150,11 @@ class VQModule(L.LightningModule):
         l1 = F.l1_loss(y, x)
         loss = l1 + config.edge * edge / 2 + config.squared * F.mse_loss(y, x) + commitment
         if (batch_idx + 1) % self.log_every == 0:
-            counts = token_statistics(codes, self.model.size)
+            perplexity, _ = code_usage(codes, self.model.size)
             quality = psnr(x, y.detach().clamp(0, 1)).mean()
             self.log_dict(
                 {"train/loss": loss, "train/l1": l1, "train/edge": edge, "train/commitment": commitment,
-                 "train/psnr": quality, "train/batch_perplexity": counts.perplexity}
+                 "train/psnr": quality, "train/batch_perplexity": perplexity}
             )  # fmt: skip
         return loss
 
@@ -155,11 +167,9 @@ class VQModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         parts, self.held_out = self.held_out, []
-        counts = token_statistics(torch.cat([part["codes"] for part in parts]), self.model.size)
+        perplexity, used = code_usage(torch.cat([part["codes"] for part in parts]), self.model.size)
         quality = torch.cat([part["psnr"] for part in parts]).mean()
-        self.log_dict(
-            {"val/psnr": quality, "val/perplexity": counts.perplexity, "val/codes_used": float(counts.used)}
-        )
+        self.log_dict({"val/psnr": quality, "val/perplexity": perplexity, "val/codes_used": used})
         board: Any = getattr(self.logger, "experiment", None)
         if board is not None:
             pairs = torch.cat([parts[0]["x"], parts[0]["y"]])

@@ -225,7 +225,6 @@ def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     assert found["share"] == pytest.approx(len(image) / len(ids))
     assert found["held_out_tokens"] == sum((row.ids >= 305).sum() for row in data.val_rows) > 0
     assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
-    assert "N-gram model, 1, 8 tokens back" in page.text  # the token above
 
 
 def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):
@@ -379,9 +378,6 @@ def test_the_dial_shows_ids_and_what_is_known_of_them(tiny_args, tmp_path):
         known = float(nats[block == m].mean())
         assert page.numbers["dial"]["met"][name] == pytest.approx(known)
         assert f"{known:.3f}" in page.text and f"{floor:.3f}" in page.text
-        found = page.numbers["modalities"][name]
-        assert known - 4 * found["model_error"] < found["model"] < found["unigram"] + 0.1
-    assert page.numbers["modalities"]["image"]["model_context"] == [8]  # the token one row above
     first = rows[0].ids[: 24 if rows[0].ids[0] < 64 else 16]  # the tokens of the first modality
     assert f"<code>{' '.join(map(str, first))}</code>" in page.section(0)
     assert page.pictures(0, "ids as shades") and page.pictures(0, "decoded from its codes") == []
@@ -453,11 +449,10 @@ def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, 
     assert targets[1:3] == [f"{n:,}" for n in page.numbers["targets"].values()]
     (entropy,) = (line.split() for line in lines if line.startswith("unigram entropy"))
     assert entropy[2:4] == [f"{s['unigram']:.2f}" for s in page.numbers["modalities"].values()]
-    # The line above the estimates, and the sentence that repeats them, state their sample.
+    # The line above the estimates states their sample.
     sizes = {name: f"{s['tokens']:,}" for name, s in page.numbers["modalities"].items()}
     place = next(i for i, line in enumerate(lines) if line.startswith("unigram entropy"))
     assert lines[place - 1].split()[:3] == ["sample", *sizes.values()]
-    assert f"(sample: {sizes['text']} text and {sizes['image']} image tokens)." in page.text
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mmqk.data.statistics import describe
+from data.build.predictability import predictability
+from mmqk.data import statistics
 
 
 def entropy(p: np.ndarray) -> float:
@@ -37,6 +39,13 @@ def conditional_entropy(transitions: np.ndarray) -> float:
     """Return the entropy rate of the stationary chain in nats per token, from its matrix."""
     stationary = np.linalg.matrix_power(transitions, 200)[0]
     return float(stationary @ [entropy(row) for row in transitions])
+
+
+def describe(train, val, vocab_sizes, **kwargs):
+    """Return the statistics and the estimates of each modality as one."""
+    plain, estimates = statistics.describe(train, val, vocab_sizes), predictability(train, val, vocab_sizes, **kwargs)
+    assert plain.keys() == estimates.keys()
+    return {name: SimpleNamespace(**vars(plain[name]), **vars(estimates[name])) for name in plain}
 
 
 def one(train, val=(), size: int = 64, **kwargs):

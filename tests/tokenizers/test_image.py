@@ -11,8 +11,8 @@ import mmqk.tokenizers.image_config
 from mmqk.store import UserError
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
-from mmqk.tokenizers.measure import psnr
 from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.vq import psnr
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # PSNR on held-out images in dB: that of the shipped codebook is higher, that of a permuted codebook is lower.
@@ -120,7 +120,7 @@ import sys
 for name in ("vector_quantize_pytorch", "webdataset"):
     sys.modules[name] = None
 import torch
-import mmqk.data.datamodule, mmqk.tokenizers.image, mmqk.tokenizers.report, mmqk.tokenizers.train
+import mmqk.data.datamodule, mmqk.tokenizers.image, mmqk.tokenizers.train
 from mmqk.tokenizers.files import tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.text import TextTokenizer

@@ -10,16 +10,24 @@ import pytest
 import torch
 from PIL import Image
 
+from data.build.tokenizer_report import (
+    KEPT_BELOW,
+    SHEET,
+    contact_sheet,
+    main,
+    measure,
+    parser,
+    token_statistics,
+)
 from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
-from mmqk.tokenizers.measure import psnr, token_statistics
-from mmqk.tokenizers.report import KEPT_BELOW, SHEET, contact_sheet, main, measure, parser
 from mmqk.tokenizers.source import open_source
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import _image_config
 from mmqk.tokenizers.train import parser as train_parser
+from mmqk.tokenizers.vq import psnr
 
 
 @pytest.fixture
@@ -127,9 +135,9 @@ def test_the_page_of_tars_and_of_a_larger_tokenizer(large, tmp_path, monkeypatch
         assert sheet.size == (6 * 260 + 4, -(-min(n_val, 18) // 6) * (2 * 256 + 4 * 4) + 4)
     # the commands on the page have the flags that were given, with paths relative to the working directory
     assert str(large) not in text
-    commands = re.findall(r"`python -m mmqk\.tokenizers\.(\w+) ([^`]*)`", text)
+    commands = re.findall(r"`python -m [\w.]*\.(\w+) ([^`]*)`", text)
     flags = {name: shlex.split(line) for name, line in commands}
-    again = parser().parse_args(flags["report"])
+    again = parser().parse_args(flags["tokenizer_report"])
     data[1] = f"{large.name}/*.tar"
     assert vars(again) == vars(parser().parse_args([*data, "--tokenizers", large.name]))
     trained = train_parser().parse_args(flags["train"])

@@ -84,7 +84,7 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
 
 
 def test_training_lowers_the_error_on_what_it_sees(small_data):
-    from mmqk.tokenizers.measure import psnr
+    from mmqk.tokenizers.vq import psnr
 
     images = open_source(small_data / "pairs").split_images("train", 64).float() / 255
     few, more = (trained(small_data, steps=steps) for steps in (1, 30))

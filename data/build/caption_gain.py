@@ -1,4 +1,4 @@
-"""Measure whether captions lower the loss of image tokens: ``python -m mmqk.training.caption_gain --run FOLDER``.
+"""Measure whether captions lower the loss of image tokens: ``python -m data.build.caption_gain --run FOLDER``.
 
 Compute the image loss of a trained model on held-out pairs that begin with the caption: once with the true caption,
 once with the caption of another emoji. If image codes had no information about the content, both losses would be
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     from mmqk.checkpoint import load_model
 
-    parser = OneSentenceParser(prog="python -m mmqk.training.caption_gain", description=__doc__)
+    parser = OneSentenceParser(prog="python -m data.build.caption_gain", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run")
     run = parser.parse_args(argv).run
     record = read_run(run)

@@ -1,4 +1,4 @@
-"""Measure the tokenizers and write their page: `python -m mmqk.tokenizers.report`."""
+"""Measure the tokenizers and write their page: `python -m data.build.tokenizer_report`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,49 @@ from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig, read_config
-from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
 from mmqk.tokenizers.source import Images, PairFolder, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer
+from mmqk.tokenizers.vq import psnr
 
-COMMAND = "python -m mmqk.tokenizers.report"
+COMMAND = "python -m data.build.tokenizer_report"
 SHEET = "held-out.png"
 SHIPPED = "emoji"  # name in the manifest of the shipped images
 # Layout of the contact sheet: number of rows, then (in pixels) width of the sheet, side of an image, and gap between
 # images.
 ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4
 KEPT_BELOW = "<!-- The command keeps the text below this line. -->"
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Counts and unigram entropy of tokens.
+
+    Attributes:
+        tokens: number of tokens.
+        used: number of vocabulary entries that occur.
+        entropy: unigram entropy, nats (the plug-in estimate, which is too low for few tokens).
+    """
+
+    tokens: int
+    used: int
+    entropy: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(entropy): the number of equally likely tokens with this entropy."""
+        return math.exp(self.entropy)
+
+    @property
+    def bits(self) -> float:
+        """The entropy in bits."""
+        return self.entropy / math.log(2)
+
+
+def token_statistics(ids: Tensor, size: int) -> TokenStatistics:
+    """Return the statistics of a tensor of ids from 0 to size - 1, of any shape."""
+    counts = torch.bincount(ids.flatten(), minlength=size).double()
+    p = counts[counts > 0] / counts.sum()
+    return TokenStatistics(int(counts.sum()), len(p), float(-(p * p.log()).sum()))
 
 
 @dataclass(frozen=True)
