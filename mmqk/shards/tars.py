@@ -12,31 +12,21 @@ import os
 import re
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
+from braceexpand import UnbalancedBracesError, braceexpand
 
-from mmqk.shards.unread import HIDDEN, LONG_NAME, META, NO_DOT, NOT_REGULAR, Unread, printable
+from mmqk.shards.unread import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread, printable
 from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
-_PACKED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\xfd7zXZ\x00": ("xz", "unxz"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-}
-# Longest name in bytes. No file system has longer paths.
-LONGEST_NAME = 2**12
-# Longest header in bytes; a long name or pax records make it long. tarfile reads a whole header, whatever its size.
-LONGEST_HEADER = 2**20
-_MOST_DIGITS = 1000  # consecutive digits in a header; tarfile's search takes quadratic time in their number
+# The first bytes of gzip, bzip2, xz and zstd.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
 _RESERVED = ("__key__", "__url__", "__bad__", "__local_path__")  # fields that webdataset uses itself
-_GLOBAL = ("path", "size", "GNU.sparse.name", "GNU.sparse.size", "GNU.sparse.realsize", "GNU.sparse.map")
-_BRACES = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
 
 
 @dataclass
@@ -94,7 +84,7 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
 
-    A file belongs to no sample if its name has no dot, begins with a dot, is too long or is reserved by webdataset;
+    A file belongs to no sample if its name has no dot, begins with a dot or is reserved by webdataset;
     `TarIndex.unread` counts these files. It also counts links, devices and sparse files, whose content is not read;
     the sample of such a file lacks its field. Folders are not counted.
 
@@ -111,9 +101,8 @@ def index_tar(path: Path | str) -> TarIndex:
     first, unread = [0], Unread()
     try:
         with open(path, "rb") as file:
-            _refuse_compressed(path, file.read(6))
-            length = os.fstat(file.fileno()).st_size
-            file.seek(0)
+            if file.peek(6).startswith(_COMPRESSED):
+                raise UserError(f"shard {path} is compressed and cannot be read by offset: unpack it")
             for sample in group_by_keys(_files(path, file, unread), _key_and_field):
                 key = sample.pop("__key__")
                 if key in keys:
@@ -127,16 +116,71 @@ def index_tar(path: Path | str) -> TarIndex:
                         fields.append(sys.intern(name))
                         extent.append(place)
                 first.append(len(fields))
+            length = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
     except ValueError as error:  # from group_by_keys
         name = str(error.args[0]).partition(": duplicate file name")[0]
         raise UserError(f"shard {path} has the file {printable(name)} twice: write it again") from None
     extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
-    files = len(fields) + unread.total
-    return TarIndex(
-        path, length, list(keys), fields, extent_M2, np.array(first, dtype=np.int64), files, unread
-    )
+    first_N = np.array(first, dtype=np.int64)
+    return TarIndex(path, length, list(keys), fields, extent_M2, first_N, len(fields) + unread.total, unread)
+
+
+def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
+    """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
+    for info in _headers(path, file):
+        base = info.name.rpartition("/")[2]
+        if info.isdir():
+            continue
+        # webdataset skips a file such as __name__, and drops the whole sample if it has a field __bad__.
+        meta = base == info.name and base.startswith("__") and base.endswith("__")
+        if base.startswith("."):
+            unread.add(HIDDEN, info.name)
+        elif "." not in base:
+            unread.add(NO_DOT, info.name)
+        elif meta or base.partition(".")[2].lower() in _RESERVED:
+            unread.add(META, info.name)
+        elif info.isreg() and not info.issparse():
+            yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
+        else:
+            unread.add(NOT_REGULAR, info.name)
+            yield {"fname": info.name, "data": None, "__url__": None}
+
+
+def _key_and_field(name: str) -> tuple[str, str]:
+    # webdataset's own function does not match names in a folder that has a dot and a line break in its name.
+    folder, slash, base = name.rpartition("/")
+    stem, _, rest = base.partition(".")
+    return folder + slash + stem, rest
+
+
+def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Yield every header, then check that the archive ends with the end-of-archive blocks."""
+    try:
+        # With backslashreplace a name that is not UTF-8 stays printable.
+        with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
+            while (info := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would store all members
+                yield info
+            end = tar.offset
+    except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError, MemoryError, RecursionError) as error:
+        if file.seek(0, os.SEEK_END) == 0 or "unexpected end" in str(error):
+            raise UserError(f"shard {path} is truncated: {_REWRITE}") from None
+        raise UserError(f"shard {path} is damaged or not a tar archive ({error}): {_REWRITE}") from None
+    # tarfile treats a damaged or missing header as the end of the archive.
+    file.seek(end)
+    blocks = file.read(2 * tarfile.BLOCKSIZE)
+    if len(blocks) >= tarfile.BLOCKSIZE and blocks.strip(b"\0"):
+        raise UserError(f"shard {path} is damaged (no header at byte {end}): {_REWRITE}")
+    if len(blocks) < 2 * tarfile.BLOCKSIZE:
+        raise UserError(f"shard {path} is truncated: {_REWRITE}")
+    while rest := file.read(2**20):
+        if rest.strip(b"\0"):
+            raise UserError(
+                f"shard {path} has data after its end, as when archives are concatenated: write one archive, or "
+                "name each archive separately"
+            )
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
@@ -158,117 +202,16 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     return list(files.values())
 
 
-def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
-    """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
-    for info in _headers(path, file):
-        base = info.name.rpartition("/")[2]
-        if info.isdir():
-            continue
-        if len(info.name.encode()) > LONGEST_NAME:
-            unread.add(LONG_NAME, printable(info.name))
-        elif base.startswith("."):
-            unread.add(HIDDEN, info.name)
-        elif "." not in base:
-            unread.add(NO_DOT, info.name)
-        elif _is_reserved(base, base == info.name):
-            unread.add(META, info.name)
-        elif info.isreg() and not info.issparse():
-            yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
-        else:
-            unread.add(NOT_REGULAR, info.name)
-            yield {"fname": info.name, "data": None, "__url__": None}
-
-
-def _key_and_field(name: str) -> tuple[str, str]:
-    # webdataset's own function does not match names in a folder that has a dot and a line break in its name.
-    folder, slash, base = name.rpartition("/")
-    stem, _, rest = base.partition(".")
-    return folder + slash + stem, rest
-
-
-def _is_reserved(base: str, at_top: bool) -> bool:
-    # webdataset skips a file such as __name__, and drops the whole sample if it has a field __bad__.
-    return (at_top and base.startswith("__") and base.endswith("__")) or (
-        base.partition(".")[2].lower() in _RESERVED
-    )
-
-
-def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield every header, then check that the archive ends with the end-of-archive blocks."""
-    try:
-        # With backslashreplace a name that is not UTF-8 stays printable.
-        with tarfile.open(fileobj=cast(Any, _Headers(file)), mode="r:", errors="backslashreplace") as tar:
-            end = 0
-            while (info := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # tarfile would store all members
-                if tar.offset <= end or info.size < 0:
-                    raise tarfile.ReadError("a header leads backwards")
-                if named := [name for name in _GLOBAL if name in tar.pax_headers]:
-                    raise tarfile.ReadError(f"a global header gives all files the same {named[0]}")
-                end = tar.offset
-                yield info
-            # tarfile treats a damaged or missing header as the end of the archive.
-            _check_end(path, file, tar.offset)
-    except UserError:
-        raise
-    except tarfile.ReadError as error:
-        if file.seek(0, os.SEEK_END) == 0 or "unexpected end" in str(error):
-            raise _cut_short(path) from None
-        raise UserError(f"shard {path} is damaged or not a tar archive ({error}): {_REWRITE}") from None
-    except RecursionError:
-        raise UserError(f"shard {path} is damaged (a file has too many headers): {_REWRITE}") from None
-    except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError) as error:
-        raise UserError(f"shard {path} is damaged ({error}): {_REWRITE}") from None
-
-
-class _Headers:
-    """The file from which tarfile reads headers; `read` raises ReadError for a header that is not plausible."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.tell, self.seek, self._file = file.tell, file.seek, file
-
-    def read(self, size: int) -> bytes:
-        if size > LONGEST_HEADER:
-            raise tarfile.ReadError(f"a header of {size} bytes")
-        header = self._file.read(size)
-        if (
-            size > tarfile.BLOCKSIZE
-            and max(map(len, re.findall(rb"[0-9]+", header)), default=0) > _MOST_DIGITS
-        ):
-            raise tarfile.ReadError("a header with a number of too many digits")
-        return header
-
-
-def _check_end(path: Path, file: BinaryIO, offset: int) -> None:
-    file.seek(offset)
-    end = file.read(2 * tarfile.BLOCKSIZE)
-    if len(end) >= tarfile.BLOCKSIZE and end.strip(b"\0"):
-        raise UserError(f"shard {path} is damaged (no header at byte {offset}): {_REWRITE}")
-    if len(end) < 2 * tarfile.BLOCKSIZE:
-        raise _cut_short(path)
-    while rest := file.read(2**20):
-        if rest.strip(b"\0"):
-            raise UserError(
-                f"shard {path} has data after its end, as when archives are concatenated: write one archive, or "
-                "name each archive separately"
-            )
-
-
-def _cut_short(path: Path) -> UserError:
-    return UserError(f"shard {path} is truncated: {_REWRITE}")
-
-
-def _refuse_compressed(path: Path, start: bytes) -> None:
-    for magic, (method, unpack) in _PACKED.items():
-        if start.startswith(magic):
-            raise UserError(
-                f"shard {path} is compressed ({method}) and cannot be read by offset: unpack it with {unpack}"
-            )
-
-
 def _files_of(pattern: str) -> Iterator[Path]:
     check_local(pattern)
-    for name in _spelled_out(os.path.expanduser(pattern)):
+    if re.search(r"\.\.[0-9]{8,}\}", pattern):
+        raise UserError(f"{pattern} has too long a range: give the numbers of files that exist")
+    whole = os.path.expanduser(pattern)
+    try:
+        names = [whole] if os.path.exists(whole) else list(braceexpand(whole, escape=False))
+    except UnbalancedBracesError:
+        names = [whole]
+    for name in names:
         if os.path.exists(os.path.join(name, "tokens.json")):
             raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")
         if os.path.isdir(name):
@@ -277,25 +220,7 @@ def _files_of(pattern: str) -> Iterator[Path]:
             yield Path(name)
         elif matches := sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []:
             yield from map(Path, matches)
-        elif name == os.path.expanduser(pattern):
+        elif name == whole:
             raise UserError(f"{pattern} names no file: check the path")
         else:
             raise UserError(f"{pattern} names {name}, which does not exist: check the path and the range")
-
-
-def _spelled_out(pattern: str) -> Iterator[str]:
-    # A generator, so that a far too long range fails at the first missing file.
-    if (braces := _BRACES.search(pattern)) is None:
-        yield pattern
-        return
-    low, high, words = braces.groups()
-    if words is not None:
-        values: Iterable[str] = words.split(",")
-    else:
-        padded = any(len(end) > 1 and end[0] == "0" for end in (low, high))
-        width = max(len(low), len(high)) if padded else 0
-        step = 1 if int(low) <= int(high) else -1
-        values = (f"{n:0{width}d}" for n in range(int(low), int(high) + step, step))
-    for value in values:
-        for rest in _spelled_out(pattern[braces.end() :]):
-            yield pattern[: braces.start()] + value + rest

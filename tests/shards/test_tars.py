@@ -17,7 +17,7 @@ from braceexpand import braceexpand
 
 from mmqk.shards.pairs import pairs_of
 from mmqk.shards.tars import expand, index_tar
-from mmqk.shards.unread import LONG_NAME, META
+from mmqk.shards.unread import META
 from mmqk.store import UserError
 
 
@@ -187,16 +187,6 @@ def test_a_damaged_header_is_not_the_end(tmp_path: Path) -> None:
             index_tar(path)
 
 
-def test_a_size_that_leads_backwards(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tar", [("a.txt", b"x"), ("b.txt", b"y")], tarfile.GNU_FORMAT)
-    whole = bytearray(path.read_bytes())
-    whole[124:136] = (-1024).to_bytes(12, "big", signed=True)
-    whole[148:156] = b" " * 8
-    whole[148:156] = b"%06o\0 " % sum(whole[:512])
-    path.write_bytes(whole)
-    assert "damaged" in refusal(path)
-
-
 def test_archives_joined_end_to_end(tmp_path: Path) -> None:
     first, second = (write(tmp_path / f"{i}.tar", triples(2)).read_bytes() for i in range(2))
     path = tmp_path / "joined.tar"
@@ -223,13 +213,15 @@ def test_a_member_that_is_there_twice(tmp_path: Path) -> None:
 
 def test_compressed_archives_are_refused(tmp_path: Path) -> None:
     whole = write(tmp_path / "a.tar", triples(2)).read_bytes()
-    packed = {"gunzip": gzip.compress(whole), "bunzip2": bz2.compress(whole), "unxz": lzma.compress(whole),
-              "unzstd": b"\x28\xb5\x2f\xfd" + bytes(100)}  # fmt: skip
-    for tool, content in packed.items():
-        path = tmp_path / f"{tool}.tar"
+    path = tmp_path / "packed.tar"
+    for content in (
+        gzip.compress(whole),
+        bz2.compress(whole),
+        lzma.compress(whole),
+        b"\x28\xb5\x2f\xfd" + bytes(100),
+    ):
         path.write_bytes(content)
-        message = refusal(path)
-        assert "is compressed" in message and message.endswith(f"unpack it with {tool}")
+        assert "is compressed" in refusal(path)
 
 
 def test_an_archive_that_shrinks_while_in_use(tmp_path: Path) -> None:
@@ -306,55 +298,11 @@ def test_two_stars_are_folders_of_any_depth(tmp_path: Path) -> None:
     assert [path.name for path in expand([f"{tmp_path}/*/*.tar"])] == ["1.tar"]
 
 
-def header(name: str, content: bytes = b"", kind: bytes = b"0", size: bytes = b"") -> bytes:
-    """Return the bytes of a member with any type and any declared size."""
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
-    block[156:157] = kind
-    block[124 : 124 + len(size)] = size
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block) + content.ljust(-(-len(content) // 512) * 512, b"\0")
-
-
-@pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"])
-def test_headers_that_are_not_plausible_are_refused(tmp_path: Path, kind: bytes) -> None:
-    path, last = tmp_path / "a.tar", header("a.txt", b"x") + bytes(1024)
-    path.write_bytes(header("long", kind=kind, size=b"\x80" + (2**62).to_bytes(11, "big")) + last)
-    assert "a header of 4611686018427387904 bytes" in refusal(path)  # tarfile would allocate that much memory
-    path.write_bytes(header("long", b"8" * 100_000, kind=kind) + last)
-    assert "too many digits" in refusal(path)  # tarfile would search for seconds
-    path.write_bytes(header("long", b"a" * 600, kind=kind) * 1500 + last)
-    if kind != b"g":
-        # Python 3.13 refuses the content of such an extended header earlier.
-        assert any(reason in refusal(path) for reason in ("too many headers", "invalid header"))
-
-
-def test_global_headers_that_apply_to_all_files_are_refused(tmp_path: Path) -> None:
-    last = header("a.txt", b"xyz") + header("b.txt", b"xyz") + bytes(1024)
-    for name, value in (("size", "1"), ("path", "c.txt")):
-        path = tmp_path / f"{name}.tar"
-        path.write_bytes(tarfile.TarInfo.create_pax_global_header({name: value}) + last)
-        assert f"a global header gives all files the same {name}" in refusal(path)
-    path.write_bytes(tarfile.TarInfo.create_pax_global_header({"comment": "x"}) + last)
-    assert [sample for _, sample in index_tar(path)] == [{"txt": b"xyz"}] * 2
-
-
-def test_names_too_long_or_reserved_are_counted(tmp_path: Path) -> None:
-    names = [
-        "/" * 200_000 + "a",
-        "n/" * 3000 + "a.txt",
-        "b.txt",
-        "c.__bad__",
-        "d.txt",
-        "d.__Key__",
-        "e.__url__",
-    ]
-    index = index_tar(write(tmp_path / "a.tar", [(name, b"x") for name in names]))  # takes no noticeable time
+def test_reserved_names_are_counted(tmp_path: Path) -> None:
+    names = ["b.txt", "c.__bad__", "d.txt", "d.__Key__", "e.__url__"]
+    index = index_tar(write(tmp_path / "a.tar", [(name, b"x") for name in names]))
     assert index.keys == ["b", "d"] and index.files == len(names)
-    assert index.unread.counts == {LONG_NAME: 2, META: 3}
-    assert all(len(line) < 1500 for line in index.unread.lines(index.files))
+    assert index.unread.counts == {META: 3}
 
 
 def test_messages_have_no_control_characters(tmp_path: Path) -> None:

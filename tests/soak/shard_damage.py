@@ -196,30 +196,15 @@ def odd(rng: Rng, name: str = "") -> bytes:
 
 def broken(rng: Rng) -> bytes:
     """Return a damaged member; a reader may refuse the archive that contains it."""
-    blob, size = (
-        member("odd.jpg", bytes(700)),
-        rng.choice((2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**90, -1, -512, -(2**62))),
-    )
-    binary = (size % 2**96).to_bytes(12, "big")
-    binary = bytes([0xFF if size < 0 else 0x80]) + binary[1:]
+    blob = member("odd.jpg", bytes(700))
     kind = rng.choice(b"xgLKSV\0D9")
     sparse = rng.choice(({"GNU.sparse.map": "0,9,x"}, {"GNU.sparse.size": "9", "GNU.sparse.offset": "z"},
                          {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"},
                          {"GNU.sparse.name": "../x.jpg"}))  # fmt: skip
-    value = rng.choice(("-1", "0", "9" * 30, "nan", "1e400", "", "5", "é"))
-    filler, times = rng.choice(((b"9" * 10**5, 1), (b"a" * 10**5, 9), (b"a" * 600, 1500)))
-    many = dict.fromkeys(map(str, range(3000)), "v")
-    record = b"%d path=k.jpg\n" % rng.choice((0, 1, 9, 10**9, 10**30))
     return rng.choice((
-        lambda: edited(blob, 124, binary),
-        lambda: edited(blob, 124, rng.choice((b"-0000001000\0", b"99999999999\0", bytes(12)))),
-        lambda: edited(edited(blob, 156, bytes([kind])), 124, binary), lambda: edited(blob, 156, bytes([kind])),
-        lambda: edited(blob, rng.randrange(512), rng.randbytes(3), rng.random() < 0.7),
-        lambda: pax("odd.jpg", b"x" * 9, size=value), lambda: pax("odd.jpg", b"9\n" * 9, **sparse),
-        lambda: tarfile.TarInfo.create_pax_global_header({rng.choice(("size", "path", "k", "mtime")): value}),
-        lambda: edited(member("x", record), 156, rng.choice((b"x", b"g"))) + blob,
-        lambda: edited(member("x", filler), 156, rng.choice((b"x", b"L"))) * rng.choice((1, 2, times)) + blob,
-        lambda: pax("odd.jpg", b"x", comment="c" * rng.choice((10**3, 10**6)), **many),
+        lambda: edited(blob, 156, bytes([kind])),
+        lambda: edited(blob, rng.randrange(512), rng.randbytes(3), checksum=False),
+        lambda: pax("odd.jpg", b"9\n" * 9, **sparse),
     ))()  # fmt: skip
 
 
