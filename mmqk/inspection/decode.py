@@ -16,9 +16,9 @@ from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, load_manifest
 from mmqk.shards.samples import pair_of
 from mmqk.shards.tars import index_tar
+from mmqk.tokenizers.files import SPECIALS, vocab_sizes_of
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vocabulary import SPECIALS, vocab_sizes_of
 
 BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens

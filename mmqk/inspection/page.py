@@ -40,6 +40,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 FILTERS: dict[str, Callable[..., str]] = {
     "percent": percent,
     "number": number,
+    "value": lambda v: number(v, digits=4) if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v,
     "thousands": lambda value: "–" if value is None else f"{value:,}",
 }
 SLOT_WORDS = {
@@ -84,19 +85,21 @@ def inspect(
         },
         "names": list(plain["modalities"]),
         "rows": rows,
-        "fresh": _about_epochs(plain),
+        "later": plain["sequences"] - plain["fresh_sequences"],
         "cycle": CYCLE,
         "window": WINDOW,
         "words": SLOT_WORDS,
         "plain": plain,
         "command": command,
         "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
-        "dial": dial_rows(plain),
         **_sequences(run, data, decoder, plain, min(sequences, plain["run_sequences"])),
     }
     files = {"index.html": render(content), "statistics.json": plain}
     first = [line for line in (data.few_held_out(), subtitle(plain)[0]) if line]
-    return files, [*first, "", *table_lines(list(plain["modalities"]), rows)]
+    cells = [["", *plain["modalities"]], *([row["label"], *row["cells"]] for row in rows)]
+    notes = ["", *(row["note"] for row in rows)]
+    table = [f"{line}  {note}".rstrip() for line, note in zip(text_table(cells, {0}), notes, strict=True)]
+    return files, [*first, "", *table]
 
 
 def render(content: dict[str, Any]) -> str:
@@ -115,33 +118,20 @@ def render(content: dict[str, Any]) -> str:
 def title(plain: dict[str, Any]) -> str:
     """Return the title: the shares of targets by modality, and the length of the sequences."""
     targets, length = plain["targets"], plain["data"]["seq_len"]
-    if not targets:
-        return f"The sequences of {length} positions have no targets"
-    shares = [f"{percent(count / sum(targets.values()))} {name}" for name, count in targets.items()]
-    which = f"all {next(iter(targets))}" if len(targets) == 1 else listed(shares)
-    return f"The targets are {which} tokens, in sequences of {length:,} positions"
+    shares = listed([f"{percent(count / sum(targets.values()))} {name}" for name, count in targets.items()])
+    return f"{f'The targets are {shares} tokens' if targets else 'No targets'}, in sequences of {length:,} positions"
 
 
 def subtitle(plain: dict[str, Any]) -> list[str]:
     """Return the one or two sentences below the title."""
     first = (
         f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
-        f" {plural(sum(plain['targets'].values()), 'target')};"
-        f" {percent(plain['padding'])} of the positions are padding."
+        f" {plural(sum(plain['targets'].values()), 'target')}; {percent(plain['padding'])} of the positions are"
+        " padding."
     )
-    if "dial" in plain:
-        floors = plain["dial"]["floors"]
-        values = listed([f"{value:.3f} nats per {m} token" for m, value in floors.items()])
-        return [first, f"The floor of the loss: {values}."]
-    return [first]
-
-
-def _about_epochs(plain: dict[str, Any]) -> str:
-    again = plain["sequences"] - plain["fresh_sequences"]
-    if not again:
-        return ""
-    verb = "is" if again == 1 else "are"
-    return f"{plural(again, 'sequence')} from the second or a later epoch of a source {verb} not in the estimates."
+    floors = plain["dial"]["floors"] if "dial" in plain else {}
+    values = listed([f"{value:.3f} nats per {m} token" for m, value in floors.items()])
+    return [first, f"The floor of the loss: {values}."] if floors else [first]
 
 
 def statistics_rows(plain: dict[str, Any]) -> list[Row]:
@@ -177,26 +167,6 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
     ]
 
 
-def dial_rows(plain: dict[str, Any]) -> list[Row]:
-    """Return the table of the dial: one row per statistic."""
-    table = plain["dial"]["table"] if "dial" in plain else []
-    keys = [key for key in (table[0] if table else {}) if key != "modality"]
-    return [{"label": key, "cells": [_value(entry[key]) for entry in table]} for key in keys]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return number(value, digits=4)
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def table_lines(names: list[str], rows: list[Row]) -> list[str]:
-    """Return the table as text for a terminal."""
-    cells = [["", *names], *([row["label"], *row["cells"]] for row in rows)]
-    notes = ["", *(row["note"] for row in rows)]
-    return [f"{line}  {note}".rstrip() for line, note in zip(text_table(cells, {0}), notes, strict=True)]
-
-
 def _sequences(
     run: RunConfig, data: TokenDataModule, decoder: IdDecoder | None, plain: dict[str, Any], shown: int
 ) -> dict[str, Any]:
@@ -204,9 +174,7 @@ def _sequences(
     layout, order = data.builder.layout, data.order
     pictures = Pictures(PICTURE_BYTES)
     dial = run.data.dial if "dial" in run.data.family else None
-    viewer = Viewer(
-        layout, plain["loss_weights"], pictures, decoder, dial.grid if dial else None, dial is not None
-    )
+    viewer = Viewer(layout, plain["loss_weights"], pictures, decoder, dial.grid if dial else None, dial is not None)
     originals = Originals(find_file(run.data.pairs)) if decoder and run.data.pairs else None
     batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
     sequences = []

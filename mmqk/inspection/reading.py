@@ -53,6 +53,9 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
     draws = [order.mixture.draw(i).slot for i in range(max(len(rows), LEAST_DRAWS))]
     filled = sum(len(row.ids) for row in rows)
+    dropped = {k: read_header(f)["dropped"] for k, f in _folders(run).items() if is_token_folder(f)}
+    if data.skipped:  # samples skipped in the sequences read so far
+        dropped["pair"] = dict(Counter(data.skipped.values()))
     plain: dict[str, Any] = {
         "data": {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family},
         "seed": run.seed,
@@ -68,7 +71,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         "modalities": {name: asdict(replace(s, share=share[name])) for name, s in statistics.items()},
         "mixture": _mixture(run, draws),
         "sources": _sources(run, data, total),
-        "dropped": _dropped(run, data),
+        "dropped": dropped,
     }
     if "dial" in run.data.family:
         dial = Dial(run.data.dial)
@@ -127,11 +130,3 @@ def _sources(run: RunConfig, data: TokenDataModule, total: int) -> list[dict[str
 
 def _folders(run: RunConfig) -> dict[str, Path]:
     return {"tokens": Path(run.data.tokens)} if "tokens" in run.data.family else run.data.sources
-
-
-def _dropped(run: RunConfig, data: TokenDataModule) -> dict[str, dict[str, int]]:
-    """Return the number of samples that are missing from a source, by kind and reason."""
-    dropped = {k: read_header(f)["dropped"] for k, f in _folders(run).items() if is_token_folder(f)}
-    if data.skipped:  # samples skipped in the sequences read so far
-        dropped["pair"] = dict(Counter(data.skipped.values()))
-    return dropped

@@ -129,7 +129,9 @@ class Viewer:
                 targets[name] = (int(of_modality_T.sum()), int((of_modality_T & trained_T).sum()))
         shown_T = np.where(valid_T, modality_T, -1)
         lane, edges = self._lane(shown_T, ids_T), _edges(document_T)
-        label = self._label(shown_T, trained_T)
+        counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
+        padding = f"{int((shown_T < 0).sum())} padding; {int(trained_T.sum())} trained"
+        label = f"{len(shown_T)} positions: {', '.join(counts)}, {padding}"
         return SequenceView(
             filled=int(valid_T.sum()),
             documents=tuple(documents),
@@ -155,11 +157,7 @@ class Viewer:
         decoded = self.pictures.uri(image)
         same = original is not None and decoder.agrees(original, ids)
         return replace(
-            segment,
-            codes=codes,
-            grid=True,
-            decoded=decoded,
-            original=self.pictures.uri(original if same else None),
+            segment, codes=codes, grid=True, decoded=decoded, original=self.pictures.uri(original if same else None)
         )
 
     def _words(self, ids: np.ndarray, decoder: IdDecoder) -> list[tuple[str, str]]:
@@ -187,11 +185,6 @@ class Viewer:
                 y, height = (19, 10) if state % 2 else (23, 2)
                 rects.append(_rect(start, end, y, height, color))
         return rects
-
-    def _label(self, shown_T: np.ndarray, trained_T: np.ndarray) -> str:
-        counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
-        padding, trained = int((shown_T < 0).sum()), int(trained_T.sum())
-        return f"{len(shown_T)} positions: {', '.join(counts)}, {padding} padding; {trained} trained"
 
 
 def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
