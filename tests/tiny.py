@@ -52,10 +52,10 @@ def write_tiny_data(root: Path) -> None:
     32)."""
     from torchvision.transforms.functional import pil_to_tensor
 
+    from data.build.write import write_documents, write_shard
     from mmqk.shards.manifest import Manifest, write_manifest
-    from mmqk.shards.pairs import write_documents, write_shard
+    from mmqk.tokenizers.files import ImageTokenizerConfig
     from mmqk.tokenizers.image import ImageTokenizer
-    from mmqk.tokenizers.image_config import ImageTokenizerConfig
     from mmqk.tokenizers.text import TextTokenizer
 
     for name in ("pairs", "text", "tokenizers"):

@@ -21,9 +21,8 @@ from mmqk.store.files import writing
 from mmqk.tokenizers import train
 from mmqk.tokenizers.choice import add_data_arguments, selection_of
 from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
+from mmqk.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, read_config, tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig, read_config
 from mmqk.tokenizers.source import Images, PairFolder, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.vq import psnr

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mmqk.data.batch import TokenBatch
+from mmqk.data.batch import TokenBatch, prefetched
 from mmqk.data.config import DataConfig, layout
 from mmqk.data.order.order import TrainingOrder, validation_rows
 from mmqk.data.order.sequences import Row, SequenceBuilder
-from mmqk.data.prefetch import prefetched
 from mmqk.data.statistics import describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source

@@ -21,9 +21,8 @@ from mmqk.shards.held_out import SHARE, default_share, default_share_of_tars, sm
 from mmqk.shards.images import MAX_PIXELS, Dropped
 from mmqk.shards.lines import read_lines
 from mmqk.shards.manifest import sha256_file
-from mmqk.shards.samples import text_of
+from mmqk.shards.samples import DOTTED, ReasonCounts, Unread, printable, text_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
-from mmqk.shards.unread import DOTTED, ReasonCounts, Unread, printable
 from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
@@ -43,12 +42,6 @@ from mmqk.tokenizers.files import tokenizers_hash
 UNFINISHED = "unfinished"
 OPTIONS = "options.json"
 BEGIN_AGAIN = "remove the folder and run the command again"
-_RECORD = {
-    "state": [int],
-    "record": {
-        "file": str, "samples": int, "dropped": {"*": int}, "examples": {"*": [str]}, "documents": {"*": int},
-    },
-}  # fmt: skip
 
 EPILOG = """\
 --shards takes tar archives as img2dataset writes them ({key}.jpg .txt .json; also png, webp), or with --interleaved
@@ -167,7 +160,7 @@ def _readable(paths: list[Path]) -> Iterator[TarIndex]:
 
 def _texts(path: Path) -> Iterator[bytes]:
     with suppress(UserError):  # as in `_readable`
-        for _, line, _ in read_lines(path):
+        for _, line in read_lines(path):
             with suppress(Dropped):
                 yield text_of(line).encode()
 
@@ -251,7 +244,7 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
     broken: list[str] = []
     if records and left:
         print(f"continuing with {len(left)} of {len(shards)} shards", flush=True)
-    progress = ShardProgress([states[shard.part][0] for shard in left], len(shards), records, broken)
+    progress = ShardProgress({shard.part: states[shard.part][0] for shard in left}, len(shards), records, broken)
 
     def handle(shard: ShardPart, result: tuple[str, Any]) -> None:
         kind, content = result
@@ -296,7 +289,7 @@ def _kept_record(path: Path) -> dict[str, Any]:
     """Return the record of a finished shard; empty if it is missing or unreadable, so that the shard is tokenized
     again."""
     with suppress(DamagedFile):
-        return read_json(path, _RECORD) or {}
+        return read_json(path) or {}
     return {}
 
 

@@ -14,7 +14,7 @@ from mmqk.shards.manifest import load_manifest, manifest_hash
 from mmqk.store import UserError, find_file, read_metrics, relative, without_roots
 from mmqk.store.checkpoints import step_of
 from mmqk.store.metrics import METRICS_NAME
-from mmqk.tokenizers.vocabulary import SPECIALS
+from mmqk.tokenizers.files import SPECIALS
 
 from .names import CHAMELEON
 

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from mmqk.store import UserError, find_file
-from mmqk.tokenizers.files import tokenizers_hash
+from mmqk.tokenizers.files import BOS, EOS, PAD, SPECIALS, tokenizers_hash
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vocabulary import BOS, EOS, PAD, SPECIALS
 
 
 def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:

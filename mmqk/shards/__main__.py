@@ -6,9 +6,8 @@ from pathlib import Path
 
 from mmqk.shards.manifest import MANIFEST, Manifest, Shard, sha256_file, write_manifest
 from mmqk.shards.pairs import pairs_of
-from mmqk.shards.samples import count_unread
+from mmqk.shards.samples import Unread, count_unread
 from mmqk.shards.tars import index_tar
-from mmqk.shards.unread import Unread
 from mmqk.store import OneSentenceParser, UserError, check_regular, run_main
 from mmqk.store.files import writing
 

@@ -1,4 +1,4 @@
-"""Read lines of plain or compressed text files, with the position in the file; a truncated file is an error."""
+"""Read lines of plain or compressed text files, with the line number; a truncated file is an error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _XZ_MEMORY = 2**29  # in bytes; xz -9 needs 2**26
 _REWRITE = "copy or download it again, or write it again"
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
-    """Yield line number (from 1), line, and share of the file read so far, from a plain, gzip or xz file.
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield line number (from 1) and line from a plain, gzip or xz file.
 
     The compression is detected from the first bytes. Of a line longer than `LONGEST_LINE` bytes only the first
     `LONGEST_LINE` + 1 bytes are returned, which bounds memory, also for a compressed file.
@@ -31,8 +31,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
     """
     try:
         with open(path, "rb") as raw:
-            size = max(1, raw.seek(0, 2))
-            raw.seek(0)
             start = raw.peek(6)
             lines: IO[bytes] | gzip.GzipFile | io.BufferedReader = raw
             if start.startswith(b"\x1f\x8b"):
@@ -47,7 +45,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
                 rest = line
                 while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
                     rest = lines.readline(LONGEST_LINE + 1)
-                yield number, line, raw.tell() / size
+                yield number, line
     except EOFError:
         raise UserError(f"{path} is truncated: {_REWRITE}") from None
     except (OSError, lzma.LZMAError, zlib.error) as error:

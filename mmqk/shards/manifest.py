@@ -10,14 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import (
-    DamagedFile,
-    UserError,
-    check_regular,
-    identity_hash,
-    read_json,
-    write_json,
-)
+from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
 
 MANIFEST = "manifest.json"
 RESTORE = "restore it with git, or rebuild with python -m data.build"
@@ -63,18 +56,16 @@ def load_manifest(folder: Path | str) -> Manifest:
         UserError: the file is missing, or is not a manifest.
     """
     path = Path(folder) / MANIFEST
-    record = read_json(path, {"splits": {"*": [{"file": str, "samples": int, "sha256": str}]}}, RESTORE)
+    record = read_json(path, advice=RESTORE)
     if record is None:
-        raise UserError(
-            f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.shards {folder}"
-        )
+        raise UserError(f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.shards {folder}")
     try:
         splits = {
-            split: tuple(Shard(s["file"], s["samples"], s["sha256"]) for s in shards)
+            split: tuple(Shard(s["file"], int(s["samples"]), s["sha256"]) for s in shards)
             for split, shards in record.pop("splits").items()
         }
-    except KeyError as error:
-        raise DamagedFile(path, f"the key {error} is missing", RESTORE) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedFile(path, f"it is not a manifest: {error!r}", RESTORE) from None
     return Manifest(splits, record)
 
 

@@ -1,12 +1,9 @@
-"""Read and write the shards of a manifest: tars of image+caption pairs, and xz-compressed JSON lines of text."""
+"""Read the shards of a manifest: tars of image+caption pairs, and xz-compressed JSON lines of text."""
 
 from __future__ import annotations
 
 import io
-import json
-import lzma
-import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,12 @@ from PIL import Image
 
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.lines import read_lines
-from mmqk.shards.manifest import RESTORE, Shard, checked_shards, sha256_file
-from mmqk.shards.samples import json_of, pair_of, text_of
+from mmqk.shards.manifest import RESTORE, checked_shards
+from mmqk.shards.samples import json_of, pair_of, printable, text_of
 from mmqk.shards.tars import TarIndex, index_tar
-from mmqk.shards.unread import printable
 from mmqk.store import UserError
 
 IMAGE_SIZE = 64
-# liblzma's manual recommends lc=4 and pb=0 for text.
-_TEXT_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
 
 
 @dataclass(frozen=True)
@@ -85,27 +79,6 @@ def pairs_of(index: TarIndex) -> Iterator[Pair]:
         yield Pair(key, image, caption, meta)
 
 
-def write_shard(path: Path, samples: Iterable[tuple[str, bytes, dict[str, Any]]]) -> Shard:
-    """Write (key, lossless WebP bytes, metadata) as one WebDataset tar; equal samples give equal bytes.
-
-    Raises:
-        ValueError: a key contains a dot, at which WebDataset would split it.
-    """
-    count = 0
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for key, webp, meta in samples:
-            if "." in key:
-                raise ValueError(f"sample key {key!r} contains a dot")
-            text = json.dumps(meta, ensure_ascii=False, separators=(",", ":")).encode()
-            for name, content in ((f"{key}.webp", webp), (f"{key}.json", text)):
-                member = tarfile.TarInfo(name)  # mtime, uid and gid are 0
-                member.size = len(content)
-                member.mode = 0o644
-                tar.addfile(member, io.BytesIO(content))
-            count += 1
-    return Shard(path.name, count, sha256_file(path))
-
-
 def read_text(folder: Path | str, split: str) -> Iterator[str]:
     """Yield the documents of a split, in the order of the files.
 
@@ -114,7 +87,7 @@ def read_text(folder: Path | str, split: str) -> Iterator[str]:
     """
     for path, shard in checked_shards(folder, split):
         count = 0
-        for count, line, _ in read_lines(path):
+        for count, line in read_lines(path):
             try:
                 yield text_of(line)
             except Dropped as dropped:
@@ -123,13 +96,3 @@ def read_text(folder: Path | str, split: str) -> Iterator[str]:
                 ) from None
         if count != shard.samples:
             raise UserError(f"{path} has {count} documents, but the manifest lists {shard.samples}: {RESTORE}")
-
-
-def write_documents(path: Path, documents: Iterable[dict[str, str]]) -> Shard:
-    """Write documents (``text``, ``source``) as xz-compressed JSON lines; equal documents give equal bytes."""
-    count = 0
-    with lzma.open(path, "wt", filters=_TEXT_FILTERS, encoding="utf-8", newline="\n") as file:
-        for document in documents:
-            file.write(json.dumps(document, ensure_ascii=False) + "\n")
-            count += 1
-    return Shard(path.name, count, sha256_file(path))

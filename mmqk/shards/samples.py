@@ -2,19 +2,30 @@
 
 There are two layouts. A pair has the files that `img2dataset` writes (`{key}.jpg .txt .json`). An interleaved
 document has the two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json`, and its images in
-`{key}.0.webp`, `{key}.1.webp` and so on.
+`{key}.0.webp`, `{key}.1.webp` and so on. Files and samples that no document uses are counted by reason.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmqk.shards.images import IMAGE_REASONS, Dropped
 from mmqk.shards.lines import LONGEST_LINE
-from mmqk.shards.unread import DOTTED, OF_DROPPED, UNUSED, Unread
+
+EXAMPLES = 5
+LONGEST_SHOWN = 200  # characters of a name
+
+NO_DOT = "in no sample: the name has no dot"
+HIDDEN = "in no sample: the name begins with a dot"
+META = "in no sample: webdataset reserves the name"
+NOT_REGULAR = "links, devices and sparse files"
+OF_DROPPED = "of dropped samples"
+UNUSED = "in a sample that does not use them"
+DOTTED = "with a second dot in the name"
 
 # Longest text of a document, in bytes of UTF-8; the tokenizer needs about 150 times this size in memory.
 MAX_TEXT = 2**22
@@ -45,6 +56,81 @@ _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
 _DOTTED = {(".", field) for field in IMAGE_FIELDS}
 
 
+@dataclass
+class ReasonCounts:
+    """Counts by reason.
+
+    Attributes:
+        counts: number by reason.
+        examples: the first few names by reason.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """The sum of the counts."""
+        return sum(self.counts.values())
+
+    def add(self, reason: str, name: str) -> None:
+        """Add one to the count of a reason, and keep the name if the reason has fewer than 5 examples."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(name)
+
+    def take(self, other: ReasonCounts, source: str = "") -> None:
+        """Add other counts and their examples; ``source`` becomes a prefix of each example."""
+        for reason, names in other.examples.items():
+            self.counts[reason] = self.counts.get(reason, 0) + other.counts[reason]
+            examples = self.examples.setdefault(reason, [])
+            examples += [source + name for name in names[: EXAMPLES - len(examples)]]
+
+    def by_count(self) -> dict[str, int]:
+        """Return the counts, the largest first."""
+        return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def reason_lines(self) -> Iterator[str]:
+        """Yield a line per reason: its count and examples."""
+        for reason, count in self.by_count().items():
+            yield f"  {reason}: {count:,} ({', '.join(map(printable, self.examples[reason]))})"
+
+
+@dataclass
+class Unread(ReasonCounts):
+    """Counts by reason of files that were not read from their archives, because no document uses them."""
+
+    def lines(self, total: int) -> Iterator[str]:
+        """Yield the lines to print, given the total number of files; none if all files were read."""
+        if not self.total:
+            return
+        yield f"{self.total:,} of {total:,} files were not read:"
+        yield from self.reason_lines()
+        if DOTTED in self.counts:
+            yield self.key_rule()
+
+    def key_rule(self) -> str:
+        """Return a sentence that explains the key of a file with a second dot in its name and suggests another
+        name."""
+        path = printable(self.examples[DOTTED][0].rpartition(": ")[2])
+        folder, slash, name = path.rpartition("/")
+        key, _, rest = name.partition(".")
+        return (
+            f"the key of a sample is the name up to its first dot, so {name} is the file {rest} of the sample"
+            f" {folder}{slash}{key}: name it {name.replace('.', '_', name.count('.') - 1)}"
+            " to make it a separate sample"
+        )
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters replaced by "?", because a name in an archive may contain terminal
+    commands. The middle of a long text is left out."""
+    if len(text) > LONGEST_SHOWN:
+        text = f"{text[: LONGEST_SHOWN // 2]}...{text[-LONGEST_SHOWN // 2 :]}"
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], otherwise: str = UNUSED) -> None:
     """Count those files of a sample that no document uses. The json and txt of a usable pair count as used.
 
@@ -60,10 +146,9 @@ def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], oth
     numbered = {field for field in fields if kind == "interleaved" and _NUMBERED.fullmatch(field)}
     image = next((field for field in IMAGE_FIELDS if field in fields), None)
     used = {"json", *numbered} if kind == "interleaved" else {image, "json", TEXT_MEMBER}
-    for field in fields:
-        if field not in used or otherwise == OF_DROPPED:
-            dotted = "." in field and field not in numbered
-            unread.add(DOTTED if dotted else otherwise, f"{key}.{field}")
+    for name in fields:
+        if name not in used or otherwise == OF_DROPPED:
+            unread.add(DOTTED if "." in name and name not in numbered else otherwise, f"{key}.{name}")
 
 
 def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tuple[bytes, str]:

@@ -21,11 +21,11 @@ EQUIVALENT = Path(__file__).with_name("equivalent_code.txt")
 # run imports.
 DECIDES = (
     "checkpoint.py", "config", "data/batch.py", "data/config.py", "data/datamodule.py", "data/mixture.py",
-    "data/order", "data/prefetch.py", "data/statistics.py", "data/synthetic", "data/tokens", "distributed.py",
+    "data/order", "data/statistics.py", "data/synthetic", "data/tokens", "distributed.py",
     "model", "monitors/collect.py", "monitors/measures", "monitors/probe.py", "monitors/record.py",
     "monitors/training_run", "ranges.py", "shards", "store/alarms", "tokenizers/autoencoder.py",
-    "tokenizers/files.py", "tokenizers/image.py", "tokenizers/image_config.py", "tokenizers/text.py",
-    "tokenizers/vocabulary.py", "training/fork", "training/fsdp.py", "training/loop/alarms.py",
+    "tokenizers/files.py", "tokenizers/image.py", "tokenizers/text.py",
+    "training/fork", "training/fsdp.py", "training/loop/alarms.py",
     "training/loop/device.py", "training/loop/processes.py", "training/loop/resume.py",
     "training/loop/step_log.py", "training/step",
 )  # fmt: skip

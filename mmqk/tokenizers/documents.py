@@ -82,7 +82,7 @@ class Documents:
 
     def _texts(self, path: Path, dropped: Counter[str]) -> Iterator[str]:
         """Yield the texts of a file, and count the lines that cannot be used."""
-        for _, line, _ in read_lines(path):
+        for _, line in read_lines(path):
             if not line.strip():
                 continue
             try:

@@ -19,8 +19,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mmqk.store import UserError
-from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
-from mmqk.tokenizers.image_config import FORMAT, METADATA_KEY, ImageTokenizerConfig, read_config
+from mmqk.tokenizers.files import (
+    FORMAT,
+    IMAGE_FILE,
+    METADATA_KEY,
+    ImageTokenizerConfig,
+    damaged,
+    existing_file,
+    read_config,
+)
 
 # Largest number of distances from vectors to codes in memory at a time (64 MB).
 DISTANCES = 2**24
@@ -108,9 +115,7 @@ class ImageTokenizer(nn.Module):
                 f" {tuple(images_BCHW.shape)}: resize them to {side} px RGB."
             )
         if not images_BCHW.is_floating_point():
-            raise UserError(
-                f"The image tokenizer takes floats in [0, 1], not {images_BCHW.dtype}: divide by 255."
-            )
+            raise UserError(f"The image tokenizer takes floats in [0, 1], not {images_BCHW.dtype}: divide by 255.")
         return self.quantize(self.features(images_BCHW.float()))
 
     @torch.no_grad()
@@ -127,9 +132,7 @@ class ImageTokenizer(nn.Module):
                 " pass whole images."
             )
         if codes_BN.numel() and not 0 <= int(codes_BN.min()) <= int(codes_BN.max()) < self.size:
-            raise UserError(
-                f"Image codes are 0 to {self.size - 1}: subtract the offset of the joint vocabulary."
-            )
+            raise UserError(f"Image codes are 0 to {self.size - 1}: subtract the offset of the joint vocabulary.")
         z_BND = self.codebook_VD[codes_BN.long()]
         return self.decoder(z_BND.transpose(1, 2).unflatten(2, self.grid)).clamp(0, 1)
 

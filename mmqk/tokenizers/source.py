@@ -25,12 +25,11 @@ from mmqk.shards.held_out import default_share_of_tars
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.shards.pairs import read_pairs
-from mmqk.shards.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
+from mmqk.shards.samples import NO_IMAGE, NO_LISTS, Unread, interleaved_of, pair_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
-from mmqk.shards.unread import Unread
 from mmqk.store import UserError, hash_fraction, identity_hash
 from mmqk.tokenizers.choice import Selection, dropped_summary, spread, summary
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
+from mmqk.tokenizers.files import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
 

@@ -16,9 +16,8 @@ from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
 from mmqk.store.files import writing
 from mmqk.tokenizers.choice import add_data_arguments, selection_of
 from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
+from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import Images, Source, Tars, open_source
 from mmqk.tokenizers.text import TextTokenizer
 

@@ -19,8 +19,8 @@ from torchvision.utils import make_grid
 
 from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
+from mmqk.tokenizers.files import ImageTokenizerConfig
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import images_at_once
 
 SHOWN_IMAGES = 12

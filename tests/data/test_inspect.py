@@ -25,10 +25,9 @@ from mmqk.inspection import page as inspect_page
 from mmqk.inspection.decode import IdDecoder, Originals, Pictures, shaded
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import cli_main
-from mmqk.tokenizers.files import tokenizers_hash
+from mmqk.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, END_IMAGE, EOS
 
 TEXT, IMAGE, PADDING = "#0072B2", "#E69F00", "#d5dae0"
 SHOWN = 6

@@ -96,7 +96,7 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
     }
     job = TokenizeJob("pair", tiny_data / "tokenizers", tmp_path, 0.3, "crop", 2**26, None)
     expected = {
-        key: split_of(make()[0], 0.3) for path in paths for key, _, make, _ in _samples(job, index_tar(path))
+        key: split_of(make()[0], 0.3) for path in paths for key, _, make in _samples(job, index_tar(path))
     }
     assert split_by_key == expected and 0 < len(found["val"]) < len(found["train"])
     by_image = [{split_by_key[f"{t}-{copy}-{n}"] for t in "xy" for copy in "ab"} for n in range(40)]

@@ -21,10 +21,9 @@ from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, layout_of
 from mmqk.store import UserError, identity_hash
+from mmqk.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, ImageTokenizerConfig, vocab_sizes_of
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 
 
 def open_tiny(tiny_data, split):

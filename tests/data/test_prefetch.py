@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mmqk.data import prefetch
-from mmqk.data.batch import TokenBatch
+from mmqk.data import batch as prefetch
+from mmqk.data.batch import TokenBatch, prefetched
 from mmqk.data.datamodule import PositionedLoader
-from mmqk.data.prefetch import prefetched
 from mmqk.store import UserError
 
 CUDA = torch.device("cuda", 0)

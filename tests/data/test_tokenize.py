@@ -30,12 +30,25 @@ from mmqk.data.tokens import worker as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.data.tokens.pool import ShardProgress
 from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
-from mmqk.shards.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
-from mmqk.shards.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
+from mmqk.shards.samples import (
+    DOTTED,
+    EMPTY_DOCUMENT,
+    HIDDEN,
+    META,
+    NO_CAPTION,
+    NO_DOT,
+    NO_IMAGE,
+    NO_MATCH,
+    NO_TEXT,
+    NOT_JSON,
+    NOT_UNICODE,
+    OF_DROPPED,
+    UNUSED,
+)
 from mmqk.store import UserError
+from mmqk.tokenizers.files import vocab_sizes_of
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vocabulary import vocab_sizes_of
 
 SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
@@ -590,9 +603,9 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
 
     ticks = 0
 
-    def kill(self: ShardProgress, counts_N3: np.ndarray) -> None:
+    def kill(self: ShardProgress, samples: int) -> None:
         nonlocal ticks
-        ticks += bool(counts_N3[:2, 2].all())
+        ticks += len(self._records) == 2
         if ticks == 3:
             (worker,) = multiprocessing.active_children()
             worker.kill()
@@ -758,21 +771,16 @@ def test_the_progress_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     records: dict[str, Any] = {part: {"samples": 250, "dropped": {"x": 3}} for part in "ab"}
     broken: list[str] = []
     stream = io.StringIO()
-    shown = ShardProgress([1000, 3000], 4, records, broken, stream)
-    counts_N3 = np.zeros((2, 3))
-    shown(counts_N3)
-    assert shown.state(counts_N3)[0] == "2 of 4 shards · starting"
-    counts_N3[0] = 50, 2, 0.25
-    shown(counts_N3)
+    shown = ShardProgress({"c": 1000, "d": 3000}, 4, records, broken, stream)
+    shown(0)
     assert stream.getvalue() == ""  # a log gets its first line after ten seconds
-    now, counts_N3[0] = 110.0, (100, 2, 0.5)
-    shown(counts_N3)
-    # 250 bytes took 10 s, so the other 3,500 take 140 s.
-    line = "2 of 4 shards · 600 samples · 5 samples/s · 8 dropped · about 2:20 left\n"
-    assert stream.getvalue() == line
-    now, counts_N3[0], counts_N3[1] = 120.0, (150, 3, 1), (0, 0, 1)
+    now = 110.0
+    shown(100)
+    assert stream.getvalue() == "2 of 4 shards · 600 samples · 10 samples/s · 6 dropped\n"
+    now = 120.0
     records["c"] = {"samples": 150, "dropped": {"x": 3}}
     broken.append("b is broken")
-    shown(counts_N3)
-    line = "3 of 4 shards · 650 samples · 5 samples/s · 9 dropped · 1 unreadable · about 0:00 left\n"
+    shown(150)
+    # 1000 bytes took 20 s, so the other 3,000 take 60 s.
+    line = "3 of 4 shards · 650 samples · 8 samples/s · 9 dropped · 1 unreadable · about 1:00 left\n"
     assert stream.getvalue().endswith(line)

@@ -170,8 +170,8 @@ def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, e
     with opened(path, "wb") as file:
         file.write(b"\n".join(content))
     found = list(lines.read_lines(path))
-    assert [number for number, _, _ in found] == [1, 2, 3, 4, 5, 6]
-    assert [line.rstrip(b"\n") for _, line, _ in found] == [c[:65] for c in content]
+    assert [number for number, _ in found] == [1, 2, 3, 4, 5, 6]
+    assert [line.rstrip(b"\n") for _, line in found] == [c[:65] for c in content]
 
 
 def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch
     assert peak(lambda: list(lines.read_lines(path))) < 2**25
     with gzip.open(path) as whole:
         assert peak(whole.readline) > 2**28  # the control
-    assert [text_of(line) for _, line, _ in lines.read_lines(path) if line.strip()] == ["after"]
+    assert [text_of(line) for _, line in lines.read_lines(path) if line.strip()] == ["after"]
 
 
 def test_damage_after_the_first_xz_stream_is_no_end_of_the_file(tmp_path):
@@ -214,7 +214,7 @@ def test_damage_after_the_first_xz_stream_is_no_end_of_the_file(tmp_path):
     path = tmp_path / "x.jsonl.xz"
     for whole in (first + second, first + bytes(4) + second, first + bytes(2**17) + second + bytes(8)):
         path.write_bytes(whole)
-        assert [line for _, line, _ in read_lines(path)] == [b"first\n", b"second\n"]
+        assert [line for _, line in read_lines(path)] == [b"first\n", b"second\n"]
     for damaged in (
         first + b"\0" + b"x" + second[1:],
         first + second[:7] + b"x" + second[8:],

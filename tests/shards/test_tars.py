@@ -16,8 +16,8 @@ import webdataset as wds
 from braceexpand import braceexpand
 
 from mmqk.shards.pairs import pairs_of
+from mmqk.shards.samples import META
 from mmqk.shards.tars import expand, index_tar
-from mmqk.shards.unread import META
 from mmqk.store import UserError
 
 

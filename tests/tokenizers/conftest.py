@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from data.build.write import write_documents, write_shard
 from mmqk.shards.manifest import Manifest, write_manifest
-from mmqk.shards.pairs import write_documents, write_shard
 from mmqk.tokenizers.image import ImageTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import mmqk.tokenizers.files
 import mmqk.tokenizers.image
-import mmqk.tokenizers.image_config
 from mmqk.store import UserError
+from mmqk.tokenizers.files import ImageTokenizerConfig
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import open_source
 from mmqk.tokenizers.vq import psnr
 
@@ -124,7 +124,7 @@ import mmqk.data.datamodule, mmqk.tokenizers.image, mmqk.tokenizers.train
 from mmqk.tokenizers.files import tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vocabulary import vocab_sizes_of
+from mmqk.tokenizers.files import vocab_sizes_of
 vocab_sizes_of({str(shipped)!r}), TextTokenizer.load({str(shipped)!r}), tokenizers_hash({str(shipped)!r})
 print("timm" in sys.modules)
 tokenizer = ImageTokenizer.load({str(shipped)!r})
@@ -183,7 +183,7 @@ def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path, monkeypatch):
         raise MemoryError("Cannot allocate memory (os error 12)")
 
     (tmp_path / "image.safetensors").write_bytes(small_tokenizer().to_bytes())
-    for module in (mmqk.tokenizers.image_config, mmqk.tokenizers.image):
+    for module in (mmqk.tokenizers.files, mmqk.tokenizers.image):
         with monkeypatch.context() as patch:
             patch.setattr(module, "safe_open", no_memory)
             with pytest.raises(UserError, match=r"image\.safetensors cannot be used \(Cannot allocate"):

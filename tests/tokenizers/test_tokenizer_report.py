@@ -21,8 +21,8 @@ from data.build.tokenizer_report import (
 )
 from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.files import ImageTokenizerConfig
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import open_source
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import _image_config

@@ -16,12 +16,11 @@ from mmqk.data.tokens.folder import read_header
 from mmqk.store import cli_main, find_file
 from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.files import ImageTokenizerConfig, vocab_sizes_of
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import open_source
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import _image_config, main, parser, train_text
-from mmqk.tokenizers.vocabulary import vocab_sizes_of
 
 WORDS = [
     "red",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mmqk.store import UserError, cli_main
+from mmqk.tokenizers.files import ImageTokenizerConfig
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import open_source
 from mmqk.tokenizers.text import TextTokenizer
 from mmqk.tokenizers.train import main

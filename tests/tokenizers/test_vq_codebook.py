@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmqk.tokenizers.files import ImageTokenizerConfig
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import images_at_once
 
 pytest.importorskip("vector_quantize_pytorch")

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from mmqk.config import LossConfig
-from mmqk.data.prefetch import prefetched
+from mmqk.data.batch import prefetched
 from mmqk.model import EarlyFusionTransformer, ModelConfig, transformer
 from mmqk.training.loop.step_log import StepLog
 from mmqk.training.step import chunked_loss

@@ -67,9 +67,7 @@ class DialRows(IndexedCache):
 
     def __init__(self, dial: Dial, room: int, seed: int, pack: bool) -> None:
         if dial.length > room:
-            raise ValueError(
-                f"data.seq_len {room} is too short for the dial's documents of {dial.length} tokens."
-            )
+            raise ValueError(f"data.seq_len {room} is too short for the dial's documents of {dial.length} tokens.")
         self.dial, self.seed = dial, seed
         self.per_row = room // dial.length if pack else 1
         super().__init__(4)

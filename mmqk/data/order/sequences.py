@@ -127,9 +127,7 @@ class SequenceBuilder:
         image = self.stores["pair"].image_tokens
         return document[:image], document[image:-1][: self.caption_room]
 
-    def batch(
-        self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False
-    ) -> TokenBatch:
+    def batch(self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False) -> TokenBatch:
         """Pad rows to one TokenBatch.
 
         Args:
@@ -178,9 +176,7 @@ def pieces(store: TokenStore, room: int) -> np.ndarray:
     overlap = int(store.layout.bos is None)
     if overlap and (lengths_N < 2).any():
         n = int(np.flatnonzero(lengths_N < 2)[0])
-        raise ValueError(
-            f"document {n} of data.{store.kind} has one token and no target: remove it."
-        )
+        raise ValueError(f"document {n} of data.{store.kind} has one token and no target: remove it.")
     if room < 1 + overlap:
         raise ValueError("data.seq_len is too short to predict anything: at least 2 is needed.")
     long = np.flatnonzero(lengths_N > room)

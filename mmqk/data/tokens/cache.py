@@ -27,8 +27,7 @@ from mmqk.shards.manifest import MANIFEST, manifest_hash
 from mmqk.shards.pairs import IMAGE_SIZE, read_pairs, read_text
 from mmqk.store import UserError, locked, new_folder
 from mmqk.store.files import writing
-from mmqk.tokenizers.files import tokenizers_hash
-from mmqk.tokenizers.image_config import read_config
+from mmqk.tokenizers.files import read_config, tokenizers_hash
 
 FORMAT = 3
 
@@ -71,9 +70,7 @@ def open_source(kind: str, folder: Path, tokenizers: Path, root: Path) -> dict[s
     if is_token_folder(folder):
         header = read_header(folder)
         if header["kind"] != kind:
-            raise UserError(
-                f"{folder} has documents of kind {header['kind']}, not {kind}: give another folder."
-            )
+            raise UserError(f"{folder} has documents of kind {header['kind']}, not {kind}: give another folder.")
         if header["tokenizers"] != made_by:
             raise UserError(
                 f"The tokenizers of {folder} ({header['tokenizers'] or 'of another program'}) differ from those"

@@ -17,7 +17,7 @@ from PIL import Image
 from mmqk.data.tokens.folder import layout_of
 from mmqk.shards.images import Dropped
 from mmqk.shards.samples import EMPTY_DOCUMENT
-from mmqk.tokenizers.vocabulary import SPECIALS
+from mmqk.tokenizers.files import SPECIALS
 
 IMAGES_A_BATCH = 64
 
@@ -64,8 +64,8 @@ class DocumentEncoder:
         Raises:
             Dropped: the document has no tokens.
         """
-        nothing = np.zeros(0, dtype=self.layout.dtype)
-        document = [self._text_ids(place) if isinstance(place, str) else nothing for place in places]
+        texts = (self._text.encode(place) if isinstance(place, str) else [] for place in places)
+        document = [np.array(ids, dtype=self.layout.dtype) + len(SPECIALS) for ids in texts]
         tokens = sum(map(len, document))
         if not tokens and all(isinstance(place, str) for place in places):
             raise Dropped(EMPTY_DOCUMENT)
@@ -84,9 +84,6 @@ class DocumentEncoder:
         documents = [np.concatenate(document) for document in self._documents]
         self.clear()
         return documents
-
-    def _text_ids(self, text: str) -> np.ndarray:
-        return np.array(self._text.encode(text), dtype=self.layout.dtype) + len(SPECIALS)
 
     def _encode_images(self) -> None:
         """Encode the pending images; the codes of each image stand between two boundary tokens."""

@@ -30,21 +30,13 @@ import numpy as np
 
 from mmqk.shards.manifest import sha256_file
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
-from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
+from mmqk.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 
 TOKENS = "tokens.json"
 FORMAT = 2
 KINDS = ("pair", "text", "interleaved", "tokens")
 SPLITS = ("train", "val")
 MOST_IDS = 2**32  # uint32
-_ID = (None, int)
-_PART = {"name": str, "documents": int, "tokens": int, "sha256": [str]}
-_SHAPE = {
-    "format": int, "kind": str, "tokenizers": str, "splits": {"*": [_PART]}, "dropped": {"*": int}, "about": dict,
-    "layout": {
-        "vocab_sizes": {"*": int}, "bos": _ID, "eos": _ID, "pad": _ID, "begin_image": _ID, "end_image": _ID,
-    },
-}  # fmt: skip
 SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
 
 
@@ -135,9 +127,7 @@ class TokenWriter:
         _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.layout.dtype))
         _save(self.folder / split / f"{name}.lengths.npy", lengths)
 
-    def finish(
-        self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None
-    ) -> None:
+    def finish(self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None) -> None:
         """Write tokens.json, which makes the folder readable.
 
         Args:
@@ -187,9 +177,7 @@ class TokenStore:
         lengths_N: tokens of each document, int64.
     """
 
-    def __init__(
-        self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
-    ) -> None:
+    def __init__(self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> None:
         # Use plain arrays: a slice of a memmap is a memmap, and creating one takes longer than reading the document.
         self.kind, self.layout, self.parts = kind, layout, [np.asarray(part) for part in parts]
         self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
@@ -357,34 +345,25 @@ def read_header(folder: Path | str) -> dict[str, Any]:
         UserError: the file is missing, damaged, or of another format.
     """
     path = Path(folder) / TOKENS
-    advice = "make it again."
-    record = read_json(path, _SHAPE, advice)
+    record = read_json(path, advice="make it again.")
     if record is None:
         raise UserError(
             f"{path} is missing: the folder is not a token folder, or was not finished (run its command again)."
         )
-    other = UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
-    if record.get("format") != FORMAT:
-        raise other
     try:
         layout = Layout(**record["layout"])
-        whole = record["kind"] in KINDS and bool(layout.vocab_sizes)
-        whole = whole and all(0 < n <= MOST_IDS for n in layout.vocab_sizes.values())
-        whole = whole and all(0 <= i < layout.size <= MOST_IDS for i in layout.specials)
-        whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
-        whole = whole and {"dropped", "about", "tokenizers"} <= record.keys()
-    except KeyError as error:
-        raise DamagedFile(path, f"there is no {error}", advice) from None
-    except TypeError as error:
-        raise DamagedFile(path, str(error), advice) from None
-    if not whole:
-        raise other
+        parts = [part for parts in record["splits"].values() for part in parts]
+        fits = record["format"] == FORMAT and record["kind"] in KINDS and 0 < layout.size <= MOST_IDS
+        fits = fits and min(layout.vocab_sizes.values()) > 0 and all(0 <= i < layout.size for i in layout.specials)
+        fits = fits and all(len(p["sha256"]) == 2 and p["documents"] >= 0 <= p["tokens"] for p in parts)
+        fits = fits and not any("/" in p["name"] for p in parts)
+        types = {"dropped": dict, "about": dict, "tokenizers": str}
+        fits = fits and all(isinstance(record[name], kind) for name, kind in types.items())
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DamagedFile(path, f"it is not the record of a token folder: {error!r}", "make it again.") from None
+    if not fits:
+        raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
     return record
-
-
-def _is_part(part: Mapping[str, Any]) -> bool:
-    name, _, _, digests = (part[key] for key in _PART)  # a missing key raises KeyError
-    return "/" not in name and len(digests) == 2
 
 
 def is_token_folder(folder: Path | str) -> bool:

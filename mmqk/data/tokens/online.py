@@ -24,11 +24,10 @@ from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.shards.held_out import SHARE, default_share
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
-from mmqk.shards.samples import IMAGE_FIELDS, REASONS, count_unread, pair_of
+from mmqk.shards.samples import IMAGE_FIELDS, REASONS, Unread, count_unread, pair_of, printable
 from mmqk.shards.tars import TarIndex, expand, index_tar
-from mmqk.shards.unread import Unread, printable
 from mmqk.store import UserError, identity_hash, replacing
-from mmqk.tokenizers.image_config import read_config
+from mmqk.tokenizers.files import read_config
 
 # A run ends with an error if more than this share of all samples is unusable. With LEAST_UNUSABLE or more unusable
 # samples it also ends if they are more than this share of the samples read so far. A single unusable sample is always

@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_end
 from typing import Any, TextIO
 
-import numpy as np
-
 from mmqk.data.tokens.worker import Encoder, ShardPart, TokenizeJob
 from mmqk.progress import Progress
 from mmqk.store import UserError
@@ -29,8 +27,8 @@ _NAMED = 3
 # Arguments: a shard and its result. The result is ("done", record), ("broken", sentence) if the shard cannot be read,
 # or ("unwritable", reason) if the part cannot be written.
 Handle = Callable[[ShardPart, tuple[str, Any]], None]
-# Argument: an array with one row per shard: number of samples, number of dropped samples, share of the file read.
-Tick = Callable[[np.ndarray], None]
+# Argument: number of samples that were read so far.
+Tick = Callable[[int], None]
 
 
 def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int, handle: Handle, tick: Tick) -> None:
@@ -41,41 +39,47 @@ def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int, hand
         shards: the shards, in the order in which they start.
         workers: number of processes.
         handle: called in this process with each shard and its result.
-        tick: called in this process at least every half second with the counts so far, an array (shards, 3).
+        tick: called in this process at least every half second.
 
     Raises:
         UserError: the tokenizers cannot be used, or a worker was killed. Other exceptions propagate.
     """
     if workers == 0:
+        samples = 0
+
+        def count() -> None:
+            nonlocal samples
+            tick(samples := samples + 1)
+
         with _one_thread():
-            _in_this_process(Encoder(job), shards, handle, tick)
+            encoder = Encoder(job)
+            for shard in shards:
+                handle(shard, _attempt(encoder, shard, count))
         return
     context = multiprocessing.get_context("spawn")  # torch's threads do not exist in a forked process
-    shared = context.RawArray("d", 3 * len(shards))
-    counts_N3 = np.frombuffer(shared).reshape(-1, 3)
+    read = context.Value("Q", 0)
     # The workers end when this process closes its end of the pipe, or is killed.
     theirs, ours = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, context, _begin, (shared, theirs))
-    waiting = iter(enumerate(shards))
-    running: dict[Future[tuple[str, Any]], tuple[int, ShardPart]] = {}
+    pool = ProcessPoolExecutor(workers, context, _begin, (read, theirs))
+    waiting = iter(shards)
+    running: dict[Future[tuple[str, Any]], ShardPart] = {}
     try:
         while True:
-            for place, shard in islice(waiting, workers - len(running)):
-                running[pool.submit(_tokenize, job, place, shard)] = place, shard
+            for shard in islice(waiting, workers - len(running)):
+                running[pool.submit(_tokenize, job, shard)] = shard
             if not running:
                 break
             ended, _ = wait(running, TICK_SECONDS, FIRST_COMPLETED)
             for future in sorted(ended, key=lambda future: future.exception() is not None):
                 result = future.result()
-                place, shard = running.pop(future)
+                shard = running.pop(future)
                 if result[0] == "refused":
                     raise UserError(result[1])
-                counts_N3[place] = _final(counts_N3[place], result)
                 handle(shard, result)
-            tick(counts_N3)
+            tick(read.value)
         pool.shutdown()
     except BrokenProcessPool:
-        paths = [str(shard.path) for _, shard in running.values()]
+        paths = [str(shard.path) for shard in running.values()]
         more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
         during = f" while tokenizing {', '.join(paths[:_NAMED])}{more}" if paths else ""
         raise UserError(
@@ -86,24 +90,6 @@ def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int, hand
         ours.close()
         pool.shutdown(cancel_futures=True)
         theirs.close()
-
-
-def _in_this_process(encoder: Encoder, shards: Sequence[ShardPart], handle: Handle, tick: Tick) -> None:
-    counts_N3 = np.zeros((len(shards), 3))
-    for place, shard in enumerate(shards):
-
-        def report(*now: float, place: int = place) -> None:
-            counts_N3[place] = now
-            tick(counts_N3)
-
-        result = _attempt(encoder, shard, report)
-        counts_N3[place] = _final(counts_N3[place], result)
-        handle(shard, result)
-
-
-def _final(counts_3: np.ndarray, result: tuple[str, Any]) -> tuple[float, float, float]:
-    """Return the counts of a processed shard; an unreadable shard counts as fully read, with no samples."""
-    return (counts_3[0], counts_3[1], 1.0) if result[0] == "done" else (0.0, 0.0, 1.0)
 
 
 @contextlib.contextmanager
@@ -119,26 +105,25 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _attempt(encoder: Encoder, shard: ShardPart, report: Callable[..., None]) -> tuple[str, Any]:
+def _attempt(encoder: Encoder, shard: ShardPart, count: Callable[[], None]) -> tuple[str, Any]:
     try:
-        return "done", encoder.shard(shard, report)
+        return "done", encoder.shard(shard, count)
     except UserError as error:
         return "broken", str(error)
     except OSError as error:
         return "unwritable", error.strerror or str(error)
 
 
-# Counts of all shards, in memory that a worker shares with the parent process.
-_counts_N3 = np.zeros((0, 3))
+_read: Any = None  # number of samples that all workers have read, in shared memory
 
 
-def _begin(shared: Any, parent: Connection) -> None:
+def _begin(read: Any, parent: Connection) -> None:
     """Prepare a worker process."""
-    global _counts_N3
+    global _read
+    _read = read
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _counts_N3 = np.frombuffer(shared).reshape(-1, 3)
 
 
 def _end_with(parent: Connection) -> None:
@@ -146,14 +131,19 @@ def _end_with(parent: Connection) -> None:
     os._exit(1)
 
 
-def _tokenize(job: TokenizeJob, place: int, shard: ShardPart) -> tuple[str, Any]:
+def _tokenize(job: TokenizeJob, shard: ShardPart) -> tuple[str, Any]:
     """Tokenize a shard in a worker. Returns ("refused", sentence) if the tokenizers cannot be used."""
+
+    def count() -> None:
+        with _read.get_lock():
+            _read.value += 1
+
     with _one_thread():
         try:
             encoder = _encoder(job)
         except UserError as error:
             return "refused", str(error)
-        return _attempt(encoder, shard, lambda *now: _counts_N3.__setitem__(place, now))
+        return _attempt(encoder, shard, count)
 
 
 @cache
@@ -162,14 +152,12 @@ def _encoder(job: TokenizeJob) -> Encoder:
 
 
 class ShardProgress:
-    """Shows the progress of the shards.
+    """Shows ``3 of 100 shards · 30,120 samples · 512 samples/s · 12 dropped · about 1:45 left``.
 
-    ``3 of 100 shards · 30,120 samples · 512 samples/s · 12 dropped · about 1:45 left``
-
-    The rate is measured from the first sample on; the time left is estimated from the bytes read.
+    The time left is estimated from the bytes of the finished shards.
 
     Args:
-        sizes: bytes of the shards to tokenize, in the order of `run_shards`.
+        sizes: bytes of each shard to tokenize, by part.
         total: number of all shards.
         records: records of the finished shards by part; the caller adds to it during the run.
         broken: a sentence for each shard that cannot be used; the caller adds to it during the run.
@@ -178,43 +166,28 @@ class ShardProgress:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes: Mapping[str, int],
         total: int,
         records: Mapping[str, Mapping[str, Any]],
         broken: Collection[str],
         stream: TextIO | None = None,
     ):
         self.progress = Progress(stream)
-        self._sizes_N = np.array(sizes, dtype=float)
-        self._total, self._records, self._broken = total, records, broken
-        self._samples_before = sum(record["samples"] for record in records.values())
-        self._dropped_before = sum(sum(record["dropped"].values()) for record in records.values())
-        self._first: tuple[float, float] | None = None
+        self.progress.begin(0)
+        self._sizes, self._total, self._records, self._broken = sizes, total, records, broken
+        self._before = sum(record["samples"] for record in records.values())
+        self._start = time.monotonic()
 
-    def __call__(self, counts_N3: np.ndarray) -> None:
+    def __call__(self, samples: int) -> None:
         """Show the progress if the interval has passed."""
-        if self._first is None and counts_N3.any():
-            self._first = time.monotonic(), counts_N3[:, 0].sum()
-            self.progress.begin(self._bytes(counts_N3))
-        if self.progress.due():
-            self.progress.show(*self.state(counts_N3))
-
-    def state(self, counts_N3: np.ndarray) -> tuple[str, float | None, float]:
-        """Return the text of the display, the bytes read, and the total bytes."""
-        parts, total = [f"{len(self._records)} of {self._total} shards"], float(self._sizes_N.sum())
-        if self._first is None:
-            return " · ".join([*parts, "starting"]), None, total
-        samples, dropped, _ = counts_N3.sum(axis=0)
-        start, first = self._first
-        rate = (samples - first) / max(time.monotonic() - start, 1e-9)
-        parts += [
-            f"{self._samples_before + samples:,.0f} samples",
-            f"{rate:,.0f} samples/s",
-            f"{self._dropped_before + dropped:,.0f} dropped",
-        ]
-        if self._broken:
-            parts.append(f"{len(self._broken)} unreadable")
-        return " · ".join(parts), self._bytes(counts_N3), total
-
-    def _bytes(self, counts_N3: np.ndarray) -> float:
-        return float(self._sizes_N @ counts_N3[:, 2])
+        if not self.progress.due():
+            return
+        rate = samples / max(time.monotonic() - self._start, 1e-9)
+        dropped = sum(sum(record["dropped"].values()) for record in self._records.values())
+        text = (
+            f"{len(self._records)} of {self._total} shards · {self._before + samples:,} samples ·"
+            f" {rate:,.0f} samples/s · {dropped:,} dropped"
+        )
+        text += f" · {len(self._broken)} unreadable" if self._broken else ""
+        done = sum(size for part, size in self._sizes.items() if part in self._records)
+        self.progress.show(text, done, sum(self._sizes.values()))

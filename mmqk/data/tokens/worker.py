@@ -9,7 +9,6 @@ A part depends only on its shard and the job, not on the process or on earlier p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,18 +22,24 @@ from mmqk.data.tokens.folder import SPLITS, TokenWriter
 from mmqk.shards.images import Dropped, Fit, load_image
 from mmqk.shards.lines import read_lines
 from mmqk.shards.manifest import sha256_file
-from mmqk.shards.samples import count_unread, interleaved_of, pair_of, text_of
+from mmqk.shards.samples import (
+    OF_DROPPED,
+    UNUSED,
+    ReasonCounts,
+    Unread,
+    count_unread,
+    interleaved_of,
+    pair_of,
+    text_of,
+)
 from mmqk.shards.tars import TarIndex, index_tar
-from mmqk.shards.unread import OF_DROPPED, UNUSED, ReasonCounts, Unread
 from mmqk.store import hash_fraction
 from mmqk.tokenizers.files import tokenizers_hash
 
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
-REPORT_EVERY_SECONDS = 0.2
 
 Place = bytes | str
-Report = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,12 @@ class Encoder:
         self.documents = DocumentEncoder(job.tokenizers, images=job.kind != "text")
         self.writer = TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
 
-    def shard(self, shard: ShardPart, report: Report) -> dict[str, Any]:
+    def shard(self, shard: ShardPart, count: Callable[[], None]) -> dict[str, Any]:
         """Write the part of one shard.
 
         Args:
             shard: the file of the shard and the name of its part.
-            report: called at intervals and before each write, with the numbers of samples and dropped samples and the
-                share of the file read.
+            count: called after each sample.
 
         Returns:
             The record of the shard: its file name, size and sha256; the numbers of samples, of documents by split and
@@ -101,10 +105,10 @@ class Encoder:
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
         """
-        part, job = _Part(self, shard.part, report), self.job
+        part, job = _Part(self, shard.part), self.job
         index = None if job.kind == "text" else index_tar(shard.path)
         unread, files = (Unread(), {}) if index is None else (index.unread, {"files": index.files})
-        for key, fields, make, share in _samples(job, shard.path if index is None else index):
+        for key, fields, make in _samples(job, shard.path if index is None else index):
             part.samples += 1
             reason = UNUSED
             try:
@@ -114,7 +118,7 @@ class Encoder:
                 part.dropped.add(dropped.reason, key)
                 reason = OF_DROPPED
             count_unread(unread, job.kind, key, fields, reason)
-            part.report(share)
+            count()
         part.write()
         return {
             "file": shard.path.name,
@@ -138,15 +142,13 @@ class Encoder:
 class _Part:
     """The documents of one shard that are not written yet."""
 
-    def __init__(self, encoder: Encoder, name: str, report: Report) -> None:
-        self._encoder, self._name, self._report = encoder, name, report
+    def __init__(self, encoder: Encoder, name: str) -> None:
+        self._encoder, self._name = encoder, name
         self.samples = 0
         self.documents = dict.fromkeys(SPLITS, 0)
         self.dropped = ReasonCounts()
         self._splits: list[str] = []  # split of each document in the encoder
         self._files = 0
-        self._share = 0.0
-        self._reported = time.monotonic()
         encoder.documents.clear()  # drop documents of an earlier shard that was not read to its end
 
     def add(self, split: str, places: Sequence[str | Image.Image]) -> None:
@@ -157,17 +159,9 @@ class _Part:
         if self._encoder.documents.tokens >= TOKENS_A_FILE:
             self.write()
 
-    def report(self, share: float) -> None:
-        """Report the progress of the shard if the interval has passed."""
-        self._share = share
-        if (now := time.monotonic()) - self._reported >= REPORT_EVERY_SECONDS:
-            self._reported = now
-            self._report(self.samples, self.dropped.total, share)
-
     def write(self) -> None:
         """Write the pending documents as one file per split."""
         documents = self._encoder.documents.take()
-        self._report(self.samples, self.dropped.total, self._share)
         # "_" sorts after ".", so the files are read in the order in which they were written.
         name = f"{self._name}_{self._files:06d}" if self._files else self._name
         for split in SPLITS:
@@ -178,21 +172,21 @@ class _Part:
         self._files += 1
 
 
-Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]], float]
+Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]]]
 
 
 def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
-    """Yield for each sample its key, its fields, a function that makes its document, and the share of the file read.
+    """Yield for each sample its key, its fields, and a function that makes its document.
 
     The function returns the bytes that identify the document, and its texts and images in order; or raises Dropped.
     """
     if isinstance(source, Path):
-        for number, line, share in read_lines(source):
+        for number, line in read_lines(source):
             if line.strip():
-                yield f"line {number}", [], partial(_text_document, line), share
+                yield f"line {number}", [], partial(_text_document, line)
         return
-    for i, (key, sample) in enumerate(source):
-        yield key, list(sample), partial(document_of, job, sample), (i + 1) / len(source)
+    for key, sample in source:
+        yield key, list(sample), partial(document_of, job, sample)
 
 
 def document_of(job: TokenizeJob, sample: Mapping[str, bytes]) -> tuple[bytes, list[Place]]:
