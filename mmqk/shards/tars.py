@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from mmqk.shards.samples import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread, printable
 from mmqk.store import UserError, check_local, check_regular
@@ -209,7 +209,7 @@ def _files_of(pattern: str) -> Iterator[Path]:
     whole = os.path.expanduser(pattern)
     try:
         names = [whole] if os.path.exists(whole) else list(braceexpand(whole, escape=False))
-    except UnbalancedBracesError:
+    except ValueError:  # unbalanced braces
         names = [whole]
     for name in names:
         if os.path.exists(os.path.join(name, "tokens.json")):
