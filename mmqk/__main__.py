@@ -31,8 +31,8 @@ COMMANDS = {
         "--train 'ids/*.npy' --vocab-sizes text=65536,image=8192 --out tokens/mine",
         "convert token ids of other tokenizers",
     ),
-    "shards": ("mmqk.shards", "FOLDER", "write the manifest of your shards"),
-    "train-tokenizers": ("mmqk.tokenizers.train", "", "train the text and the image tokenizer"),
+    "shards": ("mmqk.data.shards", "FOLDER", "write the manifest of your shards"),
+    "train-tokenizers": ("mmqk.data.tokenizers.train", "", "train the text and the image tokenizer"),
     "interop": (
         "mmqk.interop",
         "--from path/to/checkpoint --to runs/imported",

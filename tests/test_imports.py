@@ -144,7 +144,7 @@ RULES = {
         never=("torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers"),
         then=RESOLVE,
     ),
-    "shards": Rule(("mmqk.shards",), never=("mmqk.tokenizers", "tokenizers")),
+    "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.table"), never=("torch", "lightning")),
     "analysis": Rule(("mmqk.analysis",), never=("torch", "lightning", "matplotlib")),
     "report": Rule(
@@ -183,8 +183,8 @@ def test_the_rule_is_kept(name):
         ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
         ("monitors", "monitors/record.py", "import tensorboard", "No module named 'tensorboard'"),
         ("config", "config/training.py", "import lightning", "imports lightning"),
-        ("config", "tokenizers/files.py", "from torch import Tensor", "imports torch"),  # only `resolve` imports it
-        ("shards", "shards/pairs.py", "from mmqk.tokenizers.text import TextTokenizer", "imports mmqk.tokenizers"),
+        ("config", "data/tokenizers/files.py", "from torch import Tensor", "imports torch"),  # by `resolve` only
+        ("shards", "data/shards/pairs.py", "import mmqk.data.tokenizers.text", "imports mmqk.data.tokenizers"),
         ("report", "analysis/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
         ("report", "report/__main__.py", "def main(argv): import torch", "imports torch"),
     ],

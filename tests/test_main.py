@@ -25,7 +25,7 @@ REQUIRED = {
     "mmqk.pack": ["runs/demo"],
     "mmqk.interop": ["--from=a", "--to=b"],
     "mmqk.init": ["project"],
-    "mmqk.shards": ["folder"],
+    "mmqk.data.shards": ["folder"],
     "mmqk.data.ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],
     "mmqk.data.tokenize": ["--shards=a", "--out=b"],
 }

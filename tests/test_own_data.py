@@ -15,9 +15,9 @@ from PIL import Image
 
 from mmqk import inspect
 from mmqk.data import tokenize
+from mmqk.data.tokenizers import train as tokenizers
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import cli_main, read_metrics
-from mmqk.tokenizers import train as tokenizers
 from mmqk.train import main as train
 
 REPO = Path(__file__).resolve().parents[1]
@@ -31,11 +31,11 @@ SMALLER = {
         "--data.val_sequences=4",
         "--monitor.probe_sequences=2",
     ],
-    "mmqk.tokenizers.train": ["--steps=2", "--codes=64"],
+    "mmqk.data.tokenizers.train": ["--steps=2", "--codes=64"],
     "mmqk.train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.probe_sequences=2", "--quiet"],
 }
 MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.inspect": inspect.main,
-         "mmqk.tokenizers.train": tokenizers.main, "mmqk.train": train}  # fmt: skip
+         "mmqk.data.tokenizers.train": tokenizers.main, "mmqk.train": train}  # fmt: skip
 
 
 def photograph(random: np.random.Generator, encoding: str) -> bytes:
@@ -88,7 +88,7 @@ def test_the_section_of_the_readme_works_as_it_stands(folder, monkeypatch, capsy
     monkeypatch.chdir(folder)
     lines = commands()
     assert [words[2] for words in lines] == [
-        "mmqk.data.tokenize", "mmqk.inspect", "mmqk.train", "mmqk.tokenizers.train", "mmqk.data.tokenize",
+        "mmqk.data.tokenize", "mmqk.inspect", "mmqk.train", "mmqk.data.tokenizers.train", "mmqk.data.tokenize",
         "mmqk.train",
     ]  # fmt: skip
     for python, flag, module, *words in lines:

@@ -53,10 +53,10 @@ def write_tiny_data(root: Path) -> None:
     from torchvision.transforms.functional import pil_to_tensor
 
     from data.build.write import write_documents, write_shard
-    from mmqk.shards.manifest import Manifest, write_manifest
-    from mmqk.tokenizers.files import ImageTokenizerConfig
-    from mmqk.tokenizers.image import ImageTokenizer
-    from mmqk.tokenizers.text import TextTokenizer
+    from mmqk.data.shards.manifest import Manifest, write_manifest
+    from mmqk.data.tokenizers.files import ImageTokenizerConfig
+    from mmqk.data.tokenizers.image import ImageTokenizer
+    from mmqk.data.tokenizers.text import TextTokenizer
 
     for name in ("pairs", "text", "tokenizers"):
         (root / name).mkdir()

@@ -15,7 +15,7 @@ from PIL import features
 from data.build import corpus, emoji
 from data.build.captions import WordNet
 from data.build.sources import SOURCES, locate, read_members
-from mmqk.shards.manifest import MANIFEST, load_manifest
+from mmqk.data.shards.manifest import MANIFEST, load_manifest
 from mmqk.store import OneSentenceParser, UserError, run_main
 
 WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv", "index.noun")

@@ -18,11 +18,11 @@ from scipy import stats
 from torch import Tensor
 
 from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import OneSentenceParser, UserError, find_file, read_run, run_main
-from mmqk.tokenizers.files import tokenizers_hash
 
 BATCH = 32
 

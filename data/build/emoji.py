@@ -17,9 +17,9 @@ from PIL import Image
 from data.build.captions import Annotations, Caption, WordNet, caption
 from data.build.sources import SOURCES, read_members
 from data.build.write import write_shard
-from mmqk.shards.images import on_white
-from mmqk.shards.manifest import Manifest, write_manifest
-from mmqk.shards.pairs import IMAGE_SIZE
+from mmqk.data.shards.images import on_white
+from mmqk.data.shards.manifest import Manifest, write_manifest
+from mmqk.data.shards.pairs import IMAGE_SIZE
 from mmqk.store import UserError, hash_fraction
 
 SAMPLES_PER_SHARD = 550

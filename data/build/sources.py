@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmqk.shards.manifest import sha256_file
+from mmqk.data.shards.manifest import sha256_file
 from mmqk.store import UserError
 
 # Largest member that is read, in bytes. The pinned archives have much smaller members; the limit bounds the memory

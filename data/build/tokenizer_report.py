@@ -16,16 +16,16 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from mmqk.data.tokenizers import train
+from mmqk.data.tokenizers.choice import add_data_arguments, selection_of
+from mmqk.data.tokenizers.documents import Documents
+from mmqk.data.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, read_config, tokenizers_hash
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import Images, PairFolder, Source, images_at_once, open_source
+from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import OneSentenceParser, find_file, relative_word, run_main, without_roots, write_folder
 from mmqk.store.files import writing
-from mmqk.tokenizers import train
-from mmqk.tokenizers.choice import add_data_arguments, selection_of
-from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, read_config, tokenizers_hash
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import Images, PairFolder, Source, images_at_once, open_source
-from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.vq import psnr
 
 COMMAND = "python -m data.build.tokenizer_report"
 SHEET = "held-out.png"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mmqk.shards.manifest import Shard, sha256_file
+from mmqk.data.shards.manifest import Shard, sha256_file
 
 # liblzma's manual recommends lc=4 and pb=0 for text.
 _TEXT_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mmqk.data.shards.held_out import SHARE, default_share, small_set_sentence
 from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
-from mmqk.shards.held_out import SHARE, default_share, small_set_sentence
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder, run_main
 from mmqk.store.files import writing
 from mmqk.store.vocab_sizes import parse_vocab_sizes

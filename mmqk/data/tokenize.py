@@ -14,15 +14,17 @@ from typing import Any
 
 from PIL import Image
 
+from mmqk.data.shards.held_out import SHARE, default_share, default_share_of_tars, small_set_sentence
+from mmqk.data.shards.images import MAX_PIXELS, Dropped
+from mmqk.data.shards.lines import read_lines
+from mmqk.data.shards.manifest import sha256_file
+from mmqk.data.shards.samples import DOTTED, ReasonCounts, Unread, printable, text_of
+from mmqk.data.shards.tars import TarIndex, expand, index_tar
+from mmqk.data.tokenizers.choice import add_sample_arguments
+from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.data.tokens.pool import ShardProgress, run_shards
 from mmqk.data.tokens.worker import ShardPart, TokenizeJob, document_of
-from mmqk.shards.held_out import SHARE, default_share, default_share_of_tars, small_set_sentence
-from mmqk.shards.images import MAX_PIXELS, Dropped
-from mmqk.shards.lines import read_lines
-from mmqk.shards.manifest import sha256_file
-from mmqk.shards.samples import DOTTED, ReasonCounts, Unread, printable, text_of
-from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
@@ -35,8 +37,6 @@ from mmqk.store import (
     write_json,
 )
 from mmqk.store.files import writing
-from mmqk.tokenizers.choice import add_sample_arguments
-from mmqk.tokenizers.files import tokenizers_hash
 
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
 UNFINISHED = "unfinished"

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmqk.shards.images import Dropped, load_image
-from mmqk.shards.manifest import MANIFEST, load_manifest
-from mmqk.shards.samples import pair_of
-from mmqk.shards.tars import index_tar
-from mmqk.tokenizers.files import SPECIALS, vocab_sizes_of
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.text import TextTokenizer
+from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.manifest import MANIFEST, load_manifest
+from mmqk.data.shards.samples import pair_of
+from mmqk.data.shards.tars import index_tar
+from mmqk.data.tokenizers.files import SPECIALS, vocab_sizes_of
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 
 BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens

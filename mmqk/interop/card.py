@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 from mmqk.data.config import FOLDER_FIELDS
+from mmqk.data.shards.manifest import load_manifest, manifest_hash
+from mmqk.data.tokenizers.files import SPECIALS
 from mmqk.model import ModelConfig
-from mmqk.shards.manifest import load_manifest, manifest_hash
 from mmqk.store import UserError, find_file, read_metrics, relative, without_roots
 from mmqk.store.checkpoints import step_of
 from mmqk.store.metrics import METRICS_NAME
-from mmqk.tokenizers.files import SPECIALS
 
 from .names import CHAMELEON
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, tokenizers_hash
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.store import UserError, find_file
-from mmqk.tokenizers.files import BOS, EOS, PAD, SPECIALS, tokenizers_hash
-from mmqk.tokenizers.text import TextTokenizer
 
 
 def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:

@@ -20,8 +20,8 @@ from data.build import sources as sources_module
 from data.build.captions import Annotations, WordNet, caption
 from data.build.emoji import base_of, split_of
 from data.build.sources import SOURCES, locate, read_members
-from mmqk.shards.manifest import load_manifest, sha256_file
-from mmqk.shards.pairs import read_pairs, read_text
+from mmqk.data.shards.manifest import load_manifest, sha256_file
+from mmqk.data.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
 
 DATA = Path(__file__).parents[2] / "data"

@@ -18,16 +18,16 @@ from PIL import Image
 
 from mmqk.config import resolve
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.shards.pairs import read_pairs
 from mmqk.data.synthetic.dial import Dial
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, tokenizers_hash
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
 from mmqk.inspection import page as inspect_page
 from mmqk.inspection.decode import IdDecoder, Originals, Pictures, shaded
-from mmqk.shards.pairs import read_pairs
 from mmqk.store import cli_main
-from mmqk.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, tokenizers_hash
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.text import TextTokenizer
 
 TEXT, IMAGE, PADDING = "#0072B2", "#E69F00", "#d5dae0"
 SHOWN = 6

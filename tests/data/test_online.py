@@ -15,10 +15,10 @@ import torch
 
 from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.shards.tars import index_tar
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.online import online_hash, open_online
 from mmqk.data.tokens.worker import TokenizeJob, _samples, split_of
-from mmqk.shards.tars import index_tar
 from mmqk.store import UserError
 from tests.tiny import samples
 
@@ -111,7 +111,7 @@ def test_a_sample_without_image_is_dealt_out_by_its_key(tiny_data, tmp_path):
 
 
 def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
-    from mmqk.shards import manifest
+    from mmqk.data.shards import manifest
 
     hashed, sha256_file = [], manifest.sha256_file
     monkeypatch.setattr(manifest, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
@@ -342,7 +342,7 @@ def test_a_small_set_holds_out_a_batch_and_a_large_one_keeps_its_identity(tiny_d
     assert (len(split["train"]), len(split["val"])) == (36, 16)
     assert data_identity(config())["val_fraction"] > 0.1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmqk.shards.held_out.FEW", 52)  # not small
+        patch.setattr("mmqk.data.shards.held_out.FEW", 52)  # not small
         assert data_identity(config()) == data_identity(config(val_fraction=0.01))
 
 

@@ -18,12 +18,20 @@ from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.order.sequences import SequenceBuilder, pieces
 from mmqk.data.tokenize import main as tokenize
+from mmqk.data.tokenizers.files import (
+    BEGIN_IMAGE,
+    BOS,
+    END_IMAGE,
+    EOS,
+    PAD,
+    ImageTokenizerConfig,
+    vocab_sizes_of,
+)
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, layout_of
 from mmqk.store import UserError, identity_hash
-from mmqk.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, ImageTokenizerConfig, vocab_sizes_of
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.text import TextTokenizer
 
 
 def open_tiny(tiny_data, split):
@@ -140,7 +148,7 @@ def test_a_share_of_images_first_that_gives_no_row_is_named(share, slot):
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
     """In both orders, the row of a pair decodes to the image and the caption of the pair."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
-    from mmqk.shards.pairs import read_pairs
+    from mmqk.data.shards.pairs import read_pairs
 
     pair = list(read_pairs(tiny_data / "pairs", "train"))[7]
     pixels = torch.from_numpy(np.array(pair.image)).permute(2, 0, 1)[None].float() / 255
@@ -251,8 +259,8 @@ def test_no_configuration_reads_token_arrays_through_workers(path):
 
 
 def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data):
-    from mmqk.shards.images import FORMATS
-    from mmqk.shards.samples import IMAGE_FIELDS
+    from mmqk.data.shards.images import FORMATS
+    from mmqk.data.shards.samples import IMAGE_FIELDS
 
     page = (Path(__file__).resolve().parents[2] / "docs/data.md").read_text()
     assert all(f"`.{suffix}`" in page for suffix in IMAGE_FIELDS) and "`.gif`" not in page

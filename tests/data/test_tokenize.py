@@ -25,12 +25,8 @@ import webdataset as wds
 from PIL import Image
 
 from mmqk.data import tokenize
-from mmqk.data.tokens import encode
-from mmqk.data.tokens import worker as tokenize_worker
-from mmqk.data.tokens.folder import open_tokens
-from mmqk.data.tokens.pool import ShardProgress
-from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
-from mmqk.shards.samples import (
+from mmqk.data.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
+from mmqk.data.shards.samples import (
     DOTTED,
     EMPTY_DOCUMENT,
     HIDDEN,
@@ -45,10 +41,14 @@ from mmqk.shards.samples import (
     OF_DROPPED,
     UNUSED,
 )
+from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokens import encode
+from mmqk.data.tokens import worker as tokenize_worker
+from mmqk.data.tokens.folder import open_tokens
+from mmqk.data.tokens.pool import ShardProgress
 from mmqk.store import UserError
-from mmqk.tokenizers.files import vocab_sizes_of
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.text import TextTokenizer
 
 SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}

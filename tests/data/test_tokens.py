@@ -175,8 +175,8 @@ def within_a_minute(do):
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     from mmqk.data import ids
-    from mmqk.shards import __main__ as write_manifest
-    from mmqk.shards import manifest, tars
+    from mmqk.data.shards import __main__ as write_manifest
+    from mmqk.data.shards import manifest, tars
 
     pipe = tmp_path / "train-0.tar"
     os.mkfifo(pipe)

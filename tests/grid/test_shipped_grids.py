@@ -11,12 +11,12 @@ import yaml
 
 from mmqk.analysis import load_study
 from mmqk.config import RunConfig, resolve
+from mmqk.data.shards.pairs import read_pairs
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.grid import load_grid
 from mmqk.grid.grid import Grid
 from mmqk.remedies import REMEDIES
-from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError, flatten
-from mmqk.tokenizers.text import TextTokenizer
 from tests.grid.resolved import ROOT, unequal
 
 DEMO = Path("configs/ablations/demo.yaml")

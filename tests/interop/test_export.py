@@ -12,12 +12,12 @@ import torch
 import yaml
 
 from mmqk.checkpoint import load_model
+from mmqk.data.shards.manifest import manifest_hash
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.interop.__main__ import main
 from mmqk.interop.card import model_card
 from mmqk.model import ModelConfig
-from mmqk.shards.manifest import manifest_hash
 from mmqk.store import read_metrics
-from mmqk.tokenizers.text import TextTokenizer
 from mmqk.train import main as train
 from tests.interop.models import logits_of
 

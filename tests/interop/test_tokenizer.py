@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
+from mmqk.data.tokenizers.files import tokenizers_hash
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.interop.tokenizer import tokenizer_files
-from mmqk.tokenizers.files import tokenizers_hash
-from mmqk.tokenizers.text import TextTokenizer
 
 FOLDER = Path(__file__).parents[2] / "data/tokenizers"
 TEXT = "Hello w\u00f6rld, a red moon \u263e 12"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from mmqk.shards import images
-from mmqk.shards.images import Dropped, load_image, on_white
+from mmqk.data.shards import images
+from mmqk.data.shards.images import Dropped, load_image, on_white
 from tests.versions import older
 
 WHITE = (255, 255, 255)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mmqk.shards import samples
-from mmqk.shards.images import Dropped
-from mmqk.shards.samples import checked_text, interleaved_of, pair_of, text_of
+from mmqk.data.shards import samples
+from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.samples import checked_text, interleaved_of, pair_of, text_of
 
 RECORD = {"caption": "from json", "alt": "another", "none": None, "number": 3, "blank": " \n"}
 BOTH = {"jpg": b"image", "txt": b"from txt", "json": json.dumps(RECORD).encode()}
@@ -133,7 +133,7 @@ def test_documents_that_are_none() -> None:
 
 
 def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
-    from mmqk.shards import samples
+    from mmqk.data.shards import samples
 
     monkeypatch.setattr(samples, "MAX_TEXT", 100)
     monkeypatch.setattr(samples, "MAX_JSON", 400)
@@ -161,7 +161,7 @@ def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, e
     import gzip
     import lzma
 
-    from mmqk.shards import lines
+    from mmqk.data.shards import lines
 
     monkeypatch.setattr(lines, "LONGEST_LINE", 64)
     content = [b"a" * 63, b"b" * 64, b"c" * 1000, b"", b"d", b"e" * 200]
@@ -180,7 +180,7 @@ def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch
     import gzip
     import tracemalloc
 
-    from mmqk.shards import lines
+    from mmqk.data.shards import lines
 
     monkeypatch.setattr(lines, "LONGEST_LINE", 2**20)
     path = tmp_path / "x.jsonl.gz"
@@ -207,7 +207,7 @@ def test_damage_after_the_first_xz_stream_is_no_end_of_the_file(tmp_path):
     """From each file in `damaged`, lzma.LZMAFile would read the first line and report no error."""
     import lzma
 
-    from mmqk.shards.lines import read_lines
+    from mmqk.data.shards.lines import read_lines
     from mmqk.store import UserError
 
     first, second = (lzma.compress(line) for line in (b"first\n", b"second\n"))

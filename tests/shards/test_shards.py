@@ -15,11 +15,11 @@ import webdataset as wds
 from PIL import Image
 
 from data.build.write import write_documents, write_shard
-from mmqk.shards import manifest as manifest_module
-from mmqk.shards.__main__ import main as write_manifest_main
-from mmqk.shards.images import on_white
-from mmqk.shards.manifest import Manifest, checked_shards, load_manifest, manifest_hash, write_manifest
-from mmqk.shards.pairs import read_pairs, read_text
+from mmqk.data.shards import manifest as manifest_module
+from mmqk.data.shards.__main__ import main as write_manifest_main
+from mmqk.data.shards.images import on_white
+from mmqk.data.shards.manifest import Manifest, checked_shards, load_manifest, manifest_hash, write_manifest
+from mmqk.data.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
 
 

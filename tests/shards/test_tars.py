@@ -15,9 +15,9 @@ import pytest
 import webdataset as wds
 from braceexpand import braceexpand
 
-from mmqk.shards.pairs import pairs_of
-from mmqk.shards.samples import META
-from mmqk.shards.tars import expand, index_tar
+from mmqk.data.shards.pairs import pairs_of
+from mmqk.data.shards.samples import META
+from mmqk.data.shards.tars import expand, index_tar
 from mmqk.store import UserError
 
 

@@ -27,14 +27,14 @@ import webdataset.tariterators  # noqa: F401
 from PIL import Image
 
 from mmqk.data import tokenize
+from mmqk.data.shards import __main__ as shards
+from mmqk.data.shards.images import FORMATS, MAX_PIXELS
+from mmqk.data.shards.manifest import Manifest, Shard, sha256_file, write_manifest
+from mmqk.data.tokenizers import autoencoder  # noqa: F401  (imported here once, before each case forks)
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import is_token_folder, open_tokens, read_header
 from mmqk.data.tokens.online import LEAST_UNUSABLE, MOST_UNUSABLE, open_online
-from mmqk.shards import __main__ as shards
-from mmqk.shards.images import FORMATS, MAX_PIXELS
-from mmqk.shards.manifest import Manifest, Shard, sha256_file, write_manifest
 from mmqk.store import cli_main
-from mmqk.tokenizers import autoencoder  # noqa: F401  (imported here once, before each case forks)
 from tests.soak.shard_damage import (
     BLOCK,
     IMAGES,

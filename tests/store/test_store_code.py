@@ -16,7 +16,7 @@ from mmqk.store.code import DECIDES, PACKAGE, code_hash, lists, same_code
 LEAVES = (
     "__init__.py", "analysis", "api.py", "data/__init__.py", "data/tokenize.py", "grid", "monitors/__init__.py",
     "monitors/adapters.py", "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "progress.py",
-    "store", "tokenizers/__init__.py", "train.py", "training/__init__.py", "training/logging",
+    "store", "data/tokenizers/__init__.py", "train.py", "training/__init__.py", "training/logging",
     "training/loop/__init__.py", "training/loop/cpu_tuning.py", "training/loop/lean_torchmetrics.py",
     "training/loop/lifecycle.py", "training/loop/lightning_private.py", "training/loop/memory.py",
     "training/loop/signals.py",

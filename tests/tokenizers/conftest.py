@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from data.build.write import write_documents, write_shard
-from mmqk.shards.manifest import Manifest, write_manifest
-from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.data.shards.manifest import Manifest, write_manifest
+from mmqk.data.tokenizers.image import ImageTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = ("red", "blue", "green", "round", "square", "small", "large", "heart", "star", "moon")

@@ -12,11 +12,11 @@ from scipy import stats
 
 from data.build.caption_gain import caption_gain, main, partners, summary
 from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, cli_main
-from mmqk.tokenizers.files import tokenizers_hash
 
 
 def test_partners_have_another_caption():

@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import mmqk.tokenizers.files
-import mmqk.tokenizers.image
+import mmqk.data.tokenizers.files
+import mmqk.data.tokenizers.image
+from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import UserError
-from mmqk.tokenizers.files import ImageTokenizerConfig
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import open_source
-from mmqk.tokenizers.vq import psnr
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # PSNR on held-out images in dB: that of the shipped codebook is higher, that of a permuted codebook is lower.
@@ -120,11 +120,11 @@ import sys
 for name in ("vector_quantize_pytorch", "webdataset"):
     sys.modules[name] = None
 import torch
-import mmqk.data.datamodule, mmqk.tokenizers.image, mmqk.tokenizers.train
-from mmqk.tokenizers.files import tokenizers_hash
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.files import vocab_sizes_of
+import mmqk.data.datamodule, mmqk.data.tokenizers.image, mmqk.data.tokenizers.train
+from mmqk.data.tokenizers.files import tokenizers_hash
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import vocab_sizes_of
 vocab_sizes_of({str(shipped)!r}), TextTokenizer.load({str(shipped)!r}), tokenizers_hash({str(shipped)!r})
 print("timm" in sys.modules)
 tokenizer = ImageTokenizer.load({str(shipped)!r})
@@ -183,7 +183,7 @@ def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path, monkeypatch):
         raise MemoryError("Cannot allocate memory (os error 12)")
 
     (tmp_path / "image.safetensors").write_bytes(small_tokenizer().to_bytes())
-    for module in (mmqk.tokenizers.files, mmqk.tokenizers.image):
+    for module in (mmqk.data.tokenizers.files, mmqk.data.tokenizers.image):
         with monkeypatch.context() as patch:
             patch.setattr(module, "safe_open", no_memory)
             with pytest.raises(UserError, match=r"image\.safetensors cannot be used \(Cannot allocate"):

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from mmqk.shards.pairs import read_pairs
+from mmqk.data.shards.pairs import read_pairs
+from mmqk.data.tokenizers.files import tokenizers_hash
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.store import UserError
-from mmqk.tokenizers.files import tokenizers_hash
-from mmqk.tokenizers.text import TextTokenizer
 
 SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[2] / "data" / "tokenizers")
 

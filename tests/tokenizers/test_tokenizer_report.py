@@ -19,15 +19,15 @@ from data.build.tokenizer_report import (
     parser,
     token_statistics,
 )
-from mmqk.tokenizers.choice import Selection
-from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.files import ImageTokenizerConfig
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import open_source
-from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.train import _image_config
-from mmqk.tokenizers.train import parser as train_parser
-from mmqk.tokenizers.vq import psnr
+from mmqk.data.tokenizers.choice import Selection
+from mmqk.data.tokenizers.documents import Documents
+from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.train import _image_config
+from mmqk.data.tokenizers.train import parser as train_parser
+from mmqk.data.tokenizers.vq import psnr
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 
 from mmqk.data.tokenize import main as tokenize
+from mmqk.data.tokenizers.choice import Selection
+from mmqk.data.tokenizers.documents import Documents
+from mmqk.data.tokenizers.files import ImageTokenizerConfig, vocab_sizes_of
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.train import _image_config, main, parser, train_text
 from mmqk.data.tokens.folder import read_header
 from mmqk.store import cli_main, find_file
-from mmqk.tokenizers.choice import Selection
-from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.files import ImageTokenizerConfig, vocab_sizes_of
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import open_source
-from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.train import _image_config, main, parser, train_text
 
 WORDS = [
     "red",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmqk.data.shards.pairs import read_pairs, read_text
+from mmqk.data.tokenizers.choice import Selection, spread
+from mmqk.data.tokenizers.documents import Documents
+from mmqk.data.tokenizers.source import PairFolder, Tars, open_source
 from mmqk.data.tokens.worker import split_of
-from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
-from mmqk.tokenizers.choice import Selection, spread
-from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.source import PairFolder, Tars, open_source
 
 SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))
 

@@ -3,12 +3,12 @@ import sys
 import pytest
 import torch
 
+from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.train import main
 from mmqk.store import UserError, cli_main
-from mmqk.tokenizers.files import ImageTokenizerConfig
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import open_source
-from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.train import main
 
 SMALL = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
 
@@ -20,7 +20,7 @@ def arguments(data, out, *more: str) -> list[str]:
 
 def trained(data, seed: int = 0, steps: int = 2, **flags):
     pytest.importorskip("vector_quantize_pytorch")
-    from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
+    from mmqk.data.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
     images = [open_source(data / "pairs").split_images(split, 64) for split in ("train", "val")]
     flags = {
@@ -84,7 +84,7 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
 
 
 def test_training_lowers_the_error_on_what_it_sees(small_data):
-    from mmqk.tokenizers.vq import psnr
+    from mmqk.data.tokenizers.vq import psnr
 
     images = open_source(small_data / "pairs").split_images("train", 64).float() / 255
     few, more = (trained(small_data, steps=steps) for steps in (1, 30))

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, SPECIALS, vocab_sizes_of
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.store import UserError
-from mmqk.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, SPECIALS, vocab_sizes_of
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.text import TextTokenizer
 
 
 def test_specials_come_first_and_count_as_text(shipped: Path):

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.tokenizers.files import ImageTokenizerConfig
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import images_at_once
+from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import images_at_once
 
 pytest.importorskip("vector_quantize_pytorch")
 pytest.importorskip("lightning")
 
-from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer, vector_quantizer
+from mmqk.data.tokenizers.vq import VQTrainingConfig, train_image_tokenizer, vector_quantizer
 
 FLAGS = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
 LARGE = ImageTokenizerConfig(grid=16, codes=8192, code_dim=16, decoder_width=8, decoder_depth=1)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from mmqk.data.shards.manifest import MANIFEST, manifest_hash
+from mmqk.data.shards.pairs import IMAGE_SIZE, read_pairs, read_text
+from mmqk.data.tokenizers.files import read_config, tokenizers_hash
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.data.tokens.folder import (
     SPLITS,
@@ -23,11 +26,8 @@ from mmqk.data.tokens.folder import (
     read_header,
     tokens_hash,
 )
-from mmqk.shards.manifest import MANIFEST, manifest_hash
-from mmqk.shards.pairs import IMAGE_SIZE, read_pairs, read_text
 from mmqk.store import UserError, locked, new_folder
 from mmqk.store.files import writing
-from mmqk.tokenizers.files import read_config, tokenizers_hash
 
 FORMAT = 3
 

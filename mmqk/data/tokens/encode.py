@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.samples import EMPTY_DOCUMENT
+from mmqk.data.tokenizers.files import SPECIALS
 from mmqk.data.tokens.folder import layout_of
-from mmqk.shards.images import Dropped
-from mmqk.shards.samples import EMPTY_DOCUMENT
-from mmqk.tokenizers.files import SPECIALS
 
 IMAGES_A_BATCH = 64
 
@@ -38,8 +38,8 @@ class DocumentEncoder:
     """
 
     def __init__(self, tokenizers: Path, images: bool = True) -> None:
-        from mmqk.tokenizers.image import ImageTokenizer
-        from mmqk.tokenizers.text import TextTokenizer
+        from mmqk.data.tokenizers.image import ImageTokenizer
+        from mmqk.data.tokenizers.text import TextTokenizer
 
         self.layout = layout_of(tokenizers)
         self._text = TextTokenizer.load(tokenizers)

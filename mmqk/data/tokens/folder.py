@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.shards.manifest import sha256_file
+from mmqk.data.shards.manifest import sha256_file
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
-from mmqk.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 
 TOKENS = "tokens.json"
 FORMAT = 2

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from mmqk.data.shards.held_out import SHARE, default_share
+from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
+from mmqk.data.shards.samples import IMAGE_FIELDS, REASONS, Unread, count_unread, pair_of, printable
+from mmqk.data.shards.tars import TarIndex, expand, index_tar
+from mmqk.data.tokenizers.files import read_config
 from mmqk.data.tokens.encode import DocumentEncoder
-from mmqk.shards.held_out import SHARE, default_share
-from mmqk.shards.images import Dropped, load_image
-from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
-from mmqk.shards.samples import IMAGE_FIELDS, REASONS, Unread, count_unread, pair_of, printable
-from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.store import UserError, identity_hash, replacing
-from mmqk.tokenizers.files import read_config
 
 # A run ends with an error if more than this share of all samples is unusable. With LEAST_UNUSABLE or more unusable
 # samples it also ends if they are more than this share of the samples read so far. A single unusable sample is always
@@ -290,7 +290,7 @@ def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
         if len(new.index) != shard.samples:
             raise UserError(
                 f"shard {path} has {len(new.index)} samples, but the manifest lists {shard.samples}: write the"
-                f" manifest again with python -m mmqk.shards {folder}"
+                f" manifest again with python -m mmqk.data.shards {folder}"
             )
         if new.sha256 != shard.sha256:
             _save(replace(new, sha256=shard.sha256), cache)

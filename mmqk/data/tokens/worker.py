@@ -17,12 +17,10 @@ from typing import Any
 
 from PIL import Image
 
-from mmqk.data.tokens.encode import DocumentEncoder
-from mmqk.data.tokens.folder import SPLITS, TokenWriter
-from mmqk.shards.images import Dropped, Fit, load_image
-from mmqk.shards.lines import read_lines
-from mmqk.shards.manifest import sha256_file
-from mmqk.shards.samples import (
+from mmqk.data.shards.images import Dropped, Fit, load_image
+from mmqk.data.shards.lines import read_lines
+from mmqk.data.shards.manifest import sha256_file
+from mmqk.data.shards.samples import (
     OF_DROPPED,
     UNUSED,
     ReasonCounts,
@@ -32,9 +30,11 @@ from mmqk.shards.samples import (
     pair_of,
     text_of,
 )
-from mmqk.shards.tars import TarIndex, index_tar
+from mmqk.data.shards.tars import TarIndex, index_tar
+from mmqk.data.tokenizers.files import tokenizers_hash
+from mmqk.data.tokens.encode import DocumentEncoder
+from mmqk.data.tokens.folder import SPLITS, TokenWriter
 from mmqk.store import hash_fraction
-from mmqk.tokenizers.files import tokenizers_hash
 
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmqk.shards.held_out import default_share
-from mmqk.shards.images import Dropped
-from mmqk.shards.lines import read_lines
-from mmqk.shards.manifest import manifest_hash
-from mmqk.shards.pairs import read_text
-from mmqk.shards.samples import text_of
-from mmqk.shards.tars import expand
+from mmqk.data.shards.held_out import default_share
+from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.lines import read_lines
+from mmqk.data.shards.manifest import manifest_hash
+from mmqk.data.shards.pairs import read_text
+from mmqk.data.shards.samples import text_of
+from mmqk.data.shards.tars import expand
+from mmqk.data.tokenizers.choice import Selection, dropped_summary, spread, summary
 from mmqk.store import UserError, hash_fraction, identity_hash
-from mmqk.tokenizers.choice import Selection, dropped_summary, spread, summary
 
 
 class Documents:

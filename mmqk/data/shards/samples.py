@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmqk.shards.images import IMAGE_REASONS, Dropped
-from mmqk.shards.lines import LONGEST_LINE
+from mmqk.data.shards.images import IMAGE_REASONS, Dropped
+from mmqk.data.shards.lines import LONGEST_LINE
 
 EXAMPLES = 5
 LONGEST_SHOWN = 200  # characters of a name

@@ -8,8 +8,8 @@ from itertools import islice
 
 import numpy as np
 
-from mmqk.shards.images import Dropped
-from mmqk.shards.tars import TarIndex
+from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.tars import TarIndex
 from mmqk.store import hash_fraction
 
 SHARE = 0.01

@@ -1,13 +1,13 @@
-"""Write the manifest of your own shards: ``python -m mmqk.shards FOLDER``."""
+"""Write the manifest of your own shards: ``python -m mmqk.data.shards FOLDER``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mmqk.shards.manifest import MANIFEST, Manifest, Shard, sha256_file, write_manifest
-from mmqk.shards.pairs import pairs_of
-from mmqk.shards.samples import Unread, count_unread
-from mmqk.shards.tars import index_tar
+from mmqk.data.shards.manifest import MANIFEST, Manifest, Shard, sha256_file, write_manifest
+from mmqk.data.shards.pairs import pairs_of
+from mmqk.data.shards.samples import Unread, count_unread
+from mmqk.data.shards.tars import index_tar
 from mmqk.store import OneSentenceParser, UserError, check_regular, run_main
 from mmqk.store.files import writing
 
@@ -15,7 +15,7 @@ from mmqk.store.files import writing
 def main(argv: list[str] | None = None) -> int:
     """Write the manifest of a folder of WebDataset shards."""
     parser = OneSentenceParser(
-        prog="python -m mmqk.shards",
+        prog="python -m mmqk.data.shards",
         description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar.\n"
         "A sample is a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
     )

@@ -1,6 +1,6 @@
 """Convert images to codes and back with a vector-quantized autoencoder (van den Oord et al., 1711.00937).
 
-`mmqk.tokenizers.vq` trains it.
+`mmqk.data.tokenizers.vq` trains it.
 
 Shapes: B images, C channels, H height, W width, G grid side, N = G * G codes per image, V codes in the
 codebook, D code width.
@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mmqk.store import UserError
-from mmqk.tokenizers.files import (
+from mmqk.data.tokenizers.files import (
     FORMAT,
     IMAGE_FILE,
     METADATA_KEY,
@@ -28,6 +27,7 @@ from mmqk.tokenizers.files import (
     existing_file,
     read_config,
 )
+from mmqk.store import UserError
 
 # Largest number of distances from vectors to codes in memory at a time (64 MB).
 DISTANCES = 2**24
@@ -48,7 +48,7 @@ class ImageTokenizer(nn.Module):
     """
 
     def __init__(self, config: ImageTokenizerConfig) -> None:
-        from mmqk.tokenizers.autoencoder import Decoder, encoder  # timm takes seconds to import
+        from mmqk.data.tokenizers.autoencoder import Decoder, encoder  # timm takes seconds to import
 
         super().__init__()
         self.config = config

@@ -1,4 +1,4 @@
-"""Train the text and the image tokenizer on shards: `python -m mmqk.tokenizers.train`."""
+"""Train the text and the image tokenizer on shards: `python -m mmqk.data.tokenizers.train`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmqk.data.shards.held_out import SHARE, small_set_sentence
+from mmqk.data.tokenizers.choice import add_data_arguments, selection_of
+from mmqk.data.tokenizers.documents import Documents
+from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import Images, Source, Tars, open_source
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.progress import Progress
-from mmqk.shards.held_out import SHARE, small_set_sentence
 from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
 from mmqk.store.files import writing
-from mmqk.tokenizers.choice import add_data_arguments, selection_of
-from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import Images, Source, Tars, open_source
-from mmqk.tokenizers.text import TextTokenizer
 
 if TYPE_CHECKING:
-    from mmqk.tokenizers.vq import VQTrainingConfig
+    from mmqk.data.tokenizers.vq import VQTrainingConfig
 
 EPILOG = """\
 The text tokenizer is byte-level BPE. It is trained on captions and documents of the train split, half of the
@@ -38,9 +38,9 @@ them, with images of any size. A hash of the image decides which samples of tars
 captions are selected evenly from all shards, always the same ones. Dropped samples are counted by reason.
 
 examples:
-  python -m mmqk.tokenizers.train --overwrite
-  python -m mmqk.tokenizers.train --only image --codes 256 --steps 1000 --out my-tokenizers
-  python -m mmqk.tokenizers.train --shards 'path/{00000..00099}.tar' --text 'web/*.jsonl.gz' --image-size 256 \\
+  python -m mmqk.data.tokenizers.train --overwrite
+  python -m mmqk.data.tokenizers.train --only image --codes 256 --steps 1000 --out my-tokenizers
+  python -m mmqk.data.tokenizers.train --shards 'path/{00000..00099}.tar' --text 'web/*.jsonl.gz' --image-size 256 \\
       --grid 16 --codes 8192 --text-size 16384 --out my-tokenizers
 """
 
@@ -48,7 +48,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
-        prog="python -m mmqk.tokenizers.train",
+        prog="python -m mmqk.data.tokenizers.train",
         description="Train the text tokenizer and the image tokenizer of the joint vocabulary.",
         epilog=EPILOG,
     )
@@ -121,7 +121,7 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     import torch
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    from mmqk.tokenizers.vq import train_image_tokenizer
+    from mmqk.data.tokenizers.vq import train_image_tokenizer
 
     config, training = _image_config(args), _training_config(args)
     _quiet()
@@ -187,7 +187,7 @@ def _check(args: argparse.Namespace, wanted: list[str]) -> None:
         if path.exists() and not args.overwrite:
             raise UserError(f"{path} exists: give --overwrite to replace it or another --out.")
     if "image" in wanted:
-        from mmqk.tokenizers.vq import quantizer_class
+        from mmqk.data.tokenizers.vq import quantizer_class
 
         quantizer_class()
         _training_config(args)
@@ -214,7 +214,7 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
 
 
 def _training_config(args: argparse.Namespace) -> VQTrainingConfig:
-    from mmqk.tokenizers.vq import VQTrainingConfig
+    from mmqk.data.tokenizers.vq import VQTrainingConfig
 
     # A code describes a square of the image. Random shifts of up to half the side of a square move each outline to
     # every position within its square.

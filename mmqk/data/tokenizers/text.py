@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mmqk.data.tokenizers.files import TEXT_FILE, damaged, existing_file
 from mmqk.store import UserError
-from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
 
 BYTES = 256
 """Number of entries for single bytes, which every byte-level vocabulary has, so any text has ids."""

@@ -20,16 +20,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmqk.data.shards.held_out import default_share_of_tars
+from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.manifest import MANIFEST, load_manifest, manifest_hash
+from mmqk.data.shards.pairs import read_pairs
+from mmqk.data.shards.samples import NO_IMAGE, NO_LISTS, Unread, interleaved_of, pair_of
+from mmqk.data.shards.tars import TarIndex, expand, index_tar
+from mmqk.data.tokenizers.choice import Selection, dropped_summary, spread, summary
+from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.progress import track
-from mmqk.shards.held_out import default_share_of_tars
-from mmqk.shards.images import Dropped, load_image
-from mmqk.shards.manifest import MANIFEST, load_manifest, manifest_hash
-from mmqk.shards.pairs import read_pairs
-from mmqk.shards.samples import NO_IMAGE, NO_LISTS, Unread, interleaved_of, pair_of
-from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.store import UserError, hash_fraction, identity_hash
-from mmqk.tokenizers.choice import Selection, dropped_summary, spread, summary
-from mmqk.tokenizers.files import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from PIL import Image
 
-from mmqk.shards.images import Dropped, load_image
-from mmqk.shards.lines import read_lines
-from mmqk.shards.manifest import RESTORE, checked_shards
-from mmqk.shards.samples import json_of, pair_of, printable, text_of
-from mmqk.shards.tars import TarIndex, index_tar
+from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.lines import read_lines
+from mmqk.data.shards.manifest import RESTORE, checked_shards
+from mmqk.data.shards.samples import json_of, pair_of, printable, text_of
+from mmqk.data.shards.tars import TarIndex, index_tar
 from mmqk.store import UserError
 
 IMAGE_SIZE = 64

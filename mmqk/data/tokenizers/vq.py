@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchvision.utils import make_grid
 
+from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.source import images_at_once
 from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
-from mmqk.tokenizers.files import ImageTokenizerConfig
-from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.source import images_at_once
 
 SHOWN_IMAGES = 12
 LOG_EVERY = 50

@@ -9,8 +9,8 @@ from typing import get_args
 
 import numpy as np
 
-from mmqk.shards.held_out import SHARE
-from mmqk.shards.images import MAX_PIXELS, Fit
+from mmqk.data.shards.held_out import SHARE
+from mmqk.data.shards.images import MAX_PIXELS, Fit
 from mmqk.store import UserError, find_file
 
 
@@ -23,7 +23,7 @@ class Selection:
         captions: largest number of captions for the text tokenizer.
         characters: largest number of characters of documents for the text tokenizer.
         val_fraction: held-out share of the samples in tars and of the lines of JSON lines files; None for that of
-            `mmqk.shards.held_out`.
+            `mmqk.data.shards.held_out`.
         fit: how images of tars are made square: crop, pad or stretch.
         max_pixels: largest number of pixels of an image in a tar; larger images are dropped.
         caption_field: field that has the caption of a sample in a tar, as for `pair_of`.

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from braceexpand import braceexpand
 
-from mmqk.shards.samples import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread, printable
+from mmqk.data.shards.samples import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread, printable
 from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
