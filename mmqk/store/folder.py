@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
 # Seconds that an exiting process waits for another thread to finish writing the status.
 _WAIT_SECONDS = 5.0
-STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float, "lost": str}
+STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float}
 _CONFIG = {
     "model": dict,
     "loss": {"weights": {"*": float}},
@@ -70,14 +70,12 @@ class Status:
         step: optimizer steps done when the status was written.
         reason: one sentence, or empty.
         seconds: wall-clock seconds of training, over all resumes. They begin when the data are prepared.
-        lost: sentences on the numbers that were missing or changed at a resume, or empty. They are never removed.
     """
 
     status: str
     step: int = 0
     reason: str = ""
     seconds: float = 0.0
-    lost: str = ""
 
     @property
     def finished(self) -> bool:
@@ -104,7 +102,6 @@ def read_status(folder: Path) -> Status | None:
         record.get("step", 0),
         record.get("reason", ""),
         float(record.get("seconds", 0.0)),
-        record.get("lost", ""),
     )
 
 
@@ -155,7 +152,7 @@ class RunFolder:
             "new" if new else "finished" if before.finished else "resume"
         )
         self.stale = self.state == "finished" and not same_code(record.get("code"), code)
-        self._seconds_before, self._lost = before.seconds, before.lost
+        self._seconds_before = before.seconds
         self._began: float | None = None
         self._writing = threading.Lock()
 
@@ -247,21 +244,14 @@ class RunFolder:
 
     def _write_status(self, status: str, step: int, reason: str) -> None:
         trained = 0.0 if self._began is None else time.monotonic() - self._began
-        now = Status(status, int(step), reason, round(self._seconds_before + trained, 3), self._lost)
+        now = Status(status, int(step), reason, round(self._seconds_before + trained, 3))
         try:
             _write_status(self.path, now)
         except OSError:
             if status == "running":
                 raise
             # On a full disk the old status can still be overwritten in place.
-            _overwrite(self.path / STATUS_NAME, _record(now))
-
-    def mark_lost(self, sentences: Iterable[str]) -> None:
-        """Add sentences about missing numbers to the status; they are never removed."""
-        earlier = [part for part in self._lost.split("; ") if part]
-        self._lost = "; ".join(dict.fromkeys([*earlier, *sentences]))
-        now = self.status()
-        self.set_status(now.status, now.step, now.reason)
+            _overwrite(self.path / STATUS_NAME, asdict(now))
 
     def close(self) -> None:
         """Unlock the folder; a second call does nothing."""
@@ -286,14 +276,7 @@ def _finished(path: Path) -> bool:
 
 
 def _write_status(path: Path, status: Status) -> None:
-    write_json(path / STATUS_NAME, _record(status))
-
-
-def _record(status: Status) -> dict[str, Any]:
-    record = asdict(status)
-    if not status.lost:
-        del record["lost"]
-    return record
+    write_json(path / STATUS_NAME, asdict(status))
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
@@ -312,7 +295,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
         stored = read_status(path) or Status("running")
         if stored.status != "running" and (stored != before or stored.finished):
             return False
-        _write_status(path, Status(status, step, reason, stored.seconds, stored.lost))
+        _write_status(path, Status(status, step, reason, stored.seconds))
         return True
     except DamagedFile:
         return False

@@ -34,7 +34,6 @@ from mmqk.store import (
     read_status,
 )
 from mmqk.store.alarms import ALARMS_NAME
-from mmqk.store.missing import lost_alarms, lost_steps
 
 CUT = "a line of metrics.jsonl cannot be read"
 NO_METRICS = "metrics.jsonl is missing or has no readable line"
@@ -127,31 +126,9 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is missing or unusual in the run."""
-        cut = (CUT,) if self._columns.truncated and not self.lost else ()
-        empty = (NO_METRICS,) if self.status.step and not (self._columns.series or self.lost or cut) else ()
-        return (*self.remarks, *self.lost, *cut, *empty)
-
-    @cached_property
-    def lost(self) -> tuple[str, ...]:
-        """Sentences about missing metrics of a finished run.
-
-        A run that did not finish is not checked for gaps, because no verdict uses it.
-        """
-        sentences = [part for part in self.status.lost.split("; ") if part]
-        if self.status.finished and "trainer" in self.identity:  # mmqk.train writes one line per step
-            fork = self.identity.get("fork")
-            first = fork.get("step", 0) if isinstance(fork, Mapping) else 0
-            columns = self._columns
-            steps = lost_steps(columns.steps, first, self.status.step)
-            logged = {
-                (int(step), name.partition("/")[2]): float(value)
-                for name, series in columns.series.items()
-                if name.startswith("alarm/")
-                for step, value in zip(*series, strict=True)
-            }
-            sentences += [steps or (CUT if columns.truncated else "")]
-            sentences += [lost_alarms(logged, ((alarm.step, alarm.name) for alarm in self.alarms))]
-        return tuple(dict.fromkeys(filter(None, sentences)))
+        cut = (CUT,) if self._columns.truncated else ()
+        empty = (NO_METRICS,) if self.status.step and not (self._columns.series or cut) else ()
+        return (*self.remarks, *cut, *empty)
 
     @cached_property
     def tags(self) -> dict[str, Tag]:

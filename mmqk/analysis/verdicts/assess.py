@@ -23,7 +23,6 @@ from mmqk.analysis.verdicts.compared import (
     Compared,
     Outcomes,
     compare,
-    lost_of,
     measure,
     metric_value,
     middle,
@@ -37,7 +36,6 @@ from mmqk.analysis.verdicts.controls import (
     only_declared_differences,
     rates,
     regime_reached,
-    selection_runs_complete,
     within_bound,
 )
 from mmqk.analysis.verdicts.failures import EVENTS
@@ -120,7 +118,6 @@ def assess(study: Study, claim: Claim) -> Assessment:
         shown = paired_effect(treatment, control, None)
         if not shown:
             notes = []  # without an effect there is no bound
-        notes += [_without(outcomes.unmeasured)] if lost_of(compared.runs) else []
         return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
     # An arm without failures has no spread in time, so times of events have no pooled spread.
     spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, outcomes))
@@ -163,9 +160,7 @@ def _registered(compared: Compared) -> str:
             return f"{done} of {plural(members.planned, 'planned run')} of “{members.label}” finished."
     for members in compared.groups.values():
         if claim.seeds and members.seeds < claim.seeds:
-            return (
-                f"Registered for {plural(claim.seeds, 'seed')} per arm; “{members.label}” has {members.seeds}."
-            )
+            return f"Registered for {plural(claim.seeds, 'seed')} per arm; “{members.label}” has {members.seeds}."
         if claim.seeds and members.seeds > claim.max_seeds:
             return (
                 f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; “{members.label}” has "
@@ -221,7 +216,6 @@ def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
         "declared" not in unchecked and only_declared_differences(compared, bool(rate_note)),
         "seeds" not in unchecked and enough_seeds(compared),
         within_bound(compared.runs),
-        selection_runs_complete(compared),
         *rate_controls,
         (compared.claim.test == "count" or compared.claim.metric in EVENTS) and numerics_agree(compared),
     ]
@@ -237,7 +231,7 @@ def _counted(compared: Compared) -> Assessment:
         counted = [_counts(claim, run) for run in members.all]
         counts[name] = counted.count(True), len(counted)
         unmeasured += [
-            f"“{members.label}” seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
+            f"“{members.label}” seed {run.seed}"
             for run, one in zip(members.all, counted, strict=True)
             if one is None
         ]
@@ -267,11 +261,10 @@ def _predicted(compared: Compared) -> Assessment:
     counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
     controls = tuple(filter(None, [within_bound(runs), numerics_agree(compared)]))
     assessment = Assessment(claim, compared, None, None, medians, controls, counts=counts)
-    scores = [math.nan if run.lost else metric_value(run, claim.metric) for run in runs]
+    scores = [metric_value(run, claim.metric) for run in runs]
     if unmeasured := [run for run, score in zip(runs, scores, strict=True) if math.isnan(score)]:
         named = listed([f"{run.arm} seed {run.seed}" for run in unmeasured])
-        lost = f" ({lost_of(unmeasured)})" if lost_of(unmeasured) else ""
-        return replace(assessment, open=f"Without a value: {named}{lost}.")
+        return replace(assessment, open=f"Without a value: {named}.")
     effect = auroc(scores, [failed[run.name] for run in runs], [run.arm for run in runs])
     why = f"{capital(effect.why)}." if effect.why else ""
     if math.isnan(effect.value):
@@ -284,8 +277,6 @@ def _counts(claim: Claim, run: Run) -> bool | None:
     """Return whether the run diverged or its metric reached `at_least` of the claim; None if it was not measured.
 
     If the metric has an exact value for diverged runs, only this value decides whether a diverged run counts."""
-    if run.lost:
-        return None
     metric, _ = find_metric(claim.metric)
     exact = isinstance(metric, Metric) and metric.counts_failures and not math.isnan(claim.at_least)
     if run.status.status == "diverged" and not exact:

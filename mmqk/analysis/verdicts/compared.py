@@ -120,11 +120,6 @@ def _forked(a: Run, b: Run) -> bool:
     return fork.get("parent") == parent.name
 
 
-def lost_of(runs: Iterable[Run]) -> str:
-    """Return a text about the missing metrics of these runs; empty if none are missing."""
-    return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
-
-
 @once_per_run
 def metric_value(run: Run, name: str) -> float:
     """Return a metric of a run."""
@@ -141,10 +136,6 @@ def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
     for key, members in groups.items():
         outcomes.values[key], outcomes.raw[key] = {}, []
         for seed, runs in sorted(members.runs.items()):
-            if lost := lost_of(runs):
-                outcomes.raw[key].append(math.nan)
-                outcomes.unmeasured.append(f"“{members.label}” seed {seed} ({lost})")
-                continue
             if isinstance(metric, FamilyMetric):
                 measured = metric.measured(runs, modality, [arm.point for arm in members.arms])
             else:

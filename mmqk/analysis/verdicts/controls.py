@@ -15,7 +15,7 @@ from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained,
 from mmqk.analysis.metrics.rates import RATE, learning_rate
 from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.runs.replays import replay_verdicts
-from mmqk.analysis.verdicts.compared import Compared, Group, lost_of, metric_value
+from mmqk.analysis.verdicts.compared import Compared, Group, metric_value
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import CHECKS
@@ -247,10 +247,6 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
         runs = [run for a in study.arms_of(arm, control.at) for run in study.finished(a.name)]
         values = [_reached(control, metric, run, modality) for run in runs]
         median = float(np.median(values)) if values else math.nan
-        if lost := lost_of(runs):
-            passed = False
-            details.append(f"{study.label(arm)} has a run with missing numbers ({lost})")
-            continue
         passed = passed and (median >= control.at_least if reached else median < control.at_least)
         which = "median " if len(values) > 1 else ""
         details.append(
@@ -336,9 +332,3 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]
         else "the selection runs distinguish the learning rate of the treatment from that of the control"
     )
     return [Control("learning rates differ by more than chance", not close, detail)]
-
-
-def selection_runs_complete(compared: Compared) -> Control | None:
-    """Return a failed check if numbers of the selection runs are missing, else None."""
-    lost = lost_of(run for arm in compared.arms for run in compared.study.selection(arm))
-    return Control("selection runs are complete", False, lost) if lost else None

@@ -13,7 +13,6 @@ import torch
 from mmqk.checkpoint import CheckpointError, check_run, read_checkpoint
 from mmqk.store import MetricsWriter, RunFolder, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoints_in, set_aside, step_of, strays_in
-from mmqk.store.missing import DAMAGED_SUFFIX, RECORDS, examine
 from mmqk.training.loop.lightning_private import raised_by_loading
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
     step = step_of(found) if found is not None else 0
     for partial in folder.checkpoints.glob(f"*{PARTIAL_SUFFIX}"):
         partial.unlink()
-    if step > first_step:
-        _examine(folder, first_step, step, content)
     if folder.metrics_path.exists():
         writer = MetricsWriter(folder.metrics_path)
         # The resumed run logs the values of its first step again.
@@ -59,27 +56,6 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
             file=sys.stderr,
         )
     return found
-
-
-def _examine(folder: RunFolder, first_step: int, step: int, content: dict[str, Any]) -> None:
-    """Print which metrics and alarms are missing up to the checkpoint, and mark the run in status.json."""
-    recorded = content["callbacks"].get("Checkpoints") or {}
-    try:
-        lost = examine(folder.path, first_step, step, recorded.get("written"))
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}): move it away.") from error
-    if before := recorded.get("lost"):  # status.json may have been removed since
-        folder.mark_lost(before.split("; "))
-    if lost:
-        folder.mark_lost(lost)
-        print(
-            f"{folder.path}: {' and '.join(lost)}. The run continues and is marked in status.json, and no"
-            " verdict uses it: train it with another --out to get these numbers.",
-            file=sys.stderr,
-        )
-    for name in RECORDS:
-        if (folder.path / f"{name}{DAMAGED_SUFFIX}").exists():
-            print(f"Damaged lines are kept in {folder.path / name}{DAMAGED_SUFFIX}.", file=sys.stderr)
 
 
 def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Path | None, dict[str, Any]]:

@@ -16,9 +16,8 @@ from mmqk.config.training import CheckpointConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import first_of_ranks
 from mmqk.monitors.training_run.bad_site import first_bad_state
-from mmqk.store import DivergenceRule, UserError, read_status
+from mmqk.store import DivergenceRule, UserError
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
-from mmqk.store.missing import Written
 from mmqk.training.loop.resume import check_restored
 from mmqk.training.step.module import StepRecord, TrainingModule
 
@@ -200,15 +199,7 @@ class Checkpoints(L.Callback):
 
     def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
         self.folder, self.config, self.step_log = folder, config, step_log
-        self.saved, self._written = -1, Written(folder.parent)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the lengths and hashes of the record files, which a resume checks, and `Status.lost`."""
-        lost = ""
-        with contextlib.suppress(UserError):  # the resume reports a damaged file
-            status = read_status(self.folder.parent)
-            lost = status.lost if status is not None else ""
-        return {"written": self._written.now(), "lost": lost}
+        self.saved = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved = trainer.global_step
