@@ -90,7 +90,6 @@ def main(argv: list[str] | None = None) -> int:
         lambda: plan_of_run(replayed, out, resolver, ReplayRule()) if replayed else plan(grid, out, resolver),
         resolver.threads,
         options.slice,
-        options.rerun_stale,
         only,
     )
     session.look()
@@ -276,11 +275,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=[],
         metavar="FIELD=VALUE",
         help="add an arm that sets this field, with the name given by --only; repeat the flag for several fields",
-    )
-    parser.add_argument(
-        "--rerun-stale",
-        action="store_true",
-        help="train finished runs of another code version again; the old runs move to OUT/stale",
     )
     return parser.parse_args(with_configs(sys.argv[1:] if argv is None else argv, GRIDS))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from mmqk.grid.record import read_ablation
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, find_runs, run_main
 from mmqk.store.files import parse_json, read_regular
-from mmqk.store.pack import FEW_DIGITS, FILES, packed_runs, write_pack
+from mmqk.store.pack import FEW_DIGITS, FILES, write_pack
 
 REQUIRED = ("run.json", "status.json", "metrics.jsonl")  # each run of a grid has these files
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _damaged(folder: Path, required: Sequence[str]) -> list[str]:
     """Return the files of the packed runs that cannot be read, and the required files that are missing."""
     names = []
-    for path in (run / file for run in packed_runs(folder) for file in FILES):
+    for path in (run / file for run in find_runs(folder) for file in FILES):
         if not path.exists():
             names += [f"{path.relative_to(folder).as_posix()} (missing)"] if path.name in required else []
             continue

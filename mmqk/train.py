@@ -104,8 +104,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     with RunFolder.open(run.out, run.identity, details) as folder, ENDING.of(folder):
         if folder.state == "finished":
             status = folder.status()
-            stale = "; its code has changed since" if folder.stale else ""
-            print(f"{run.out} is {status.status} at step {status.step}{stale}: nothing to train.", flush=True)
+            print(f"{run.out} is {status.status} at step {status.step}: nothing to train.", flush=True)
             return 0
         if resolved is not None and not run.quiet:
             print(describe(resolved), flush=True)

@@ -31,8 +31,8 @@ import mmqk.training.loop.memory
 import mmqk.training.loop.processes
 import mmqk.training.loop.step_log
 import mmqk.training.step.module
-from mmqk.store import code_hash
+from mmqk.store import code_version
 
 # Hash the code now: runs execute the code imported here, even if the files change later.
-code_hash()
+code_version()
 mmqk.config.build_parser()

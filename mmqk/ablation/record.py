@@ -1,4 +1,4 @@
-"""Write ablation.json, which lists the runs of a folder, and move runs of another code version to ``stale``."""
+"""Write ablation.json, which lists the runs of a folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from mmqk.ablation.resolver import Plan
 from mmqk.grid.claims import claims_hash
 from mmqk.grid.grid import Grid
 from mmqk.grid.record import ABLATION_NAME, read_ablation
-from mmqk.store import FolderLock, UserError, locked, new_folder, read_run, read_status, write_json
+from mmqk.store import UserError, locked, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
 from mmqk.store.pack import unpacked
 
 LOCK_NAME = "ablation.lock"
-STALE = "stale"
 
 
 def check_out(out: Path, grid: Grid) -> None:
@@ -123,34 +122,3 @@ def _registered(record: dict[str, Any]) -> str:
     """Return the hash of the claims at their first registration. If the record does not have this hash, compute it
     from its claims."""
     return record.get("registered") or claims_hash(record["grid"])
-
-
-def code_of(folder: Path) -> str:
-    """Return the hash of the code that trained a run."""
-    return str((read_run(folder) or {}).get("code"))
-
-
-def set_aside(folder: Path, out: Path) -> Path | None:
-    """Move a run to ``out/stale/<hash of its code>/…`` and return the new path. If another process is training the
-    run, do not move it and return None.
-
-    The new path is four levels below ``out``; the analysis does not search for runs at this depth.
-    """
-    inside = folder.relative_to(out)
-    place = out / STALE / code_of(folder).replace("+", "-") / inside
-    number = 2
-    while place.exists():
-        place = place.with_name(f"{inside.name}.{number}")
-        number += 1
-    try:
-        lock = FolderLock(folder)
-    except UserError:
-        return None
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        folder.rename(place)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be moved to {place} ({error.strerror})") from error
-    finally:
-        lock.release()
-    return place

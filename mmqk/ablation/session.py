@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmqk.ablation.record import code_of, set_aside, write_record
+from mmqk.ablation.record import write_record
 from mmqk.ablation.resolver import BlockedJob, Plan, checkpoint_of
 from mmqk.ablation.task import Task, TaskOutcome, standing
 from mmqk.grid.grid import Grid
-from mmqk.store import UserError, code_hash, is_locked, same_code
-
-NAMED = 6
+from mmqk.store import UserError
 
 
 @dataclass
@@ -25,11 +23,9 @@ class Session:
         threads: CPU threads per run, written to ablation.json.
         part: (k, n): train part k of n parts of the grid; k is from 1 to n.
         only: names of the arms to train, with or without the values of their axes; if empty, all arms.
-        rerun_stale: train finished runs again if another version of the code trained them.
 
     Attributes:
         plan: the newest plan.
-        moved: sentences about runs moved to ``stale``.
         error: the error that stopped the planning.
     """
 
@@ -38,15 +34,9 @@ class Session:
     make: Callable[[], Plan]
     threads: int = 1
     part: tuple[int, int] = (1, 1)
-    rerun_stale: bool = False
     only: frozenset[str] = frozenset()
     plan: Plan = field(default_factory=Plan)
-    moved: list[str] = field(default_factory=list)
     error: UserError | None = None
-    _seen: set[Path] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.code = code_hash()
 
     def look(self) -> None:
         """Plan without writing files."""
@@ -60,8 +50,6 @@ class Session:
             UserError: an error in the grid, or a folder that cannot be written.
         """
         self.plan = write_record(self.out, self.grid, self.make, self.threads)
-        while self.rerun_stale and self._set_aside():
-            self.plan = write_record(self.out, self.grid, self.make, self.threads)
         on = {folder for wait in self.waiting for folder in wait.on}
         # Also train the runs of other parts that this part needs, because perhaps no other process trains them.
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
@@ -102,39 +90,11 @@ class Session:
         return outcomes | {w.task: TaskOutcome(status[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
-        """Return sentences about runs of another code version, about moved runs, and about selected learning rates
-        that are the smallest or largest one tried."""
-        stale = [task.name for task in self.tasks if self._stale(task)]
-        sentences = []
-        if stale:
-            runs = "1 finished run was" if len(stale) == 1 else f"{len(stale)} finished runs were"
-            more = f" and {len(stale) - NAMED} more" if len(stale) > NAMED else ""
-            sentences = [
-                f"{runs} trained by another version of the code (--rerun-stale trains them again):"
-                f" {', '.join(stale[:NAMED])}{more}"
-            ]
+        """Return a sentence for each selected learning rate that is the smallest or largest one tried."""
         mine = {task.arm for task in self.tasks}
-        edges = [choice.edge for choice in self.plan.choices if choice.edge and choice.arm in mine]
-        return [*sentences, *self.moved, *edges]
+        return [choice.edge for choice in self.plan.choices if choice.edge and choice.arm in mine]
 
     def _mine(self, task: Task) -> bool:
         k, n = self.part
         named = not self.only or bool({task.arm, task.entry.get("family")} & self.only)
         return named and task.part % n == k - 1
-
-    def _stale(self, task: Task) -> bool:
-        return standing(task).finished and not same_code(code_of(task.folder), self.code)
-
-    def _set_aside(self) -> bool:
-        """Move finished runs that another version of the code trained to ``stale``; return whether any were moved."""
-        moved = False
-        for task in self.tasks:
-            # The code may change during a session: do not move runs that this session started.
-            new = task.folder not in self._seen
-            self._seen.add(task.folder)
-            if new and self._stale(task) and not is_locked(task.folder):
-                place = set_aside(task.folder, self.out)
-                if place is not None:
-                    self.moved.append(f"{task.name}: trained by another version of the code, kept in {place}")
-                    moved = True
-        return moved

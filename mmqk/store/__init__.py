@@ -11,7 +11,7 @@ from mmqk.store.alarms import (
     read_alarms,
     truncate_alarms,
 )
-from mmqk.store.code import code_hash, same_code
+from mmqk.store.code import code_version
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,

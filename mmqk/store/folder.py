@@ -1,6 +1,6 @@
 """The run folder: its lock, the identity of its run, and the status of that run.
 
-run.json        identity, its hash, the code's hash, details (versions, command, resolved config)
+run.json        identity, its hash, the code's version, details (versions, command, resolved config)
 status.json     status, step, reason, seconds
 metrics.jsonl   one line per step (`mmqk.store.metrics`)
 config.yaml     the resolved configuration, for readers
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mmqk.store.code import code_hash, same_code
+from mmqk.store.code import code_version
 from mmqk.store.errors import UserError
 from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json, writing
 from mmqk.store.identity import differing_fields, flatten, identity_hash
@@ -139,10 +139,9 @@ class RunFolder:
         path: the folder.
         id: hash of the identity.
         state: "new"; "resume" if the run was interrupted, failed or killed; "finished" if completed or diverged.
-        stale: whether the run is finished and its code differs from the current code (`mmqk.store.code`).
     """
 
-    def __init__(self, path: Path, lock: FolderLock, record: Mapping[str, Any], new: bool, code: str):
+    def __init__(self, path: Path, lock: FolderLock, record: Mapping[str, Any], new: bool):
         self.path = path
         self._lock = lock
         self.record = dict(record)
@@ -151,7 +150,6 @@ class RunFolder:
         self.state: Literal["new", "resume", "finished"] = (
             "new" if new else "finished" if before.finished else "resume"
         )
-        self.stale = self.state == "finished" and not same_code(record.get("code"), code)
         self._seconds_before = before.seconds
         self._began: float | None = None
         self._writing = threading.Lock()
@@ -177,7 +175,7 @@ class RunFolder:
             try:
                 # Check again under the lock: another process may have written before this process took the lock.
                 record = _check(path, identity)
-                code, new = code_hash(), record is None
+                code, new = code_version(), record is None
                 if record is None:
                     record = {
                         "id": identity_hash(identity),
@@ -194,7 +192,7 @@ class RunFolder:
                     write_json(path / RUN_NAME, record)
                 for leftover in filter(is_temporary, path.iterdir()):
                     leftover.unlink(missing_ok=True)
-                return cls(path, lock, record, new, code)
+                return cls(path, lock, record, new)
             except BaseException:
                 lock.release()
                 raise

@@ -66,7 +66,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> None:
     content: dict[str, bytes] = {}
     if (folder / ABLATION).exists():
         content[ABLATION] = _without_paths(read_regular(folder / ABLATION), "grid", "base")
-    for run in packed_runs(folder):
+    for run in find_runs(folder):
         name = run.relative_to(folder).as_posix()
         for file in FILES:
             if (run / file).exists():
@@ -90,11 +90,6 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> None:
         archive.writestr(zipfile.ZipInfo(TAR, _DATE), runs.getvalue(), zipfile.ZIP_LZMA)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, packed.getvalue())
-
-
-def packed_runs(folder: Path) -> list[Path]:
-    """Return the runs under ``folder`` that a pack has: all except those in its folder ``stale``."""
-    return [run for run in find_runs(folder) if not run.relative_to(folder).as_posix().startswith("stale/")]
 
 
 def _without_paths(content: bytes, *keys: str) -> bytes:

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 import mmqk.ablate as ablate
-import mmqk.ablation.session as session
 from mmqk.grid.claims import claims_hash
 from mmqk.store import identity_hash, read_status
 
@@ -99,19 +98,6 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(toy, tmp_path, capsys):
     assert toy("--dry-run") == 0
     assert capsys.readouterr().out.count("waiting") == 3
     assert {p.name for p in tmp_path.iterdir()} == before
-
-
-def test_finished_runs_of_other_code_are_reported(toy, capsys, monkeypatch):
-    assert toy() == 0
-    assert "another version" not in capsys.readouterr().out
-    monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
-    assert toy() == 0
-    said = (
-        "3 finished runs were trained by another version of the code (--rerun-stale trains them again): good"
-    )
-    assert said in capsys.readouterr().out
-    assert toy("--dry-run") == 0
-    assert said in capsys.readouterr().out
 
 
 def test_an_unknown_field_is_refused_with_its_arm_before_anything_is_written(toy, tmp_path, capsys):

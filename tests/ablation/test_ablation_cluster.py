@@ -10,12 +10,11 @@ import pytest
 
 import mmqk.ablation.pool as pools
 from mmqk import ablate
-from mmqk.ablation import session
 from mmqk.ablation.devices import cores, gpus
 from mmqk.ablation.estimate import time_left
 from mmqk.ablation.pool import Pool
 from mmqk.ablation.task import Task, TaskOutcome
-from mmqk.store import RunFolder, identity_hash, read_json, read_status
+from mmqk.store import RunFolder, identity_hash, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"
 GRID = HEAD + "seeds: [0, 1]\narms: {a: {set: {size: 2}}, b: {set: {size: 3}}, c: {set: {size: 4}}}\n"
@@ -126,29 +125,6 @@ def test_minutes_stop_the_runs_in_order_and_the_next_call_goes_on(world, tmp_pat
         (path / "let-go").touch()
     assert world("--max-minutes", "5", grid=grid) == 0
     assert len(finished("runs/toy")) == 6
-
-
-def test_runs_of_other_code_are_made_again_and_the_old_ones_kept(world, tmp_path, capsys, monkeypatch):
-    assert world(grid=GRID) == 0
-    old = {p.relative_to("runs/toy"): p.read_bytes() for p in Path("runs/toy").glob("*/seed*/run.json")}
-    code = read_json(tmp_path / "runs/toy" / next(iter(old)))["code"]
-    monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
-    capsys.readouterr()
-    assert world(grid=GRID) == 0
-    said = capsys.readouterr().out
-    assert "6 finished runs were trained by another version" in said and "0 to train" in said
-    assert set(finished("runs/toy").values()) == {1}
-    assert world("--rerun-stale", grid=GRID) == 0
-    said = capsys.readouterr().out
-    assert "6 to train" in said and said.count("kept in runs/toy/stale/") == 6
-    for name, content in old.items():
-        assert (tmp_path / "runs/toy/stale" / code / name).read_bytes() == content
-        assert (tmp_path / "runs/toy" / name).exists()
-    # Runs of `fake_train` record the hash of the real code. The hash is computed once per call, so a source file that
-    # changes during a call does not change it.
-    assert not list(Path("runs/toy/stale", code).glob("*/seed*.2"))
-    assert world("--rerun-stale", grid=GRID) == 0
-    assert len(list(Path("runs/toy/stale", code).glob("*/seed*.2/run.json"))) == 6
 
 
 def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):

@@ -12,9 +12,8 @@ from mmqk.report.__main__ import main
 from mmqk.report.findings import cannot_tell, finding
 from mmqk.report.page import write_report
 from mmqk.store import UserError
-from mmqk.store.code import EQUIVALENT
 from tests.analysis.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
-from tests.analysis.test_analysis_claims import BASIC, POSITIVE, passed, study
+from tests.analysis.test_analysis_claims import BASIC, POSITIVE
 
 UNLEARNED = {"text": 5.58, "image": 5.48}
 NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNED) for arm in ("mixed", "mixed-qk")}
@@ -224,19 +223,6 @@ def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(
     found = check(sweep(tmp_path / "nowhere", (UNLEARNED, UNLEARNED)), LEARNED)
     assert not found.passed and "was not learned in 3 of 3" in found.detail
     assert check(sweep(tmp_path / "everywhere", (learned, learned)), LEARNED).passed
-
-
-def test_runs_of_equivalent_code_are_compared_and_others_are_not(tmp_path):
-    """The hashes on one line of equivalent_code.txt are those of code versions with equal golden runs."""
-    first, *others = next(line for line in EQUIVALENT.read_text().splitlines() if line[:1] != "#").split()
-    for name, code, passes in (("same", others[-1], True), ("other", "0123456789", False)):
-        made = study(tmp_path / name, {"a": Planted(20), "b": Planted(10)}, [BASIC])
-        for run in made.runs:
-            path = run.path / "run.json"
-            record = json.loads(path.read_text()) | {"code": first if run.arm == "a" else code}
-            path.write_text(json.dumps(record))
-        found = judge(load_study(made.folder))[0]
-        assert passed(found)["arms differ only as declared"] == passes
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -1,10 +1,8 @@
 """Golden runs: nine short runs whose losses, norms and logits are compared with stored values.
 
 ``python -m tests.golden`` (`make golden`) trains the runs and compares them with the stored values. ``--write``
-stores the current values. If all runs are equal, ``--equivalent HASH`` lists HASH in
-``mmqk/store/equivalent_code.txt`` as equivalent to the current code. On a platform with stored digests every value
-must be equal, bit for bit. On another platform, where kernels sum in another order, losses, norms and logits may
-differ by `TOLERANCE`.
+stores the current values. On a platform with stored digests every value must be equal, bit for bit. On another
+platform, where kernels sum in another order, losses, norms and logits may differ by `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.ids import main as write_ids
-from mmqk.store import code_hash, read_metrics
-from mmqk.store.code import EQUIVALENT
+from mmqk.store import read_metrics
 from mmqk.train import main as train
 
 HERE = Path(__file__).parent
@@ -161,13 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     """Train the runs and compare them with the stored values; return 1 if a value differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the current values")
-    parser.add_argument(
-        "--equivalent", metavar="HASH", help="list this code hash as equivalent if all runs are equal"
-    )
     parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"some of {', '.join(RUNS)} (default: all)")
     args = parser.parse_args(argv)
-    if args.equivalent and (args.write or set(args.runs) != set(RUNS)):
-        parser.error("--equivalent needs all runs and no --write")
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"platforms": [], "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder))
@@ -185,14 +177,6 @@ def main(argv: list[str] | None = None) -> int:
         for line in lines[:10]:
             print(f"    {line}")
         failed += bool(lines)
-    if args.equivalent:
-        if failed or set(new) - set(digests):
-            print(f"not listed: {args.equivalent} is equivalent only if all runs are equal bit for bit")
-            return 1
-        line = f"{args.equivalent} {code_hash()}\n"
-        if line not in EQUIVALENT.read_text():
-            with EQUIVALENT.open("a") as file:
-                file.write(line)
     return 1 if failed else 0
 
 

@@ -210,7 +210,7 @@ def resume(folder: Path) -> None:
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             identity = {"seed": 0}
         try:
-            with patch("mmqk.store.folder.code_hash", return_value="c0de"):
+            with patch("mmqk.store.folder.code_version", return_value="c0de"):
                 RunFolder.open(path, identity, {}).close()
         except UserError as error:
             assert str(path) in str(error)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmqk.store import RunFolder, UserError, is_locked, mark_ended, read_status
+from mmqk.store import RunFolder, UserError, code, is_locked, mark_ended, read_status
 
 IDENTITY = {"model": {"d_model": 64}, "optim": {"lr": 0.01}, "seed": 0}
 
@@ -18,7 +18,7 @@ def snapshot(folder):
 
 
 def open_run(path, identity=IDENTITY, code="c0de"):
-    with patch("mmqk.store.folder.code_hash", return_value=code):
+    with patch("mmqk.store.folder.code_version", return_value=code):
         return RunFolder.open(path, identity, {"command": "test"})
 
 
@@ -45,7 +45,7 @@ time.sleep(60)
 
 def test_a_new_folder_gets_its_record(tmp_path):
     with open_run(tmp_path / "a" / "b") as run:
-        assert run.state == "new" and not run.stale
+        assert run.state == "new"
         record = json.loads((run.path / "run.json").read_text())
         assert record == {
             "id": run.id,
@@ -71,10 +71,8 @@ def test_what_the_same_command_finds(tmp_path, status, state):
     with open_run(tmp_path / "r", code="a") as run:
         run.set_status(status, 12, "because")
     with open_run(tmp_path / "r", code="a") as again:
-        assert again.state == state and not again.stale
+        assert again.state == state
         assert (again.status().step, again.status().reason) == (12, "because")
-    with open_run(tmp_path / "r", code="b") as other_code:
-        assert other_code.stale == (state == "finished")
 
 
 def test_seconds_of_training_add_up_over_resumes_without_the_time_before_it(tmp_path, monkeypatch):
@@ -272,3 +270,19 @@ def test_an_unreadable_status_is_refused(tmp_path):
                 read_status(run.path)
         (run.path / "status.json").unlink()
         assert read_status(run.path) is None
+
+
+def test_the_version_of_the_code_is_the_commit_and_names_a_change(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+    monkeypatch.setattr(code, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    clean = code.code_version.__wrapped__()
+    assert len(clean) == 10 and head.startswith(clean)
+    (tmp_path / "a.py").write_text("2")
+    assert code.code_version.__wrapped__() == f"{clean}-dirty"

@@ -19,7 +19,7 @@ from mmqk.analysis.verdicts.compared import Compared, Group, metric_value
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import CHECKS
-from mmqk.store import AlarmConfig, differing_fields, flatten, same_code
+from mmqk.store import AlarmConfig, differing_fields, flatten
 
 BOUND_SLACK = 1.01
 # Identity fields with the order of the modalities of the dial (the synthetic source), and with the vocabulary sizes.
@@ -107,7 +107,7 @@ def _learning(run: Run, modality: str) -> str:
 
 
 def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:
-    """Check that both arms ran the same code and that the runs of a seed differ only in fields that the grid sets.
+    """Check that the runs of a seed differ only in fields that the grid sets.
 
     A field that follows from these fields may differ too (`_follows`). Runs that do not differ at all fail the check.
 
@@ -116,8 +116,6 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
         rates_chosen: whether selection runs chose a learning rate for each arm.
     """
     name = CHECKS["declared"]
-    if not all(same_code(compared.runs[0].code, run.code) for run in compared.runs):
-        return Control(name, False, "the runs were made by different versions of the code")
     if unread := [run.name for run in compared.runs if not run.identity]:
         why = f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json"
         return Control(name, False, why)
