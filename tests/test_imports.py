@@ -113,7 +113,7 @@ LAB = (
 )
 RULES = {
     "ranges": Rule(("mmqk.ranges",), mmqk=("mmqk.ranges",), stdlib_only=True),
-    "store": Rule(("mmqk.store",), mmqk=("mmqk.store", "mmqk.ranges"), stdlib_only=True),
+    "store": Rule(("mmqk.store",), mmqk=("mmqk.store", "mmqk.ranges"), never=("torch", "numpy"), absent=LAB),
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model", "mmqk.ranges"), absent=LAB),
     "monitors": Rule(
         ("mmqk.monitors",),

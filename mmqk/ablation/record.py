@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from mmqk.ablation.resolver import Plan
 from mmqk.grid.claims import claims_hash
 from mmqk.grid.grid import Grid
 from mmqk.grid.record import ABLATION_NAME, read_ablation
-from mmqk.store import UserError, locked, new_folder, read_run, read_status, write_json
+from mmqk.store import UserError, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
 from mmqk.store.pack import unpacked
 
@@ -47,7 +49,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        with locked(out / LOCK_NAME):
+        with FileLock(out / LOCK_NAME):
             first = read_ablation(out) or {}
             plan = make()
             now = claims_hash(grid.raw)
@@ -90,7 +92,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     new: list[str] = []
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        with locked(out / LOCK_NAME):
+        with FileLock(out / LOCK_NAME):
             first = read_ablation(out)
             begun = first is None and any(out.glob("*/*/run.json"))
             for name in dict.fromkeys(run["folder"] for run in packed["runs"]):

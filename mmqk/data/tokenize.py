@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from PIL import Image
 
 from mmqk.data.shards.held_out import SHARE, default_share, default_share_of_tars, small_set_sentence
@@ -31,7 +32,6 @@ from mmqk.store import (
     UserError,
     find_file,
     hash_fraction,
-    locked,
     read_json,
     run_main,
     write_json,
@@ -222,8 +222,8 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
     unfinished.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(unfinished / "lock", wait=False))
-        except BlockingIOError:
+            stack.enter_context(FileLock(unfinished / "lock", timeout=0))
+        except Timeout:
             raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
         begun = read_json(unfinished / OPTIONS, advice=BEGIN_AGAIN)
         if begun is None:

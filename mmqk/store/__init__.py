@@ -1,4 +1,4 @@
-"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Uses only the standard library."""
+"""Read and write run folders: identity, lock, status, metrics, tags, alarms. Imports neither torch nor numpy."""
 
 # ruff: noqa: F401
 from mmqk.store.alarms import (
@@ -49,7 +49,7 @@ from mmqk.store.identity import (
     hash_fraction,
     identity_hash,
 )
-from mmqk.store.lock import FolderLock, is_locked, locked
+from mmqk.store.lock import is_locked
 from mmqk.store.metrics import MetricsWriter, last_metrics, read_metrics
 from mmqk.store.shipped import GRIDS, find_file, named_config, with_configs
 from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag

@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock
+
 from mmqk.store.code import code_version
 from mmqk.store.errors import UserError
 from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json, writing
 from mmqk.store.identity import differing_fields, flatten, identity_hash
-from mmqk.store.lock import LOCK_NAME, FolderLock
+from mmqk.store.lock import LOCK_NAME, lock_folder
 from mmqk.store.metrics import METRICS_NAME
 
 RUN_NAME, STATUS_NAME, LOG_NAME = "run.json", "status.json", "train.log"
@@ -141,7 +143,7 @@ class RunFolder:
         state: "new"; "resume" if the run was interrupted, failed or killed; "finished" if completed or diverged.
     """
 
-    def __init__(self, path: Path, lock: FolderLock, record: Mapping[str, Any], new: bool):
+    def __init__(self, path: Path, lock: FileLock, record: Mapping[str, Any], new: bool):
         self.path = path
         self._lock = lock
         self.record = dict(record)
@@ -171,7 +173,7 @@ class RunFolder:
         _check(path, identity)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(path)
+            lock = lock_folder(path)
             try:
                 # Check again under the lock: another process may have written before this process took the lock.
                 record = _check(path, identity)
@@ -286,7 +288,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
     equals ``before``, the process did not write it, so it is replaced unless the run is finished.
     """
     try:
-        lock = FolderLock(path)
+        lock = lock_folder(path)
     except UserError:
         return False
     try:

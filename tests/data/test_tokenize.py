@@ -755,7 +755,7 @@ def test_two_at_once(run: Any, shards: Path) -> None:
     refused(run, *pattern(shards))
     lock = shards.parent / "out/unfinished/lock"
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, sys\nf = open(sys.argv[1], 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
+        [sys.executable, "-c", "import filelock, sys\nf = filelock.FileLock(sys.argv[1])\nf.acquire()\n"
          "print('held', flush=True)\nsys.stdin.read()", str(lock)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

@@ -73,15 +73,3 @@ def test_a_reader_that_goes_away_leaves_no_traceback(lines):
     child.stdout.close()
     assert child.stderr.read() == b""
     assert child.wait() == 141
-
-
-def test_the_store_needs_the_standard_library_only():
-    code = (
-        "import sys, mmqk.store\n"
-        "outside = {m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)\n"
-        "known = ('mmqk.store', 'mmqk.ranges')\n"
-        "rooms = {m for m in sys.modules if m.startswith('mmqk.') and not m.startswith(known)}\n"
-        "print(sorted(outside - {'mmqk', '__main__', 'sitecustomize'}), sorted(rooms))\n"
-    )
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] []"

@@ -254,7 +254,7 @@ def test_two_processes_never_share_a_folder(tiny_args, tmp_path):
     run = resolve(args)
     with RunFolder.open(run.out, run.identity, {}):
         done = subprocess.run([sys.executable, "-m", "mmqk.train", *args], capture_output=True, text=True)
-    assert done.returncode == 2 and "another process" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "a process is already training" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from filelock import FileLock
 from PIL import Image
 
 from mmqk.data.shards.manifest import MANIFEST, manifest_hash
@@ -26,7 +27,7 @@ from mmqk.data.tokens.folder import (
     read_header,
     tokens_hash,
 )
-from mmqk.store import UserError, locked, new_folder
+from mmqk.store import UserError, new_folder
 from mmqk.store.files import writing
 
 FORMAT = 3
@@ -101,7 +102,7 @@ def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -
     with ExitStack() as stack:
         with writing(f"The token cache {made.parent}", "set --data.cache."):
             made.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(Path(f"{made}.lock")))
+            stack.enter_context(FileLock(f"{made}.lock"))
         if is_token_folder(made):  # another process made it before this one got the lock
             return
         with new_folder(made) as folder_of_tokens:
