@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 
 from mmqk.grid.record import read_ablation
 from mmqk.store import OneSentenceParser, UserError, find_runs, run_main
-from mmqk.store.files import parse_json, read_regular
+from mmqk.store.files import read_regular
 from mmqk.store.pack import FEW_DIGITS, FILES, write_pack
 
 REQUIRED = ("run.json", "status.json", "metrics.jsonl")  # each run of a grid has these files
@@ -65,7 +66,7 @@ def _damaged(folder: Path, required: Sequence[str]) -> list[str]:
         try:
             text = read_regular(path).decode()
             for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
-                yaml.safe_load(part) if path.suffix == ".yaml" else parse_json(part)
+                yaml.safe_load(part) if path.suffix == ".yaml" else json.loads(part)
         except (ValueError, RecursionError, yaml.YAMLError):
             names.append(path.relative_to(folder).as_posix())
     return names

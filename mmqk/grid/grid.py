@@ -37,9 +37,9 @@ from mmqk.grid.axes import read_axes
 from mmqk.grid.claims import check_arms, check_report, read_claims
 from mmqk.grid.forks import inherit, match
 from mmqk.grid.hypotheses import read_hypotheses
-from mmqk.grid.record import SHAPE
+from mmqk.grid.record import SHAPE, misfit
 from mmqk.grid.rules import read_lr, read_replay
-from mmqk.store import UserError, misfit, named_config
+from mmqk.store import UserError, named_config
 
 GRID_KEYS = (
     "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "replay", "claims", "claim", "hypotheses",

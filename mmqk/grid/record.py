@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ from mmqk.store import DamagedFile, read_json
 ABLATION_NAME = "ablation.json"
 ADVICE = "restore it from a copy, as it holds the registration of the claims"
 
+# The expected shape of a value: a type (`float` for any number), None for null, a tuple of alternative shapes,
+# [shape] for a list, or a dict of shapes for an object. In a dict, "*" is the shape of all other keys.
+Shape = Any
+_TYPES = {
+    str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
+    None: "null",
+}  # fmt: skip
 _WORD = (bool, int, float, str)
 _WORDS = (None, str, [str])
 _RUN = {
@@ -54,9 +62,11 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
             original run of replays may be outside.
     """
     path = folder / ABLATION_NAME
-    record = read_json(path, SHAPE, ADVICE)
+    record = read_json(path, advice=ADVICE)
     if record is None:
         return None
+    if wrong := misfit(record, SHAPE):
+        raise DamagedFile(path, wrong, ADVICE)
     for key in ("grid", "runs"):
         if key not in record:
             raise DamagedFile(path, f"it has no {key}", ADVICE)
@@ -89,3 +99,35 @@ def _inside(name: str) -> bool:
         return False
     normal = os.path.normpath(name)
     return normal != "." and normal.split("/")[0] != ".."
+
+
+def misfit(value: Any, shape: Shape, where: str = "") -> str:
+    """Return a description of the first part of a value that does not have the expected shape, with its key. Return
+    an empty string if the whole value has the shape."""
+    if isinstance(shape, tuple):
+        misfits = [misfit(value, one, where) for one in shape]
+        return "" if "" in misfits else misfits[-1]
+    if isinstance(shape, dict | list):
+        kind = type(shape)
+        if not isinstance(value, kind):
+            return _unlike(value, kind, where)
+        pairs: Any = (
+            value.items() if isinstance(value, dict) else ((f"[{i}]", v) for i, v in enumerate(value))
+        )
+        for name, inner in pairs:
+            expected = shape[0] if isinstance(shape, list) else shape.get(name, shape.get("*", object))
+            if expected is not object:
+                dot = "." if where and isinstance(shape, dict) else ""
+                if reason := misfit(inner, expected, f"{where}{dot}{name}"):
+                    return reason
+        return ""
+    if shape is None:
+        return "" if value is None else _unlike(value, None, where)
+    if isinstance(value, bool):
+        return "" if shape is bool else _unlike(value, shape, where)
+    return "" if isinstance(value, int | float if shape is float else shape) else _unlike(value, shape, where)
+
+
+def _unlike(value: Any, kind: Any, where: str) -> str:
+    text = json.dumps(value)
+    return f"{where[:80] or 'it'} is {text if len(text) <= 40 else text[:37] + '...'} and not {_TYPES[kind]}"

@@ -31,7 +31,7 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
     Raises:
         UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
     """
-    config = read_json(folder / "config.json", {"architectures": (None, [str])}, "download the model again.")
+    config = read_json(folder / "config.json", {"architectures": list | None}, "download the model again.")
     if config is None:
         raise UserError(f"{folder / 'config.json'} cannot be read: download the model again.")
     named = config.get("architectures") or ["none"]

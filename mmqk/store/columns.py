@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mmqk.store.files import parse_json
 from mmqk.store.metrics import parse_line
 
 COLUMNS_NAME = "metrics.columns.json"
@@ -41,7 +40,7 @@ def from_columns(columns: bytes, most_bytes: int) -> bytes:
         ValueError: these are no columns, or the metrics file would have more than ``most_bytes`` bytes.
     """
     try:
-        content = parse_json(columns)
+        content = json.loads(columns)
         shapes, values = content["shapes"], {name: iter(v) for name, v in content["values"].items()}
         lines, size = [], 0
         for shape in content["lines"]:

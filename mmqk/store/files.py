@@ -15,26 +15,15 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from types import UnionType
+from typing import Any, BinaryIO
 
 from mmqk.store.errors import UserError
 
 TEMPORARY_SUFFIX = ".mmqk-tmp"
 
-MOST_BYTES = 32 * 2**20
-MOST_READ = 2**31  # all of metrics.jsonl is read at once
-MOST_DEPTH = 64
-MOST_INTEGER = 2**63 - 1  # largest int64
+MOST_READ = 2**31  # bytes; all of metrics.jsonl is read at once
 RESTORE = "restore it from a copy, or remove it"
-
-# The expected shape of a JSON value: a type (`float` for any number), None for null, a tuple of alternative shapes,
-# [shape] for a list, or a dict of shapes for an object. In a dict, "*" is the shape of all other keys. Keys may be
-# missing, and unknown keys are accepted.
-Shape = Any
-_TYPES = {
-    str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
-    None: "null",
-}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -207,153 +196,55 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
-def read_regular(path: str | os.PathLike[str], most: int = MOST_READ) -> bytes:
-    """Return the content of a file of at most ``most`` bytes; see `open_regular`."""
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file of at most 2 GiB; see `open_regular`."""
     with naming(Path(path)), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(None, f"it has more than {most // 2**20} MiB")
+        if os.fstat(file.fileno()).st_size > MOST_READ:
+            raise OSError(None, f"it has more than {MOST_READ // 2**20} MiB")
         return file.read()
 
 
 def read_utf8(path: Path, advice: str = RESTORE) -> str:
-    """Return the text of a user's file of at most `MOST_BYTES` bytes.
+    """Return the text of a user's file.
 
     Raises:
-        DamagedFile: the path is missing or not a regular file, or the file is too large or not UTF-8.
+        DamagedFile: the path is missing or not a regular file, or the file is not UTF-8.
     """
     try:
-        return read_regular(path, MOST_BYTES).decode()
+        return read_regular(path).decode()
     except UnicodeDecodeError as error:
         raise DamagedFile(path, "it is not UTF-8 text", advice) from error
     except OSError as error:
         raise DamagedFile(path, error.strerror or "it cannot be opened", advice) from error
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON with at most `MOST_DEPTH` levels and valid Unicode; numbers must be finite and fit 64 bits.
-
-    Raises:
-        ValueError: the text does not meet these conditions; the message has the reason.
-    """
-    try:
-        value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_not_finite)
-    except RecursionError:
-        raise ValueError(f"it has more than {MOST_DEPTH} levels") from None
-    _check_levels(value)
-    return value
-
-
 def read_json(
-    path: Path, shape: Mapping[str, Shape] | None = None, advice: str = RESTORE, most: int = MOST_BYTES
+    path: Path, types: Mapping[str, type | UnionType] | None = None, advice: str = RESTORE
 ) -> dict[str, Any] | None:
     """Return the JSON object in ``path``, or None if the file does not exist.
 
     Args:
         path: the file.
-        shape: the expected types of the object's values (`Shape`).
+        types: the types of the object's values. Keys may be missing, and other keys are accepted.
         advice: end of the error message, which states what to do.
-        most: largest file size in bytes.
 
     Raises:
-        DamagedFile: the path is not a regular file with a JSON object of this shape, or the file is too large.
+        DamagedFile: the path is not a regular file with a JSON object of these types.
     """
     try:
-        with open_regular(path) as file:
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise ValueError(f"it has more than {most // 2**20} MiB")
-        value = parse_json(content)
-        wrong = misfit(value, dict) or misfit(value, shape or {})
-        if wrong:
-            raise ValueError(wrong)
+        record = json.loads(read_regular(path))
     except (FileNotFoundError, NotADirectoryError):
-        if os.path.islink(path):
-            raise DamagedFile(path, "it is a link to a missing file", advice) from None
         return None
     except OSError as error:
         raise DamagedFile(path, error.strerror or str(error), advice) from None
-    except ValueError as error:
-        raise DamagedFile(path, _reason(error), advice) from None
-    return value
-
-
-def misfit(value: Any, shape: Shape, where: str = "") -> str:
-    """Return a description of the first part of a value that does not have the expected shape, with its key. Return
-    an empty string if the whole value has the shape."""
-    if isinstance(shape, tuple):
-        misfits = [misfit(value, one, where) for one in shape]
-        return "" if "" in misfits else misfits[-1]
-    if isinstance(shape, dict | list):
-        kind = type(shape)
-        if not isinstance(value, kind):
-            return _unlike(value, kind, where)
-        pairs: Any = (
-            value.items() if isinstance(value, dict) else ((f"[{i}]", v) for i, v in enumerate(value))
-        )
-        for name, inner in pairs:
-            expected = shape[0] if isinstance(shape, list) else shape.get(name, shape.get("*", object))
-            if expected is not object:
-                dot = "." if where and isinstance(shape, dict) else ""
-                if reason := misfit(inner, expected, f"{where}{dot}{name}"):
-                    return reason
-        return ""
-    if shape is None:
-        return "" if value is None else _unlike(value, None, where)
-    if isinstance(value, bool):
-        return "" if shape is bool else _unlike(value, shape, where)
-    return "" if isinstance(value, int | float if shape is float else shape) else _unlike(value, shape, where)
-
-
-def _unlike(value: Any, kind: Any, where: str) -> str:
-    text = json.dumps(value)
-    return f"{where[:80] or 'it'} is {text if len(text) <= 40 else text[:37] + '...'} and not {_TYPES[kind]}"
-
-
-def _reason(error: ValueError) -> str:
-    """Return why a file is not JSON, in a few words."""
-    if isinstance(error, UnicodeDecodeError):
-        return "it is not text"
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is not JSON at line {error.lineno}, column {error.colno}"
-    return str(error)
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 20 or abs(number := int(digits)) > MOST_INTEGER:
-        raise ValueError(f"the number {digits[:12]}... does not fit 64 bits")
-    return number
-
-
-def _finite(digits: str) -> float:
-    if not math.isfinite(number := float(digits)):
-        raise ValueError(f"the number {digits[:12]} is not finite")
-    return number
-
-
-def _not_finite(name: str) -> NoReturn:
-    raise ValueError(f"the number {name} is not finite")
-
-
-def _check_levels(value: Any) -> None:
-    """Raise ValueError if a value has too many levels or a string with an unpaired surrogate."""
-    level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        deeper: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                deeper += one.keys()
-                deeper += one.values()
-            elif isinstance(one, list):
-                deeper += one
-            elif isinstance(one, str) and not one.isascii():
-                try:
-                    one.encode()
-                except UnicodeEncodeError:
-                    raise ValueError("it has an unpaired surrogate") from None
-        if not deeper:
-            return
-        level = deeper
-    raise ValueError(f"it has more than {MOST_DEPTH} levels")
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, f"it is not JSON: {error}", advice) from None
+    if not isinstance(record, dict):
+        raise DamagedFile(path, "it is not a JSON object", advice)
+    for key, kind in (types or {}).items():
+        if key in record and not isinstance(record[key], kind):
+            raise DamagedFile(path, f"its {key} is {record[key]!r:.40}", advice)
+    return record
 
 
 def is_temporary(path: Path) -> bool:

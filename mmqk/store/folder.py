@@ -37,31 +37,6 @@ _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
 # Seconds that an exiting process waits for another thread to finish writing the status.
 _WAIT_SECONDS = 5.0
-STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float}
-_CONFIG = {
-    "model": dict,
-    "loss": {"weights": {"*": float}},
-    "optim": {"lr": float, "warmup_steps": int, "schedule_steps": (int, None)},
-    "data": {"batch_size": int, "seq_len": int, "mix": {"*": float}},
-    "trainer": {"max_steps": int, "precision": str},
-    "fork": (None, str, {"parent": str, "step": int, "skip_batches": int, "noise": float, "seed": int}),
-    "backend": str,
-    "seed": int,
-    "threads": int,
-}
-RUN_SHAPE = {
-    "id": str,
-    "code": str,
-    "identity": _CONFIG,
-    "details": {
-        "config": (None, _CONFIG),
-        "command": (str, [str]),
-        "versions": dict,
-        "machine": dict,
-        "fork": {"given": str, "checkpoint": str, "id": str, "step": int, "config": dict},
-    },
-}
-
 
 @dataclass(frozen=True)
 class Status:
@@ -92,7 +67,7 @@ def read_status(folder: Path) -> Status | None:
         DamagedFile: status.json exists but cannot be read.
     """
     path, advice = folder / STATUS_NAME, "remove it, and the run resumes from its newest checkpoint"
-    record = read_json(path, STATUS_SHAPE, advice)
+    record = read_json(path, {"status": str, "step": int, "reason": str, "seconds": int | float}, advice)
     if record is None:
         return None
     if record.get("status") not in STATUSES:
@@ -113,7 +88,8 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     Raises:
         DamagedFile: run.json exists but cannot be read.
     """
-    return read_json(folder / RUN_NAME, RUN_SHAPE, "restore it from a copy, or give another --out")
+    types = {"id": str, "code": str, "identity": dict, "details": dict}
+    return read_json(folder / RUN_NAME, types, "restore it from a copy, or give another --out")
 
 
 class NoRun(UserError):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmqk.store.files import as_json, naming, open_regular, parse_json, read_regular, write_atomic
+from mmqk.store.files import as_json, naming, open_regular, read_regular, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
 LAST_STEP = 2**53  # a larger step means a damaged line
@@ -146,8 +146,8 @@ def from_json(value: float | str) -> float:
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the record in a line; None if the line is damaged. Numbers that are not finite are still strings."""
     try:
-        record = parse_json(line)
-    except ValueError:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
         return None
     return record if is_record(record) else None
 

@@ -5,8 +5,8 @@ import pytest
 
 from mmqk.grid import load_grid
 from mmqk.grid.claims import claims_hash
-from mmqk.grid.record import SHAPE
-from mmqk.store import UserError, misfit
+from mmqk.grid.record import SHAPE, misfit
+from mmqk.store import UserError
 
 GRID = """
 name: demo

@@ -30,7 +30,7 @@ from mmqk.ablation.pool import PRELOAD, start_server
 from tests.soak.cases import attempt
 
 # Modules of this folder.
-PARTS: tuple[str, ...] = ("bad_configs", "bad_files", "bad_shards", "file_layer", "kills", "long_runs", "numbers")
+PARTS: tuple[str, ...] = ("file_layer", "kills", "long_runs", "numbers")
 
 
 def commit() -> str:

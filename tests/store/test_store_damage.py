@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from mmqk import watch
 from mmqk.report import __main__ as report
-from mmqk.store import DamagedFile, RunFolder, UserError, cli_main, read_json, read_regular, write_json
+from mmqk.store import DamagedFile, UserError, cli_main, read_json, read_regular, write_json
 from tests.analysis.fake_runs import Planted, write_grid
 
 DAMAGE = {
@@ -22,20 +19,9 @@ DAMAGE = {
     "bytes": b'{"a": "\xff"}',
     "empty": b"",
     "list": b"[1]",
-    "infinite": b'{"a": 1e400}',
-    "Infinity": b'{"a": -Infinity}',
-    "NaN": b'{"a": NaN}',
-    "digits": b'{"a": ' + b"9" * 400 + b"}",
-    "more digits": b'{"a": ' + b"9" * 5000 + b"}",
-    "65 bits": b'{"a": 18446744073709551616}',
     "levels": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "some levels": b'{"a": ' + b"[" * 80 + b"]" * 80 + b"}",
-    "half a character": b'{"a": "\\ud800"}',
     "type": b'{"a": [1, "x"]}',
-    "true": b'{"a": [true]}',
-    "size": b'{"a": "' + b"x" * 1000 + b'"}',
 }
-SHAPE = {"a": ([int], float, str)}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -43,8 +29,10 @@ def test_what_cannot_be_a_record_is_one_sentence_that_names_the_file(tmp_path, n
     path = tmp_path / "x.json"
     path.write_bytes(DAMAGE[name])
     with pytest.raises(UserError, match=r"x\.json cannot be read \(.+\): ask") as refusal:
-        read_json(path, SHAPE, "ask", most=1000 if name == "size" else 10**6)
+        read_json(path, {"a": str}, "ask")
     assert len(str(refusal.value)) < 300 + len(str(path)) and "\n" not in str(refusal.value)
+    path.write_text('{"a": "x"}')
+    assert read_json(path, {"a": str}) == {"a": "x"}
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
@@ -53,7 +41,6 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         "it is a folder": path.mkdir,
         "it is not a file": lambda: os.mkfifo(path),
         "Too many levels of symbolic links": lambda: path.symlink_to(path),
-        "it is a link to a missing file": lambda: path.symlink_to(tmp_path / "nowhere"),
     }
     for why, make in makers.items():
         make()
@@ -65,7 +52,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     assert read_json(path) is None and read_json(tmp_path / "nowhere/x.json") is None
     (tmp_path / "real.json").write_text('{"a": [1], "other": {"deep": [null, 1e300, 9223372036854775807]}}')
     path.symlink_to("real.json")
-    assert read_json(path, SHAPE) == {"a": [1], "other": {"deep": [None, 1e300, 2**63 - 1]}}
+    assert read_json(path) == {"a": [1], "other": {"deep": [None, 1e300, 2**63 - 1]}}
 
 
 def test_a_file_of_more_than_2_gib_is_not_read(tmp_path):
@@ -94,7 +81,6 @@ FORK = {
     "changed": [{"field": "optim.lr", "from": 0.01, "to": 0.02}], "added": [{"name": "a", "how": "b"}], "dropped": [],
     "optimizer": "kept", "function": {"logits_rms_relative": 0.0, "loss": {"text": [1.0, 1.0]}},
 }  # fmt: skip
-FILES = ("run.json", "status.json", "data.json", "fork.json", "ablation.json")
 
 
 @pytest.fixture(scope="module")
@@ -131,121 +117,6 @@ def whole(tmp_path_factory):
         record["identity"]["optim"] |= {"warmup_steps": 3}
         path.write_text(json.dumps(record))
     return folder
-
-
-VALUES = (
-    None, True, -1, 0, 10**18, -(10**18), 1e308, 5e-324, "", "x", "\0", "../../..", "/etc", "é" * 5000, [], {}, [[]],
-    {"a": 1}, [None, {}], {"": None}, "NaN",
-)  # fmt: skip
-
-
-KINDS = ("cut", "flip", "value", "gone key", "text", "number", "deep", "other")
-
-
-def places(value, at=()):
-    """Yield the path of every item inside a JSON value."""
-    yield at
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, one in inner:
-        yield from places(one, (*at, name))
-
-
-def mutate(draw: random.Random, path: Path) -> str:
-    """Damage a file at random, and return a description of the damage."""
-    content = path.read_bytes()
-    kind = draw.choice((*KINDS, "value", "value", "value"))
-    if kind == "cut":
-        path.write_bytes(content[: draw.randrange(len(content))])
-    elif kind == "flip":
-        at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
-        path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
-        kind += f" {at}"
-    elif kind in ("value", "gone key"):
-        record = json.loads(content)
-        at = draw.choice([p for p in places(record) if p])
-        holder = record
-        for name in at[:-1]:
-            holder = holder[name]
-        if kind == "value":
-            holder[at[-1]] = draw.choice(VALUES)
-            kind += f" {at} = {holder[at[-1]]!r:.40}"
-        else:
-            del holder[at[-1]]
-            kind += f" {at}"
-        path.write_text(json.dumps(record))
-    elif kind == "text":
-        path.write_bytes(draw.choice(list(DAMAGE.values())))
-    elif kind in ("number", "deep"):
-        # Replace one digit; the rest of the file does not change.
-        digits = [i for i in range(len(content)) if content[i : i + 1].isdigit()]
-        at = draw.choice(digits)
-        new = draw.choice((b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"9" * 6000))
-        path.write_bytes(content[:at] + (b"[" * 100_000 if kind == "deep" else new) + content[at + 1 :])
-    else:
-        path.unlink()
-        make = (
-            path.mkdir,
-            lambda: os.mkfifo(path),
-            lambda: path.symlink_to(path),
-            lambda: path.symlink_to("gone"),
-        )
-        draw.choice(make)()
-    return kind
-
-
-def fine(command, capsys, *argv) -> None:
-    """Check that a command succeeds or prints one sentence that names a JSON file; raise any other error."""
-    capsys.readouterr()
-    code = cli_main(command)([str(arg) for arg in argv])
-    error = capsys.readouterr().err
-    assert code in (0, 2) and (code == 0 or (error.count("\n") == 1 and ".json" in error)), error
-
-
-def resume(folder: Path) -> None:
-    """Open every run as training does. Check that an unreadable run is refused and not changed."""
-    for path in sorted(folder.glob("*/seed*")):
-        before = {p.name: p.lstat().st_mtime_ns for p in path.iterdir()}
-        try:
-            identity = json.loads(read_regular(path / "run.json"))["identity"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            identity = {"seed": 0}
-        try:
-            with patch("mmqk.store.folder.code_version", return_value="c0de"):
-                RunFolder.open(path, identity, {}).close()
-        except UserError as error:
-            assert str(path) in str(error)
-            assert {
-                n: p.lstat().st_mtime_ns for n in before if (p := path / n).is_symlink() or p.exists()
-            } == before
-        except (ValueError, TypeError, RecursionError):
-            # This identity comes from the damaged file; a command line cannot produce it.
-            assert not isinstance(identity, dict) or "run.json" in before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, capsys, monkeypatch, seed):
-    """The pages have no figures, because figures take seconds and other tests cover them."""
-    monkeypatch.setattr("mmqk.report.page.figures", lambda study: [])
-    monkeypatch.setattr("mmqk.report.page.paper_figures", lambda study: [])
-    monkeypatch.setattr("mmqk.report.page.claim_figure", lambda study, verdict: None)
-    monkeypatch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
-    monkeypatch.setattr("mmqk.report.page.svg_panels", lambda brush, figure: [""] * 99)
-    draw = random.Random(seed)
-    for number in range(50):
-        folder = tmp_path / f"{number}" / "grid"
-        shutil.copytree(whole, folder)
-        name = FILES[number % len(FILES)]
-        path = draw.choice(sorted(folder.rglob(name)))
-        done = f"seed {seed}, number {number}: {mutate(draw, path)} of {path.relative_to(folder)}"
-        try:
-            fine(report.main, capsys, folder, "--out", tmp_path / "page")
-            fine(watch.main, capsys, "--once", folder)
-            if number % 4 == 0:
-                resume(folder)
-        except Exception as error:
-            raise AssertionError(done) from error
-        shutil.rmtree(folder)
 
 
 def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):

@@ -41,18 +41,6 @@ NO_GRID = "its grid has no ablation.json, so its labels and claims are unknown"
 _T = TypeVar("_T")
 _SEED = re.compile(r"seed(\d+)")
 _ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
-_ENTROPY = (float, None)
-_DATA = {
-    "*": {
-        "share": _ENTROPY, "unigram": _ENTROPY, "compressed": _ENTROPY, "model": _ENTROPY, "floor": _ENTROPY,
-        "repeated": _ENTROPY, "used": int, "block": int,
-    }
-}  # fmt: skip
-_CHANGE = [{"name": str, "how": str}]
-_FORK = {
-    "parent": {"id": (None, str), "folder": (None, str), "step": int}, "changed": [{"field": str}],
-    "added": _CHANGE, "dropped": _CHANGE, "optimizer": str, "function": dict,
-}  # fmt: skip
 
 
 @dataclass
@@ -297,8 +285,8 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
         notes.append(NO_GRID)
     if status.status == "running":
         notes.append("still running, or cut off")
-    forked = _noted(lambda: read_json(path / "fork.json", _FORK), notes) or {}
-    data = _noted(lambda: read_json(path / "data.json", _DATA), notes) or {}
+    forked = _noted(lambda: read_json(path / "fork.json", {"parent": dict | None}), notes) or {}
+    data = _noted(lambda: read_json(path / "data.json"), notes) or {}
     return Run(
         path=path,
         name=name,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mmqk.store.files import as_json, naming, parse_json, read_regular, write_atomic
+from mmqk.store.files import as_json, naming, read_regular, write_atomic
 from mmqk.store.metrics import from_json
 from mmqk.store.tags import parse_tag
 
@@ -101,7 +101,7 @@ def _encode(alarm: Alarm) -> bytes:
 def alarm_of_line(line: bytes) -> Alarm | None:
     """Return the alarm in a line; None if the line is damaged."""
     try:
-        record = parse_json(line)
+        record = json.loads(line)
         return Alarm(
             str(record["name"]),
             int(record["step"]),
@@ -110,5 +110,5 @@ def alarm_of_line(line: bytes) -> Alarm | None:
             from_json(record["threshold"]),
             str(record["sentence"]),
         )
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 LOGGERS_NAME = "loggers.json"
-_SHAPE = {"*": {"id": str, "step": int}}
 _MOST_METRICS = 1000  # maximum per request to MLflow
 # MLflow's status for each status of a run.
 _MLFLOW_STATUS = {"completed": "FINISHED", "interrupted": "KILLED"}
@@ -54,7 +53,7 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
         UserError: a logger cannot start.
     """
     path = run.out / LOGGERS_NAME
-    known: dict[str, Any] = read_json(path, _SHAPE) or {}
+    known: dict[str, Any] = read_json(path) or {}
     opened = []
     for name in (name for name in run.logging if name in _OPEN):
         before = known.get(name, {})
