@@ -1,7 +1,6 @@
 """Damaged or lost `ablation.json` and run records: nothing is overwritten, and no claim benefits from the damage."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from mmqk.ablation.record import write_record
 from mmqk.ablation.resolver import Plan
 from mmqk.analysis.verdicts.study import load_study
 from mmqk.store import UserError, identity_hash
-from tests.store.test_store_damage import fine, mutate
 
 GRID = """
 name: toy
@@ -25,23 +23,6 @@ claims:
 """
 CHANGED = GRID.replace("0.5", "0.1")
 RECORD = Path("runs/toy/ablation.json")
-
-
-def test_a_damaged_grid_is_planned_or_refused_in_one_sentence(world, capsys):
-    """This test covers `mmqk.ablate`; tests/store/test_store_damage.py covers the analysis."""
-    assert world("--jobs", "2", grid=GRID) == 0
-    shutil.copytree("runs/toy", "whole")
-    draw = random.Random(0)
-    for number in range(45):
-        shutil.rmtree("runs/toy")
-        shutil.copytree("whole", "runs/toy")
-        paths = [RECORD, *sorted(Path("runs/toy").glob("*/seed*/*.json"))]
-        path = paths[number % len(paths)]
-        done = f"{mutate(draw, path)} of {path}"
-        try:
-            fine(lambda argv: world(*argv), capsys, "--dry-run")
-        except Exception as error:
-            raise AssertionError(f"number {number}: {done}") from error
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "folder", "levels"])

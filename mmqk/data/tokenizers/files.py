@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from mmqk.ranges import check_fields, number
-from mmqk.store import UserError, parse_json, read_regular
+from mmqk.store import UserError, read_regular
 
 TEXT_FILE = "text.json"
 IMAGE_FILE = "image.safetensors"
@@ -127,7 +127,7 @@ def read_config(folder: Path | str) -> ImageTokenizerConfig:
     path = existing_file(folder, IMAGE_FILE)
     try:
         with safe_open(path, framework="numpy") as file:
-            about = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}"))
+            about = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
         if about.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         return ImageTokenizerConfig(**about["config"])
