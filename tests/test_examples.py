@@ -1,6 +1,8 @@
 """The notebooks of examples/ run to the end and show the values that are in the files."""
 
 import json
+import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,3 +82,12 @@ def test_there_are_three_notebooks():
 def test_a_notebook_has_no_outputs(notebook):
     for cell in json.loads(notebook.read_text())["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+def test_the_minimal_example_prints_logits_that_qk_norm_bounds(capsys):
+    """At step 0 all gains are 1, so with QK-Norm no logit exceeds the root of head_dim 16 (Cauchy-Schwarz)."""
+    minimal = runpy.run_path(str(ROOT / "examples/minimal.py"))
+    minimal["main"](["--steps", "2", "--every", "1", "--documents", "16", "--batch-size", "8"])
+    logits = [float(value) for value in re.findall(r"largest logit/\w+ ([\d.]+)", capsys.readouterr().out)]
+    none, rms = logits[:6], logits[6:]
+    assert len(rms) == 6 and max(rms[:2]) <= 4.0 < max(none[:2])
