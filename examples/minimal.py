@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from mmqk.data.batch import TokenBatch
+from mmqk.data.shards.pairs import read_pairs
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.shards.pairs import read_pairs
 from mmqk.training.step.losses import modality_losses, total_loss
 
 DATA = Path(__file__).parents[1] / "data"
