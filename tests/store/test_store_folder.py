@@ -173,10 +173,13 @@ def test_the_same_process_is_refused_too_and_keeps_its_lock(tmp_path):
 ORPHAN = f"""
 import os
 run = RunFolder.open(sys.argv[1], {IDENTITY!r}, {{}})
+read, write = os.pipe()
 worker = os.fork()
 if worker == 0:
     run.close()
+    os.write(write, b"x")
     time.sleep(60)
+os.read(read, 1)
 print("go", flush=True)
 print(worker, flush=True)
 time.sleep(60)
