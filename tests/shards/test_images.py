@@ -293,6 +293,77 @@ def test_damaged_exif_does_not_cost_the_picture() -> None:
         assert abs(pixels(load_image(encoded(grey, "JPEG", exif=exif), 64)) - 80).max() <= 1
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def packed(megabytes: int) -> bytes:
+    """Return zlib data that expand to this size."""
+    deflate = zlib.compressobj()
+    return b"".join(deflate.compress(b"a" * 10**6) for _ in range(megabytes)) + deflate.flush()
+
+
+@pytest.mark.parametrize("place", [b"IDAT", b"IEND"])  # before the pixels, and after them
+def test_large_or_damaged_metadata_of_a_png_do_not_cost_the_picture(place: bytes) -> None:
+    image = noise(64, 64)
+    whole = encoded(image, "PNG")
+    at = whole.index(place) - 4
+    bomb = packed(300)
+    before = peak_memory()
+    for chunks in (
+        chunk(b"iCCP", b"p\0\0" + packed(2)),
+        chunk(b"iCCP", b"p\0\7not a method"),
+        chunk(b"zTXt", b"k\0\0" + packed(5)),
+        chunk(b"zTXt", b"k\0\0" + packed(1)) * 70,  # each is small, but Pillow has a cap on their sum
+        chunk(b"iTXt", b"k\0\1\0\0\0" + packed(5)),
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + bomb),
+        chunk(b"zTXt", b"Raw profile type exif\0\0" + bomb),
+        chunk(b"eXIf", b"MM\0*\0\0\0\x08" + b"x" * 5_000_000),
+        chunk(b"tEXt", b"k\0" + b"a" * 5_000_000),
+        chunk(b"tEXt", b"interlace\0yes"),  # Pillow stores texts and its own settings in one table
+        chunk(b"gAMA", b"\1"),
+        chunk(b"tIME", b"\7\xd0\1\1\0\0\0")[:-4] + b"sum?",
+    ):
+        assert (pixels(load_image(whole[:at] + chunks + whole[at:], 64)) == pixels(image)).all(), chunks[:40]
+    assert peak_memory() - before < 100 * 2**20
+    # The controls: Pillow alone refuses the first of these files, and damaged pixels are not used.
+    with pytest.raises(ValueError, match="too large"):
+        Image.open(io.BytesIO(whole[:at] + chunk(b"iCCP", b"p\0\0" + packed(2)) + whole[at:])).load()
+    damaged = bytearray(whole)
+    damaged[whole.index(b"IDAT") + 200] ^= 255
+    damaged[at:at] = chunk(b"iCCP", b"p\0\0" + packed(2))
+    assert reason(bytes(damaged)) == images.BROKEN
+
+
+def test_a_text_of_a_png_may_hold_its_orientation() -> None:
+    image = noise(90, 64)
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    raw = b"\nexif\n" + str(len(exif.tobytes())).encode() + b"\n" + exif.tobytes().hex().encode() + b"\n"
+    xmp = b'<x tiff:Orientation="3"/>'
+    whole = encoded(image, "PNG")
+    at = whole.index(b"IDAT") - 4
+    big = chunk(b"iCCP", b"p\0\0" + packed(2))
+    for text in (
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp),
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp)),
+        chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw)),
+        chunk(b"eXIf", exif.tobytes()[6:]),
+    ):
+        turned = load_image(whole[:at] + big + text + whole[at:], 64)
+        assert (pixels(turned) == pixels(load_image(whole, 64))[::-1, ::-1]).all(), text[:40]
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "WEBP", "TIFF", "GIF"])
+def test_large_metadata_of_other_formats_do_not_cost_the_picture(file_format: str) -> None:
+    image, large = noise(64, 64), bytes(12_000_000)
+    plain = encoded(image, file_format)
+    assert len(encoded(image, file_format, icc_profile=large, comment=large[:65000])) > len(plain) + 64000
+    for key, value in (("icc_profile", large), ("comment", large[:65000]), ("xmp", large[:65000])):
+        full = load_image(encoded(image, file_format, **{key: value}), 64)
+        assert (pixels(full) == pixels(load_image(plain, 64))).all()
+
+
 def test_exif_that_cannot_be_written_back_still_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> bytes:
         raise ValueError("a tag of another type")

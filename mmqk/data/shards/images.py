@@ -13,6 +13,7 @@ import io
 import math
 import re
 import warnings
+import zlib
 from typing import Literal, get_args
 
 import numpy as np
@@ -43,6 +44,11 @@ _JPEG = b"\xff\xd8"
 _MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # a JPEG marker other than stuffing and restart
 _END, _SCAN = 0xD9, 0xDA
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF
+_PNG = b"\x89PNG\r\n\x1a\n"
+# The optional chunks of a PNG that its pixels or its orientation depend on, and the keys of such texts.
+_PNG_PIXELS, _PNG_TEXTS = (b"tRNS", b"acTL", b"fcTL", b"fdAT"), (b"tEXt", b"zTXt", b"iTXt")
+_PNG_ORIENTATION = (b"XML:com.adobe.xmp", b"Raw profile type exif", b"exif")
+_MOST_TEXT = 2**20  # bytes of a text chunk after decompression; Pillow's own cap
 
 
 class Dropped(Exception):
@@ -63,7 +69,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
     The Exif orientation is applied, transparent parts become white, and only the first frame of an animation is used.
     Gray images of more than 8 bits are scaled to 8 bits, not clipped. Their range is 0 to 65535 for integers; for
     floats it is 0 to 1, or 0 to 255 if a value is outside 0 to 1. If a value is outside these ranges, the range is
-    from the lowest to the highest value. Color profiles are ignored.
+    from the lowest to the highest value. Color profiles and texts are ignored, however large.
 
     Args:
         content: the file's bytes; the format is detected from them.
@@ -89,7 +95,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata, and of sizes that this function checks
         try:
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            with open_image(content) as image:
                 return _fitted(_decoded(image, size, fit, max_pixels), size, fit)
         except Image.UnidentifiedImageError:
             raise Dropped(UNKNOWN) from None
@@ -99,6 +105,13 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
             raise
         except Exception:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, struct.error and others
             raise Dropped(BROKEN) from None
+
+
+def open_image(content: bytes) -> Image.Image:
+    """Open an image file of one of `FORMATS` and read its header."""
+    if content.startswith(_PNG):
+        content = _without_metadata(content)
+    return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -137,6 +150,39 @@ def _has_too_many_scans(jpeg: bytes) -> bool:
         scans += code == _SCAN
         place = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
     return scans > MOST_SCANS
+
+
+def _without_metadata(png: bytes) -> bytes:
+    """Return a PNG without its color profile, texts and other chunks that no pixel needs.
+
+    Pillow refuses the whole file if one of them is damaged, or large after decompression.
+    """
+    kept, view, place = [png[: len(_PNG)]], memoryview(png), len(_PNG)
+    while place + 12 <= len(png):
+        end = place + 12 + int.from_bytes(view[place : place + 4])
+        kind, data = png[place + 4 : place + 8], view[place + 8 : end - 4]
+        if end > len(png) or kind == b"IEND":
+            break
+        needed = not kind[0] & 0x20 or kind in _PNG_PIXELS
+        if not needed and (kind == b"eXIf" or _has_orientation(kind, data)):
+            needed = zlib.crc32(data, zlib.crc32(kind)) == int.from_bytes(view[end - 4 : end])
+        if needed:
+            kept.append(view[place:end])
+        place = end
+    return b"".join([*kept, view[place:]])
+
+
+def _has_orientation(kind: bytes, data: memoryview) -> bool:
+    """Whether a text chunk may give the orientation, and its text is no decompression bomb."""
+    key, _, rest = bytes(data).partition(b"\0") if kind in _PNG_TEXTS else (b"", b"", b"")
+    if key not in _PNG_ORIENTATION or kind == b"tEXt" or (kind == b"iTXt" and rest[:1] == b"\0"):
+        return key in _PNG_ORIENTATION
+    inflate = zlib.decompressobj()
+    try:
+        inflate.decompress(rest[1:] if kind == b"zTXt" else rest[2:].split(b"\0", 2)[-1], _MOST_TEXT)
+    except zlib.error:
+        return False
+    return not inflate.unconsumed_tail
 
 
 def _tile_pixels(image: Image.Image) -> int:

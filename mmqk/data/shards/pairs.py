@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.images import Dropped, load_image, open_image
 from mmqk.data.shards.lines import read_lines
 from mmqk.data.shards.manifest import RESTORE, checked_shards
 from mmqk.data.shards.samples import json_of, pair_of, printable, text_of
@@ -70,7 +70,7 @@ def pairs_of(index: TarIndex) -> Iterator[Pair]:
                 " and its manifest again"
             ) from None
         # Check the size of the file's image, because load_image scales an image of another size.
-        with Image.open(io.BytesIO(content)) as original:
+        with open_image(content) as original:
             width, height = original.size
         if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
             raise UserError(
