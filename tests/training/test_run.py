@@ -209,21 +209,33 @@ def test_divergence_ends_in_order(tiny_args, tmp_path):
     )
 
 
-def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny_args, tmp_path):
-    hot = [*tiny_args, "--optim.lr=3", "--optim.schedule=constant", "--trainer.max_steps=70"]
-    assert main([*hot, f"--out={tmp_path / 'stopped'}"]) == 3
+def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny_args, tmp_path, monkeypatch):
+    """Step 51 multiplies the logits by 100, and the learning rate is too low to repair it. With 25 such losses among the
+    last 50, at step 75, the median of the losses has risen too far."""
+    args = [*tiny_args, "--optim.lr=1e-6", "--optim.schedule=constant", "--trainer.max_steps=80"]
+    assert main([*args, f"--out={tmp_path / 'control'}"]) == 0
+    training_step = TrainingModule.training_step
+
+    def worse(self, *rest):
+        if self.trainer.global_step == 50:
+            with torch.no_grad():
+                self.model.final_norm.weight.mul_(100)
+        return training_step(self, *rest)
+
+    monkeypatch.setattr(TrainingModule, "training_step", worse)
+    assert main([*args, f"--out={tmp_path / 'stopped'}"]) == 3
     stopped = status(tmp_path / "stopped")
-    assert "nat above its" in stopped["reason"] and stopped["step"] < 70
-    assert main([*hot, "--alarm.stop_diverged=false", f"--out={tmp_path / 'on'}"]) == 0
+    assert "nat above its" in stopped["reason"] and stopped["step"] == 75
+    assert main([*args, "--alarm.stop_diverged=false", f"--out={tmp_path / 'on'}"]) == 0
     assert status(tmp_path / "on")["status"] == "completed"
 
     def losses(name):
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
-    assert len(losses("on")) == 70 and losses("on").items() > losses("stopped").items()
-    assert min(a.step for a in read_alarms(tmp_path / "on") if a.name == "divergence") == stopped["step"]
-    broken = [*hot, "--optim.lr=1e30", "--trainer.gradient_clip_val=0", "--alarm.stop_diverged=false"]
+    assert len(losses("on")) == 80 and losses("on").items() > losses("stopped").items()
+    assert min(a.step for a in read_alarms(tmp_path / "on") if a.name == "divergence") == 75
+    broken = [*args, "--optim.lr=1e30", "--trainer.gradient_clip_val=0", "--alarm.stop_diverged=false"]
     assert main([*broken, f"--out={tmp_path / 'broken'}"]) == 3
 
 
