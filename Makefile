@@ -16,7 +16,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims late late-rehearsal late-rescue check test test-slow soak soak-quick wheel-test golden pages test-oldest test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims late late-rehearsal late-rescue check test test-training test-slow soak soak-quick wheel-test golden pages test-oldest test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
@@ -26,6 +26,7 @@ help:
 	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
 	@echo "make late-rescue  remedies switched on before two runs fail (6 core hours)"
 	@echo "make test         lint, types and all tests that are not slow"
+	@echo "make test-training  the training tests, for example with ATEN_CPU_CAPABILITY=default"
 	@echo "make test-slow    the slow tests: several processes, kills, large pages, benchmarks"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
 	@echo "make soak         plant thousands of faults: kills, disk errors, crashes, bad files and numbers; continues"
@@ -36,6 +37,7 @@ help:
 	@echo "make test-oldest-torch  test the monitors on torch 2.6, in a separate environment"
 	@echo "make pages        render the pages of reports/examples from their packs"
 	@echo "make tensorboard  open the dashboards of runs/"
+	@echo "make clean        remove what minutes make again: the environments, .cache and reports/demo; never runs/"
 	@echo "Add PYTHON=python to use the active environment instead of .venv."
 
 setup: .venv/installed
@@ -73,6 +75,9 @@ test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy & types=$$!; $(PYTHON) -m pytest --numprocesses $(WORKERS) $(BY_FILE) -m 'not slow'; tests=$$?; \
 		wait $$types && exit $$tests
+
+test-training: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	$(PYTHON) -m pytest --numprocesses $(WORKERS) $(BY_FILE) -m 'not slow' tests/training
 
 test-slow: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m pytest --numprocesses $(WORKERS) $(BY_FILE) -m slow
@@ -116,7 +121,7 @@ tensorboard: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m tensorboard.main --logdir runs --samples_per_plugin scalars=1000000
 
 clean:
-	rm -rf .venv .cache runs reports/demo
+	rm -rf .venv .venv-oldest .venv-torch-2.6 .cache reports/demo
 
 $(VENV_PYTHON):
 	$(BASE_PYTHON) -m venv .venv

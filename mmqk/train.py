@@ -246,7 +246,14 @@ def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, st
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     """Return the unigram losses and the share of captions that are cut, which are logged before step 1. Print
-    warnings about the data."""
+    warnings about the precision and the data."""
+    if run.trainer["precision"] == "bf16-true":
+        print(
+            "trainer.precision bf16-true is an experiment: a bf16 weight does not change if its update is below about"
+            " 1/500 of it, so most weights stay as they are and weight decay does nothing (update_unchanged is their"
+            " share). Set bf16-mixed to train all weights.",
+            file=sys.stderr,
+        )
     builder = data.builder
     if data.dial is not None:
         per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1

@@ -411,6 +411,11 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "RMS of the update divided by the RMS of the parameter; absent if the RMS of the parameter is 0", "–",
             NONE, UNKNOWN,
             "the parameter changes completely within few steps, or does not change", "parameters"),
+        Statistic(("update_unchanged",),
+            "share of the elements of all parameters that the update left unchanged; always measured with"
+            " `trainer.precision` bf16-true", "–", NONE, "near 0 [I]",
+            "near 1: updates are below half of the spacing of bf16 numbers, and weight decay does nothing",
+            "parameters"),
         Statistic(("adam_below_eps/PARAMETER",), "share of elements with √v̂ below Adam's epsilon", "–", NONE,
             "0; gradients approach an epsilon of 1e-8 as model size and learning rate grow (Wortsman et al. 2023,"
             " arXiv 2309.14322, Fig. 11 to 13 [V])", "epsilon determines the size of the updates of these elements",

@@ -18,7 +18,8 @@ class TrainerConfig:
     Args:
         devices: processes per machine, one per device.
         num_nodes: number of machines.
-        precision: 32-true, bf16-mixed (bf16 operations, fp32 weights) or bf16-true (bf16 weights too).
+        precision: 32-true, bf16-mixed (bf16 operations, fp32 weights) or bf16-true (bf16 weights too: an
+            experiment, because most updates are too small to change a weight).
         max_steps: number of optimizer steps.
         accumulate_grad_batches: micro-batches per optimizer step.
         gradient_clip_val: largest gradient norm; larger gradients are scaled down to it. 0 or null: no clipping.

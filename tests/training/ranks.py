@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,13 @@ RANKS = 2
 SECONDS = 180.0
 
 
-def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[ForkServerProcess]:
+def start(
+    args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1, spike: int = 0
+) -> list[ForkServerProcess]:
     """Start both processes and return them in the order of their ranks. Rank r writes its output to ``{log}{r}``.
 
-    With ddp, rank r also writes its final weights to ``{log}{r}.weights``.
+    With ddp, rank r also writes its final weights to ``{log}{r}.weights``. The second rank adds 100 to its loss at
+    the step ``spike``.
     """
     start_server(PRELOAD)
     with socket.socket() as free:
@@ -33,7 +37,7 @@ def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1)
     flags = [
         *args, f"--trainer.devices={RANKS // nodes}", f"--trainer.num_nodes={nodes}", f"--trainer.strategy={strategy}"
     ]  # fmt: skip
-    both = [get_context("forkserver").Process(target=_rank, args=(rank, port, flags, f"{log}{rank}", nodes))
+    both = [get_context("forkserver").Process(target=_rank, args=(rank, port, flags, f"{log}{rank}", nodes, spike))
             for rank in range(RANKS)]  # fmt: skip
     for process in both:
         process.start()
@@ -51,12 +55,14 @@ def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
     return [process.exitcode for process in both]
 
 
-def train(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[int | None]:
+def train(
+    args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1, spike: int = 0
+) -> list[int | None]:
     """Start both processes, wait until they end, and return their exit codes."""
-    return end(start(args, log, strategy, nodes))
+    return end(start(args, log, strategy, nodes, spike))
 
 
-def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
+def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: int) -> None:
     local = RANKS // nodes
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
@@ -74,4 +80,14 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
 
     if "--trainer.strategy=ddp" in args:
         TrainingModule.on_train_end = keep  # type: ignore[method-assign]
+    training_step = TrainingModule.training_step
+
+    def spiking(module: TrainingModule, *rest: Any) -> torch.Tensor:
+        loss = training_step(module, *rest)
+        if rank == 1 and module.trainer.global_step + 1 == spike:
+            assert module._step_loss is not None
+            module._step_loss = module._step_loss + 100
+        return loss
+
+    TrainingModule.training_step = spiking  # type: ignore[method-assign]
     sys.exit(cli_main(process)(args))

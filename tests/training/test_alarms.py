@@ -28,21 +28,42 @@ from mmqk.store.alarms import probes, steps
 from mmqk.train import main
 from mmqk.training.loop.lifecycle import Lifecycle
 from mmqk.training.loop.signals import ENDING
+from mmqk.training.step.module import TrainingModule
 
-# A run of 60 steps at a high learning rate; `eager_rules` changes the rules so that they raise alarms in 60 steps.
+# A run of 60 steps, in which `plant` plants the events.
 HOT = [
-    "--optim.lr=0.3",
+    "--optim.lr=0.001",
     "--optim.schedule=constant",
     "--trainer.max_steps=60",
     "--model.residual_dropout=0.1",
 ]
+SPIKE, COLLAPSES = 23, (34, 46)  # the step of the spike, and the step at which each layer's attention collapses
+training_step = TrainingModule.training_step
+
+
+def planted(self: TrainingModule, *rest):
+    """Take a step whose weights give a spike or a collapse. The embeddings grow in every step."""
+    step = self.trainer.global_step + 1
+    with torch.no_grad():
+        self.model.embed.weight.mul_(1.05)
+        if step == SPIKE:
+            self.model.final_norm.weight.mul_(100)
+        if step == SPIKE + 1:
+            self.model.final_norm.weight.div_(100)
+        for block, collapse in zip(self.model.blocks, COLLAPSES, strict=True):
+            if step == collapse:
+                block.attention.w_q.weight.mul_(1000)
+    return training_step(self, *rest)
+
+
+def plant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TrainingModule, "training_step", planted)
+    patch.setattr(steps, "SPIKE_FEWEST", 20)
 
 
 @pytest.fixture(autouse=True)
-def eager_rules(monkeypatch):
-    monkeypatch.setattr(steps, "SPIKE_FEWEST", 5)
-    monkeypatch.setattr(steps, "SPIKE_STDS", 0.8)
-    monkeypatch.setattr(probes, "COLLAPSE_SHARE", 0.9)
+def planted_events(monkeypatch):
+    plant(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +74,7 @@ def reporting(tiny_args, tmp_path_factory):
 
     out, said = tmp_path_factory.mktemp("alarms") / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(steps, "SPIKE_FEWEST", 5)
-        patch.setattr(steps, "SPIKE_STDS", 0.8)
-        patch.setattr(probes, "COLLAPSE_SHARE", 0.9)
+        plant(patch)
         assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
     return out, said.getvalue()
 
@@ -77,7 +96,9 @@ def live(folder: Path) -> str:
 def test_alarms_are_those_that_the_numbers_give_afterwards(reporting):
     folder, _ = reporting
     found = read_alarms(folder)
-    assert {"spike", "collapse"} <= {alarm.name for alarm in found}, "the run has too few alarms"
+    assert {alarm.step for alarm in found if alarm.name == "spike" and alarm.tag == "loss"} == {SPIKE}
+    # The first probes after the collapses.
+    assert {a.tag[-7:]: a.step for a in found if a.name == "collapse"} == {"layer00": 36, "layer01": 48}
     assert live(folder) == afterwards(folder)
 
 
@@ -165,7 +186,8 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     probed = [
         line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line
     ]
-    seen_at = next(step for step in probed if step >= spike.step)  # the flush that raised the alarm
+    assert spike.step == SPIKE
+    seen_at = 24  # the flush that raised the alarm
     assert {seen_at + 1, seen_at + 2, seen_at + 3} <= set(probed)
     kept = list((tmp_path / "acting/checkpoints").glob("alarm_*"))
     assert [path.name for path in kept] == [f"alarm_spike_step{seen_at:08d}.ckpt"]
@@ -186,11 +208,9 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
     status = read_status(out)
     assert status is not None and status.status == "interrupted" and "collapse" in status.reason
     first = next(alarm for alarm in read_alarms(out) if alarm.name == "collapse")
-    assert status.step == first.step < 60
-    for _ in range(10):  # a collapse in another layer or modality may stop the run again
-        if (code := main(args)) == 0:
-            break
-        assert code == 130
+    assert status.step == first.step == 36
+    assert main(args) == 130 and read_status(out).step == 48  # the collapse of the other layer
+    assert main(args) == 0
     capsys.readouterr()
     assert read_status(out).status == "completed"
     one, two = weights(reporting[0]), weights(out)

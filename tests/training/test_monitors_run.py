@@ -61,6 +61,26 @@ def test_every_monitor_leaves_every_bit_of_the_weights(off, on):
     assert not same(saved, state(on))  # the control: different weights are detected
 
 
+@pytest.mark.parametrize(("precision", "least"), [("bf16-true", 0.3), ("32-true", 0.0)])
+def test_the_share_of_weights_that_an_update_left_unchanged(tiny_args, tmp_path, capsys, precision, least):
+    """Compare with the checkpoints before and after the update. A run in bf16 says that most weights stay."""
+    args = [*tiny_args, f"--trainer.precision={precision}", "--checkpoint.every_n_steps=1", "--checkpoint.keep=9"]
+    args += [] if precision == "bf16-true" else ["--monitor.parameters=true"]
+    assert main([*args, f"--out={tmp_path / 'run'}"]) == 0
+    assert ("bf16-true is an experiment" in capsys.readouterr().err) is (precision == "bf16-true")
+    before, after = (
+        torch.load(tmp_path / f"run/checkpoints/step{step:08d}.ckpt", weights_only=True)["state_dict"]
+        for step in (7, 8)
+    )
+    assert before["model.embed.weight"].dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    equal = sum(int((before[name] == after[name]).sum()) for name in before)
+    share = equal / sum(weight.numel() for weight in before.values())
+    lines = series(tmp_path / "run").items()
+    logged = {step: line["update_unchanged"] for step, line in lines if "update_unchanged" in line}
+    assert list(logged) == [4, 8, 12] and logged[8] == pytest.approx(share, rel=1e-6)
+    assert least <= share < (1.0 if least else 0.05)
+
+
 def test_what_a_run_without_them_does_not_write(off, on):
     more = {parse_tag(tag).statistic for line in series(on).values() for tag in line} - {
         parse_tag(tag).statistic for line in series(off).values() for tag in line
@@ -70,6 +90,7 @@ def test_what_a_run_without_them_does_not_write(off, on):
     assert more == {
         *(f"w_{s}_{part}" for s in "qk" for part in parts), "budget_window", "budget_clip_factor",
         "grad_agreement", "grad_signal", "grad_noise", "update_rms", "update_ratio", "adam_below_eps",
+        "update_unchanged",
         "absorb_error_if_bf16", "absorb_bias_if_bf16", "absorbed_if_bf16",
     }  # fmt: skip
     lines = series(on)

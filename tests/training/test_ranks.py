@@ -139,6 +139,45 @@ def test_remedies_of_the_optimizer_act_alike_in_both_processes(tiny_args, tmp_pa
             assert 0 < int(guards["skip_step"]["skipped"]) < 16
 
 
+def test_a_spike_on_one_of_two_ranks_is_skipped_by_both(tiny_args, tmp_path):
+    """The loss of the second rank rises in step 71, the last, so the final weights are exactly those of step 70."""
+    args = [*tiny_args, "--data.batch_size=8", *FEW, "--optim.skip_step=6", "--trainer.max_steps=71",
+            "--optim.lr=1e-4", "--checkpoint.at=[70]", "--checkpoint.keep=9"]  # fmt: skip
+    for name, spike in (("spike", 71), ("control", 0)):
+        out = tmp_path / name
+        assert train([*args, f"--out={out}"], tmp_path / f"{name} log", spike=spike) == [0, 0]
+        first, second = (torch.load(tmp_path / f"{name} log{rank}.weights") for rank in (0, 1))
+        assert all(torch.equal(first[n], second[n]) for n in first)
+        before, after = (
+            torch.load(out / f"checkpoints/step000000{step}.ckpt", weights_only=True) for step in (70, 71)
+        )
+        equal = [torch.equal(before["state_dict"][f"model.{n}"], first[n]) for n in first]
+        skipped = int(after["mmqk_guards"]["skip_step"]["skipped"])
+        assert (all(equal), skipped) == ((True, 1) if spike else (False, 0)) and (spike or not any(equal))
+
+
+def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tmp_path, monkeypatch):
+    """It reads exactly the tokens of the run of one process. Killed once more, it is the same run, bit for bit."""
+    _, one, two = pair
+    read, training_step = [], TrainingModule.training_step
+
+    def reading(self, batch, index):
+        read.append(batch.ids_BT.tolist())
+        return training_step(self, batch, index)
+
+    monkeypatch.setattr(TrainingModule, "training_step", reading)
+    ids = []
+    for before, name, step in ((one, "straight", 0), (two, "alone", 4), (tmp_path / "alone", "again", 8)):
+        read.clear()
+        args = [a for a in rewind(before, tmp_path / name, step) if not a.startswith(WHERE)]
+        assert main([*args, f"--out={tmp_path / name}"]) == 0
+        ids.append(read.copy())
+    assert ids[0][8:] == ids[1] and ids[1][8:] == ids[2] and ids[0] != ids[0][::-1]  # two micro-batches a step
+    assert series(tmp_path / "again") == series(tmp_path / "alone")
+    ours, theirs = state(tmp_path / "again"), state(tmp_path / "alone")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_resume_is_exact_among_as_many(pair, tmp_path):
     strategy, _, two = pair
     args = rewind(two, tmp_path / "again", 8)

@@ -12,6 +12,7 @@ import torch
 
 from mmqk.store import read_metrics
 from mmqk.train import main
+from mmqk.training.step.module import TrainingModule
 
 WALL_CLOCK = {"tokens_per_s"}
 
@@ -77,12 +78,63 @@ def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
     assert json.loads((tmp_path / "again/status.json").read_text())["status"] == "completed"
 
 
+@pytest.fixture
+def read(monkeypatch) -> list[torch.Tensor]:
+    """Return a list to which every training step appends its token ids."""
+    ids, training_step = [], TrainingModule.training_step
+
+    def reading(self, batch, index):
+        ids.append(batch.ids_BT.clone())
+        return training_step(self, batch, index)
+
+    monkeypatch.setattr(TrainingModule, "training_step", reading)
+    return ids
+
+
+def same_run(ours: Path, theirs: Path) -> bool:
+    one, two = state(ours), state(theirs)
+    same_keys = one.keys() == two.keys()
+    return same_keys and all(torch.equal(one[k], two[k]) for k in one) and series(ours) == series(theirs)
+
+
+def test_a_checkpoint_exactly_at_the_end_of_an_epoch(tiny_args, tmp_path, read):
+    """An epoch has 40 pairs, which are 4 batches of 10, so two checkpoints are between two epochs."""
+    args = [*tiny_args, '--data.mix={"pair": 1}', "--data.image_first_prob=0", "--data.batch_size=10",
+            "--checkpoint.keep=9"]  # fmt: skip
+    assert main([*args, f"--out={tmp_path / 'whole'}"]) == 0
+    straight = [batch.tolist() for batch in read]
+    epochs = [sorted(row for batch in straight[first : first + 4] for row in batch) for first in (0, 4, 8)]
+    assert epochs[0] == epochs[1] == epochs[2] and straight[:4] != straight[4:8] != straight[8:]
+    for step in (4, 8):
+        read.clear()
+        rewind(tmp_path / "whole", tmp_path / str(step), step)
+        assert main([*args, f"--out={tmp_path / str(step)}"]) == 0
+        assert [batch.tolist() for batch in read] == straight[step:]
+        assert same_run(tmp_path / str(step), tmp_path / "whole")
+
+
+def test_two_kills_within_one_epoch(tiny_args, tmp_path, read):
+    """An epoch has 20 batches of 2 pairs. The resumed run is killed too."""
+    args = [*tiny_args, '--data.mix={"pair": 1}', "--data.batch_size=2", "--model.residual_dropout=0.1",
+            "--checkpoint.keep=9"]  # fmt: skip
+    assert main([*args, f"--out={tmp_path / 'whole'}"]) == 0
+    straight = [batch.tolist() for batch in read]
+    for before, step in (("whole", 4), ("killed at 4", 8)):
+        read.clear()
+        rewind(tmp_path / before, tmp_path / f"killed at {step}", step)
+        assert main([*args, f"--out={tmp_path / f'killed at {step}'}"]) == 0
+        assert [batch.tolist() for batch in read] == straight[step:]
+        assert same_run(tmp_path / f"killed at {step}", tmp_path / "whole")
+    # The control: another seed is another run.
+    assert main([*args, "--seed=1", f"--out={tmp_path / 'other'}"]) == 0
+    assert not same_run(tmp_path / "other", tmp_path / "whole")
+
+
 def test_what_a_run_switches_on_is_at_work_when_it_is_resumed(whole):
     """The control of the comparison above: the state that it compares changes during the run."""
     names, settings = state(whole), json.loads((whole / "run.json").read_text())["identity"]
     if settings["model"]["weight_reparam"] == "sigma":
         from mmqk.config import resolve
-        from mmqk.training.step.module import TrainingModule
 
         run = resolve(json.loads((whole / "run.json").read_text())["details"]["command"][3:])
         first = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend).state_dict()

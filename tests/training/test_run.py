@@ -210,8 +210,8 @@ def test_divergence_ends_in_order(tiny_args, tmp_path):
 
 
 def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny_args, tmp_path, monkeypatch):
-    """Step 51 multiplies the logits by 100, and the learning rate is too low to repair it. With 25 such losses among the
-    last 50, at step 75, the median of the losses has risen too far."""
+    """Step 51 multiplies the logits by 100, and the learning rate is too low to repair it. At step 75, with 25 such
+    losses among the last 50, the median of the losses has risen too far."""
     args = [*tiny_args, "--optim.lr=1e-6", "--optim.schedule=constant", "--trainer.max_steps=80"]
     assert main([*args, f"--out={tmp_path / 'control'}"]) == 0
     training_step = TrainingModule.training_step

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import torch
 
 from mmqk.config.training import MonitorConfig
 from mmqk.data.batch import TokenBatch
@@ -56,11 +57,13 @@ class RunMonitor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         c = self.config
-        if c.parameters or c.second_moment or c.budget_every_n_steps:
-            module: Any = pl_module  # a TrainingModule, which this package may not import
+        module: Any = pl_module  # a TrainingModule, which this package may not import
+        # A sharded model has no whole weights to compare.
+        low_precision = module.model.embed.weight.dtype == torch.bfloat16 and module.device_mesh is None
+        if c.parameters or c.second_moment or c.budget_every_n_steps or low_precision:
             # Muon's update is not linear in the gradient, so it has no parts by modality.
             trained = [] if module.optim_config.matrices == "muon" else module.trained_places
-            self._step_monitor = StepMonitor(module.model, c, trainer.max_steps, trained)
+            self._step_monitor = StepMonitor(module.model, c, trainer.max_steps, trained, low_precision)
             self._step_monitor.load_state_dict(self._saved)
             module.step_watch = self._step_monitor
         self._probed = trainer.global_step if trainer.global_step else -1

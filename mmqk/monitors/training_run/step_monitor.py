@@ -31,12 +31,20 @@ class StepMonitor:
         config: the configuration of the monitors.
         max_steps: number of steps of the run. The last step is measured, in addition to every ``every_n_steps``-th.
         trained: indices of the modalities whose loss is trained; if empty, the budget has no parts by modality.
+        low_precision: whether the weights are in bf16, so that small updates leave them unchanged. Their share is
+            then measured even if ``config.parameters`` is false.
     """
 
     def __init__(
-        self, model: EarlyFusionTransformer, config: MonitorConfig, max_steps: int, trained: list[int]
+        self,
+        model: EarlyFusionTransformer,
+        config: MonitorConfig,
+        max_steps: int,
+        trained: list[int],
+        low_precision: bool = False,
     ) -> None:
         self.model, self.config, self.max_steps, self.trained = model, config, max_steps, trained
+        self.low_precision = low_precision
         self.window: BudgetWindow | None = None
         self.named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self.matrices: dict[Tensor, str] = {
@@ -83,13 +91,14 @@ class StepMonitor:
         """
         if self.window is not None:
             self.window.before_update(optimizer, factor)
-        if self._probe_due and self.config.parameters:
+        if self._probe_due and (self.config.parameters or self.low_precision):
             self._before = {
                 p: (p.detach().clone(), group["lr"])
                 for group in optimizer.param_groups
                 for p in group["params"]
                 if p in self.named
             }
+        if self._probe_due and self.config.parameters:
             self._sizes = {tag("grad_norm", name): norm for name, norm in grad_norms.items()}
 
     def after_update(self, optimizer: Optimizer) -> None:
@@ -114,7 +123,10 @@ class StepMonitor:
 
     @torch.no_grad()
     def _measure_updates(self, optimizer: Optimizer, groups: Mapping[Tensor, dict[str, Any]]) -> None:
-        for p, (before, lr) in self._before.items():
+        if self._before:
+            unchanged = torch.stack([(before == p).sum() for p, (before, _) in self._before.items()]).sum()
+            self._sizes["update_unchanged"] = unchanged / sum(p.numel() for p in self._before)
+        for p, (before, lr) in self._before.items() if self.config.parameters else ():
             state, group, name = optimizer.state.get(p), groups[p], self.named[p]
             if not state:
                 continue  # no loss has depended on this parameter yet
