@@ -180,9 +180,10 @@ def test_every_claim_can_be_judged(demo, tmp_path):
     claims = {claim.id: claim for claim in study.claims}
     assert list(claims) == [claim["id"] for claim in demo.raw["claims"]]
     assert claims["C2"].compared == ("mixed", "mixed-qk") and claims["C2"].decided
-    assert claims["C10"].compared == ("mixed", "image-off-matched") and claims["C10"].decided
+    # Verdicts that turn with the kind of CPU are not given.
+    assert {claim.id for claim in claims.values() if claim.decided} == {"C2", "X1"}
+    assert claims["C10"].compared == ("mixed", "image-off-matched")
     assert claims["C13"].compared == ("high-pre", "high-pre-qk", "high-post", "high-post-qk")
-    assert not claims["C13"].decided
     assert demo.raw["report"]["headline"] in claims
     decided = {arm.name for arm in demo.arms if arm.block == "decided"}
     for claim in claims.values():
