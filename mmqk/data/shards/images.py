@@ -157,7 +157,8 @@ def _without_metadata(png: bytes) -> bytes:
 
     Pillow refuses the whole file if one of them is damaged, or large after decompression.
     """
-    kept, view, place = [png[: len(_PNG)]], memoryview(png), len(_PNG)
+    view, place = memoryview(png), len(_PNG)
+    kept = [view[:place]]
     while place + 12 <= len(png):
         end = place + 12 + int.from_bytes(view[place : place + 4])
         kind, data = png[place + 4 : place + 8], view[place + 8 : end - 4]
