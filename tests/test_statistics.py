@@ -14,6 +14,7 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import attach, probe
+from mmqk.monitors.over_layers import over_layers
 from mmqk.monitors.probe import block_matrices
 from mmqk.monitors.training_run.product_change import ProductChange
 from mmqk.monitors.training_run.residual import residual_absorption
@@ -84,7 +85,7 @@ def of_other_models() -> set[str]:
         model,
         modality={"image": range(20, 32)},
         every_n_steps=1,
-        log=lambda values, step: found.update(values),
+        log=lambda values, step: found.update(values.keys() - over_layers(values).keys()),
     )
     model(batch.ids_BT)
     watch.step()

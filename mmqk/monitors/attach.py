@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmqk.distributed import rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
+from mmqk.monitors.over_layers import over_layers
 from mmqk.monitors.record import Probe
 from mmqk.monitors.third_party.capture import Capture, watching
 from mmqk.monitors.third_party.folder import WatchFolder
@@ -22,11 +23,9 @@ from mmqk.monitors.third_party.inputs import (
     LastCall,
     Modalities,
     Modality,
-    batch_size,
     find_ids,
-    first_rows,
     named_inputs,
-    padding_mask,
+    tensors,
 )
 from mmqk.monitors.third_party.isolate import isolated, unwrapped
 from mmqk.monitors.third_party.layers import Layers
@@ -34,6 +33,9 @@ from mmqk.monitors.third_party.matrices import add_matrices
 from mmqk.monitors.third_party.measurement import Measurement, SiteRecord
 from mmqk.monitors.third_party.origins import Origins, Tracing
 from mmqk.monitors.third_party.output import find_logits, targets_of
+from mmqk.monitors.third_party.padding import padding_mask
+from mmqk.monitors.third_party.ranks import FailedElsewhereError, ProbeError, agreed, failed_here
+from mmqk.monitors.third_party.rows import batch_size, first_rows
 from mmqk.monitors.third_party.sides import Side, Sides, check_sides, sides_of_batch
 from mmqk.monitors.third_party.state import copied
 from mmqk.monitors.third_party.summary import (
@@ -65,6 +67,7 @@ def attach(
     adapter: Adapter | None = None,
     sides: Sides | None = None,
     matrices: bool = False,
+    strict: bool = False,
 ) -> Watch:
     """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
 
@@ -89,6 +92,7 @@ def attach(
             is measured as ``cross_...``.
         matrices: also measure the norm, spectral norm and stable rank of each matrix of the layers with attention.
             This costs one singular value decomposition per matrix and is not supported with FSDP.
+        strict: raise the error of a probe that fails; by default the probe is skipped, and a line gives the reason.
 
     Raises:
         UserError: an invalid range or name, or a count below its minimum.
@@ -110,6 +114,7 @@ def attach(
         adapter or adapter_for(unwrapped(model)),
         check_sides(sides or {}, modalities.names),
         matrices,
+        strict,
     )
 
 
@@ -131,6 +136,7 @@ class Watch:
     adapter: Adapter | None
     sides: dict[str, tuple[str, Modalities | None]] = field(default_factory=dict)
     matrices: bool = False
+    strict: bool = False
     steps: int = 0
     layers: Layers | None = None
     _last_call: LastCall = field(default_factory=LastCall)
@@ -138,6 +144,9 @@ class Watch:
     _started: int = 0  # value of ``steps`` before the first step
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
+    _tried: bool = False  # a probe was due and had a batch
+    _whole_batch: bool = False  # a probe of the first sequences failed, and one of the whole batch did not
+    _failures: set[str] = field(default_factory=set)
     _overdue: bool = False  # a probe was due, but the batch was empty
     _changed: set[str] = field(default_factory=set)  # what a probe's forward changed, and was restored
     _outgrown: bool = False  # whether the warning about a mask that logits outgrow was shown
@@ -158,8 +167,9 @@ class Watch:
             number: the trainer's step number; by default, the number of calls of this method.
 
         Raises:
-            UserError: a probe is due but the model was not called, or ``out`` contains steps of another run.
-            RuntimeError: the forward pass of the probe failed.
+            UserError: ``out`` contains steps of another run. With ``strict``, also: a probe is due but the model was
+                not called.
+            RuntimeError: with ``strict`` or FSDP on several ranks, the forward pass of the probe failed.
         """
         if self._closed:
             return
@@ -170,21 +180,19 @@ class Watch:
             if self.out is not None and self.every_n_steps and rank() == 0:
                 self._folder = WatchFolder(self.out, resumed)
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
-        if self._step_times is not None:
+        if self._step_times is not None and not self._tried:
             self._step_times.append(time.perf_counter())
-        call = self._last_call.take()
-        if self._due(previous, self.steps):
-            if call is None:
-                raise UserError(
-                    f"the watched {type(self.model).__name__} was not called with gradients before step "
-                    f"{self.steps}: attach the object that the training loop calls (the result of torch.compile or "
-                    "DistributedDataParallel), before its first call"
-                )
-            self._last_call.check(*call)
-            if self._last_call.is_copy:
-                self._probe_and_write(*call)
-            else:
-                self._overdue = True
+        is_due = self._due(previous, self.steps)
+        try:
+            is_copy, call = self._last_call.is_copy, self._last_call.take()
+            values = self._values(call, is_copy) if is_due else None
+        except Exception as error:
+            if self.strict or getattr(error, "is_fatal", False):
+                raise
+            self._skip(error)
+        else:
+            if values is not None:
+                self._write(values)
         self._last_call.copying = self._due(self.steps, 2 * self.steps - previous)
 
     def _due(self, previous: int, step: int) -> bool:
@@ -196,7 +204,7 @@ class Watch:
         every, done = self.every_n_steps, step - self._started
         if not every:
             return False
-        is_first = self._step_times is not None and done >= min(FIRST_PROBE, every)
+        is_first = not self._tried and done >= min(FIRST_PROBE, every)
         return is_first or self._overdue or step // every > previous // every
 
     def probe(self, **inputs: Any) -> Probe:
@@ -225,28 +233,52 @@ class Watch:
     # The probe
 
     def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
-        root, collective = unwrapped(self.model), world_size() > 1
-        inputs = named_inputs(self.model, args, kwargs)
-        B = batch_size(inputs)
-        rows = min(B, self.sequences)
-        device = self._device
-        dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
-        # Several dtypes need autocast, and so does a half-precision model that was called under autocast.
-        one_dtype = len(dtypes) <= 1 and (dtypes <= {torch.float32} or not self._last_call.autocast)
-        args, kwargs = first_rows(
-            (args, kwargs), B, rows, torch.float32 if dtypes == {torch.float32} else None
-        )
-        inputs = named_inputs(self.model, args, kwargs)
-        with torch.no_grad():
-            modality_BT, sources = self._modality_and_sources(inputs)
-        if rows < B == len(modality_BT):
-            raise UserError(
-                f"the modality function returned {B} rows, but the probe uses {rows} of the batch's {B} sequences: "
-                f"use only the inputs that the function gets, or call attach with sequences={B}"
-            )
+        """Probe the first sequences of a batch, or the whole batch if a probe of the first ones fails."""
+        B = batch_size(named_inputs(self.model, args, kwargs))
+        sequences = B if self._whole_batch else self.sequences
         try:
+            return self._probe_rows(args, kwargs, sequences)
+        except ProbeError as error:
+            if error.is_final or not agreed(self._device, sequences < B)[0]:
+                raise
+            reason = error
+        probe = self._probe_rows(args, kwargs, B)
+        self._whole_batch = True
+        if rank() == 0:
+            print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
+        return probe
+
+    def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
+        """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.
+
+        Raises:
+            UserError: what a user has to change.
+            ProbeError: another error, or an error on another rank.
+        """
+        root, device = unwrapped(self.model), self._device
+        in_forward = False
+        try:
+            inputs = named_inputs(self.model, args, kwargs)
+            _check_inputs(inputs, root)
+            B = batch_size(inputs)
+            rows = min(B, sequences)
+            dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
+            # Several dtypes need autocast, and so does a half-precision model that was called under autocast.
+            one_dtype = len(dtypes) <= 1 and (dtypes <= {torch.float32} or not self._last_call.autocast)
+            dtype = torch.float32 if dtypes == {torch.float32} else None
+            args, kwargs = first_rows((args, kwargs), inputs, root, rows, dtype)
+            inputs = named_inputs(self.model, args, kwargs)
+            with torch.no_grad():
+                modality_BT, sources = self._modality_and_sources(inputs)
+            if rows < B == len(modality_BT):
+                raise UserError(
+                    f"the modality function returned {B} rows, but the probe uses {rows} of the batch's {B} "
+                    f"sequences: use only the inputs that the function gets, or call attach with sequences={B}"
+                )
+            agreed(device)
+            in_forward = True
             for source in sources:
-                measurement = self._measurement(inputs, modality_BT.to(device), source, collective)
+                measurement = self._measurement(inputs, modality_BT.to(device), source, world_size() > 1)
                 capture = Capture(root, rows, measurement, Origins(inputs, root))
                 isolation = isolated(root, device, inputs, one_dtype, self._last_call.autocast)
                 with isolation as state, watching(capture):
@@ -254,32 +286,43 @@ class Watch:
                 self._changed |= state.changed
                 if measurement.main_used:
                     break
-        except (UserError, torch.OutOfMemoryError):
-            raise
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                return self._finished(measurement, capture, output, inputs, rows)
+        except FailedElsewhereError as error:
+            raise ProbeError(str(error), error.is_final) from error
         except Exception as error:
-            advice = (
-                f"; if the model needs the whole batch, call attach with sequences={B}" if rows < B else ""
-            )
-            raise RuntimeError(
-                f"the probe's forward of {type(root).__name__} (evaluation mode, {rows} of {B} sequences) failed "
-                f"({type(error).__name__}: {error}){advice}"
-            ) from error
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            measurement.residual_stream(capture.stream)
-            self._output(measurement, output, inputs, root, capture.origins)
-            if self.matrices:
-                add_matrices(measurement.main.collector.probe, root, measurement.main_sites())
-            probe = measurement.finished()
-            probe.add(
-                ["probe_sequences"],
-                {"sum": torch.tensor([float(rows)], device=device)},
-                lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
-            )
-            probe = probe.merged()
+            # With FSDP the other ranks wait for this rank's weights, so they cannot end the probe.
+            is_fatal = in_forward and world_size() > 1 and any(hasattr(m, "unshard") for m in root.modules())
+            is_user_error = isinstance(error, UserError)
+            is_final = is_fatal or failed_here(device, is_user_error or isinstance(error, torch.OutOfMemoryError))
+            if is_user_error and not is_fatal:
+                raise
+            where = f"the probe's forward of {type(root).__name__} (evaluation mode, {rows} of {B} sequences) failed"
+            message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
+            raise ProbeError(message, is_final, is_fatal) from error
+
+    def _finished(
+        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
+    ) -> Probe:
+        """Return the probe after the forward pass, merged over ranks, and store its layers, records and tokens."""
+        measurement.residual_stream(capture.stream)
+        self._output(measurement, output, inputs, capture.root, capture.origins)
+        if self.matrices:
+            add_matrices(measurement.main.collector.probe, capture.root, measurement.main_sites())
+        probe = measurement.finished()
+        probe.add(
+            ["probe_sequences"],
+            {"sum": torch.tensor([float(rows)], device=measurement.device)},
+            lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
+        )
+        agreed(measurement.device)
+        probe = probe.merged()
         reason = "cross-attention written with matmul and softmax"
         measurement.records += [
             SiteRecord(path, not_measured=reason, other_tokens=True)
-            for path in sorted(capture.cross_products - capture.products)
+            for path in sorted(
+                capture.cross_products - capture.products - {record.path for record in measurement.records}
+            )
         ]
         self.layers = capture.layers()
         # Keep no reference to the measurement: it holds masks of shape (B, T, T).
@@ -310,7 +353,7 @@ class Watch:
         self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
     ) -> Measurement:
         mask = padding_mask(inputs, source)
-        if mask is not None and mask.ndim == 2 and mask.shape != modality_BT.shape:
+        if mask is not None and mask.shape != modality_BT.shape:
             warn_of_padding(mask.shape, modality_BT.shape)
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
@@ -325,7 +368,7 @@ class Watch:
         """
         if self.modalities.ranges is None or find_ids(inputs) is None:
             return
-        if self._on_any_rank(measurement.main.sees_all):
+        if agreed(measurement.device, measurement.main.sees_all)[0]:
             return
         least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
         logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
@@ -336,35 +379,59 @@ class Watch:
             return
         measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
 
-    def _probe_and_write(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = find_ids(named_inputs(self.model, args, kwargs))
-        self._overdue = self._on_any_rank(ids is not None and not ids[1].numel())
+    def _values(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool
+    ) -> dict[str, float] | None:
+        """Return the numbers of a probe of the last call; None if its batch is empty or no copy on any rank."""
+        if call is not None:
+            self._last_call.check(*call)
+        ids = None if call is None else find_ids(named_inputs(self.model, *call))
+        is_empty = ids is not None and not ids[1].is_nested and not ids[1].numel()
+        uncalled, self._overdue = agreed(self._device, call is None, is_empty or not is_copy)
+        if uncalled or call is None:
+            raise UserError(
+                f"the watched {type(self.model).__name__} was not called with gradients before step {self.steps}: "
+                "attach the object that the training loop calls (the result of torch.compile or "
+                "DistributedDataParallel), before its first call"
+            )
         if self._overdue:
-            return
-        is_first = self._step_times is not None
+            return None
+        is_first, self._tried = self._step_times is not None, True
         start = self._synchronized_time() if is_first else 0.0
-        values = self._probe(args, kwargs).flat()
+        values = self._probe(*call).flat()
         assert self.layers is not None
-        values["attn_layers_seen"] = len(self.layers.numbers)
+        values["attn_layers_seen"] = self.layers.seen
         values["attn_layers_hidden"] = len(self.layers.hidden)
         if is_first:
             self._print_summary(self._synchronized_time() - start, values)
             self._step_times = None
+        return values
+
+    def _write(self, values: dict[str, float]) -> None:
         if rank() > 0:
             return
         self._outgrown = self._outgrown or warn_of_mask(values, self.steps)
         if self._folder is not None:
             self._folder.write(self.steps, values)
         if self.log is not None:
-            self.log(values, step=self.steps)
+            self.log(values | over_layers(values), step=self.steps)
+
+    def _skip(self, error: Exception) -> None:
+        """Print why a probe failed, once for each reason."""
+        self._tried = True
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if reason in self._failures or isinstance(error.__cause__, FailedElsewhereError):
+            return
+        self._failures.add(reason)
+        print(
+            f"mmqk: no probe at step {self.steps}, training goes on: {reason} (strict=True raises the error; a later "
+            "probe that fails in the same way prints nothing)",
+            flush=True,
+        )
 
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
-    def _on_any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is true on any rank."""
-        return flag if world_size() == 1 else bool(summed(torch.tensor(float(flag), device=self._device)))
 
     def _synchronized_time(self) -> float:
         """Wait until the device has finished its work, and return the time in seconds."""
@@ -382,3 +449,13 @@ class Watch:
             line += restored_note(self._changed)
             print(line + missing_series(values, self.modalities.names), flush=True)
             warn_of_absent(tokens)
+
+
+def _check_inputs(inputs: Inputs, root: nn.Module) -> None:
+    """Raise UserError for inputs with which a probe cannot run."""
+    for name, x in tensors(inputs):
+        if x.is_nested:
+            raise UserError(
+                f"input {name} of {type(root).__name__} is a nested tensor, which a probe cannot measure: pass "
+                "padded tensors and an attention_mask, or call attach with every_n_steps=0"
+            )

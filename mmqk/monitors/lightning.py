@@ -23,7 +23,7 @@ class NormMonitor(Callback):
             calls the forward of the LightningModule itself.
         modality: as in `attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter``, ``sides`` and ``matrices``.
+            ``adapter``, ``sides``, ``matrices`` and ``strict``.
     """
 
     def __init__(self, model: str, modality: Modality, **options: Any):

@@ -24,7 +24,7 @@ class NormCallback(TrainerCallback):
     Args:
         modality: as in `mmqk.monitors.attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter``, ``sides`` and ``matrices``.
+            ``adapter``, ``sides``, ``matrices`` and ``strict``.
     """
 
     def __init__(self, modality: Modality, **options: Any):

@@ -13,7 +13,7 @@ import pytest
 
 from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
-from mmqk.training.logging.dashboard import OF_LAYER, PAGES, custom_scalars, over_layers
+from mmqk.training.logging.dashboard import PAGES, custom_scalars, over_layers
 from mmqk.training.logging.heatmaps import COLUMNS, HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.logging.hparams import arm_of
 from mmqk.training.logging.loggers import RunLogger, StoryLogger
@@ -104,7 +104,8 @@ def test_all_that_could_be_shown_is_sixty_tags_at_most():
             for statistic in chart.statistics
             for name in (("text-text", "text-image", "image-text", "image-image") if pair else ("text", "image"))
         ]
-    single = ["loss", "lr", "grad_norm", "tokens_per_s", "captions_cut", *(f"{s}/layer00" for s in OF_LAYER)]
+    of_layer = (f"{statistic}/layer00" for statistic in ("attn_rank", "qk_clip_logit", "qk_clip_gamma"))
+    single = ["loss", "lr", "grad_norm", "tokens_per_s", "captions_cut", *of_layer]
     pairs = {
         k: v
         for k, v in layer.items()

@@ -133,17 +133,16 @@ def of_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    split: Callable[[Tensor], Tensor] | None = None,
 ) -> Call:
-    """Read a call of `torch.nn.functional.scaled_dot_product_attention`.
-
-    Inputs with three axes are read as (B * H, T, K) with B as the outer axis, as in `torch.nn.MultiheadAttention`.
-    """
+    """Read a call of `torch.nn.functional.scaled_dot_product_attention`; ``split`` gives a tensor with three axes,
+    (B * H, T, K) or (H * B, T, K), the axes (B, H, T, K)."""
     if query.is_nested:
         raise NotMeasured("its queries are a nested tensor")
-    if query.ndim == 3 and rows and query.shape[0] % rows == 0:
-        query, key, value = (x.unflatten(0, (rows, -1)) for x in (query, key, value))
-        if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 and attn_mask.shape[0] > 1:
-            attn_mask = attn_mask.unflatten(0, (rows, -1))
+    if query.ndim == 3 and split is not None:
+        if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 and len(attn_mask) == len(query):
+            attn_mask = split(attn_mask)
+        query, key, value = split(query), split(key), split(value)
     if query.ndim != 4:
         raise NotMeasured(f"its queries have shape {tuple(query.shape)}")
     call = Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale))
@@ -151,11 +150,11 @@ def of_sdpa(
     if is_causal or type(attn_mask).__name__ == "CausalBias":
         call.mask = causal_mask(T, S, query.device)
     elif attn_mask is not None:
-        _set_mask(call, attn_mask)
+        set_mask(call, attn_mask)
     return call
 
 
-def _set_mask(call: Call, mask: Tensor) -> None:
+def set_mask(call: Call, mask: Tensor) -> None:
     """Set the call's mask from a bool or an additive mask; values of an additive mask above `MASKED` are a bias.
 
     Finite values up to `MASKED` are added too, since logits can outgrow them.
@@ -241,7 +240,7 @@ def of_transformers(
     call.softcap = softcap
     call.set_sinks(getattr(module, "sinks", None) if s_aux is None else s_aux)
     if attention_mask is not None:
-        _set_mask(call, attention_mask[..., : key.shape[2]])
+        set_mask(call, attention_mask[..., : key.shape[2]])
     if position_bias is not None:
         mask_bias, bias = call.score_mod, position_bias.float()
         call.score_mod = lambda z, head: (mask_bias(z, head) if mask_bias else z) + of_head(bias, head)
@@ -264,7 +263,7 @@ def of_mmqk(
     """Read a call of `mmqk.model.backends.attention` with the backend math."""
     call = Call(query, key, value, scale, softcap=softcap)
     call.set_sinks(sink_H)
-    _set_mask(call, mask)
+    set_mask(call, mask)
     if kind != "softmax":
         call.no_weights = f"its weights are not a softmax but a {kind}"
     return call

@@ -3,8 +3,8 @@
 `Capture` is a TorchFunctionMode: it gets every torch function of the pass. It recognizes attention calls by their
 function (scaled_dot_product_attention, flex_attention, `nn.MultiheadAttention`) or operator (flash_attn, torch's
 varlen_attn). The attention functions of transformers and the dense attention of mmqk's own model are patched during
-the pass, and global module hooks track the running module. Attention written with matmul and softmax cannot be
-measured; the modules that use it are reported.
+the pass, and global module hooks track the running module. `ByHand` reads attention written with matmul and softmax;
+modules whose attention is written in another way are reported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.third_party import calls, calls_flash
+from mmqk.monitors.third_party.by_hand import PRODUCT, SOFTMAX, ByHand, Scores
 from mmqk.monitors.third_party.calls import Call, NotMeasured
 from mmqk.monitors.third_party.inputs import by_name
 from mmqk.monitors.third_party.layers import Layers, block_of, clean, layer_numbers
+from mmqk.monitors.third_party.layout import Layout
 from mmqk.monitors.third_party.measurement import CallOrigins, Measurement
 from mmqk.monitors.third_party.origins import Origin, Origins, flat
+from mmqk.monitors.third_party.scripted import is_scripted
 from mmqk.monitors.third_party.stream import Stream
 
 _OPERATORS: dict[str, Callable[..., Call]] = {
@@ -37,9 +40,6 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
     "flash_attn::_flash_attn_varlen_forward": calls_flash.of_flash_varlen,
     "torch_attn::_varlen_attn": calls_flash.of_torch_varlen,
 }
-# Names of torch functions that compute a softmax or a matrix product.
-_SOFTMAX = {"softmax", "special_softmax", "_softmax", "log_softmax", "special_log_softmax"}
-_PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
@@ -74,6 +74,7 @@ class Capture(TorchFunctionMode):
 
     def __init__(self, root: nn.Module, rows: int, measurement: Measurement, origins: Origins):
         super().__init__()
+        self.root = root
         innermost = {clean(name): module for name, module in root.named_modules()}
         self.paths = {module: path for path, module in innermost.items()}
         self.rows, self.tokens, self.measurement = rows, measurement.modality_BT.shape[1], measurement
@@ -81,6 +82,8 @@ class Capture(TorchFunctionMode):
         self.stream = Stream(
             origins, lambda x: measurement.is_stream(x, origins.of(x)), lambda: measurement.main_calls
         )
+        self.layout = Layout(rows)
+        self.by_hand = ByHand(self.layout, self._may_be_tokens)
         self.modules: dict[str, nn.Module] = {}
         self.softmaxes: set[str] = set()
         self.products: set[str] = set()
@@ -100,7 +103,7 @@ class Capture(TorchFunctionMode):
         if reader is not None:
             return self._attention(func, reader, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _SOFTMAX and args and isinstance(args[0], Tensor):
+        if name in SOFTMAX and args and isinstance(args[0], Tensor):
             self._softmax(args[0])
         if func is F.embedding:
             self.measurement.embedding(args[0], self.origins.of(args[0]))
@@ -108,14 +111,25 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         self.origins.trace(func, args, kwargs, out)
         self.stream.trace(func, args, kwargs, out, before)
-        if name in _PRODUCT:
+        self.layout.trace(name, args, out)
+        path, module, _ = self._running[-1]
+        by_hand = self.by_hand.trace(name, args, kwargs, out, path, module)
+        if by_hand is not None:
+            scores, call = by_hand
+            origins = self.origins.of(scores.operands[0]), self.origins.of(scores.operands[1])
+            self.origins.set(out, self._measure(scores.path, scores.module, call, origins))
+        elif name in PRODUCT:
             self._product(args, out)
         return out
 
     # Attention written with softmax and matmul
 
+    def _may_be_tokens(self, x: Tensor) -> bool:
+        origin = self.origins.of(x)
+        return origin is None or bool(origin.inputs)
+
     def _softmax(self, x: Tensor) -> None:
-        is_square = x.ndim >= 3 and x.shape[-1] == x.shape[-2] > 1
+        is_square = x.ndim >= 3 and x.shape[-1] == x.shape[-2] == self.tokens > 1 and not self.by_hand.has(x)
         path = self._running[-1][0]
         if is_square and path not in self.cross_products and self.measurement.may_be_main(self.origins.of(x)):
             self.softmaxes.add(path)
@@ -153,6 +167,9 @@ class Capture(TorchFunctionMode):
     ) -> tuple[Call | None, Origin | None]:
         """Read and measure a call; return the call (None if it cannot be read) and the origin of its output."""
         path, module, _ = self._running[-1]
+        if reader is calls.of_sdpa:
+            order = self.layout.order_of(*flat(args), *flat(kwargs))
+            kwargs = {**kwargs, "split": lambda x: self.layout.split(x, order)}
         try:
             call = reader(self.rows, *args, **kwargs)
         except NotMeasured as reason:
@@ -255,11 +272,13 @@ class Capture(TorchFunctionMode):
         measured = [record.path for record in records if record.not_measured is None and not record.cross]
         calls = {record.path for record in records}
         blocks = {block_of(path) for path in calls}
-        hidden = {r.path for r in records if r.not_measured is not None and not r.other_tokens} | self.softmaxes
+        not_measured = {r.path for r in records if r.not_measured is not None and not r.other_tokens}
+        pending = {scores.path for scores in self.by_hand.pending if self._is_main(scores)}
+        hidden = not_measured | self.softmaxes | pending
         for path, module in self.modules.items():
             is_attention = type(module) in self.attention_types or isinstance(module, nn.MultiheadAttention)
             is_named = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
-            if (is_attention or path in self.products or is_named) and not any(
+            if (is_attention or path in self.products or is_named or is_scripted(module)) and not any(
                 _within(path, call) or _within(call, path) for call in calls
             ):
                 hidden.add(path)
@@ -267,7 +286,14 @@ class Capture(TorchFunctionMode):
         measured_blocks = {block_of(path) for path in measured}
         places = {path if block_of(path) in measured_blocks else block_of(path) for path in outermost}
         names = [place or "the model" for place in sorted(places, key=_sort_key)]
-        return Layers(layer_numbers(measured), names, len(measured) + len(names))
+        seen = {path for path in measured if not any(_within(path, place) for place in places - {""})}
+        return Layers(layer_numbers(measured), names, len(seen), bool(hidden - not_measured))
+
+    def _is_main(self, scores: Scores) -> bool:
+        """Return whether a product has a number for each pair of the main side's tokens."""
+        is_square = scores.q.shape[-2] == scores.k.shape[-2] > 1
+        is_cross = scores.path in self.cross_products
+        return is_square and not is_cross and self.measurement.may_be_main(self.origins.of(scores.operands[0]))
 
 
 def _within(path: str, outer: str) -> bool:

@@ -1,15 +1,14 @@
-"""Stores the batch that a model was called with, and finds its token ids, modalities and padding.
+"""Stores the batch that a model was called with, and finds its token ids and modalities.
 
 Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ _IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs
 # Inputs with these words in their names are not token ids.
 _NOT_IDS = {"mask", "masks", "label", "labels", "target", "targets"}
 _WRAPPER = "_fsdp_wrapped_module"
+# Packages whose objects are no batches: numbers, block masks, caches.
+_NO_BATCH = {"builtins", "torch", "transformers", "numpy"}
 
 
 class LastCall:
@@ -155,18 +156,35 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of nested mappings, sequences and dataclasses, with its innermost name."""
+    """Yield every tensor of nested mappings, sequences, dataclasses and other objects, with its innermost name."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    elif isinstance(value, Mapping) or hasattr(value, "_fields"):
+        for key, part in (value if isinstance(value, Mapping) else value._asdict()).items():
             yield from tensors(part, str(key))
     elif isinstance(value, tuple | list):
         for part in value:
             yield from tensors(part, name)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name), field.name)
+    else:
+        for key, part in fields_of(value).items():
+            yield from tensors(part, key)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of a user's class that are or may contain tensors, such as those of a batch;
+    empty for other values."""
+    kind = type(value)
+    if isinstance(value, type | nn.Module) or kind.__module__.partition(".")[0] in _NO_BATCH:
+        return {}
+    slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+    names = [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
+    parts = {name: getattr(value, name) for name in names if name not in ("__dict__", "__weakref__")}
+    containers = (Tensor, Mapping, tuple, list)
+    return {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, containers) or (dataclasses.is_dataclass(part) and not isinstance(part, type))
+    }
 
 
 def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
@@ -183,70 +201,6 @@ def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
                 return name, x
     others = [(name, x) for name, x in matrices if not _NOT_IDS & set(name.split("_"))]
     return others[0] if len(others) == 1 else None
-
-
-def batch_size(inputs: Inputs) -> int:
-    """Return B: the number of rows of the token ids, else of the first tensor with at least two axes."""
-    ids = find_ids(inputs)
-    if ids is not None:
-        return len(ids[1])
-    return next((len(x) for _, x in tensors(inputs) if x.ndim > 1), 0)
-
-
-def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | None:
-    """Return the input that marks the padding of the inputs ``source``; None if there is none.
-
-    The mask is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
-    NAME_attention_mask for another input NAME or NAME_ids.
-    """
-    mask, ids = "attention_mask", find_ids(inputs)
-    if source is not None and len(source) == 1:
-        (name,) = source
-        if name == "labels" or name.startswith("decoder_"):
-            mask = "decoder_attention_mask"
-        elif ids is not None and ids[0] != name:
-            mask = f"{name.removesuffix('_ids')}_attention_mask"
-    return dict(tensors(inputs)).get(mask)
-
-
-def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
-    """Return the first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
-
-    A tensor is sliced on its first axis if that axis has B entries. An integer tensor with three axes (positions in
-    height, width and time) is sliced on its second axis. ``dtype`` replaces the dtype of half-precision tensors.
-    """
-    if isinstance(value, Tensor):
-        if value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and value.shape[0] <= 4:
-            value = value[:, :rows]
-        elif value.ndim and value.shape[0] == B:
-            value = value[:rows]
-        low = value.dtype in (torch.float16, torch.bfloat16)
-        return value.to(dtype) if low and dtype is not None else value
-    if hasattr(value, "batch_select_indices"):  # a cache of transformers; `value` is a copy
-        value.batch_select_indices(torch.arange(rows))
-        return value
-    if type(value).__name__ == "BlockMask":
-        return value[:rows] if value.shape[0] == B > rows else value
-    if isinstance(value, Mapping):
-        cut = copy.copy(value)
-        for key, part in value.items():
-            cut[key] = first_rows(part, B, rows, dtype)  # type: ignore[index]
-        return cut
-    if (
-        isinstance(value, list)
-        and len(value) == B
-        and all(isinstance(x, Tensor) and len(x) != B for x in value)
-    ):
-        value = value[:rows]  # images of different sizes, one for each sequence
-    if isinstance(value, tuple | list) and any(isinstance(x, Tensor | Mapping | tuple | list) for x in value):
-        parts = [first_rows(x, B, rows, dtype) for x in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            f.name: first_rows(getattr(value, f.name), B, rows, dtype) for f in dataclasses.fields(value)
-        }
-        return dataclasses.replace(value, **changed)
-    return value
 
 
 class Modalities:

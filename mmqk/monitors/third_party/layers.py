@@ -41,12 +41,19 @@ class Layers:
         numbers: layer numbers of the measured calls, in call order.
         hidden: names of layers whose attention was not measured, such as "layers.3". If only a part of a layer's
             attention was measured, the full path of the module that was not measured.
-        total: number of layers with attention, measured or not.
+        seen: number of layers whose attention was measured in every call.
+        by_hand: whether a hidden layer calls no attention function.
     """
 
     numbers: list[int]
     hidden: list[str]
-    total: int
+    seen: int
+    by_hand: bool = False
+
+    @property
+    def total(self) -> int:
+        """Number of layers with attention, measured or not. A module with several calls counts once."""
+        return self.seen + len(self.hidden)
 
 
 def layer_numbers(paths: Sequence[str]) -> list[int]:

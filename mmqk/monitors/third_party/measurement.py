@@ -23,6 +23,7 @@ from mmqk.monitors.record import Probe
 from mmqk.monitors.third_party.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.third_party.layers import layer_numbers, layer_of
 from mmqk.monitors.third_party.origins import Origin
+from mmqk.monitors.third_party.ranks import agreed
 from mmqk.monitors.third_party.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.third_party.stream import Stream
 
@@ -161,6 +162,8 @@ class Measurement:
             # Other ranks may not make this call, such as that of an image encoder without images.
             record.not_measured, record.other_tokens = str(reason), True
             return
+        except NotMeasured as reason:
+            call, q_side, k_side = reason, self.main, self.main
         side, record.cross = q_side, q_side is not k_side
         try:
             if isinstance(call, NotMeasured):
@@ -187,6 +190,7 @@ class Measurement:
         self._check_axes(call)
         q_side.set_length(call.q_BHTK)
         k_side.set_length(call.k_BGSK)
+        self._check_length(call, q_side, k_side)
         key = q_side.name, k_side.name
         if key not in self._crossed:
             self._crossed[key] = joined(q_side, k_side), q_side, k_side
@@ -196,6 +200,16 @@ class Measurement:
         q, k = call.q_BHTK, call.k_BGSK
         if q.ndim != 4 or k.ndim != 4 or q.shape[1] % k.shape[1]:
             raise NotMeasured(f"its queries have shape {tuple(q.shape)} and its keys {tuple(k.shape)}")
+
+    def _check_length(self, call: Call, q_side: Side, k_side: Side) -> None:
+        (B, T), S = q_side.tokens[0].shape, k_side.tokens[0].shape[1]
+        q, k = call.q_BHTK, call.k_BGSK
+        if (q.shape[0], q.shape[2], k.shape[2]) != (B, T, S):
+            tokens = f"{T} tokens" if q_side is k_side else f"{T} and {S} tokens"
+            raise OtherTokens(
+                f"it has {q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys; modality describes "
+                f"{B} sequences of {tokens}"
+            )
 
     def _merge_over_ranks(
         self, record: SiteRecord, pairs: Pairs | None, flags: list[bool], n: int
@@ -207,30 +221,26 @@ class Measurement:
         """
         if not self.collective:
             return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), flags
-        sums = torch.zeros(n + 4, dtype=torch.long, device=self.device)
-        if pairs is not None:
-            sums[:n] = pairs.count_MM.flatten()
         own = [record.not_measured is not None, record.no_weights is not None, *flags]
-        sums[n:] = torch.tensor(own, device=sums.device)
-        dist.all_reduce(sums)
-        *counts, not_measured, no_weights, one, other = sums.tolist()
+        not_measured, no_weights, *any_flags = agreed(self.device, *own)
         record.not_measured = record.not_measured or (
             "not measured on another rank" if not_measured else None
         )
         record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
-        return counts, [bool(one), bool(other)]
+        if not_measured or pairs is None:
+            return [0] * n, any_flags
+        counts = pairs.count_MM.flatten().to(self.device, torch.long, copy=True)
+        dist.all_reduce(counts)
+        return counts.tolist(), any_flags
 
     def _pairs_of(self, call: Call, side: Side) -> Pairs:
         self._check_axes(call)
-        q, k = call.q_BHTK, call.k_BGSK
+        q = call.q_BHTK
         side.set_length(q)
+        if side is self.main or side.inputs is not None:  # `_across` has checked a joined side
+            self._check_length(call, side, side)
         modality_BT, valid_BT = side.tokens
         B, T = modality_BT.shape
-        if q.shape[0] != B or q.shape[2] != T or k.shape[2] != T:
-            raise OtherTokens(
-                f"it has {q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys; modality describes "
-                f"{B} sequences of {T} tokens"
-            )
         visible_BTS = valid_BT[:, :, None].expand(B, T, T)
         if call.mask is not None:
             if call.mask.shape[1] > 1 and not (call.mask == call.mask[:, :1]).all():

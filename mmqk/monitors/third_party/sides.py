@@ -20,9 +20,10 @@ from torch import Tensor
 from mmqk.monitors.collect import Collector
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.record import StatisticPart
-from mmqk.monitors.third_party.calls import MASKED, Call, NotMeasured
-from mmqk.monitors.third_party.inputs import Inputs, Modalities, Modality, padding_mask, tensors
+from mmqk.monitors.third_party.calls import Call, NotMeasured
+from mmqk.monitors.third_party.inputs import Inputs, Modalities, Modality, tensors
 from mmqk.monitors.third_party.origins import Origin
+from mmqk.monitors.third_party.padding import padding_mask, visible_of
 from mmqk.store.errors import UserError
 from mmqk.store.tags import parsed_tag, tag
 
@@ -65,8 +66,7 @@ class Side:
         mask = self.padding_BT
         if mask is None or mask.shape != self.modality_BT.shape:
             return self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool)
-        is_additive = mask.is_floating_point() and not (mask > 0).any()
-        return self.modality_BT, mask.to(self.modality_BT.device) > (MASKED if is_additive else 0)
+        return self.modality_BT, visible_of(mask.to(self.modality_BT.device))
 
     @cached_property
     def collector(self) -> Collector:

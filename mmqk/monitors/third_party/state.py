@@ -49,6 +49,10 @@ class State:
         self._seen: dict[int, Any] = {id(p): p for p in root.parameters()}
         for path, module in root.named_modules():
             self._save("", module._buffers)
+            # The first forward of transformers installs hooks and sets an attribute; restore both or neither.
+            for hooks in [x for name, x in vars(module).items() if name in _OF_MODULE and "hooks" in name]:
+                if isinstance(hooks, dict):
+                    self._entries("", hooks, dict(hooks))
             own = [kind for kind in type(module).__mro__[:-1] if not kind.__module__.startswith("torch.")]
             if own:  # the modules of torch, such as the wrapper of FSDP, have no state of a model in attributes
                 self._attributes(f"{path}." if path else "", module)

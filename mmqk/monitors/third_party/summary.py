@@ -128,9 +128,10 @@ def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
             "no attention call detected (attach detects torch's scaled_dot_product_attention, flex_attention and "
             "varlen_attn, flash_attn, and the eager attention of transformers)"
         )
-    text = f"attention measured in {len(layers.numbers)} of {layers.total} layers"
+    text = f"attention measured in {layers.seen} of {layers.total} layers"
     if layers.hidden:
-        text += f", not in {', '.join(layers.hidden)} (maxima over layers leave these out)"
+        help_ = "; F.scaled_dot_product_attention outside torch.jit is measured" if layers.by_hand else ""
+        text += f", not in {', '.join(layers.hidden)} (maxima over layers leave these out{help_})"
     return text
 
 

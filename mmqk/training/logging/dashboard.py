@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import numpy as np
-
+from mmqk.monitors import over_layers as reductions
 from mmqk.store import parsed_tag
-
-# NumPy returns NaN if any value is NaN. With Python's max and min, the result would depend on the order of values.
-REDUCERS: dict[str, Callable[[list[float]], Any]] = {"max": np.max, "min": np.min, "median": np.median}
 
 
 class Chart(NamedTuple):
@@ -57,8 +53,7 @@ PAGES: dict[str, tuple[Chart, ...]] = {
         Chart("MLP output (max over layers)", ("mlp_out_norm",), "max"),
     ),
 }
-# Statistics without modalities: by layer, and of the whole run.
-OF_LAYER = {"attn_rank": "min", "qk_clip_logit": "max", "qk_clip_gamma": "min"}
+# Statistics of the whole run, without modalities.
 OF_RUN = ("loss", "grad_norm", "lr", "tokens_per_s", "alarms")
 RUN_PAGE = {
     "Gradient norm": "grad_norm",
@@ -68,11 +63,6 @@ RUN_PAGE = {
 }
 
 _CHARTS = [chart for charts in PAGES.values() for chart in charts]
-_BY_LAYER: dict[str, list[str]] = {statistic: [reducer] for statistic, reducer in OF_LAYER.items()}
-for _chart in _CHARTS:
-    if _chart.reducer is not None:
-        for _name in _chart.statistics:
-            _BY_LAYER.setdefault(_name, []).append(_chart.reducer)
 _WHOLE = {name for chart in _CHARTS if chart.reducer is None for name in chart.statistics} | set(OF_RUN)
 
 
@@ -81,21 +71,13 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
 
     For two modalities these are at most 60 tags; metrics.jsonl has all values.
     """
-    kept: dict[str, float] = {}
-    layers: dict[str, list[float]] = {}
-    for name, value in metrics.items():
-        parsed = parsed_tag(name)
-        if parsed.head is not None:
-            continue
-        if parsed.layer is None:
-            if parsed.statistic in _WHOLE:
-                kept[name] = value
-        elif parsed.statistic in _BY_LAYER:
-            layers.setdefault(name.rpartition("/")[0], []).append(value)
-    for series, values in layers.items():
-        for reducer in _BY_LAYER[series.split("/")[0]]:
-            kept[f"{series}/{reducer}"] = float(REDUCERS[reducer](values))
-    return kept
+    kept = {name: value for name, value in metrics.items() if _is_whole(name)}
+    return kept | reductions.over_layers(metrics)
+
+
+def _is_whole(name: str) -> bool:
+    parsed = parsed_tag(name)
+    return parsed.head is None and parsed.layer is None and parsed.statistic in _WHOLE
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:

@@ -52,9 +52,10 @@ class SelfAttention(nn.Module):
             out = flex_attention(
                 q, k, v, lambda z, b, h, t, s: z - SLOPES[h] * (t - s), blocks, enable_gqa=self.kv_heads != H
             )
-        else:  # "by hand": matmul and softmax
+        else:  # "by hand": matmul and softmax; "by log": with log_softmax, which is not measured
             z = q @ k.transpose(-1, -2) * (D // H) ** -0.5
-            out = z.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ v
+            z = z.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf)
+            out = (z.softmax(-1) if call == "by hand" else z.log_softmax(-1).exp()) @ v
         return self.out(out.transpose(1, 2).flatten(2))
 
 

@@ -63,6 +63,16 @@ def test_two_ranks_are_probed_as_one(tmp_path):
     )
 
 
+def test_a_probe_that_fails_on_one_rank_is_skipped_on_both(tmp_path):
+    printed = two_processes("failing", tmp_path)
+    assert printed.count("mmqk: no probe at step") == 2
+    assert "no probe at step 4, training goes on: the probe's forward of Net" in printed
+    assert "no probe at step 6, training goes on: 'no modality'" in printed
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2, 8]
+    weights = json.loads((tmp_path / "weights.json").read_text())
+    assert weights["on"] == weights["off"]
+
+
 @pytest.mark.parametrize("way", ["lightning", "transformers"])
 def test_the_callbacks_under_fsdp(way, tmp_path):
     pytest.importorskip("accelerate" if way == "transformers" else "lightning")

@@ -10,7 +10,7 @@ from torch import nn
 from mmqk.monitors import attach
 from mmqk.monitors.third_party.layers import layer_numbers, layer_of
 from mmqk.monitors.third_party.summary import summary_line
-from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, batches
+from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}
 
@@ -23,7 +23,7 @@ def probed(model, **inputs):
 
 
 def test_layers_whose_attention_is_not_seen_are_named():
-    hidden = {2: "by hand", 5: "by hand"}
+    hidden = {2: "by log", 5: "by log"}
     values, layers, line = probed(Net([hidden.get(n, "sdpa") for n in range(8)]))
     assert (
         layers.numbers == [0, 1, 3, 4, 6, 7] and layers.hidden == ["layers.2", "layers.5"] and layers.total == 8
@@ -39,7 +39,7 @@ def test_a_layer_that_no_name_gives_away_is_found_by_its_softmax():
         pass
 
     net = Net(["sdpa"] * 3)
-    mixer = Mixer("by hand")
+    mixer = Mixer("by log")
     mixer.__class__ = type("Mixer", (nn.Module,), {"forward": SelfAttention.forward})
     net.layers[1].attention = mixer
     assert probed(net)[1].hidden == ["layers.1"]
@@ -48,7 +48,7 @@ def test_a_layer_that_no_name_gives_away_is_found_by_its_softmax():
 
 
 def test_nothing_seen_says_what_would_be():
-    _, layers, line = probed(Net(["by hand"] * 2))
+    _, layers, line = probed(Net(["by log"] * 2))
     assert layers.numbers == [] and layers.hidden == ["layers.0", "layers.1"] and "0 of 2 layers" in line
 
 
@@ -134,3 +134,78 @@ def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
         layers.numbers == [0, 1]
         and values["attn_logit_max/text-text/layer00"] == whole["attn_logit_max/text-text/layer00"]
     )
+
+
+def test_several_calls_in_one_module_are_one_layer():
+    class ByHead(SelfAttention):
+        def forward(self, x, mask=None):
+            q, k, v = (f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            heads = [x.split(1, 1) for x in (q, k, v)]
+            out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in zip(*heads, strict=True)]
+            return self.out(torch.cat(out, 1).transpose(1, 2).flatten(2))
+
+    net = Net(["sdpa"] * 3)
+    for layer in net.layers:
+        layer.attention = ByHead()
+    values, layers, line = probed(net)
+    assert layers.numbers == list(range(3 * H)) and "attention measured in 3 of 3 layers" in line
+    assert layers.seen == layers.total == 3 and "attn_entropy/image/layer11" in values
+
+
+@pytest.mark.parametrize("way", ["module", "function", "attribute"])
+@pytest.mark.filterwarnings("ignore")
+def test_attention_in_scripted_code_is_hidden(way):
+    class Scripted(nn.Module):
+        def __init__(self, attend):
+            super().__init__()
+            self.qkv, self.attend = nn.Linear(D, 3 * D), attend
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+            return (attend_script if self.attend is None else self.attend)(q, k, v).transpose(1, 2).flatten(2)
+
+    net = Net(["sdpa"] * 2)
+    net.layers[1].attention = {
+        "module": torch.jit.script(ScriptedModule()),
+        "function": Scripted(None),
+        "attribute": Scripted(attend_script),
+    }[way]
+    _, layers, line = probed(net)
+    assert layers.hidden == ["layers.1"] and layers.total == 2 and "outside torch.jit" in line
+    net.layers[1].attention = torch.jit.script(nn.Linear(D, D)) if way == "module" else Scripted(scale_script)
+    net.layers[1].forward = lambda x, mask=None: x + net.layers[1].mlp(x)
+    assert probed(net)[1].hidden == []  # the control: scripted code without attention
+
+
+class ScriptedModule(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@torch.jit.script
+def attend_script(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1), v)
+
+
+@torch.jit.script
+def scale_script(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(v, -1) * 2.0
+
+
+def test_the_mixing_matrices_of_hyper_connections_are_no_attention():
+    """DeepSeek-V4 mixes 4 residual streams with a doubly stochastic matrix, which begins with a softmax."""
+    t = pytest.importorskip("transformers")
+    if not hasattr(t, "DeepseekV4Config"):
+        pytest.skip("this transformers has no DeepSeek-V4")
+    config = t.DeepseekV4Config(
+        vocab_size=40, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, qk_rope_head_dim=8, q_lora_rank=16, o_lora_rank=16, o_groups=2,
+        n_routed_experts=4, num_experts_per_tok=2, index_n_heads=2, index_head_dim=8, sliding_window=16, hc_mult=4,
+    )  # fmt: skip
+    model = t.DeepseekV4ForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.1)
+    watch = attach(model, modality=IMAGE)
+    watch.probe(input_ids=batches(1, B=3)[0])
+    assert watch.layers.hidden == [] and watch.layers.total == 3

@@ -8,13 +8,15 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach
+from mmqk.monitors.third_party import ranks
 from mmqk.monitors.third_party.origins import NO_INPUTS, Origins
 from mmqk.monitors.third_party.summary import summary_line
 from mmqk.store import UserError
-from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
+from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 
 LAYERS = 3
@@ -291,6 +293,25 @@ def test_streams_that_are_put_together_are_one_side():
     assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
 
+def test_a_call_of_another_length_than_its_side_is_named_by_its_own_numbers():
+    """As in Mllama, whose cross-attention gets other tokens than the vision tower attends over."""
+
+    class Shorter(Net):
+        def forward(self, ids, pixels):
+            heads = [x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (self.embed(ids), pixels, pixels[:, :7])]
+            x, y, short = heads
+            y = F.scaled_dot_product_attention(y, y, y)
+            out = F.scaled_dot_product_attention(x, short, short)
+            return self.head(out.transpose(1, 2).flatten(2))
+
+    watch = attach(Shorter([]), modality=IMAGE, sides={"patch": "pixels"})
+    watch.probe(ids=batches(1, B=3)[0], pixels=torch.randn(3, 9, D))
+    (record,) = [record for record in watch._records if record.not_measured is not None]
+    assert "3 sequences of 16 queries and 7 keys; modality describes 3 sequences of 16 and 9 tokens" in (
+        record.not_measured or ""
+    )
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
     """A layer is in `hidden` if its attention over the tokens of `modality` is written with matmul and softmax. Such
@@ -298,12 +319,12 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
 
     class CrossAttention(nn.Module):
         def forward(self, x, context):
-            return x + (x @ context.mT).softmax(-1) @ context
+            return x + (x @ context.mT).log_softmax(-1).exp() @ context
 
     class Towers(Net):
         def __init__(self, calls):
             super().__init__(calls)
-            self.tower = nn.ModuleList(Layer(SelfAttention("by hand")) for _ in range(2))
+            self.tower = nn.ModuleList(Layer(SelfAttention("by log")) for _ in range(2))
             self.across = nn.ModuleList(CrossAttention() for _ in calls)
 
         def forward(self, ids, pixels):
@@ -314,7 +335,7 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
                 x = across(layer(x), pixels)
             return self.head(x)
 
-    model, (ids,) = Towers(["sdpa", "by hand" if by_hand else "sdpa"]), batches(1, B=3)
+    model, (ids,) = Towers(["sdpa", "by log" if by_hand else "sdpa"]), batches(1, B=3)
     watch = attach(model, modality=IMAGE)
     watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
     assert watch.layers.hidden == ["layers.1"] * by_hand
@@ -338,16 +359,19 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
                 x = layer(x + pixels.mean(1, keepdim=True))
             return self.head(x)
 
-    model, (ids,), sums = Tower(), batches(1, B=3), []
+    model, (ids,), sums, agreements = Tower(), batches(1, B=3), [], []
     watch = attach(model, modality=IMAGE)
     pixels = torch.randn(3, 9, D)
     alone = watch.probe(ids=ids, pixels=pixels).flat()
     monkeypatch.setattr(sys.modules[attach.__module__], "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "summed", lambda flags: agreements.append(flags) or flags)
     monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
     assert watch.probe(ids=ids, pixels=pixels).flat() == alone
     assert sum(record.other_tokens for record in watch._records) == 3
-    # One sum for each layer, also for the layer that is not measured because its mask differs between heads.
-    assert len(sums) == len(calls) and len(watch.layers.numbers) == calls.count("sdpa")
+    # The ranks agree before the forward, before the statistics of the output and before they are merged, and at each
+    # layer, also the one whose mask differs between heads. They sum the pairs of each measured layer.
+    assert len(agreements) == 3 + len(calls) and len(sums) == len(watch.layers.numbers) == calls.count("sdpa")
 
 
 def test_names_tell_tokens_from_what_describes_them():

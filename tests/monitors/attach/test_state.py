@@ -254,7 +254,7 @@ def test_a_cache_of_a_compiled_forward_is_refused_by_name():
     torch._dynamo.reset()
     model, (ids,) = Cached(["sdpa"]), batches(1)
     compiled = torch.compile(model, backend="eager")
-    watch = attach(model, modality=IMAGE, every_n_steps=1)
+    watch = attach(model, modality=IMAGE, every_n_steps=1, strict=True)
     compiled(ids, Cache())
     with pytest.raises(UserError, match=r"gets a Cache, .* attach the result of torch\.compile"):
         watch.step()

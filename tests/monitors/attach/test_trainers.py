@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
+from mmqk.monitors.over_layers import over_layers
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import Net, batches, loss_of
 from tests.monitors.attach.trainers import lightning_run, transformers_run
@@ -26,7 +28,10 @@ def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(comp
     assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
     assert list(logged) == [10, 20, 40]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [{"step": step, **values} for step, values in logged.items()] == lines
+    assert [{"step": step, **values} for step, values in logged.items()] == [x | over_layers(x) for x in lines]
+    norms = [lines[0][f"q_norm/image/layer{n:02d}"] for n in range(8)]
+    assert logged[10]["q_norm/image/max"] == max(norms)
+    assert logged[10]["q_norm/image/median"] == np.median(norms) != max(norms)
     assert "attn_logit_absmax/text-image/layer07" in logged[40] and logged[40]["attn_layers_seen"] == 8
 
 
@@ -61,7 +66,7 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
     assert list(reported) == [10, 20, 40]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [{"step": step, **values} for step, values in reported.items()] == lines
+    assert [{"step": step, **values} for step, values in reported.items()] == [x | over_layers(x) for x in lines]
     assert lines[0]["attn_layers_seen"] == 8 and "q_raw_norm/image/layer07" in lines[0]
 
 
@@ -91,7 +96,7 @@ def test_transformers_keeps_the_values_in_log_history_once_also_after_a_resume(t
     assert before and probes[: len(before)] == before
     steps = [entry["step"] for entry in probes]
     assert steps == sorted(set(steps)) and steps[-1] == 8
-    lines = {line["step"]: line for line in read_metrics(tmp_path / "again/metrics.jsonl")}
+    lines = {x["step"]: x | over_layers(x) for x in read_metrics(tmp_path / "again/metrics.jsonl")}
     later = [entry for entry in probes if entry["step"] > 4]
     assert later and all(entry["epoch"] == entry["step"] / 6 for entry in later)
     assert [{k: v for k, v in e.items() if k != "epoch"} for e in later] == [lines[e["step"]] for e in later]

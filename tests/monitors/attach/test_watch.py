@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmqk.analysis import load_runs
 from mmqk.monitors import attach
+from mmqk.monitors.over_layers import over_layers
 from mmqk.monitors.third_party.folder import WatchFolder
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import L, Net, batches, loss_of
@@ -60,7 +61,8 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     )
     lines = read_metrics(tmp_path / "mine" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [step for step, _ in logged] == [10, 20, 40]
-    assert {k: v for k, v in lines[-1].items() if k != "step"} == logged[-1][1]
+    last = {k: v for k, v in lines[-1].items() if k != "step"}
+    assert last | over_layers(last) == logged[-1][1]
     assert {f"attn_entropy/image/layer{n:02d}" for n in range(L)} <= lines[0].keys()
     assert lines[0]["attn_layers_seen"] == L and lines[0]["attn_layers_hidden"] == 0
     assert lines[0]["probe_sequences"] == 4
@@ -157,21 +159,25 @@ def test_autocast_that_a_model_enters_itself_is_off():
     )
 
 
-def test_a_failing_forward_is_told_and_everything_put_back():
+def test_a_failing_forward_is_told_and_everything_put_back(capsys):
     class Whole(Net):
-        def forward(self, ids):
-            if len(ids) != 6:
-                raise ValueError("all six or none")
+        def forward(self, ids, size=6):
+            if len(ids) != size:
+                raise ValueError(f"all {size} or none")
             return super().forward(ids)
 
     model, (ids,) = Whole(), batches(1)
-    with pytest.raises(RuntimeError, match=r"\(ValueError: all six or none\).*sequences=6"):
-        attach(model, modality=IMAGE).probe(ids=ids)
+    watch = attach(model, modality=IMAGE)
+    whole = attach(model, modality=IMAGE, sequences=6).probe(ids=ids).flat()
+    assert watch.probe(ids=ids).flat() == watch.probe(ids=ids).flat() == whole and whole["probe_sequences"] == 6
+    said = "mmqk: the probe uses all 6 sequences of the batch, not 4: "
+    assert capsys.readouterr().out.count(said) == 1
+    with pytest.raises(RuntimeError, match=r"6 of 6 sequences\) failed \(ValueError: all 7 or none"):
+        watch.probe(ids=ids, size=7)
     assert (
         model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
     )
     assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert "attn_rank/layer00" in attach(model, modality=IMAGE, sequences=6).probe(ids=ids).flat()
 
 
 def test_copies_and_files_of_a_watched_model_do_not_watch():
@@ -190,7 +196,7 @@ def test_copies_and_files_of_a_watched_model_do_not_watch():
 
 def test_an_object_that_nobody_calls_is_named():
     model, trained = Net(), Net()
-    watch = attach(model, modality=IMAGE, every_n_steps=2)
+    watch = attach(model, modality=IMAGE, every_n_steps=2, strict=True)
     trained(batches(1)[0])
     watch.step()  # no probe is due
     trained(batches(1)[0])

@@ -1,6 +1,6 @@
-"""Trains a watched model under FSDP in one of two processes. torch.distributed.run starts it.
+"""Trains a watched model under FSDP or DDP in one of two processes. torch.distributed.run starts it.
 
-Usage: train_foreign.py WAY OUT, where WAY is plain, lightning or transformers.
+Usage: train_foreign.py WAY OUT, where WAY is plain, failing, lightning or transformers.
 """
 
 from __future__ import annotations
@@ -66,11 +66,44 @@ def plain(out: Path) -> None:
         (out / "weights.json").write_text(json.dumps(weights))
 
 
+def failing(out: Path) -> None:
+    """Train under DDP, where the probe of the second rank fails in a layer at step 4 and in the modality function at
+    step 6."""
+    weights, now = {}, 0
+
+    def modality(inputs):
+        if now == 6 and dist.get_rank():
+            raise KeyError("no modality")
+        return (inputs["ids"] > 9).long()
+
+    def fail(module, args):
+        if now == 4 and dist.get_rank() and not module.training:
+            raise ValueError("a layer of the second rank")
+
+    for watched in (True, False):
+        net = Net(dropout=0.1)
+        net.layers[3].register_forward_pre_hook(fail)
+        called = torch.nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        watch = attach(called, modality=modality, every_n_steps=2, out=out / "run") if watched else None
+        torch.manual_seed(dist.get_rank())
+        for step, ids in enumerate(of_rank(10)[:8], start=1):
+            now = step
+            loss_of(called(ids), ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watch is not None:
+                watch.step()
+        weights["on" if watched else "off"] = whole(net)
+    if dist.get_rank() == 0:
+        (out / "weights.json").write_text(json.dumps(weights))
+
+
 def main(way: str, out: Path) -> None:
     torch.set_num_threads(1)
-    if way == "plain":
+    if way in ("plain", "failing"):
         dist.init_process_group("gloo")
-        plain(out)
+        plain(out) if way == "plain" else failing(out)
         dist.destroy_process_group()
     elif way == "lightning":
         from tests.monitors.attach.trainers import lightning_run

@@ -1,0 +1,147 @@
+"""Tests that a probe that fails is a line and a skipped probe, and that strict=True raises its error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmqk.monitors import attach
+from mmqk.store import UserError, read_metrics
+from tests.monitors.attach.nets import D, H, Net, batches, loss_of
+from tests.monitors.attach.test_sides import summary
+
+IMAGE = {"image": range(10, 40)}
+
+
+class Fails(Net):
+    """Its forward fails in evaluation mode if ``reason`` is set."""
+
+    reason: Exception | None = None
+
+    def forward(self, ids, mask=None):
+        out = super().forward(ids, mask)
+        if self.reason is not None and not self.training:
+            raise self.reason
+        return out
+
+
+def trained(model, watch=None, reasons=()) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch.manual_seed(3)
+    for step, ids in enumerate(batches(8), start=1):
+        loss_of(model(ids), ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if watch is not None:
+            model.reason = dict(reasons).get(step)
+            watch.step()
+    return model.state_dict()
+
+
+def test_training_goes_on_and_later_probes_are_written(tmp_path, capsys):
+    plain = trained(Fails(dropout=0.1))
+    model = Fails(dropout=0.1)
+    watch = attach(model, modality=IMAGE, every_n_steps=2, out=tmp_path)
+    again = ValueError("no such layer")
+    memory = torch.OutOfMemoryError("no memory")
+    weights = trained(model, watch, {2: again, 4: again, 6: memory}.items())
+    assert all(torch.equal(x, plain[name]) for name, x in weights.items()) and model.training
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [8]
+    printed = capsys.readouterr().out
+    assert printed.count("no probe at step") == 2 and "no probe at step 4" not in printed
+    assert "mmqk: no probe at step 2, training goes on: the probe's forward of Fails" in printed
+    assert "ValueError: no such layer" in printed and "no probe at step 6" in printed and "no memory" in printed
+    assert "attention measured in 8 of 8 layers" in printed  # the line of the first probe that succeeds
+
+
+def test_strict_raises_the_error():
+    model = Fails()
+    watch = attach(model, modality=IMAGE, every_n_steps=2, strict=True)
+    with pytest.raises(RuntimeError, match=r"\(ValueError: no such layer\)") as raised:
+        trained(model, watch, {2: ValueError("no such layer")}.items())
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_the_callbacks_take_strict():
+    pytest.importorskip("lightning")
+    pytest.importorskip("transformers")
+    from mmqk.monitors import NormMonitor
+    from mmqk.monitors.transformers import NormCallback
+
+    for callback in (NormMonitor("net", IMAGE, strict=True), NormCallback(IMAGE, strict=True)):
+        assert callback.options["strict"]
+    with pytest.raises(TypeError):  # the control
+        NormCallback(IMAGE, strickt=True)
+
+
+@pytest.mark.parametrize("broken", ["modality", "call", "sides"])
+def test_a_user_error_is_a_line_too(broken, capsys):
+    model, (ids,) = Net(["sdpa"]), batches(1)
+    options = {
+        "modality": {"modality": lambda inputs: inputs["pixels"], "sides": None},
+        "call": {"modality": IMAGE},
+        "sides": {"modality": IMAGE, "sides": {"patch": "pixels"}},
+    }[broken]
+    for strict in (False, True):
+        watch = attach(model, every_n_steps=1, strict=strict, **options)
+        for _ in range(3):
+            if broken != "call":
+                model(ids)
+            if not strict:
+                watch.step()
+        if strict:
+            with pytest.raises((UserError, RuntimeError)):
+                watch.step()
+    assert capsys.readouterr().out.count("mmqk: no probe at step 1, training goes on: ") == 1
+
+
+def test_a_nested_batch_is_named(capsys):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(40, D)
+
+        def forward(self, ids):
+            return self.embed(ids)
+
+    model = Nested()
+    ids = torch.nested.nested_tensor([torch.arange(n) for n in (12, 30, 9)], layout=torch.jagged)
+    watch = attach(model, modality=IMAGE, every_n_steps=1)
+    model(ids).values().sum().backward()
+    watch.step()
+    assert "input ids of Nested is a nested tensor" in capsys.readouterr().out
+    model(torch.nested.to_padded_tensor(ids, 0))  # the control
+    watch.step()
+    assert watch.layers is not None
+
+
+class Bank(nn.Module):
+    """Attention over the sequence, or over a bank of keys that no input leads to."""
+
+    def __init__(self, untraced: bool):
+        super().__init__()
+        self.untraced, self.qkv = untraced, nn.Linear(D, 3 * D)
+        self.bank = torch.randn(1, H, 16, D // H)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.untraced:
+            bank = self.bank.expand(len(x), -1, -1, -1)
+            y = y + F.scaled_dot_product_attention(q, bank, bank)
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_keys_that_cannot_be_traced_count_as_hidden():
+    model, (ids,) = Net(["sdpa"] * 3), batches(1)
+    for n in (1, 2):
+        model.layers[n].attention = Bank(n == 2)
+    logged = []
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
+    model(ids)
+    watch.step()
+    assert watch.layers.hidden == ["layers.2.attention"] and watch.layers.total == 3
+    assert (logged[0]["attn_layers_seen"], logged[0]["attn_layers_hidden"]) == (2, 1)
+    assert "cannot be traced to an input of the model): layers.2.attention" in summary(watch)

@@ -1,0 +1,195 @@
+"""Tests how a probe cuts a batch: objects, lists, and images that are not listed by sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from mmqk.monitors import attach
+from tests.monitors.attach.nets import Net, batches
+
+IMAGE = {"image": range(10, 40)}
+IMAGE_ID, T = 50, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    ids: torch.Tensor
+    name: str = "a batch"
+    shape: tuple = dataclasses.field(init=False, default=(6, 16))
+
+
+class Slotted:
+    __slots__ = ("ids", "loader")
+
+    def __init__(self, ids):
+        self.ids, self.loader = ids, object()
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    step: int
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [Batch, Slotted, lambda ids: types.SimpleNamespace(ids=ids, inner=[1, "x"]), lambda ids: Pair(ids, 3),
+     lambda ids: {"inner": Batch(ids)}],
+    ids=["dataclass", "slots", "namespace", "named tuple", "nested"],
+)  # fmt: skip
+def test_a_batch_that_is_an_object_is_cut_like_its_tensor(make, by_name):
+    class OfObject(Net):
+        def forward(self, batch):
+            seen.append(batch)
+            batch = batch["inner"] if isinstance(batch, dict) else batch
+            return super().forward(batch.ids)
+
+    model, (ids,), logged, seen = OfObject(["sdpa"]), batches(1), [], []
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
+    batch = make(ids)
+    model(batch=batch) if by_name else model(batch)
+    watch.step()
+    expected = attach(Net(["sdpa"]), modality=IMAGE).probe(ids=ids).flat()
+    assert logged[0]["probe_sequences"] == 4 and {t: logged[0][t] for t in expected} == expected
+    assert type(seen[1]) is type(batch) and seen[0] is batch and seen[1] is not batch
+    whole = batch["inner"].ids if isinstance(batch, dict) else batch.ids
+    assert whole is ids
+
+
+def test_a_list_of_sequences_is_a_batch():
+    class OfList(Net):
+        def forward(self, sequences):
+            return super().forward(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True))
+
+    def modality(inputs):
+        numbers = [(x > 9).long() for x in inputs["sequences"]]
+        return torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=-1)
+
+    sequences = [torch.arange(n) + 5 for n in (9, 5, 12, 6, 7, 8)]
+    values = attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences).flat()
+    assert values["probe_sequences"] == 4
+    fewer = attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[:4]).flat()
+    assert values == fewer != attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[1:5]).flat()
+
+
+TEXT = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
+    "spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2,
+}  # fmt: skip
+IDS = {"image_token_id": IMAGE_ID, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+
+
+def qwen(name: str):
+    t = pytest.importorskip("transformers")
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    torch.manual_seed(0)
+    if name == "qwen 2.5":
+        vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
+        config = t.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **IDS)
+        return t.Qwen2_5_VLForConditionalGeneration(config)
+    vision = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    text = TEXT | {"rope_parameters": rope, "head_dim": 8}
+    return t.Qwen3VLForConditionalGeneration(t.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS))
+
+
+def with_images(images: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
+    """Return a batch of Qwen-VL: for each row, the height and width in patches of its images."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (8, T), generator=random)
+    grids, pixels = [], []
+    for row, of_row in enumerate(images):
+        at = 1
+        for h, w in of_row:
+            ids[row, at], ids[row, at + 1 : at + 1 + h * w // 4], ids[row, at + 1 + h * w // 4] = 52, IMAGE_ID, 53
+            at += h * w // 4 + 3
+            grids.append([1, h, w])
+            pixels.append(torch.randn(h * w, 96, generator=random))
+    batch = {"input_ids": ids[: len(images)], "attention_mask": torch.ones(len(images), T, dtype=torch.long)}
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_ID).int()
+    return batch | ({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)} if grids else {})
+
+
+@pytest.mark.parametrize("name", ["qwen 2.5", "qwen 3"])
+@pytest.mark.parametrize("rows", [4, 1], ids=["", "no image in the first rows"])
+def test_images_go_with_the_rows_that_own_them(name, rows, capsys):
+    """Four images of eight belong to the first four rows; eight images also equal the number of rows."""
+    images = [[(4, 4)], [(2, 4), (4, 4)], [], [(8, 4)], [(2, 2)], [(4, 4)], [(4, 2)], [(4, 4)]]
+    images = images if rows == 4 else [[], *images[1:4], *images[:1], *images[5:]]
+    model = qwen(name).train()
+    logged = []
+    watch = attach(model, modality={"image": range(IMAGE_ID, 51)}, every_n_steps=1, sequences=rows,
+                   log=lambda values, step: logged.append(values))  # fmt: skip
+    model(**with_images(images))
+    watch.step()
+    assert "the probe uses all" not in (said := capsys.readouterr().out) and "no probe" not in said
+    alone = watch.probe(**with_images(images[:rows])).flat()
+    assert logged[0]["probe_sequences"] == rows
+    assert alone == pytest.approx({t: logged[0][t] for t in alone}, rel=1e-4, abs=1e-5)
+    # Control: the images of other rows give other numbers.
+    other = with_images(images[:rows])
+    if rows == 4:
+        other["pixel_values"] = other["pixel_values"].flip(0)
+        assert alone != pytest.approx(watch.probe(**other).flat(), rel=1e-4, abs=1e-5)
+
+
+def test_a_grid_that_does_not_fit_means_the_whole_batch(capsys):
+    model = qwen("qwen 2.5")
+    batch = with_images([[(4, 4)]] * 8)
+    batch["input_ids"] = batch["input_ids"].clone()
+    watch = attach(model, modality={"image": range(IMAGE_ID, 51)})
+    # A token of row 0 is another one, so the images of the first four rows end inside an image.
+    batch["input_ids"][0, 2], batch["input_ids"][7, T - 1] = 7, IMAGE_ID
+    for _ in range(2):
+        assert watch.probe(**batch).flat()["probe_sequences"] == 8
+    said = "the probe uses all 8 sequences of the batch, not 4: image_grid_thw does not fit"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+@pytest.mark.parametrize("way", ["by row", "one list"])
+def test_smolvlm_with_a_batch_of_8(way, capsys):
+    t = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "image_size": 16, "patch_size": 4}  # fmt: skip
+    config = t.SmolVLMConfig(text_config={"model_type": "llama", **TEXT}, vision_config=vision, scale_factor=2,
+                             image_token_id=IMAGE_ID, pad_token_id=0)  # fmt: skip
+    model = t.SmolVLMForConditionalGeneration(config).train()
+    ids, pixels = torch.randint(1, 50, (8, T)), torch.zeros(8, 2, 3, 16, 16)
+    for row, n in enumerate([1, 2, 0, 1, 2, 1, 1, 0]):
+        ids[row, 1 : 1 + 4 * n] = IMAGE_ID
+        pixels[row, :n] = torch.randn(n, 3, 16, 16)
+    real = pixels.flatten(0, 1)[pixels.flatten(0, 1).abs().sum((1, 2, 3)) > 0]
+    watch = attach(model, modality={"image": range(IMAGE_ID, 51)}, every_n_steps=1, strict=True)
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels if way == "by row" else real[None])
+    watch.step()
+    is_whole = "the probe uses all 8 sequences" in capsys.readouterr().out
+    assert is_whole == (way == "one list") and watch.layers.numbers == [0, 1]
+
+
+def test_images_with_equally_many_tokens_are_counted(capsys):
+    """As in LLaVA: one axis of images, and the number of image tokens of a row gives the number of its images."""
+    t = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    vision = t.CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                image_size=16, patch_size=8)  # fmt: skip
+    text = t.LlamaConfig(**TEXT)
+    config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_ID)
+    config.vision_feature_layer = -1
+    model = t.LlavaForConditionalGeneration(config).train()
+    ids, pixels = torch.randint(1, 50, (8, T)), torch.randn(8, 3, 16, 16)
+    for row, n in enumerate([1, 2, 0, 2, 1, 1, 1, 0]):
+        ids[row, 1 : 1 + 4 * n] = IMAGE_ID
+    watch = attach(model, modality={"image": range(IMAGE_ID, 51)})
+    values = watch.probe(input_ids=ids, pixel_values=pixels).flat()
+    assert values["probe_sequences"] == 4 and "probe uses all" not in capsys.readouterr().out
+    alone = watch.probe(input_ids=ids[:4], pixel_values=pixels[:5]).flat()
+    assert values == alone != watch.probe(input_ids=ids[:4], pixel_values=pixels[1:6]).flat()
