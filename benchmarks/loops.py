@@ -21,7 +21,7 @@ from benchmarks.setups import batches_of, labels_of
 from mmqk.config import MonitorConfig, RunConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
-from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.training.logging.loggers import RunLogger, StoryLogger
 from mmqk.training.loop.alarms import Alarms

@@ -134,7 +134,7 @@ def _parameters(run: RunConfig) -> int:
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.monitors.training_run.callback import RunMonitor
+    from mmqk.monitors.own.callback import RunMonitor
     from mmqk.training.logging.integrations import last_logged, open_integrations
     from mmqk.training.logging.loggers import RunLogger, StoryLogger
     from mmqk.training.loop.alarms import Alarms

@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors import probe
-from mmqk.monitors.measures.attention import attention_statistics
-from mmqk.monitors.measures.growth import common_mode, logit_growth
-from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.training_run.gradient_curvature import gradient_curvature
-from mmqk.monitors.training_run.halves import gradient_agreement
-from mmqk.monitors.training_run.residual import residual_absorption
-from mmqk.monitors.training_run.window import BudgetWindow
+from mmqk.monitors.formulas.attention import attention_statistics
+from mmqk.monitors.formulas.growth import common_mode, logit_growth
+from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.own.gradient_curvature import gradient_curvature
+from mmqk.monitors.own.halves import gradient_agreement
+from mmqk.monitors.own.residual import residual_absorption
+from mmqk.monitors.own.window import BudgetWindow
 from mmqk.remedies import MARKS
 from mmqk.training.step.module import TrainingModule
 from tests.one_step import build, token_batch

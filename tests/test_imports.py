@@ -127,7 +127,7 @@ RULES = {
         ),
         absent=LAB,
         leave_out=(
-            "mmqk.monitors.training_run.callback",
+            "mmqk.monitors.own.callback",
             "mmqk.monitors.lightning",
             "mmqk.monitors.transformers",
         ),

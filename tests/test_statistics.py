@@ -15,9 +15,9 @@ import torch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import attach, probe
 from mmqk.monitors.over_layers import over_layers
+from mmqk.monitors.own.product_change import ProductChange
+from mmqk.monitors.own.residual import residual_absorption
 from mmqk.monitors.probe import block_matrices
-from mmqk.monitors.training_run.product_change import ProductChange
-from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.store import tag as tag_of
 from mmqk.train import main
 from mmqk.training.step.row_stats import RowLog

@@ -18,7 +18,7 @@ import tensorboard.summary.writer.event_file_writer
 import mmqk.checkpoint
 import mmqk.config
 import mmqk.data.datamodule
-import mmqk.monitors.training_run.callback
+import mmqk.monitors.own.callback
 import mmqk.train
 import mmqk.training.fork.start
 import mmqk.training.logging.hparams

@@ -1,7 +1,7 @@
 """Adapters: tables of the tensors that a probe reads in addition to the attention calls, by module name.
 
 Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
-where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A tensor at a
+where `foreign.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A tensor at a
 module is called a site (`Site`). A site that an adapter lists replaces the detected site of the same name.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from mmqk.monitors.third_party.layers import clean
+from mmqk.monitors.foreign.layers import clean
 
 SiteName = Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
 

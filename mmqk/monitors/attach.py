@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from mmqk.distributed import rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.over_layers import over_layers
-from mmqk.monitors.record import Probe
-from mmqk.monitors.third_party.capture import Capture, watching
-from mmqk.monitors.third_party.folder import WatchFolder
-from mmqk.monitors.third_party.inputs import (
+from mmqk.monitors.foreign.capture import Capture, watching
+from mmqk.monitors.foreign.folder import WatchFolder
+from mmqk.monitors.foreign.inputs import (
     Inputs,
     LastCall,
     Modalities,
@@ -27,18 +25,18 @@ from mmqk.monitors.third_party.inputs import (
     named_inputs,
     tensors,
 )
-from mmqk.monitors.third_party.isolate import isolated, unwrapped
-from mmqk.monitors.third_party.layers import Layers
-from mmqk.monitors.third_party.matrices import add_matrices
-from mmqk.monitors.third_party.measurement import Measurement, SiteRecord
-from mmqk.monitors.third_party.origins import Origins, Tracing
-from mmqk.monitors.third_party.output import find_logits, targets_of
-from mmqk.monitors.third_party.padding import padding_mask
-from mmqk.monitors.third_party.ranks import FailedElsewhereError, ProbeError, agreed, failed_here
-from mmqk.monitors.third_party.rows import batch_size, first_rows
-from mmqk.monitors.third_party.sides import Side, Sides, check_sides, sides_of_batch
-from mmqk.monitors.third_party.state import copied
-from mmqk.monitors.third_party.summary import (
+from mmqk.monitors.foreign.isolate import isolated, unwrapped
+from mmqk.monitors.foreign.layers import Layers
+from mmqk.monitors.foreign.matrices import add_matrices
+from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
+from mmqk.monitors.foreign.origins import Origins, Tracing
+from mmqk.monitors.foreign.output import find_logits, targets_of
+from mmqk.monitors.foreign.padding import padding_mask
+from mmqk.monitors.foreign.ranks import FailedElsewhereError, ProbeError, agreed, failed_here
+from mmqk.monitors.foreign.rows import batch_size, first_rows
+from mmqk.monitors.foreign.sides import Side, Sides, check_sides, sides_of_batch
+from mmqk.monitors.foreign.state import copied
+from mmqk.monitors.foreign.summary import (
     missing_series,
     restored_note,
     summary_line,
@@ -46,6 +44,8 @@ from mmqk.monitors.third_party.summary import (
     warn_of_mask,
     warn_of_padding,
 )
+from mmqk.monitors.over_layers import over_layers
+from mmqk.monitors.record import Probe
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)

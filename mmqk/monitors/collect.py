@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmqk.monitors.measures.attention import (
+from mmqk.monitors.formulas.attention import (
     AttentionStatistics,
     attention_statistics,
     exceeded_by_one_in_a_thousand,
     participation,
 )
-from mmqk.monitors.measures.channels import channel_statistics, channel_sums
-from mmqk.monitors.measures.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
-from mmqk.monitors.measures.output import output_statistics
-from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs
-from mmqk.monitors.measures.reduce import Sums, selection, sums
+from mmqk.monitors.formulas.channels import channel_statistics, channel_sums
+from mmqk.monitors.formulas.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
+from mmqk.monitors.formulas.output import output_statistics
+from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs
+from mmqk.monitors.formulas.reduce import Sums, selection, sums
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag as uncached_tag
 

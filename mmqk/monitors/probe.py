@@ -21,8 +21,8 @@ from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped
 from mmqk.monitors.collect import NORM_SITES, Collector
-from mmqk.monitors.measures.pairs import Pairs, visible_pairs
-from mmqk.monitors.measures.weights import matrix_sizes
+from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
+from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag
 

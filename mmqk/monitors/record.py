@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmqk.distributed import world_size
-from mmqk.monitors.measures.reduce import Sums
+from mmqk.monitors.formulas.reduce import Sums
 
 # Computes the value of each tag, and the number of values in its mean, from the merged tensors of a part.
 Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]

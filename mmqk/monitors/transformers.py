@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.third_party.inputs import Modality
+from mmqk.monitors.foreign.inputs import Modality
 
 
 class NormCallback(TrainerCallback):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.measures import pairs as pairs_module
-from mmqk.monitors.measures.attention import attention_statistics
-from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.formulas import pairs as pairs_module
+from mmqk.monitors.formulas.attention import attention_statistics
+from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
 
 B, H, T, K, M = 2, 3, 30, 4, 3
 PARTS = (
@@ -187,7 +187,7 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
 
 
 def test_the_largest_of_many_logits_are_those_of_a_sort():
-    """With this many pairs, `tail` has several values, and `_largest` (measures/attention.py) sorts only some of the
+    """With this many pairs, `tail` has several values, and `_largest` (formulas/attention.py) sorts only some of the
     groups of 32 pairs."""
     random = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))

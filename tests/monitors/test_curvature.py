@@ -12,9 +12,9 @@ import torch
 
 from mmqk.config import LossConfig, MonitorConfig
 from mmqk.model import QKNormConfig
-from mmqk.monitors.measures.curvature import adam_scale, curvature, gradient_and_product
-from mmqk.monitors.training_run.callback import RunMonitor
-from mmqk.monitors.training_run.gradient_curvature import batch_loss, gradient_curvature
+from mmqk.monitors.formulas.curvature import adam_scale, curvature, gradient_and_product
+from mmqk.monitors.own.callback import RunMonitor
+from mmqk.monitors.own.gradient_curvature import batch_loss, gradient_curvature
 from mmqk.training.step.losses import total_loss
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
@@ -151,7 +151,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
         if found:
             lines[trainer.global_step] = found
 
-    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", keep)
+    monkeypatch.setattr("mmqk.monitors.own.callback._log", keep)
     return lines
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.measures import pairs as pairs_module
-from mmqk.monitors.measures.attention import attention_statistics
-from mmqk.monitors.measures.growth import GROWTH_PARTS, attention_rank, common_mode, logit_growth
-from mmqk.monitors.measures.pairs import Pairs, visible_pairs
-from mmqk.monitors.measures.reduce import selection
+from mmqk.monitors.formulas import pairs as pairs_module
+from mmqk.monitors.formulas.attention import attention_statistics
+from mmqk.monitors.formulas.growth import GROWTH_PARTS, attention_rank, common_mode, logit_growth
+from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
+from mmqk.monitors.formulas.reduce import selection
 
 B, H, T, K, M = 2, 3, 24, 4, 2
 

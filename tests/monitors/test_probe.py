@@ -12,10 +12,10 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.monitors.measures import pairs as pairs_module
-from mmqk.monitors.measures.attention import attention_statistics
-from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.measures.reduce import selection, sums
+from mmqk.monitors.formulas import pairs as pairs_module
+from mmqk.monitors.formulas.attention import attention_statistics
+from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.formulas.reduce import selection, sums
 from tests.monitors import brute_force
 
 NAMES = ("text", "image")

@@ -12,8 +12,8 @@ import torch
 
 from mmqk.config import MonitorConfig
 from mmqk.model import PerModalityConfig
-from mmqk.monitors.measures.weights import product_change_entropy
-from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.formulas.weights import product_change_entropy
+from mmqk.monitors.own.callback import RunMonitor
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 MONITOR = MonitorConfig(every_n_steps=2, probe_sequences=2, matrices=True)
@@ -105,7 +105,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
         if found:
             lines[trainer.global_step] = found
 
-    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", keep)
+    monkeypatch.setattr("mmqk.monitors.own.callback._log", keep)
     return lines
 
 

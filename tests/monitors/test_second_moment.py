@@ -12,8 +12,8 @@ import torch
 from mmqk.config import MonitorConfig, OptimConfig
 from mmqk.config.checks import check_matrices
 from mmqk.model import PerModalityConfig
-from mmqk.monitors.measures.precision import gradient_over_second_moment
-from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.formulas.precision import gradient_over_second_moment
+from mmqk.monitors.own.callback import RunMonitor
 from mmqk.training.step.matrix_optimizers import AdamVariant
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
@@ -78,7 +78,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
         if found:
             lines[trainer.global_step] = found
 
-    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", keep)
+    monkeypatch.setattr("mmqk.monitors.own.callback._log", keep)
     return lines
 
 

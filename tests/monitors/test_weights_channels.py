@@ -10,8 +10,8 @@ import torch
 from scipy.stats import kurtosis
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig
-from mmqk.monitors.measures.channels import channel_statistics, channel_sums
-from mmqk.monitors.measures.weights import matrix_sizes
+from mmqk.monitors.formulas.channels import channel_statistics, channel_sums
+from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.monitors.probe import probe
 from tests.one_step import token_batch
 

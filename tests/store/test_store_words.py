@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.analysis.formatting import count
-from mmqk.monitors.third_party.layers import Layers
-from mmqk.monitors.third_party.summary import summary_line
+from mmqk.monitors.foreign.layers import Layers
+from mmqk.monitors.foreign.summary import summary_line
 from mmqk.store.alarms.probes import Growth
 from mmqk.store.formatting import percent, plain
 

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from mmqk.config import LossConfig, MonitorConfig
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.training_run.bad_site import first_bad_site
-from mmqk.monitors.training_run.callback import RunMonitor
-from mmqk.monitors.training_run.halves import gradient_agreement
+from mmqk.monitors.own.bad_site import first_bad_site
+from mmqk.monitors.own.callback import RunMonitor
+from mmqk.monitors.own.halves import gradient_agreement
 from mmqk.training.step import chunked_loss
 from mmqk.training.step.chunked_loss import chunked_losses
 from mmqk.training.step.losses import LossSums, loss_parts, modality_losses, total_loss
@@ -227,7 +227,7 @@ def test_a_run_in_chunks_is_the_dense_run(model, optim):
 def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
     """The radial budget and gradient agreement need the gradient of the loss of each modality."""
     logged: list[dict[str, float]] = []
-    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", lambda trainer, values: logged.append(values))
+    monkeypatch.setattr("mmqk.monitors.own.callback._log", lambda trainer, values: logged.append(values))
     config = MonitorConfig(
         every_n_steps=2, probe_sequences=2, gradient_agreement=True, budget_every_n_steps=2, budget_steps=2
     )

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from mmqk.config import LossConfig, MonitorConfig
 from mmqk.model import PerModalityConfig, QKNormConfig
-from mmqk.monitors.training_run import window
-from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.own import window
+from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
@@ -60,7 +60,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
         if values:
             lines.setdefault(trainer.global_step, {}).update(values)
 
-    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", keep)
+    monkeypatch.setattr("mmqk.monitors.own.callback._log", keep)
     return lines
 
 

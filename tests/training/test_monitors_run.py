@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import MonitorConfig
-from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import cli_main, parse_tag, read_metrics
 from mmqk.train import main
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights

@@ -15,7 +15,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers.logger import Logger
 
-from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, replacing, truncate_alarms
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.logging.loggers import RunLogger, StoryLogger

@@ -15,7 +15,7 @@ import torch
 from mmqk.config.training import CheckpointConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import first_of_ranks
-from mmqk.monitors.training_run.bad_site import first_bad_state
+from mmqk.monitors.own.bad_site import first_bad_state
 from mmqk.store import DivergenceRule, UserError
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.training.loop.resume import check_restored

@@ -24,7 +24,7 @@ from mmqk.model.evaluation import evaluation_mode
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
-from mmqk.monitors.training_run.step_monitor import StepMonitor
+from mmqk.monitors.own.step_monitor import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.fsdp import shard, whole, whole_model
 from mmqk.training.step.chunked_loss import chunked_losses
@@ -411,7 +411,7 @@ class TrainingModule(L.LightningModule):
 
         The forward pass uses the weights and dropout masks of that step; only the masks of compiled blocks differ.
         """
-        from mmqk.monitors.training_run.bad_site import first_bad_site
+        from mmqk.monitors.own.bad_site import first_bad_site
 
         model = self.whole_model()
         for index, batch in batches:

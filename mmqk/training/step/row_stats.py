@@ -14,7 +14,7 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import largest, summed
 from mmqk.model import RowStats
-from mmqk.monitors.measures.reduce import selection
+from mmqk.monitors.formulas.reduce import selection
 from mmqk.store import tag
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.third_party.layers import layer_numbers, layer_of
-from mmqk.monitors.third_party.summary import summary_line
+from mmqk.monitors.foreign.layers import layer_numbers, layer_of
+from mmqk.monitors.foreign.summary import summary_line
 from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}

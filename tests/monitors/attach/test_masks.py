@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from mmqk.monitors import attach
-from mmqk.monitors.third_party.calls import Call
-from mmqk.monitors.third_party.sides import padded_call
+from mmqk.monitors.foreign.calls import Call
+from mmqk.monitors.foreign.sides import padded_call
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, H, V, alibi, batches
 from tests.monitors.attach.test_batch import llama

@@ -1,0 +1,219 @@
+"""Reads attention that a model computes by hand: queries @ keys, then a softmax, then @ values.
+
+`ByHand` follows each product of two activations through scalings, masks, biases and a soft cap to a softmax, and the
+weights to their product with the values. Anything else in between ends the trace: the call is then not measured.
+
+Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mmqk.monitors.foreign.calls import MASKED, Call, NotMeasured, set_mask
+from mmqk.monitors.foreign.layout import Layout
+from mmqk.monitors.foreign.origins import flat
+
+# Names of torch functions that compute a softmax or a matrix product.
+SOFTMAX = {"softmax", "special_softmax", "_softmax", "log_softmax", "special_log_softmax"}
+PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+_MULTIPLY = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
+_DIVIDE = {"div", "div_", "__truediv__", "__itruediv__", "__div__", "true_divide", "divide"}
+# Functions whose output has the same meaning, in another shape or dtype.
+_SAME = {
+    "to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "view", "reshape",
+    "unflatten", "flatten", "squeeze", "unsqueeze", "dropout", "nan_to_num", "masked_fill", "masked_fill_", "where",
+    "identity",
+}  # fmt: skip
+# Functions that add a mask or a bias; `ByHand._call` computes what they added.
+_ADD = {
+    "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__", "subtract", "max",
+    "maximum", "clamp", "clamp_", "clamp_min",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A product of queries (..., T, K) and keys (..., S, K), and what was done to it since.
+
+    Attributes:
+        path: path of the module that computed the product.
+        module: this module.
+        operands: the arguments of the product, of which q and k are views without an origin.
+        scale: product of the scalars that it was multiplied by, before a soft cap.
+        softcap: product of the scalars that it was multiplied by after a tanh; None without a tanh.
+    """
+
+    path: str
+    module: nn.Module
+    operands: tuple[Tensor, Tensor]
+    q: Tensor
+    k: Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class ByHand:
+    """The products and attention weights of one forward pass.
+
+    Args:
+        layout: the order of sequences and heads in tensors with three axes.
+        may_be_tokens: returns whether a tensor may depend on tokens.
+
+    Attributes:
+        pending: the softmaxes of products that were not multiplied by values yet.
+    """
+
+    def __init__(self, layout: Layout, may_be_tokens: Callable[[Tensor], bool]):
+        self.layout, self.may_be_tokens = layout, may_be_tokens
+        self.pending: list[Scores] = []
+        self._scores = WeakTensorKeyDictionary()  # tensor -> Scores
+        self._weights = WeakTensorKeyDictionary()  # attention weights -> (Scores, input of the softmax)
+
+    def has(self, x: Tensor) -> bool:
+        """Return whether a tensor is a traced product."""
+        return x in self._scores
+
+    def trace(
+        self, name: str, args: Sequence[Any], kwargs: Any, out: Any, path: str, module: nn.Module
+    ) -> tuple[Scores, Call | NotMeasured] | None:
+        """Trace one torch function; if it multiplied attention weights by values, return the attention call."""
+        if not isinstance(out, Tensor):
+            return None
+        if name in PRODUCT:
+            return self._product(name, args, kwargs, out, path, module)
+        if name in SOFTMAX:
+            self._softmax(name, args, kwargs, out)
+            return None
+        traced = next((x for x in flat(args) if x in self._scores or x in self._weights), None)
+        if traced is None:
+            return None
+        scores = self._scores.get(traced)
+        if name in _SAME and traced in self._weights:
+            self._weights[out] = self._weights[traced]
+        elif scores is not None:
+            changed = _changed(name, scores, args, kwargs)
+            if changed is not None:
+                self._scores[out] = changed
+            elif out is traced:
+                del self._scores[out]
+        return None
+
+    def _softmax(self, name: str, args: Sequence[Any], kwargs: Any, out: Tensor) -> None:
+        z = args[0] if args else kwargs.get("input")
+        scores = self._scores.get(z) if isinstance(z, Tensor) else None
+        if scores is None:
+            return
+        self.pending.append(scores)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if "log" not in name and dim in (-1, out.ndim - 1):
+            self._weights[out] = (scores, z.detach().clone() if out is z else z)
+
+    def _product(
+        self, name: str, args: Sequence[Any], kwargs: Any, out: Tensor, path: str, module: nn.Module
+    ) -> tuple[Scores, Call | NotMeasured] | None:
+        operands = [x for x in flat(args) if x.ndim >= 3][-2:]
+        if len(operands) < 2:
+            return None
+        left, right = operands
+        equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
+        if right in self._weights and equation is not None:
+            left, right, equation = right, left, _swapped(equation)
+        if left in self._weights:
+            scores, z = self._weights[left]
+            self.pending = [x for x in self.pending if x is not scores]
+            try:
+                return scores, self._call(scores, z, _factors(left, right, equation, is_scores=False)[1])
+            except NotMeasured as reason:
+                return scores, reason
+        if any(isinstance(x, nn.Parameter) or not self.may_be_tokens(x) for x in operands):
+            return None
+        try:
+            q, k = _factors(left, right, equation, is_scores=True)
+        except NotMeasured:
+            return None
+        if q.shape[-1] > 1:
+            scale = float(kwargs.get("alpha", 1)) if name == "baddbmm" else 1.0
+            self._scores[out] = Scores(path, module, (left, right), q, k.transpose(-1, -2), scale)
+        return None
+
+    def _call(self, scores: Scores, z: Tensor, values: Tensor) -> Call:
+        """Return the call with these scores. What was added between product and softmax is its additive mask."""
+        q, k, v, z_BHTS = (self._four_axes(x, z, scores) for x in (scores.q, scores.k, values, z))
+        if q.shape[1] % k.shape[1]:
+            raise NotMeasured(f"it has {q.shape[1]} heads of queries and {k.shape[1]} of keys")
+        call = Call(q, k, v, scores.scale)
+        if scores.softcap is not None:
+            call.scale, call.softcap = scores.scale * scores.softcap, scores.softcap
+        added = [z_BHTS[:, head].float() - call.softmax_input(head) for head in range(q.shape[1])]
+        added_BHTS = torch.stack(added, 1)
+        is_masked = z_BHTS <= MASKED
+        added_BHTS.masked_fill_(is_masked & (added_BHTS > MASKED), -torch.inf)
+        # Differences as large as rounding are no bias.
+        largest = torch.where(is_masked, 0.0, z_BHTS.float().abs()).amax()
+        if torch.where(is_masked, 0.0, added_BHTS.abs()).amax() <= 8 * torch.finfo(z.dtype).eps * (1 + largest):
+            added_BHTS = torch.where(is_masked, added_BHTS, 0.0)
+            if (is_masked == is_masked[:, :1]).all():
+                added_BHTS = added_BHTS[:, :1]
+        set_mask(call, added_BHTS)
+        return call
+
+    def _four_axes(self, x: Tensor, z: Tensor, scores: Scores) -> Tensor:
+        """Return queries, keys, values or scores with the axes (B, H, tokens, K)."""
+        if x.ndim > 4:
+            return x.flatten(1, -3)
+        if x.ndim == 4:
+            return x
+        if z.ndim == 4 and len(x) == z.shape[0] * z.shape[1]:
+            return x.unflatten(0, z.shape[:2])
+        return self.layout.split(x, self.layout.order_of(*scores.operands))
+
+
+def _changed(name: str, scores: Scores, args: Sequence[Any], kwargs: Any) -> Scores | None:
+    """Return the scores after a torch function; None if they are not followed through this function."""
+    if name in _SAME or name in _ADD:
+        return scores
+    if name in ("tanh", "tanh_") and scores.softcap is None:
+        return replace(scores, softcap=1.0)
+    factors = [*args, *kwargs.values()]
+    factor = next((x for x in reversed(factors) if not isinstance(x, Tensor) or x.numel() == 1), None)
+    if name not in _MULTIPLY | _DIVIDE or not isinstance(factor, float | int | Tensor) or len(args) < 2:
+        return None
+    number = float(factor) if name in _MULTIPLY else 1 / float(factor)
+    if scores.softcap is not None:
+        return replace(scores, softcap=scores.softcap * number)
+    return replace(scores, scale=scores.scale * number)
+
+
+def _swapped(equation: str) -> str:
+    operands, arrow, out = equation.partition("->")
+    return ",".join(reversed(operands.split(","))) + arrow + out
+
+
+def _factors(left: Tensor, right: Tensor, equation: str | None, is_scores: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors (..., T, K) and (..., K, S) of a product, which may be an einsum.
+
+    Raises:
+        NotMeasured: the einsum is another product.
+    """
+    if equation is None:
+        return left, right
+    operands, _, out = equation.partition("->")
+    a, _, b = operands.partition(",")
+    shared = [x for x in (out if is_scores else a) if x in a and x in b and x in out]
+    rows = [x for x in a if x not in b]
+    inner = [x for x in a if x in b and x not in out]
+    columns = [x for x in b if x not in a]
+    is_product = len(rows) == len(inner) == len(columns) == 1 and "." not in equation and len(a) == len(b)
+    if not is_product or (is_scores and out != "".join([*shared, *rows, *columns])):
+        raise NotMeasured(f"its product is the einsum {equation}")
+    return (
+        left.permute([a.index(x) for x in [*shared, *rows, *inner]]),
+        right.permute([b.index(x) for x in [*shared, *inner, *columns]]),
+    )

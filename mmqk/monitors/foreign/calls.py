@@ -1,0 +1,269 @@
+"""Reads an attention call of a third-party model from the arguments of the attention function.
+
+This file reads torch's scaled_dot_product_attention and flex_attention, the eager attention of transformers, and the
+dense attention of mmqk's own model.
+
+Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqk.monitors.formulas.pairs import HIDDEN
+
+# Values of an additive mask up to this one hide a key; larger values are a bias. It is above the usual -1e4, which
+# bf16 rounds to -9984. Logits can outgrow a value above `HIDDEN`, so the key then gets attention (`Call.masked`).
+MASKED = -9900.0
+
+
+class NotMeasured(Exception):
+    """Raised for an attention call that cannot be measured; the message gives the reason and is printed."""
+
+
+class OtherTokens(NotMeasured):
+    """Raised for an attention call over tokens that belong to no declared side, as in cross-attention or an image
+    encoder."""
+
+
+@dataclass
+class Call:
+    """Inputs of one attention call.
+
+    Attributes:
+        q_BHTK: queries of the dot product, after QK-Norm and RoPE.
+        k_BGSK: keys of the dot product.
+        v_BGSK: values; the size of their last axis may differ from K.
+        scale: factor on the dot product.
+        mask: bool, broadcasts to (B, H, T, S), True where a query sees a key; None if every query sees every key.
+        masked: bool, broadcasts to (B, H, T, S), True where an added finite value hides a key; None if there is none.
+        softcap: cap c on the logits z: c tanh(z / c); None for no cap.
+        score_mod: function of (logits of one head (B, T, S), head number) that adds a bias and the finite values of a
+            mask, or applies the score_mod of flex_attention, after the cap and before the softmax; None if there is
+            none.
+        sink_H: logit of each head's sink, which takes weight in the softmax but has no value vector; or None.
+        no_weights: why the attention weights cannot be computed; None if they can.
+        weights_BHTS: the weights that the call returned, to compare with the computed ones; None if it returned none.
+    """
+
+    q_BHTK: Tensor
+    k_BGSK: Tensor
+    v_BGSK: Tensor
+    scale: float
+    mask: Tensor | None = None
+    masked: Tensor | None = None
+    softcap: float | None = None
+    score_mod: Callable[[Tensor, int], Tensor] | None = None
+    sink_H: Tensor | None = None
+    no_weights: str | None = None
+    weights_BHTS: Tensor | None = None
+
+    def expanded(self, tensor_BGSK: Tensor) -> Tensor:
+        """Return the keys or values (B, H, S, K): each key head repeated for every query head that shares it."""
+        times = self.q_BHTK.shape[1] // tensor_BGSK.shape[1]
+        return tensor_BGSK if times == 1 else tensor_BGSK.repeat_interleave(times, 1)
+
+    def softmax_input(self, head: int, rows: slice = slice(None)) -> Tensor:
+        """Return the input of one head's softmax, before the mask: fp32, (B, T, S)."""
+        q, k = self.q_BHTK[rows, head].float(), self.expanded(self.k_BGSK)[rows, head].float()
+        z_BTS = self.scale * q @ k.transpose(-1, -2)
+        if self.softcap is not None:
+            z_BTS = self.softcap * torch.tanh(z_BTS / self.softcap)
+        return z_BTS if self.score_mod is None else self.score_mod(z_BTS, head)
+
+    def weights(self, head: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of one head's keys (B, T, S), with the mask exactly as it is given, and the weight of
+        its sink (B, T), or None.
+
+        The weights are NaN in a row in which every key has -inf.
+        """
+        z_BTS = self.softmax_input(head, rows)
+        if self.mask is not None:
+            has_weight = of_head(self.mask, head)
+            if self.masked is not None:
+                has_weight = has_weight | of_head(self.masked, head)
+            z_BTS = z_BTS.masked_fill(~has_weight[rows], -torch.inf)
+        if self.sink_H is None:
+            return z_BTS.softmax(-1), None
+        sink_BT1 = self.sink_H[head].float().expand(*z_BTS.shape[:-1], 1)
+        weight_BTX = torch.cat([z_BTS, sink_BT1], -1).softmax(-1)
+        return weight_BTX[..., :-1], weight_BTX[..., -1]
+
+    def set_sinks(self, sinks: Any) -> None:
+        """Set the logits of the sinks, if there are any; only one sink per query head can be measured."""
+        if isinstance(sinks, Tensor) and sinks.numel() == self.q_BHTK.shape[1]:
+            self.sink_H = sinks.detach().flatten()
+        elif sinks is not None:
+            self.no_weights = "it has attention sinks, but not one for each head"
+
+    def output(self) -> Tensor:
+        """Return the output of dense attention, (B, H, T, K), in place of kernels that refuse fp32.
+
+        It is 0 in a row without visible keys.
+        """
+        v_BHSK, out = self.expanded(self.v_BGSK).float(), []
+        for head in range(self.q_BHTK.shape[1]):
+            out.append(torch.nan_to_num(self.weights(head)[0]) @ v_BHSK[:, head])
+        return torch.stack(out, 1).to(self.v_BGSK.dtype)
+
+
+def of_head(tensor: Tensor, head: int) -> Tensor:
+    """Return one head, (B or 1, T, S), of a tensor that broadcasts to (B, H, T, S)."""
+    return tensor[:, head if tensor.shape[1] > 1 else 0]
+
+
+def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
+    """Return the causal mask (1, 1, T, S), aligned to the upper left corner as with torch's ``is_causal``."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def of_sdpa(
+    rows: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    split: Callable[[Tensor], Tensor] | None = None,
+) -> Call:
+    """Read a call of `torch.nn.functional.scaled_dot_product_attention`; ``split`` gives a tensor with three axes,
+    (B * H, T, K) or (H * B, T, K), the axes (B, H, T, K)."""
+    if query.is_nested:
+        raise NotMeasured("its queries are a nested tensor")
+    if query.ndim == 3 and split is not None:
+        if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 and len(attn_mask) == len(query):
+            attn_mask = split(attn_mask)
+        query, key, value = split(query), split(key), split(value)
+    if query.ndim != 4:
+        raise NotMeasured(f"its queries have shape {tuple(query.shape)}")
+    call = Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale))
+    T, S = query.shape[2], key.shape[2]
+    if is_causal or type(attn_mask).__name__ == "CausalBias":
+        call.mask = causal_mask(T, S, query.device)
+    elif attn_mask is not None:
+        set_mask(call, attn_mask)
+    return call
+
+
+def set_mask(call: Call, mask: Tensor) -> None:
+    """Set the call's mask from a bool or an additive mask; values of an additive mask above `MASKED` are a bias.
+
+    Finite values up to `MASKED` are added too, since logits can outgrow them.
+    """
+    while mask.ndim < 4:
+        mask = mask[None]
+    if mask.dtype == torch.bool:
+        call.mask = mask
+        return
+    mask = mask.float()
+    call.mask, has_weight = mask > MASKED, mask > HIDDEN
+    if (has_weight & ~call.mask).any():
+        call.masked = has_weight & ~call.mask
+    bias = mask.masked_fill(~has_weight, 0.0)
+    if bias.any():
+        call.score_mod = lambda z_BTS, head: z_BTS + of_head(bias, head)
+
+
+def of_flex(
+    rows: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    *rest: Any,
+    **ignored: Any,
+) -> Call:
+    """Read a call of the operator that `flex_attention` calls; the last entry of its block mask is the mask_mod.
+
+    The measured logits are the logits before the score_mod. The score_mod of a logit 0 is read like an additive mask.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    (B, H, T, _), S, device = query.shape, key.shape[2], query.device
+    call = Call(query, key, value, float(scale))
+    call.mask = flex.create_mask(block_mask[-1], B, H, T, S, device=device)
+    if getattr(score_mod, "__name__", "") == "_identity":
+        return call
+    try:
+        # Without this mode, a score_mod that indexes a tensor fails under vmap. The class is private and may move.
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as indexing
+    except ImportError:
+        indexing = contextlib.nullcontext  # type: ignore[assignment,misc]
+    over_s = torch.vmap(score_mod, (0, None, None, None, 0))
+    over_ts = torch.vmap(over_s, (0, None, None, 0, None))
+    over_bts = torch.vmap(over_ts, (0, 0, None, None, None))
+
+    def of_one_head(z_BTS: Tensor, head: int) -> Tensor:
+        h, t, s = (
+            torch.tensor(head, device=device),
+            torch.arange(T, device=device),
+            torch.arange(S, device=device),
+        )
+        with indexing():
+            return over_bts(z_BTS, torch.arange(len(z_BTS), device=device), h, t, s)
+
+    call.score_mod = of_one_head
+    added_BHTS = torch.stack([of_one_head(query.new_zeros(B, T, S), head) for head in range(H)], 1)
+    hidden = added_BHTS <= MASKED
+    if (masked := call.mask & hidden & (added_BHTS > HIDDEN)).any():
+        call.masked = masked
+    call.mask = call.mask & ~hidden
+    return call
+
+
+def of_transformers(
+    rows: int,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **ignored: Any,
+) -> Call:
+    """Read a call of ``eager_attention_forward``, transformers' dense attention function."""
+    call = Call(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling))
+    call.softcap = softcap
+    call.set_sinks(getattr(module, "sinks", None) if s_aux is None else s_aux)
+    if attention_mask is not None:
+        set_mask(call, attention_mask[..., : key.shape[2]])
+    if position_bias is not None:
+        mask_bias, bias = call.score_mod, position_bias.float()
+        call.score_mod = lambda z, head: (mask_bias(z, head) if mask_bias else z) + of_head(bias, head)
+    return call
+
+
+def of_mmqk(
+    rows: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    kind: str = "softmax",
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+    **ignored: Any,
+) -> Call:
+    """Read a call of `mmqk.model.backends.attention` with the backend math."""
+    call = Call(query, key, value, scale, softcap=softcap)
+    call.set_sinks(sink_H)
+    set_mask(call, mask)
+    if kind != "softmax":
+        call.no_weights = f"its weights are not a softmax but a {kind}"
+    return call

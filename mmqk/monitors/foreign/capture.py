@@ -1,0 +1,410 @@
+"""Intercepts the attention calls and modules of a third-party model during a forward pass.
+
+`Capture` is a TorchFunctionMode: it gets every torch function of the pass. It recognizes attention calls by their
+function (scaled_dot_product_attention, flex_attention, `nn.MultiheadAttention`) or operator (flash_attn, torch's
+varlen_attn). The attention functions of transformers and the dense attention of mmqk's own model are patched during
+the pass, and global module hooks track the running module. `ByHand` reads attention written with matmul and softmax;
+modules whose attention is written in another way are reported.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+
+from mmqk.monitors.foreign import calls, calls_flash
+from mmqk.monitors.foreign.by_hand import PRODUCT, SOFTMAX, ByHand, Scores
+from mmqk.monitors.foreign.calls import Call, NotMeasured
+from mmqk.monitors.foreign.inputs import by_name
+from mmqk.monitors.foreign.layers import Layers, block_of, clean, layer_numbers
+from mmqk.monitors.foreign.layout import Layout
+from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
+from mmqk.monitors.foreign.origins import Origin, Origins, flat
+from mmqk.monitors.foreign.scripted import is_scripted
+from mmqk.monitors.foreign.stream import Stream
+
+_OPERATORS: dict[str, Callable[..., Call]] = {
+    "aten::scaled_dot_product_attention": calls.of_sdpa,
+    "flash_attn::_flash_attn_forward": calls_flash.of_flash,
+    "flash_attn::_flash_attn_varlen_forward": calls_flash.of_flash_varlen,
+    "torch_attn::_varlen_attn": calls_flash.of_torch_varlen,
+}
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+
+
+@cache
+def reader_of(func: Any) -> Callable[..., Call] | None:
+    """Return the function of `calls` that reads this torch function; None if it is not an attention function."""
+    if func is F.scaled_dot_product_attention:
+        return calls.of_sdpa
+    if isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention":
+        return calls.of_flex
+    is_overload = isinstance(func, torch._ops.OpOverload)
+    return _OPERATORS.get(func._schema.name if is_overload else getattr(func, "_qualified_op_name", "") or "")
+
+
+class Capture(TorchFunctionMode):
+    """Passes each attention call, embedding and module of a forward pass to a `Measurement`.
+
+    Args:
+        root: the model.
+        rows: number of sequences in the batch, needed to read packed calls, which have no batch axis.
+        measurement: gets each attention call before it runs, the ids of each embedding, and each module after it ran.
+        origins: origins of the tensors of this forward pass.
+
+    Attributes:
+        stream: the residual stream.
+        modules: modules that ran on the main side's tokens, by path.
+        softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
+        products: paths of modules that computed a token-by-token matrix as a product of two activations.
+        cross_products: paths of modules that multiplied two activations of different origins, as in cross-attention.
+        attention_types: types of the modules that made attention calls.
+    """
+
+    def __init__(self, root: nn.Module, rows: int, measurement: Measurement, origins: Origins):
+        super().__init__()
+        self.root = root
+        innermost = {clean(name): module for name, module in root.named_modules()}
+        self.paths = {module: path for path, module in innermost.items()}
+        self.rows, self.tokens, self.measurement = rows, measurement.modality_BT.shape[1], measurement
+        self.origins = origins
+        self.stream = Stream(
+            origins, lambda x: measurement.is_stream(x, origins.of(x)), lambda: measurement.main_calls
+        )
+        self.layout = Layout(rows)
+        self.by_hand = ByHand(self.layout, self._may_be_tokens)
+        self.modules: dict[str, nn.Module] = {}
+        self.softmaxes: set[str] = set()
+        self.products: set[str] = set()
+        self.cross_products: set[str] = set()
+        self.attention_types: set[type[nn.Module]] = set()
+        # Running modules, outermost first: path, module and its first input.
+        self._running: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]
+        self._in_attention = False  # inside an attention function that is read as one call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_attention:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._torch_attention(args, kwargs)
+        reader = reader_of(func)
+        if reader is not None:
+            return self._attention(func, reader, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in SOFTMAX and args and isinstance(args[0], Tensor):
+            self._softmax(args[0])
+        if func is F.embedding:
+            self.measurement.embedding(args[0], self.origins.of(args[0]))
+        before = self.stream.before(func, args)
+        out = func(*args, **kwargs)
+        self.origins.trace(func, args, kwargs, out)
+        self.stream.trace(func, args, kwargs, out, before)
+        self.layout.trace(name, args, out)
+        path, module, _ = self._running[-1]
+        by_hand = self.by_hand.trace(name, args, kwargs, out, path, module)
+        if by_hand is not None:
+            scores, call = by_hand
+            origins = self.origins.of(scores.operands[0]), self.origins.of(scores.operands[1])
+            self.origins.set(out, self._measure(scores.path, scores.module, call, origins))
+        elif name in PRODUCT:
+            self._product(args, out)
+        return out
+
+    # Attention written with softmax and matmul
+
+    def _may_be_tokens(self, x: Tensor) -> bool:
+        origin = self.origins.of(x)
+        return origin is None or bool(origin.inputs)
+
+    def _softmax(self, x: Tensor) -> None:
+        is_square = x.ndim >= 3 and x.shape[-1] == x.shape[-2] == self.tokens > 1 and not self.by_hand.has(x)
+        path = self._running[-1][0]
+        if is_square and path not in self.cross_products and self.measurement.may_be_main(self.origins.of(x)):
+            self.softmaxes.add(path)
+
+    def _product(self, args: Any, out: Any) -> None:
+        """Record a product of two activations that may be attention logits, because it is a token-by-token matrix."""
+        factors = [x for x in flat(args) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
+        if self.tokens < 2 or not isinstance(out, Tensor) or len(factors) < 2:
+            return
+        if factors[-2].shape[-1] < 2 or list(out.shape).count(self.tokens) < 2:
+            return
+        q, k = (self.origins.of(x) for x in factors[-2:])
+        if q and k and q.inputs and k.inputs and q.inputs != k.inputs:
+            self.cross_products.add(self._running[-1][0])
+        elif self.measurement.may_be_main(q):
+            self.products.add(self._running[-1][0])
+
+    # Attention calls
+
+    def _attention(self, func: Any, reader: Callable[..., Call], args: Any, kwargs: Any) -> Any:
+        call, origin = self._read(reader, self._call_origins(args, kwargs), *args, **kwargs)
+        is_flash = reader in (calls_flash.of_flash, calls_flash.of_flash_varlen)
+        if is_flash and call is not None and call.q_BHTK.dtype not in (torch.float16, torch.bfloat16):
+            # flash_attn refuses fp32: compute the output densely.
+            lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
+            out_BTHK = call.output().transpose(1, 2)
+            out = out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
+        else:
+            out = func(*args, **kwargs)
+        self.origins.set(out, origin)
+        return out
+
+    def _read(
+        self, reader: Callable[..., Call], origins: CallOrigins, *args: Any, **kwargs: Any
+    ) -> tuple[Call | None, Origin | None]:
+        """Read and measure a call; return the call (None if it cannot be read) and the origin of its output."""
+        path, module, _ = self._running[-1]
+        if reader is calls.of_sdpa:
+            order = self.layout.order_of(*flat(args), *flat(kwargs))
+            kwargs = {**kwargs, "split": lambda x: self.layout.split(x, order)}
+        try:
+            call = reader(self.rows, *args, **kwargs)
+        except NotMeasured as reason:
+            return None, self._measure(path, module, reason, origins)
+        if reader is calls.of_flex:  # transformers applies the sinks of its layers after the operator
+            call.set_sinks(getattr(module, "sinks", None))
+        return call, self._measure(path, module, call, origins)
+
+    def _measure(
+        self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins
+    ) -> Origin | None:
+        """Measure a call of this module and return the origin of its output."""
+        self.attention_types.add(type(module))
+        number = self.measurement.attention(path, call, origins)
+        return None if origins[0] is None else Origin(origins[0].inputs, number)
+
+    def _call_origins(self, args: Any, kwargs: Any) -> CallOrigins:
+        """Return the origins of queries and keys; if neither is known, the origin of the enclosing module's input."""
+        operands = [*args[:2], *(kwargs[name] for name in ("query", "key", "q", "k") if name in kwargs)]
+        q, k = (self.origins.of(x) for x in operands[:2])
+        if q is None and k is None:
+            outer = (self.origins.of(x) for _, _, x in reversed(self._running) if x is not None)
+            q = k = next((origin for origin in outer if origin is not None and origin.inputs), None)
+        return q, k
+
+    def _torch_attention(self, args: Any, kwargs: Any) -> Any:
+        """Run and measure the function of `nn.MultiheadAttention`.
+
+        The function calls scaled_dot_product_attention only if the weights are not requested. If the weights are
+        requested, this method runs the function twice: once without the weights for the measurement, and once with
+        them for the output.
+        """
+        sdpa = F.scaled_dot_product_attention
+        origins = self._call_origins(args, kwargs)
+        out_origins: list[Origin | None] = []
+
+        def read_and_run(*a: Any, **k: Any) -> Any:
+            out_origins.append(self._read(calls.of_sdpa, origins, *a, **k)[1])
+            return sdpa(*a, **k)
+
+        with ExitStack() as stack:
+            _replace(stack, F, "scaled_dot_product_attention", read_and_run)
+            out = F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})
+        if kwargs.get("need_weights", True):
+            out = F.multi_head_attention_forward(*args, **kwargs)
+        self.origins.set(out, out_origins[0] if out_origins else origins[0])
+        return out
+
+    def wrapped(self, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs and measures an attention function; ``run`` is `_run_eager`, `_run_flash` or
+        `_run_mmqk`."""
+
+        def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.paths.get(module, self._running[-1][0])
+            self._in_attention, origins = True, self._call_origins(args, kwargs)
+            try:
+                out, call = run(self.rows, forward, module, args, kwargs)
+                self.origins.set(out, self._measure(path, module, call, origins))
+            finally:
+                self._in_attention = False
+            return out
+
+        return measured
+
+    # Modules
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if module in self.paths:
+            path, module_input = self.paths[module], next(flat(args), None)
+            self._running.append((path, module, module_input))
+            self.stream.enter(path, module_input)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        path = self.paths.get(module)
+        if path is None:
+            return
+        _, _, module_input = self._running.pop()
+        origin, first_output = self.origins.of(module_input), next(flat(output), None)
+        if self.measurement.may_be_main(origin):
+            self.modules[path] = module
+        for x in flat(output):
+            # An output has no origin if an autograd.Function or scripted code computed it, because torch does not
+            # pass these to a TorchFunctionMode.
+            if self.origins.of(x) is None and origin is not None and origin.inputs:
+                self.origins.set(x, origin)
+        self.stream.leave(path, module, module_input, first_output)
+        if self.measurement.may_be_main(self.origins.of(first_output)):
+            self.measurement.module(path, module_input, first_output)
+
+    # After the forward pass
+
+    def layers(self) -> Layers:
+        """Return the layers that have attention, and those whose attention was not measured.
+
+        A layer has attention that was not measured in two cases: one of its calls was not measured, or one of its
+        modules made no attention call but seems to compute attention. Such a module has the type of a module that
+        made a call, or "attention" in the name of its class, or it computes token-by-token products or softmaxes.
+        """
+        records = [record for record in self.measurement.records if record.is_call]
+        measured = [record.path for record in records if record.not_measured is None and not record.cross]
+        calls = {record.path for record in records}
+        blocks = {block_of(path) for path in calls}
+        not_measured = {r.path for r in records if r.not_measured is not None and not r.other_tokens}
+        pending = {scores.path for scores in self.by_hand.pending if self._is_main(scores)}
+        hidden = not_measured | self.softmaxes | pending
+        for path, module in self.modules.items():
+            is_attention = type(module) in self.attention_types or isinstance(module, nn.MultiheadAttention)
+            is_named = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
+            if (is_attention or path in self.products or is_named or is_scripted(module)) and not any(
+                _within(path, call) or _within(call, path) for call in calls
+            ):
+                hidden.add(path)
+        outermost = {path for path in hidden if not any(_within(path, p) for p in hidden - {path, ""})}
+        measured_blocks = {block_of(path) for path in measured}
+        places = {path if block_of(path) in measured_blocks else block_of(path) for path in outermost}
+        names = [place or "the model" for place in sorted(places, key=_sort_key)]
+        seen = {path for path in measured if not any(_within(path, place) for place in places - {""})}
+        return Layers(layer_numbers(measured), names, len(seen), bool(hidden - not_measured))
+
+    def _is_main(self, scores: Scores) -> bool:
+        """Return whether a product has a number for each pair of the main side's tokens."""
+        is_square = scores.q.shape[-2] == scores.k.shape[-2] > 1
+        is_cross = scores.path in self.cross_products
+        return is_square and not is_cross and self.measurement.may_be_main(self.origins.of(scores.operands[0]))
+
+
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(outer + ".") or not outer
+
+
+def _sort_key(path: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
+def _run_eager(
+    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Call | NotMeasured]:
+    """Run an ``eager_attention_forward``. Return its output, and the `Call` with its inputs and returned weights."""
+    out = forward(module, *args, **kwargs)
+    try:
+        named = by_name(forward, (module, *args), kwargs)
+    except TypeError as error:
+        return out, NotMeasured(str(error))
+    if not {"module", "query", "key", "value"} <= named.keys():
+        parameters = ", ".join(named)
+        return out, NotMeasured(
+            f"its attention function takes {parameters}, not module, query, key and value"
+        )
+    call = calls.of_transformers(rows, **{"attention_mask": None, **named})
+    call.weights_BHTS = out[1] if isinstance(out, tuple) and len(out) > 1 else None
+    return out, call
+
+
+def _run_flash(
+    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Call | NotMeasured]:
+    """Replace one call of transformers' flash-attention function. Return the output, and the `Call` with its inputs.
+
+    The output is computed with dense attention, because the function refuses fp32 and unpads the batch. A call that
+    cannot be measured is not replaced: the function runs, and the reason is returned instead of the `Call`.
+    """
+    try:
+        call = calls_flash.of_transformers_flash(rows, module, *args, **kwargs)
+    except NotMeasured as reason:
+        return forward(module, *args, **kwargs), reason
+    return (call.output().transpose(1, 2), None), call
+
+
+def _run_mmqk(
+    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Call | NotMeasured]:
+    """Run the dense attention of mmqk's own model. Return its output, and the `Call` with its inputs."""
+    return forward(*args, **kwargs), calls.of_mmqk(rows, *args, **kwargs)
+
+
+@contextmanager
+def watching(capture: Capture) -> Iterator[None]:
+    """Pass every torch function, module and attention call of transformers inside the context to ``capture``."""
+    with ExitStack() as stack:
+        hook = nn_module.register_module_forward_pre_hook(capture._enter_module)
+        stack.callback(hook.remove)
+        stack.callback(nn_module.register_module_forward_hook(capture._leave_module, always_call=True).remove)
+        _patch_transformers(capture, stack)
+        _patch_mmqk(capture, stack)
+        _patch_flex(stack)
+        stack.enter_context(capture)
+        yield
+
+
+def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
+    """Wrap the eager attention function of each modeling file, and the flash entries of transformers' table of
+    functions."""
+    kinds = {kind for module in capture.paths for kind in type(module).__mro__}
+    for name in {kind.__module__ for kind in kinds}:
+        forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
+        if callable(forward):
+            _replace(
+                stack, sys.modules[name], "eager_attention_forward", capture.wrapped(forward, _run_eager)
+            )
+    table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    if table is not None:
+        entries = getattr(table, "_global_mapping", table)
+        for key in [key for key in entries if "flash" in key and "|" not in key]:
+            stack.callback(entries.__setitem__, key, entries[key])
+            entries[key] = capture.wrapped(entries[key], _run_flash)
+
+
+def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:
+    """Wrap the attention function of mmqk's own model. Only its backend math is read here; the others call functions
+    of torch."""
+    own = sys.modules.get("mmqk.model.attention")
+    if own is None:
+        return
+    forward, dense = own.attention, capture.wrapped(own.attention, _run_mmqk)
+
+    def attention(*args: Any, backend: str = "math", **kwargs: Any) -> Any:
+        if backend != "math":
+            return forward(*args, backend=backend, **kwargs)
+        return dense(capture._running[-1][1], *args, **kwargs)
+
+    _replace(stack, own, "attention", attention)
+
+
+def _patch_flex(stack: ExitStack) -> None:
+    """Run flex_attention uncompiled and without a warning; some torch versions would compile a wrapper around it."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    if hasattr(flex, switch):
+        _replace(stack, flex, switch, True)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and restore it when the stack closes."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)

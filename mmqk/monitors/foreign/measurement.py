@@ -1,0 +1,375 @@
+"""Computes statistics from the attention calls that `Capture` intercepts in a third-party model.
+
+A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. A call is
+measured if its tokens belong to the main side or to a declared side (`sides`); otherwise the reason is recorded.
+
+Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
+from mmqk.monitors.foreign.layers import layer_numbers, layer_of
+from mmqk.monitors.foreign.origins import Origin
+from mmqk.monitors.foreign.ranks import agreed
+from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
+from mmqk.monitors.foreign.stream import Stream
+from mmqk.monitors.formulas.pairs import Pairs
+from mmqk.monitors.record import Probe
+
+_LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
+# Largest accepted difference between the weights that a call returned and the softmax of its logits.
+_WEIGHT_TOLERANCE = 0.02
+
+# Origins of the queries and of the keys of a call.
+CallOrigins = tuple[Origin | None, Origin | None]
+
+
+@dataclass
+class SiteRecord:
+    """One attention call, or one site of an adapter.
+
+    Until the end of the forward pass, tags contain the index of the record in `Measurement.records` instead of the
+    layer number.
+
+    Attributes:
+        path: path of the module.
+        is_call: True for an attention call, False for an adapter's site.
+        not_measured: why the call was not measured; None if it was.
+        other_tokens: whether the call was not measured because its tokens belong to no declared side.
+        no_weights: why the call has no entropy, mass and rank; None if it has them.
+        cross: whether the call is measured as cross-attention, with statistics named ``cross_...``.
+        number: number of the call in the forward pass, from 1; 0 for an adapter's site.
+    """
+
+    path: str
+    is_call: bool = True
+    not_measured: str | None = None
+    other_tokens: bool = False
+    no_weights: str | None = None
+    cross: bool = False
+    number: int = 0
+
+
+class Measurement:
+    """Measures one forward pass: adds attention calls and an adapter's sites to the `Collector` of each side.
+
+    Args:
+        main: the side whose tokens ``modality`` describes.
+        others: the declared sides.
+        adapter: further sites to measure, or None.
+        collective: whether every rank probes at the same time.
+    """
+
+    def __init__(
+        self,
+        main: Side,
+        others: Sequence[Side] = (),
+        adapter: Adapter | None = None,
+        collective: bool = False,
+    ):
+        self.main, self.sides, self.collective = main, [main, *others], collective
+        self.modality_BT, self.valid_BT = main.tokens
+        self.device = self.modality_BT.device
+        self.adapter = adapter
+        self.records: list[SiteRecord] = []
+        self.main_calls: list[int] = []  # numbers of the measured self-attention calls of the main side
+        self.n_calls = 0
+        self.main_used = main.inputs is None  # whether any measured tensor had the main side's origin
+        self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}
+        self._before_call: dict[Any, dict[str, Tensor]] = {}  # by layer: attn_in, q_raw and k_raw
+        self._sites: set[str] = set()  # names of the adapter's sites that were measured
+
+    # Sides of a tensor
+
+    def may_be_main(self, origin: Origin | None) -> bool:
+        """Return whether a tensor may have the main side's tokens; True if its origin is unknown."""
+        return origin is None or self.main.inputs is None or self.main.inputs <= origin.inputs
+
+    def is_stream(self, x: Tensor, origin: Origin | None) -> bool:
+        """Return whether a tensor is (B, T, D) with the main side's tokens."""
+        fits = x.ndim == 3 and x.shape[:2] == self.modality_BT.shape and x.is_floating_point()
+        return fits and origin is not None and self.may_be_main(origin)
+
+    def embedding(self, ids: Tensor, origin: Origin | None) -> None:
+        """Set the modalities of a side from the ids that its embedding gets.
+
+        These ids may differ from the model's input, for example in a decoder that gets the shifted labels.
+        """
+        self.main_used = self.main_used or self.main.has(origin)
+        for side in self.sides:
+            if side.has(origin):
+                side.set_ids(ids)
+
+    def _sides_of(self, call: Call | NotMeasured, origins: CallOrigins) -> tuple[Side, Side]:
+        """Return the sides of the queries and of the keys.
+
+        Raises:
+            OtherTokens: the tokens belong to no declared side.
+            NotMeasured: the queries or keys have no known origin.
+        """
+        q, k = origins
+        self.main_used = self.main_used or self.main.has(q)
+        if q is None or k is None:
+            raise NotMeasured("its queries or keys cannot be traced to an input of the model")
+        if self.main.inputs is None and q.inputs == k.inputs and isinstance(call, Call):
+            shape = call.q_BHTK.shape
+            if len(shape) == 4 and (shape[0], shape[2]) == tuple(self.modality_BT.shape):
+                self.main.inputs = q.inputs
+        q_side, k_side = (next((side for side in self.sides if side.has(x)), None) for x in (q, k))
+        if q.inputs != k.inputs:
+            if q_side is None or k_side is None or q_side is k_side:
+                hint = "" if len(self.sides) > 1 else "; declare the other input with sides="
+                raise OtherTokens(f"cross-attention from {q} to {k}{hint}")
+            return q_side, k_side
+        if q_side is None or k_side is None:
+            raise OtherTokens(f"attention over the tokens of {q}; modality describes {self.main.source}")
+        return q_side, k_side
+
+    # Attention calls
+
+    def attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> int:
+        """Measure one attention call, or record why it cannot be measured.
+
+        If one rank cannot measure the call, all ranks leave it out.
+
+        The statistics are computed in fp32, even if the forward pass runs under autocast.
+
+        Returns:
+            The number of the call.
+        """
+        self.n_calls += 1
+        with torch.autocast(self.device.type, enabled=False):
+            self._attention(path, call, origins)
+        return self.n_calls
+
+    def _attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
+        record, pairs, side = SiteRecord(path, number=self.n_calls), None, self.main
+        self.records.append(record)
+        try:
+            q_side, k_side = self._sides_of(call, origins)
+        except OtherTokens as reason:
+            # Other ranks may not make this call, such as that of an image encoder without images.
+            record.not_measured, record.other_tokens = str(reason), True
+            return
+        except NotMeasured as reason:
+            call, q_side, k_side = reason, self.main, self.main
+        side, record.cross = q_side, q_side is not k_side
+        try:
+            if isinstance(call, NotMeasured):
+                raise call
+            if record.cross:
+                side, call = self._across(call, q_side, k_side)
+            pairs = self._pairs_of(call, side)
+            record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
+        except NotMeasured as reason:
+            record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
+        flags = [x is not None for x in (call.score_mod, call.masked)] if isinstance(call, Call) else [False] * 2
+        counts, (has_score_mod, has_masked) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
+        if pairs is not None and record.not_measured is None:
+            assert isinstance(call, Call)
+            # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
+            # call that computes them.
+            vars(pairs)["counts_everywhere"] = counts
+            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod, has_masked)
+            if side is self.main:
+                self.main_calls.append(record.number)
+
+    def _across(self, call: Call, q_side: Side, k_side: Side) -> tuple[Side, Call]:
+        """Return a side and a call that represent cross-attention as self-attention over the tokens of both sides."""
+        self._check_axes(call)
+        q_side.set_length(call.q_BHTK)
+        k_side.set_length(call.k_BGSK)
+        self._check_length(call, q_side, k_side)
+        key = q_side.name, k_side.name
+        if key not in self._crossed:
+            self._crossed[key] = joined(q_side, k_side), q_side, k_side
+        return self._crossed[key][0], padded_call(call)
+
+    def _check_axes(self, call: Call) -> None:
+        q, k = call.q_BHTK, call.k_BGSK
+        if q.ndim != 4 or k.ndim != 4 or q.shape[1] % k.shape[1]:
+            raise NotMeasured(f"its queries have shape {tuple(q.shape)} and its keys {tuple(k.shape)}")
+
+    def _check_length(self, call: Call, q_side: Side, k_side: Side) -> None:
+        (B, T), S = q_side.tokens[0].shape, k_side.tokens[0].shape[1]
+        q, k = call.q_BHTK, call.k_BGSK
+        if (q.shape[0], q.shape[2], k.shape[2]) != (B, T, S):
+            tokens = f"{T} tokens" if q_side is k_side else f"{T} and {S} tokens"
+            raise OtherTokens(
+                f"it has {q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys; modality describes "
+                f"{B} sequences of {tokens}"
+            )
+
+    def _merge_over_ranks(
+        self, record: SiteRecord, pairs: Pairs | None, flags: list[bool], n: int
+    ) -> tuple[list[int], list[bool]]:
+        """Return the pair counts, summed over ranks, and whether each of the two flags is true on any rank.
+
+        If another rank cannot measure the call or compute its attention weights, ``record`` stores this reason. If
+        the ranks do not probe together (`collective`), nothing is merged.
+        """
+        if not self.collective:
+            return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), flags
+        own = [record.not_measured is not None, record.no_weights is not None, *flags]
+        not_measured, no_weights, *any_flags = agreed(self.device, *own)
+        record.not_measured = record.not_measured or (
+            "not measured on another rank" if not_measured else None
+        )
+        record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
+        if not_measured or pairs is None:
+            return [0] * n, any_flags
+        counts = pairs.count_MM.flatten().to(self.device, torch.long, copy=True)
+        dist.all_reduce(counts)
+        return counts.tolist(), any_flags
+
+    def _pairs_of(self, call: Call, side: Side) -> Pairs:
+        self._check_axes(call)
+        q = call.q_BHTK
+        side.set_length(q)
+        if side is self.main or side.inputs is not None:  # `_across` has checked a joined side
+            self._check_length(call, side, side)
+        modality_BT, valid_BT = side.tokens
+        B, T = modality_BT.shape
+        visible_BTS = valid_BT[:, :, None].expand(B, T, T)
+        if call.mask is not None:
+            if call.mask.shape[1] > 1 and not (call.mask == call.mask[:, :1]).all():
+                raise NotMeasured("its mask differs between heads")
+            visible_BTS = visible_BTS & call.mask[:, 0]
+        for pairs in side.pairs:
+            if pairs.n_heads == q.shape[1] and torch.equal(pairs.visible_BTS, visible_BTS):
+                return pairs
+        side.pairs.append(Pairs(modality_BT, visible_BTS, len(side.names), q.shape[1]))
+        return side.pairs[-1]
+
+    def _measure(
+        self,
+        path: str,
+        call: Call,
+        side: Side,
+        pairs: Pairs,
+        has_weights: bool,
+        has_score_mod: bool,
+        has_masked: bool,
+    ) -> None:
+        layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
+        before = self._before_call.pop(self._layer_of(path), {}) if side is self.main else {}
+        collector = side.collector
+        for name, head_dim in (("q", q.shape[-1]), ("k", k.shape[-1])):
+            raw_BTD = before.get(f"{name}_raw")
+            if raw_BTD is not None:
+                raw_BHTK = raw_BTD.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+                collector.norms(f"{name}_raw", layer, raw_BHTK)
+                if "attn_in" in before:
+                    collector.gains(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
+        for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
+            collector.norms(site, layer, tensor)
+        softmax = has_weights and not has_score_mod
+        sink_H = call.sink_H if softmax else None
+        collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax, sink_H)
+        if has_weights and has_score_mod:
+            collector.weights(layer, call.weights, q.shape[1], pairs, has_masked)
+
+    def _wrong_weights(self, call: Call, pairs: Pairs) -> str | None:
+        """Return a reason if the weights that the call returned are not the softmax of its logits; else None."""
+        if call.weights_BHTS is None:
+            return None
+        visible_TS = pairs.visible_BTS[0]
+        for head in range(call.q_BHTK.shape[1]):
+            weight_TS = call.weights(head, slice(0, 1))[0][0]
+            error_TS = (weight_TS - call.weights_BHTS[0, head].float()).abs()
+            if (error_TS[visible_TS.any(-1)] > _WEIGHT_TOLERANCE).any():
+                return "its weights are not the softmax of its logits"
+        return None
+
+    # Sites of an adapter
+
+    def _layer_of(self, path: str) -> Any:
+        """Return a key of the layer with this module, the same for a layer's sites and its attention call."""
+        layer = None if self.adapter is None else self.adapter.layer_at(path)
+        return layer_of(path) if layer is None else layer
+
+    def module(self, path: str, module_input: Tensor | None, output: Tensor | None) -> None:
+        """Measure the adapter's sites at this module."""
+        for site in self.adapter.at(path) if self.adapter is not None else ():
+            tensor = site.tensor(module_input, output)
+            if tensor is None or tensor.ndim < 3 or tensor.shape[:2] != self.modality_BT.shape:
+                continue
+            self._sites.add(site.name)
+            if site.name in ("attn_in", "q_raw", "k_raw"):
+                self._before_call.setdefault(self._layer_of(path), {})[site.name] = tensor
+            if site.name == "final":
+                self.main.collector.final(tensor)
+            elif site.name not in ("q_raw", "k_raw"):
+                self.records.append(SiteRecord(path, is_call=False))
+                self.main.collector.norms(site.name, len(self.records) - 1, tensor)
+
+    # After the forward pass
+    def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
+        """Add the statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
+        V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities
+        assert modalities is not None
+        ids_V = torch.arange(V, device=logits_BTV.device)
+        modality_V = modalities.of_ids(ids_V)
+        sizes = torch.bincount(modality_V, minlength=len(names)).tolist()
+        if 0 in sizes:
+            return
+        order_V = modality_V.argsort(stable=True)
+        if not torch.equal(order_V, ids_V):
+            logits_BTV = logits_BTV.index_select(-1, order_V)
+        target_BT = self.modality_BT.roll(-1, 1)
+        blocks = dict(zip(names, sizes, strict=True))
+        self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, blocks)
+
+    def residual_stream(self, stream: Stream) -> None:
+        """Add the norms of the detected residual stream and sublayer outputs, except those of the adapter's sites."""
+        for i, record in enumerate(self.records):
+            for site, norm_BT1 in stream.layers.get(record.number, {}).items():
+                if record.is_call and site not in self._sites:
+                    self.main.collector.norms(site, i, norm_BT1)
+        if stream.final is not None and "final" not in self._sites:
+            self.main.collector.final(stream.final)
+
+    def main_sites(self) -> list[tuple[int, str]]:
+        """Return the index in `records` and the path of each measured self-attention call of the main side."""
+        return [(i, record.path) for i, record in enumerate(self.records) if record.number in self.main_calls]
+
+    def finished(self) -> Probe:
+        """Return the probe of all sides, with layer numbers instead of record indices in the tags."""
+        probe = self.main.collector.probe
+        for side in self.sides[1:]:
+            probe.parts += side.collector.probe.parts if side.modality_BT is not None else []
+        for side, q_side, k_side in self._crossed.values():
+            parts = side.collector.probe.parts
+            probe.parts += [cross_part(part, q_side.names, k_side.names) for part in parts]
+        numbers = self._layer_numbers()
+        for part in probe.parts:
+            part.tags[:] = [_LAYER_TAG.sub(lambda m: f"/layer{numbers[int(m[1])]:02d}", t) for t in part.tags]
+        return probe
+
+    def _layer_numbers(self) -> list[int]:
+        """Return the layer number of each record.
+
+        It is the number of the record's call if the call was measured, else the number of a measured call in the same
+        layer, else the first integer of the path.
+        """
+        measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
+        numbers = layer_numbers([record.path for record in measured])
+        by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}
+        by_layer = {self._layer_of(record.path): n for record, n in zip(measured, numbers, strict=True)}
+        of_records = []
+        for record in self.records:
+            layer = layer_of(record.path)
+            of_path = 0 if layer is None else layer[1]
+            of_records.append(by_call.get(record.number, by_layer.get(self._layer_of(record.path), of_path)))
+        return of_records

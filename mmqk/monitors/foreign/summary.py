@@ -1,0 +1,153 @@
+"""Writes the line that `attach` prints after the first probe, and its warning about modalities without tokens."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+from mmqk.monitors.foreign.layers import Layers
+from mmqk.monitors.foreign.measurement import SiteRecord
+from mmqk.store.formatting import percent, plain
+from mmqk.store.tags import parsed_tag
+
+
+def summary_line(
+    layers: Layers,
+    tokens: Mapping[str, int],
+    records: Sequence[SiteRecord],
+    seconds: float,
+    step_seconds: Sequence[float],
+    every_n_steps: int,
+) -> str:
+    """Return the summary line: layers with measured attention, tokens by modality, cost of the first probe, and calls
+    without statistics.
+
+    Args:
+        layers: layers with and without measured attention.
+        tokens: number of tokens of each modality.
+        records: the attention calls.
+        seconds: duration of the first probe.
+        step_seconds: durations of the optimizer steps so far.
+        every_n_steps: steps between probes.
+    """
+    cost = f"first probe (includes warm-up) {plain(1000 * seconds)} ms"
+    if step_seconds:
+        share = seconds / statistics.median(step_seconds)
+        cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
+    parts = [
+        _layers_part(layers, records),
+        "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()),
+        cost,
+    ]
+    return "mmqk: " + " · ".join(parts + _notes(records))
+
+
+# Statistics that need more than the attention calls. All but the last have one value for each layer.
+SERIES = (
+    "attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain", "attn_out_norm", "mlp_out_norm",
+    "resid_norm", "final_norm",
+)  # fmt: skip
+
+NOTABLE_MASS = 1e-6  # mass on hidden keys from which `warn_of_mask` warns
+
+
+def missing_series(tags: Collection[str], names: Collection[str]) -> str:
+    """Return a note of the `SERIES` that were not measured, or not in all layers; empty if none is missing.
+
+    Args:
+        tags: the measured tags.
+        names: names of the modalities.
+    """
+    by_statistic: dict[str, set[int | None]] = {}
+    for tag in map(parsed_tag, tags):
+        if tag.modality in names:
+            by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
+    layers = len(by_statistic.get("q_norm", ()))
+    absent = [name for name in SERIES if name not in by_statistic]
+    partly = [
+        f"{name} in {layers - len(measured)} of {layers} layers"
+        for name in SERIES
+        if (measured := by_statistic.get(name)) and name != "final_norm" and len(measured) < layers
+    ]
+    if not absent + partly:
+        return ""
+    return (
+        f" · statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
+    )
+
+
+def restored_note(changed: Collection[str]) -> str:
+    """Return a note of the state that the forward of a probe changed; empty if it changed none."""
+    if not changed:
+        return ""
+    first, *others = sorted(changed)
+    more = f" and {len(others)} more" if others else ""
+    return f" · changed by the forward and restored after the probe: {first}{more}"
+
+
+def warn_of_absent(tokens: Mapping[str, int]) -> None:
+    """Warn of modalities without tokens: a wrong id range is more likely than a batch without that modality."""
+    absent = [name for name, n in tokens.items() if not n]
+    if absent:
+        warnings.warn(
+            f"mmqk: the first probe has no {' and no '.join(absent)} tokens, but {sum(tokens.values())} of other "
+            "modalities: check the ids or the function that you passed as modality",
+            stacklevel=5,
+        )
+
+
+def warn_of_mask(values: Mapping[str, float], step: int) -> bool:
+    """Warn if the logits have outgrown a finite additive mask, so that hidden keys get attention; return whether."""
+    masses = {tag: x for tag, x in values.items() if parsed_tag(tag).statistic.endswith("masked_mass")}
+    worst = max(masses, key=masses.__getitem__, default="")
+    if not worst or not masses[worst] > NOTABLE_MASS:
+        return False
+    warnings.warn(
+        f"mmqk: at step {step} the attention logits outgrow an additive mask, and {percent(masses[worst], 3)} of the "
+        f"attention is on keys that it hides ({worst}): hide keys with -inf or a bool mask",
+        stacklevel=4,
+    )
+    return True
+
+
+def warn_of_padding(mask: Sequence[int], modality: Sequence[int]) -> None:
+    """Warn that the mask of the padding does not fit the tokens."""
+    warnings.warn(
+        f"mmqk: the padding mask has shape {tuple(mask)}, but modality describes tokens of shape {tuple(modality)}, "
+        "so padding is counted: in the modality function, return -1 for padding",
+        stacklevel=5,
+    )
+
+
+def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
+    if not layers.total and any(record.is_call for record in records):
+        return "attention measured in no layer"
+    if not layers.total:
+        return (
+            "no attention call detected (attach detects torch's scaled_dot_product_attention, flex_attention and "
+            "varlen_attn, flash_attn, and the eager attention of transformers)"
+        )
+    text = f"attention measured in {layers.seen} of {layers.total} layers"
+    if layers.hidden:
+        help_ = "; F.scaled_dot_product_attention outside torch.jit is measured" if layers.by_hand else ""
+        text += f", not in {', '.join(layers.hidden)} (maxima over layers leave these out{help_})"
+    return text
+
+
+def _notes(records: Sequence[SiteRecord]) -> list[str]:
+    """Return a note for each reason why calls or their weights were not measured, and one for cross-attention."""
+    paths: dict[str, list[str]] = {}
+    for record in records:
+        if record.not_measured is not None:
+            paths.setdefault(f"not measured ({record.not_measured})", []).append(record.path)
+            continue
+        if record.cross:
+            paths.setdefault("cross-attention measured", []).append(record.path)
+        if record.no_weights is not None:
+            note = f"without entropy, mass and rank ({record.no_weights})"
+            paths.setdefault(note, []).append(record.path)
+    return [
+        f"{note}: {first}" + (f" and {len(others)} more" if others else "")
+        for note, (first, *others) in paths.items()
+    ]

@@ -1,0 +1,239 @@
+"""Statistics of attention logits and weights, exact over all visible pairs, computed in chunks of queries.
+
+Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, K head_dim, M modalities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmqk.monitors.formulas.pairs import Chunk, Pairs
+from mmqk.monitors.formulas.reduce import Sums, sum_of_squares, sums
+
+TAIL = 1e-3  # share of the pairs above the p999 logit
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Statistics of one layer over all heads. Logits are raw: after scale and QK-Norm, before cap and mask.
+
+    A row is a query; rows that see fewer than 8 keys are left out. A block is the set of keys of one modality. A
+    row's logits are ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the
+    offsets move attention between key modalities, and the rest sharpens attention within a modality.
+
+    ``rows`` has F = 7 + 2 M statistics by query modality, (F, M):
+
+    - mean and variance of the row's logits
+    - variance of the row's offsets, weighted by the number of keys in each block, and variance of the logits about
+      the mean of their block; the two add up to the variance of the logits
+    - M offsets: mean of a block minus mean of the row
+    - entropy of the weights in nats, entropy of the masses of the blocks, and mean entropy within a block,
+      weighted by the mass of the block; the last two add up to the first
+    - M masses: sum of the weights in a block
+
+    A sink is a learned logit of a head, without a value vector. With sinks, the weights of the keys sum to 1 minus
+    the weight of the sink, and the entropies include the sink as one more key and one more block.
+
+    Attributes:
+        count: number of visible pairs by query and key modality, (M, M).
+        max: largest signed logit, (M, M); -inf if there is no pair.
+        absmax: largest absolute logit, (M, M).
+        tail: for each query modality and key modality, the largest absolute logits. Their number is a thousandth of
+            the number of pairs (`Pairs.counts_everywhere`), and at least one.
+        rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
+            large for one chunk. The column of a sink is not part of the matrix.
+        square: sum of the squared logits, by query and key modality and head, (M, M, H).
+        rows: the F statistics of the rows, as listed above.
+        sink: weight of the sink by query modality, (M,), over rows with at least 8 visible keys; None if there is no
+            sink.
+    """
+
+    count: Tensor
+    max: Tensor
+    absmax: Tensor
+    tail: list[Tensor]
+    rank: Tensor | None
+    square: Tensor
+    rows: Sums
+    sink: Sums | None = None
+
+
+def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
+    """Return (P,): the logit that one in a thousand pairs reaches, for each of P kinds of pairs.
+
+    ``count_P`` is the number of pairs of each kind, and ``tail_NP`` has the largest logits of each kind.
+    """
+    place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
+    return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
+
+
+def attention_statistics(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    scale: float,
+    pairs: Pairs,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+) -> AttentionStatistics:
+    """Return the exact statistics of the attention logits ``scale * q.k`` over every visible pair.
+
+    Args:
+        q_BHTK: queries of the dot product, after QK-Norm and RoPE.
+        k_BHSK: keys of the dot product.
+        scale: factor on the dot product.
+        pairs: visible pairs of query and key, and their modalities.
+        softcap: cap on the logits before the softmax, or None; statistics of logits are computed before the cap.
+        sink_H: logit of each head's sink, which is not capped; None if there are no sinks.
+    """
+    # The head axis comes first, so that the logits of each head are contiguous. `chunk.places` has indices into the
+    # flattened (B, C, S) axes, which select the same pairs from every head.
+    q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
+    H, M = len(q_HBTK), pairs.n_modalities
+    tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
+    largest: list[list[Tensor]] = [[] for _ in tail]
+    signed: list[list[Tensor]] = [[] for _ in tail]
+    rows: Sums | None = None
+    sink: Sums | None = None
+    rank_HB: Tensor | None = None
+    square_MMH = q_HBTK.new_zeros(M, M, H)
+    for chunk in pairs.chunks:
+        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK[:, :, : chunk.key_BMS.shape[2]].mT
+        for i, places in enumerate(chunk.places):
+            if len(places):
+                values_HN = logits_HBCS.flatten(1).index_select(1, places)
+                signed[i].append(values_HN.max()[None])
+                largest[i].append(_largest(values_HN.abs_().flatten(), tail[i]))
+        values_FHBC, square_HBMC, weight_HBCS, sink_HBC = _rows(logits_HBCS, chunk, softcap, sink_H)
+        if weight_HBCS.shape[2] == q_HBTK.shape[2]:
+            rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
+        if sink_HBC is not None:
+            chunk_sink = sums(sink_HBC.transpose(0, 1), chunk.selected_FMBC[-1])  # rows with at least 8 keys
+            sink = chunk_sink if sink is None else sink + chunk_sink
+        square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
+        selected_FMHBC = chunk.selected_FMBC[:, :, None]
+        # torch.where, because a product would spread a NaN to other modalities.
+        selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
+        chunk_rows = Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
+        rows = chunk_rows if rows is None else rows + chunk_rows
+    assert rows is not None
+    none = q_HBTK.new_full((), -torch.inf)
+    tops = [_merged(parts, n, none) for parts, n in zip(largest, tail, strict=True)]
+    return AttentionStatistics(
+        count=pairs.count_MM * H,
+        max=torch.cat([_merged(parts, 1, none) for parts in signed]).view(M, M),
+        absmax=torch.stack([top[0] for top in tops]).view(M, M),
+        tail=tops,
+        rank=rank_HB,
+        square=square_MMH,
+        rows=rows,
+        sink=sink,
+    )
+
+
+def _largest(values_N: Tensor, n: int) -> Tensor:
+    """Return the n largest values in descending order, exactly; all values if there are fewer than n.
+
+    The n largest values are in the n groups with the largest maxima, so only these groups have to be sorted.
+    """
+    grouped = len(values_N) - len(values_N) % GROUP
+    groups_GX = values_N[:grouped].view(-1, GROUP)
+    best = groups_GX.amax(1).topk(min(n, len(groups_GX))).indices
+    candidates = torch.cat([groups_GX.index_select(0, best).flatten(), values_N[grouped:]])
+    return candidates.topk(min(n, len(candidates))).values
+
+
+def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
+    """Return the n largest values of the parts in descending order, padded with -inf if there are fewer than n."""
+    if len(parts) == 1 and len(parts[0]) == n:
+        return parts[0]
+    return torch.cat([*parts, none.expand(n)]).topk(n).values
+
+
+def _rows(
+    logits_HBCS: Tensor, chunk: Chunk, softcap: float | None, sink_H: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return four tensors: the F statistics of every row (`AttentionStatistics`), the sums of squared logits by
+    block, the weights (up to a constant factor for each matrix), and the weight of the sink.
+
+    The logits are overwritten. Passes over the T x T values take most of a probe's time, so this function makes few
+    passes.
+    """
+    key_BMS, divisor_BMC, share_BMC = chunk.key_BMS, chunk.divisor_BMC, chunk.share_BMC
+    H, B, C, S = logits_HBCS.shape
+    raw = chunk.mask.zero_(logits_HBCS)
+    rough_HBMC = key_BMS @ raw.mT / divisor_BMC
+    # Compute the mean again, relative to the first estimate and in fp64: otherwise a mean of 10,000 hides a spread of
+    # 1.
+    key_XMS = key_BMS.expand(H, -1, -1, -1).flatten(0, 1)
+    rest_XCS = torch.baddbmm(raw.flatten(0, 1), rough_HBMC.flatten(0, 1).mT, key_XMS, alpha=-1)
+    rest = chunk.mask.zero_(rest_XCS.view(H, B, C, S))
+    fine_HBMC = key_BMS @ rest.mT / divisor_BMC
+    spread_HBMC = (key_BMS @ rest.square_().mT / divisor_BMC - fine_HBMC.square()).clamp_min(0)
+    block_HBMC = rough_HBMC.double() + fine_HBMC
+    mean_HBC = (share_BMC * block_HBMC).sum(2)
+    offset_HBMC = (block_HBMC - mean_HBC[:, :, None]).float()
+    offset_variance_HBC = (share_BMC * offset_HBMC.square()).sum(2)
+    spread_HBC = (share_BMC * spread_HBMC).sum(2)
+
+    if softcap is not None:
+        raw.div_(softcap).tanh_().mul_(softcap)
+    shifted = raw.add_(chunk.mask.fill)
+    largest_HBC1 = shifted.amax(-1, keepdim=True)
+    shifted -= largest_HBC1  # otherwise the entropy would be a difference of large numbers
+    weight = torch.softmax(shifted, -1, out=rest)
+    mass_HBMC = key_BMS @ weight.mT
+    log_z_HBC = -weight.amax(-1).log()
+    entropy_HBC = log_z_HBC - shifted.mul_(weight).sum(-1)
+    block_entropy_HBC = torch.special.entr(mass_HBMC).sum(2)
+    if chunk.others:  # keys without a modality are one more block
+        block_entropy_HBC += torch.special.entr((1 - mass_HBMC.sum(2)).clamp_min(0))
+    sink_HBC: Tensor | None = None
+    if sink_H is not None:
+        # With a sink, a key's weight is its weight without the sink times the total weight of the keys. The entropies
+        # follow from the chain rule.
+        over_HBC = largest_HBC1[..., 0] + log_z_HBC - sink_H.float()[:, None, None]
+        share_HBC, sink_HBC = torch.sigmoid(over_HBC), torch.sigmoid(-over_HBC)
+        choice_HBC = torch.special.entr(share_HBC) + torch.special.entr(sink_HBC)
+        entropy_HBC = share_HBC * entropy_HBC + choice_HBC
+        block_entropy_HBC = share_HBC * block_entropy_HBC + choice_HBC
+        mass_HBMC = share_HBC[:, :, None] * mass_HBMC
+        weight *= key_shares(over_HBC)
+    logits = [mean_HBC.float(), offset_variance_HBC + spread_HBC, offset_variance_HBC, spread_HBC]
+    weights = [entropy_HBC, block_entropy_HBC, entropy_HBC - block_entropy_HBC]
+    values_FHBC = torch.stack([*logits, *offset_HBMC.unbind(2), *weights, *mass_HBMC.unbind(2)])
+    return values_FHBC, chunk.visible_BMC * (spread_HBMC + block_HBMC.float().square()), weight, sink_HBC
+
+
+def key_shares(over_HBT: Tensor) -> Tensor:
+    """Return (H, B, T, 1): each row's total weight on its keys, divided by the largest such weight in the matrix.
+
+    Without the division, all rows could underflow.
+
+    ``over_HBT`` is log Z of the keys minus the logit of the sink.
+    """
+    log_share_HBT = torch.nn.functional.logsigmoid(over_HBT)
+    return (log_share_HBT - log_share_HBT.amax(-1, keepdim=True)).exp()[..., None]
+
+
+def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
+    """Return the participation ratio of each matrix of weights W, (H, B): ``(tr W W^T)^2 / |W W^T|^2``.
+
+    ``W W^T`` is symmetric, so each off-diagonal block is computed once and counted twice. The row of a query without
+    visible keys must be 0. ``reach`` is `Pairs.reach`.
+    """
+    square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
+    for rows, keys in reach:
+        block_HBTC = weight_HBTS[..., rows.start :, :keys] @ weight_HBTS[..., rows, :keys].mT
+        square_HBT = block_HBTC.square_().sum(-1)
+        square_HB = square_HB + 2 * square_HBT.sum(-1) - square_HBT[..., : block_HBTC.shape[-1]].sum(-1)
+    return sum_of_squares(weight_HBTS).square() / square_HB
+
+
+def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
+    """Return the sums by query modality, key modality and head, (M, M, H)."""
+    return torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0).sum((2, 4)).transpose(1, 2)

@@ -1,0 +1,180 @@
+"""RunMonitor: the Lightning callback that measures a run of mmqk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+
+from mmqk.config.training import MonitorConfig
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer
+from mmqk.monitors.formulas.pairs import Pairs
+from mmqk.monitors.own.gradient_curvature import gradient_curvature
+from mmqk.monitors.own.halves import gradient_agreement
+from mmqk.monitors.own.product_change import ProductChange
+from mmqk.monitors.own.residual import residual_absorption
+from mmqk.monitors.own.step_monitor import StepMonitor
+from mmqk.monitors.probe import pairs_of, probe
+from mmqk.monitors.record import Probe
+
+# Largest number of pairs of tokens to store between probes of the held-out batch; a pair takes about 12 bytes.
+STORED_PAIRS = 2**20
+
+
+class RunMonitor(L.Callback):
+    """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
+
+    The number of ranks does not change the sequences of a probe: the first rank probes and logs while the others
+    wait.
+
+    Put this callback before the one that writes checkpoints. A checkpoint then contains the open window of the radial
+    budget, which continues after a resume. With ``config.matrices`` it also contains the latest probe's W_q and W_k.
+
+    Args:
+        config: when to probe, on which sequences, and what to measure.
+        heldout: the held-out batch; needed if ``config.probe_split`` is heldout.
+        step_rows: with several ranks, a function of (i, n) that returns the first n sequences of micro-batch i over
+            all ranks.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        heldout: TokenBatch | None = None,
+        step_rows: Callable[[int, int], TokenBatch] | None = None,
+    ):
+        if config.probe_split == "heldout" and heldout is None:
+            raise ValueError("monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout.")
+        self.config, self.heldout, self.step_rows = config, heldout, step_rows
+        self._pairs: dict[tuple[int, bool], Pairs] | None = None  # of the held-out batch
+        self._probed = -1
+        self._step_monitor: StepMonitor | None = None
+        self._product_change = ProductChange()
+        self._saved: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        c = self.config
+        module: Any = pl_module  # a TrainingModule, which this package may not import
+        # A sharded model has no whole weights to compare.
+        low_precision = module.model.embed.weight.dtype == torch.bfloat16 and module.device_mesh is None
+        if c.parameters or c.second_moment or c.budget_every_n_steps or low_precision:
+            # Muon's update is not linear in the gradient, so it has no parts by modality.
+            trained = [] if module.optim_config.matrices == "muon" else module.trained_places
+            self._step_monitor = StepMonitor(module.model, c, trainer.max_steps, trained, low_precision)
+            self._step_monitor.load_state_dict(self._saved)
+            module.step_watch = self._step_monitor
+        self._probed = trainer.global_step if trainer.global_step else -1
+        if c.probe_split == "heldout" and self._probed < 0:
+            self._probe(trainer, pl_module, None)
+
+    def on_train_batch_start(self, trainer, pl_module, batch: TokenBatch, batch_idx: int) -> None:
+        if self._step_monitor is not None:
+            self._step_monitor.before_step(trainer.global_step + 1)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
+        # Weights change only after the last micro-batch of a step.
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self._step_monitor is not None:
+            _log(trainer, self._step_monitor.after_step())
+            # Close the window before the last checkpoint: a run that resumes from this checkpoint takes no step, so
+            # it could not close the window.
+            if trainer.global_step == trainer.max_steps:
+                _log(trainer, self._step_monitor.close())
+        step, every = trainer.global_step, self.config.every_n_steps
+        if every and (step % every == 0 or step == trainer.max_steps) and step != self._probed:
+            self._probe(trainer, pl_module, batch)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the open window. With a held-out batch, also probe the last step of a run that ends early."""
+        if self._step_monitor is not None:
+            _log(trainer, self._step_monitor.close())
+        if self.config.probe_split == "heldout" and trainer.global_step != self._probed:
+            self._probe(trainer, pl_module, None)
+
+    def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
+        """Probe after this step, even if no probe is due or probes are off. There is at most one probe per step."""
+        if trainer.global_step != self._probed:
+            self._probe(trainer, pl_module, batch, forced=True)
+
+    def _probe(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        current: TokenBatch | None,
+        forced: bool = False,
+    ) -> None:
+        """Probe and log; ``current`` is the batch of the step, None before the first step and after the last."""
+        c, module = self.config, pl_module
+        self._probed = trainer.global_step
+        if not (c.every_n_steps or forced):
+            return
+        model = module.whole_model()  # type: ignore[operator]
+        assert isinstance(model, EarlyFusionTransformer)
+        values: dict[str, float] = {}
+        if trainer.is_global_zero:
+            probed = self._probed_batch(trainer, module, current)
+            values = self._values(trainer, model, probed)
+            if c.curvature:
+                weights_M, z_loss, _ = module.loss_weighting(probed)  # type: ignore[operator]
+                values |= gradient_curvature(model, probed, weights_M, z_loss, trainer.optimizers[0])
+        if c.gradient_agreement and current is not None:
+            values |= gradient_agreement(
+                model,
+                current,
+                lambda half: module.modality_loss_parts(half, model),  # type: ignore[operator]
+            )
+        if self._step_monitor is not None:
+            values |= self._step_monitor.sizes()
+        _log(trainer, values)
+
+    def _probed_batch(
+        self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None
+    ) -> TokenBatch:
+        n = self.config.probe_sequences
+        if self.config.probe_split == "heldout":
+            assert self.heldout is not None
+            heldout = self.heldout.to(module.device).first(n)
+            if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= STORED_PAIRS:
+                self._pairs = pairs_of(module.model.config, heldout)  # type: ignore[union-attr, arg-type]
+            return heldout
+        assert current is not None
+        if n <= len(current.ids_BT) or self.step_rows is None:
+            return current.first(n)  # the first rank has the first sequences
+        latest = trainer.global_step * trainer.accumulate_grad_batches - 1
+        return self.step_rows(latest, n).to(module.device)
+
+    def _values(
+        self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch
+    ) -> dict[str, float]:
+        c = self.config
+        probes = [probe(model, batch, c.heads, pairs=self._pairs, matrices=c.matrices, channels=c.channels)]
+        if c.matrices:
+            probes.append(self._product_change.measure(model))
+        if self.config.precision:
+            with trainer.precision_plugin.val_step_context():
+                probes.append(residual_absorption(model, batch))
+        return flat(probes)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {} if self._step_monitor is None else self._step_monitor.state_dict()
+        earlier = self._product_change.earlier
+        return state | ({"earlier_qk": earlier} if earlier else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+        self._product_change = ProductChange(state_dict.get("earlier_qk"))
+
+
+def flat(probes: list[Probe]) -> dict[str, float]:
+    """Return the numbers of all probes by tag."""
+    return {name: value for one in probes for name, value in one.flat().items()}
+
+
+def _log(trainer: L.Trainer, values: dict[str, float]) -> None:
+    if values and trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(values, trainer.global_step)
