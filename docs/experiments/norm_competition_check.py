@@ -152,14 +152,18 @@ def judge(claim, arms, planned):
         found = finite([r for r in (of.values() if arm in names else beside) if not r["lost"]])
         values |= {arm: found} if len(found) > 1 else {}
     df, two = sum(len(v) - 1 for v in values.values()), [finite([p[s] for s in seeds]) for p in pair]
-    out = {"n": n, "means": x, "effect": x[0] - x[1], "ends": None, "how": "none", "p": 1.0, "sd": np.nan}
+    out = {"n": n, "means": x, "effect": x[0] - x[1], "ends": None, "how": "none", "p": 1.0, "sd": np.nan,
+           "own": (np.nan, 1.0, 0.0)}
     if df:
         out["sd"] = np.sqrt(sum(np.var(v, ddof=1) * (len(v) - 1) for v in values.values()) / df)
         se, out["how"] = out["sd"] * np.sqrt(2 / n), "pooled"
         parts = [np.var(v, ddof=1) / n for v in two] if min(map(len, two)) > 1 else [0]
+        if sum(parts):  # the second interval: error, degrees of freedom and skewness of the two arms alone
+            welch = sum(parts) ** 2 / sum(q**2 / (len(v) - 1) for q, v in zip(parts, two, strict=True))
+            thirds = [stats.skew(v, bias=False) * np.std(v, ddof=1) ** 3 / len(v) ** 2 for v in two]
+            out["own"] = np.sqrt(sum(parts)), welch, (thirds[0] - thirds[1]) / sum(parts) ** 1.5
         if sum(parts) > se**2 * (1 + 1e-9):
-            se, out["how"] = np.sqrt(sum(parts)), "Welch"
-            df = sum(parts) ** 2 / sum(q**2 / (len(v) - 1) for q, v in zip(parts, two, strict=True))
+            se, df, out["how"] = *out["own"][:2], "Welch"
         out |= {"se": se, "df": df, "p": 2 * stats.t.sf(abs(out["effect"] - claim["min_effect"]) / se, df)}
         out["ends"] = out["effect"] + se * stats.t.ppf([0.025, 0.975], df)
     checks = {"a bound": len(finite(runs)) < len(runs), "lost": any(r["lost"] for r in runs),
@@ -173,12 +177,16 @@ def judge(claim, arms, planned):
 def decide(claim, r, level=0.95):
     if r["failed"] or r["ends"] is None:
         return "inconclusive"
-    low, high = r["effect"] + r["se"] * stats.t.ppf([(1 - level) / 2, (1 + level) / 2], r["df"])
-    least = claim["min_effect"]
-    yes, no = low > least, high < least
-    if claim.get("test") == "equivalence":
-        yes, no = -least < low and high < least, low > least or high < -least
-    return "reproduced" if yes else "contradicted" if no else "inconclusive"
+    t, (own, df, skewness) = stats.t.ppf([(1 - level) / 2, (1 + level) / 2], r["df"]), r["own"]
+    q = stats.t.ppf((1 + level) / 2, df)
+    shifted = r["effect"] + own * (skewness * (2 * q * q + 1) / 6 + np.array([-q, q]))
+    least, found = claim["min_effect"], set()
+    for low, high in (r["effect"] + r["se"] * t, shifted):
+        yes, no = low > least, high < least
+        if claim.get("test") == "equivalence":
+            yes, no = -least < low and high < least, low > least or high < -least
+        found.add("reproduced" if yes else "contradicted" if no else "inconclusive")
+    return found.pop() if len(found) == 1 else "inconclusive"
 
 def compare(page, results, verdicts):
     """Print the largest differences from the verdicts of the page; exit with 1 if one exceeds 1e-3."""

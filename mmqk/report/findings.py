@@ -22,6 +22,8 @@ from mmqk.store.formatting import plain
 
 # If the half-width of the interval of a ratio, on a log scale, exceeds this, the ratio has two digits, not three.
 ROUGH = 0.35
+# More claims than this are counted, not named.
+MOST_NAMED = 6
 MARKS = {
     "V": "the source's own text or code was read",
     "S": "a detailed secondary source was read, not the paper itself",
@@ -291,6 +293,18 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         f"Effects weaker than {listed(sizes)}: with {plural(n, 'seed')} per arm the power for them is below 80 %."
         for n, sizes in powers.items()
     ]
+    decided = [v.claim for v in verdicts if v.claim.decided]
+    if len(families := {c.alpha_family for c in decided if c.status == "confirmatory"}) > 1:
+        items.append(
+            f"Whether every confirmatory verdict is right: {plural(len(families), 'family', 'families')} of claims have "
+            "an error of 5 % each."
+        )
+    if unregistered := [c.id for c in decided if not c.seeds]:
+        which = listed(unregistered) if len(unregistered) <= MOST_NAMED else plural(len(unregistered), "claim")
+        items.append(
+            f"Whether seeds were added after a look at the results: {which} registered no number of seeds. Such looks "
+            "raise the error of a verdict from 5 % to between 10 and 16 %."
+        )
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
     if shown:
         items.append(f"{listed(shown)}: shown without a verdict, from a few runs and without an interval.")

@@ -33,7 +33,7 @@ def flipped_one_by_one(values):
     return np.mean([s >= abs(sum(values)) - 1e-12 for s in sums])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 9])
+@pytest.mark.parametrize("n", [2, 3, 6, 7, 9])
 def test_sign_flip_counts_every_pattern(n):
     values = np.random.default_rng(n).normal(0.6, 1, n)
     assert sign_flip(values) == pytest.approx(flipped_one_by_one(values))
@@ -43,7 +43,7 @@ def test_sign_flip_counts_every_pattern(n):
 def test_three_seeds_cannot_say_much_by_signs_alone():
     assert sign_flip([5.0, 5.1, 4.9]) == 0.25
     assert sign_flip([5.0] * 6) == 0.03125
-    assert math.isnan(sign_flip([])) and math.isnan(sign_flip([1.0] * 41))
+    assert math.isnan(sign_flip([])) and math.isnan(sign_flip([1.0] * 17))
 
 
 def coverage(n, m, first, second, interval):

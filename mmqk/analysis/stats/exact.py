@@ -21,7 +21,7 @@ from scipy import stats
 from mmqk.analysis.stats.interval import WithInterval
 
 NUISANCE = np.linspace(0, 1, 201)
-MOST_FLIPPED = 40
+MOST_FLIPPED = 16
 _TIE = 1e-9
 
 
@@ -39,26 +39,16 @@ def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float
 def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
     """Return the two-sided p-value of the exact sign-flip test that paired differences are symmetric about 0.
 
-    This is the share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN for more
-    than `MOST_FLIPPED` differences.
+    This is the share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN for one
+    difference, and for more than `MOST_FLIPPED`.
     """
-    values = np.asarray(differences, dtype=float)
-    if not 0 < len(values) <= MOST_FLIPPED:
+    if not 1 < len(differences) <= MOST_FLIPPED:
         return math.nan
-    # Compute all signed sums of each half of the values, and count pairs of these sums by a sorted search: this needs
-    # 2^(n/2) numbers, not 2^n.
-    first, second = _sums(values[: len(values) // 2]), np.sort(_sums(values[len(values) // 2 :]))
-    size = abs(values.sum()) - 1e-12 * np.abs(values).sum()
-    above = len(second) - np.searchsorted(second, size - first, side="left")
-    below = np.searchsorted(second, -size - first, side="right")
-    return min(1.0, float((above + below).sum() / (len(first) * len(second))))
-
-
-def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    sums = np.zeros(1)
-    for value in values:
-        sums = np.concatenate([sums + value, sums - value])
-    return sums
+    test = stats.permutation_test(
+        (np.asarray(differences, dtype=float),), np.sum, permutation_type="samples", n_resamples=2**MOST_FLIPPED,
+        vectorized=True,
+    )  # fmt: skip
+    return float(test.pvalue)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.effects import Effect, Spread
 from mmqk.analysis.stats.exact import Counts, clopper_pearson
 from mmqk.analysis.stats.multiple import Adjusted
-from mmqk.analysis.verdicts.claims import claim_metric
+from mmqk.analysis.verdicts.claims import claim_metric, measured_label
 from mmqk.analysis.verdicts.compared import Group
 from mmqk.grid.claims import Claim
 from mmqk.store.formatting import percent, plain
@@ -32,7 +32,7 @@ def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: 
         return notes
     looks = f", and {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
     if adjusted.claims > 1 or looks:
-        low, high = _interval_text(claim, *effect.interval(adjusted.alpha))
+        low, high = interval_text(claim, *effect.interval(adjusted.alpha))
         notes.append(
             f"p {_p(p)} for a true effect equal to the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
             f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
@@ -41,6 +41,22 @@ def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: 
     else:
         notes.append(f"p {_p(p)} for a true effect equal to the smallest effect of interest.")
     return notes
+
+
+def about_control(claim: Claim, control: Claim) -> str:
+    """Return a note if the positive control does not show that the runs can detect an effect on the claim's metric;
+    else an empty string."""
+    label, tested = measured_label(control), measured_label(claim)
+    if control.status == "control":
+        shows = f"only that the {label} is at least {control.at_least:g}"
+    elif control.metric != claim.metric:
+        shows = f"an effect on the {label}"
+    else:
+        return ""
+    return (
+        f"The positive control {control.id} shows {shows}, not that these runs can detect a difference in the "
+        f"{tested}, so this verdict is weaker than it would be with such a control."
+    )
 
 
 def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
@@ -97,7 +113,7 @@ def about_power(claim: Claim, size: str) -> str:
         return ""
     if claim.test == "equivalence":
         return f"With these seeds an equivalence has 80 % power only for a min_effect of at least {size}."
-    return f"With these seeds the claim is reproduced with 80 % power if the true effect is {size}."
+    return f"With these seeds the claim is reproduced with at most 80 % power if the true effect is {size}."
 
 
 def trained_targets(run: Run) -> float:
@@ -133,7 +149,7 @@ def about_targets(groups: Iterable[Group]) -> list[str]:
     ]
 
 
-def _interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
+def interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
     """Return the ends of an interval as text: ratios, or differences with their unit."""
     metric = claim_metric(claim)
     if metric.scale == "log":

@@ -1,7 +1,7 @@
 """The verdict of each claim.
 
-reproduced      the interval lies beyond min_effect, and all checks and the negative control passed
-contradicted    the interval lies below min_effect, and all checks, the negative control and the positive control
+reproduced      both intervals lie beyond min_effect, and all checks and the negative control passed
+contradicted    both intervals lie below min_effect, and all checks, the negative control and the positive control
                 passed
 not run         an arm has no finished run, or the claim sets not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown
@@ -9,7 +9,8 @@ inconclusive    every other case, and every claim with the status shown
 An equivalence is reproduced if the interval lies between -min_effect and min_effect, and contradicted if it lies
 beyond one of them; both verdicts need a positive control that passed. A negative control is always optional.
 
-The level of the interval is corrected for the other claims of the family (`multiple`). A run that diverged, or whose
+The level of both intervals is corrected for the other claims of the family (`multiple`). The second one is shifted
+for the skewness of the two arms (`Effect.shifted`); counts and predictions have exact tests and no second one. A run that diverged, or whose
 last value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does not
 count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim stays
 inconclusive if a finished run has no value. `docs/evidence.md` describes the rules.
@@ -26,6 +27,7 @@ from mmqk.analysis.formatting import exp, listed, number, plural
 from mmqk.analysis.metrics import FamilyMetric, Metric
 from mmqk.analysis.stats import AnyEffect
 from mmqk.analysis.stats.auroc import Auroc
+from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
 from mmqk.analysis.stats.multiple import Adjusted, benjamini_hochberg, holm, level_of_look
 from mmqk.analysis.verdicts.assess import Assessment, assess
@@ -33,7 +35,15 @@ from mmqk.analysis.verdicts.claims import by_family, claim_metric
 from mmqk.analysis.verdicts.compared import middle
 from mmqk.analysis.verdicts.controls import Control, reaches
 from mmqk.analysis.verdicts.failures import about_survival
-from mmqk.analysis.verdicts.notes import about_family, about_power, about_seeds, about_spread, about_targets
+from mmqk.analysis.verdicts.notes import (
+    about_control,
+    about_family,
+    about_power,
+    about_seeds,
+    about_spread,
+    about_targets,
+    interval_text,
+)
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import LEANS
 
@@ -151,10 +161,12 @@ def _judge(
     controls = (*assessment.controls, *_named_controls(study, claim, others, assessed))
     why = _inconclusive(assessment, adjusted, controls)
     verdict: Judgment = "inconclusive" if why else "reproduced" if assessment.holds else "contradicted"
+    if verdict == "contradicted" or (verdict == "reproduced" and claim.test == "equivalence"):
+        notes += [about_control(claim, other) for other in study.claims if other.id == claim.positive_control]
     if claim.not_checked:
         notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
-    notes += [
-        *filter(None, [why]),
+    notes = [
+        *filter(None, [*notes, why]),
         *about_family(claim, effect, adjusted, assessment.p),
         *about_spread(assessment.spread, effect),
         *about_seeds(claim, effect, assessment.sign_flip),
@@ -183,6 +195,9 @@ def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Co
         if any(low <= threshold <= high for threshold in claim.thresholds):
             return "The interval includes the smallest effect of interest."
         return "The interval at the corrected level of this claim includes the smallest effect of interest."
+    if isinstance(effect, Effect) and not _excludes(claim, effect.shifted(adjusted.alpha), assessment.holds):
+        ends = " to ".join(interval_text(claim, *effect.shifted(adjusted.alpha)))
+        return f"The second test disagrees: the interval of the two arms alone, shifted for their skewness, is {ends}."
     positive = next((c for c in controls if c.name.startswith("positive control")), None)
     negative = next((c for c in controls if c.name.startswith("negative control")), None)
     failed = [c.name for c in controls if not c.passed and c not in (positive, negative)]
@@ -200,6 +215,15 @@ def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Co
         missing = "does not show equivalence" if assessment.holds else "does not contradict the claim"
         return f"{lies}, but without a positive control this {missing}."
     return "" if positive.passed else f"{lies}, but the positive control did not pass."
+
+
+def _excludes(claim: Claim, interval: tuple[float, float], holds: bool) -> bool:
+    """Return whether the interval lies on the side of the smallest effect of interest that ``holds`` names."""
+    low, high = sorted(claim.sign * end for end in interval)
+    if claim.test == "equivalence":
+        inside = -claim.min_effect < low and high < claim.min_effect
+        return inside if holds else high < -claim.min_effect or low > claim.min_effect
+    return low > claim.min_effect if holds else high < claim.min_effect
 
 
 def _named_controls(
