@@ -273,9 +273,7 @@ def tables() -> dict[str, str]:
     looked = "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect at min_effect"
     wrong = [
         (f"{own}, true effect at min_effect", false_verdicts(SIX, draws=2000)),
-        (f"{own}, no effect", false_verdicts(SIX, Planted(), 1000)),
         (f"{own}, effect at min_effect, no check that the chosen learning rates differ", by_chance(500)),
-        (f"{own}, no effect, no check that the chosen learning rates differ", by_chance(500, Planted())),
         (f"{one}, true effect at min_effect", false_verdicts(MATCHED, draws=2000)),
         (f"{one}, effect at min_effect, without the Holm correction", false_verdicts(WITHOUT_HOLM, draws=500)),
         (looked, false_verdicts(looks(6, 10), first=6, draws=8000)),

@@ -2,7 +2,7 @@
 
 The treatment's arm has a spread of 1 over seeds, and the control and two further arms have a spread of 0.3. The true
 effect is the smallest effect of interest, so every verdict is false. The script writes two tables of ../evidence.md
-and prints a comparison with second tests of scipy. It takes four minutes on one CPU core.
+and prints a comparison with second tests of scipy. It takes ten minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mixture(share: float, distance: float) -> Draw:
 
 
 def cut(low: float, high: float, never: float) -> Draw:
-    """Return times of failure, uniform from ``low`` to ``high``; a share of ``never`` runs does not fail, time 1."""
+    """Return times of failure, uniform from ``low`` to ``high``; a share ``never`` of runs has the time 1."""
     return lambda rng, n: np.where(rng.random(n) < never, 1.0, rng.uniform(low, high, n))
 
 
@@ -174,7 +174,7 @@ def tables() -> dict[str, str]:
     false = [[name, *_cells([shares(draw, n) for n in SEEDS])] for name, draw in ARMS.items()]
     false += [[name, *_cells([shares(draw, n, spread=0) for n in SEEDS])] for name, draw in TIMES.items()]
     power = [
-        [f"{100 * p:.0f} %", *_cells([shares(NORMAL, n, shift=beyond(n, p), spread=1) for n in SEEDS])]
+        [f"{100 * p:g} %", *_cells([shares(NORMAL, n, shift=beyond(n, p), spread=1) for n in SEEDS])]
         for p in (0.8, 0.95, 0.999)
     ]
     return {

@@ -296,14 +296,14 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
     decided = [v.claim for v in verdicts if v.claim.decided]
     if len(families := {c.alpha_family for c in decided if c.status == "confirmatory"}) > 1:
         items.append(
-            f"Whether every confirmatory verdict is right: {plural(len(families), 'family', 'families')} of claims have "
-            "an error of 5 % each."
+            f"Whether every confirmatory verdict is right: {plural(len(families), 'family', 'families')} of claims "
+            "have an error of 5 % each."
         )
     if unregistered := [c.id for c in decided if not c.seeds]:
         which = listed(unregistered) if len(unregistered) <= MOST_NAMED else plural(len(unregistered), "claim")
         items.append(
-            f"Whether seeds were added after a look at the results: {which} registered no number of seeds. Such looks "
-            "raise the error of a verdict from 5 % to between 10 and 16 %."
+            f"Whether seeds were added after a look at the results: {which} registered no number of seeds. Such "
+            "looks raise the error of a verdict from 5 % to between 10 and 16 %."
         )
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
     if shown:

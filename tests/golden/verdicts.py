@@ -1,7 +1,8 @@
-"""Compare the kept verdicts of the shipped packs with those that the packs give now: ``python -m tests.golden.verdicts``.
+"""Compare the kept verdicts of the shipped packs with those that the packs give now.
 
-For every ``reports/examples/NAME/verdicts.json`` (or the given NAMEs) the claims of ``NAME.zip`` are judged again. Verdicts
-and texts must be equal, and numbers equal to 1e-9; notes and run names may differ.
+``python -m tests.golden.verdicts`` judges the claims of every ``NAME.zip`` (or of the given NAMEs) in
+``reports/examples`` and compares them with ``NAME/verdicts.json``. Verdicts and texts must be equal, and numbers
+equal to 1e-9; notes and run names may differ.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         # A record as the report writes it: through JSON, so that tuples are lists.
         new = json.loads(json.dumps([v.as_record() for v in judge(load_study(unpacked(PACKS / f"{name}.zip")))]))
         lines = differences(kept, new)
-        print("\n".join(f"{name}: {line}" for line in lines) or f"{name}: {len(kept)} claims, no difference", flush=True)
         found += len(lines)
+        lines = [f"{name}: {line}" for line in lines] or [f"{name}: {len(kept)} claims, no difference"]
+        print("\n".join(lines), flush=True)
     return 1 if found else 0
 
 

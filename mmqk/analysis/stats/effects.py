@@ -8,8 +8,8 @@ and standard deviations of 1, 0.3 and 0.3, 6 % of the intervals by this rule mis
 test at p = 0.1 chose the interval instead, 10 % would miss it.
 
 A t interval is too short on the side of the longer tail if one arm is skewed: a few seeds rarely include a value of
-the tail, and without one both the mean and the spread are too small. `Effect.shifted` is a second interval, of the two
-arms alone and shifted towards the longer tail (Johnson, JASA 73, 1978). A verdict needs both intervals.
+the tail, and without one both the mean and the spread are too small. `Effect.shifted` is a second interval, of the
+two arms alone and shifted towards the longer tail (Johnson, JASA 73, 1978). A verdict needs both intervals.
 `docs/experiments/second_test.py` compares it with other second tests.
 """
 
@@ -59,7 +59,7 @@ class Effect(WithInterval):
         differences: treatment - control by seed.
         own_error: standard error from the two arms alone, or from the differences by seed.
         own_df: degrees of freedom of ``own_error`` (Welch).
-        skewness: skewness of ``value``: its estimated third central moment over ``own_error`` cubed; 0 with two seeds.
+        skewness: skewness of ``value``: its third central moment over ``own_error`` cubed; 0 with two seeds.
     """
 
     value: float

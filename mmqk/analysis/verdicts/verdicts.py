@@ -10,10 +10,10 @@ An equivalence is reproduced if the interval lies between -min_effect and min_ef
 beyond one of them; both verdicts need a positive control that passed. A negative control is always optional.
 
 The level of both intervals is corrected for the other claims of the family (`multiple`). The second one is shifted
-for the skewness of the two arms (`Effect.shifted`); counts and predictions have exact tests and no second one. A run that diverged, or whose
-last value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does not
-count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim stays
-inconclusive if a finished run has no value. `docs/evidence.md` describes the rules.
+for the skewness of the two arms (`Effect.shifted`); counts and predictions have none. A run that diverged, or
+whose last value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does
+not count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim
+stays inconclusive if a finished run has no value. `docs/evidence.md` describes the rules.
 """
 
 from __future__ import annotations
@@ -196,8 +196,11 @@ def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Co
             return "The interval includes the smallest effect of interest."
         return "The interval at the corrected level of this claim includes the smallest effect of interest."
     if isinstance(effect, Effect) and not _excludes(claim, effect.shifted(adjusted.alpha), assessment.holds):
-        ends = " to ".join(interval_text(claim, *effect.shifted(adjusted.alpha)))
-        return f"The second test disagrees: the interval of the two arms alone, shifted for their skewness, is {ends}."
+        low, high = interval_text(claim, *effect.shifted(adjusted.alpha))
+        return (
+            "The second test disagrees: the interval of the two arms alone, shifted for their skewness, is "
+            f"{low} to {high}."
+        )
     positive = next((c for c in controls if c.name.startswith("positive control")), None)
     negative = next((c for c in controls if c.name.startswith("negative control")), None)
     failed = [c.name for c in controls if not c.passed and c not in (positive, negative)]
