@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mmqk.analysis import judge
 from mmqk.analysis.stats.effects import paired_effect, pooled_spread
+from mmqk.report.findings import cannot_tell
 from tests.analysis.fake_runs import Planted
-from tests.analysis.test_analysis_claims import BASIC, one
+from tests.analysis.test_analysis_claims import BASIC, one, study
 
 EXPERIMENTS = Path(__file__).parents[2] / "docs/experiments"
 
@@ -100,6 +102,36 @@ def test_it_lowers_the_rate_of_false_verdicts_and_keeps_power(second):
     assert second.shares(second.NORMAL, 6, draws, spread=1)[1] < 0.06
     alone, two = second.shares(second.NORMAL, 6, draws, shift=second.beyond(6, 0.95), spread=1)
     assert two > 0.82 and alone - two < 0.08
+
+
+MORE = {"treatment": "c", "control": "b", "direction": "greater"}
+
+
+@pytest.mark.parametrize(
+    ("control", "weak"),
+    [
+        ({"metric": "largest_attention_logit", "arms": ["a"], "at_least": 5, "status": "control"}, True),
+        ({**MORE, "metric": "final_loss/text", "min_effect": 0.1}, True),
+        ({**MORE, "min_effect": 0.2}, False),
+    ],
+)
+def test_a_note_names_a_positive_control_without_an_effect_on_the_metric(tmp_path, control, weak):
+    arms = {"a": Planted(10), "b": Planted(10), "c": Planted(30, {"text": 4.4, "image": 4.6})}
+    claims = [BASIC | {"positive_control": "N"}, {"id": "N", "status": "exploratory", **control}]
+    found = one(tmp_path, arms, claims)
+    assert found.verdict == "contradicted"
+    assert ("The positive control N shows" in " ".join(found.notes)) == weak
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_the_page_counts_families_and_claims_without_registered_seeds(tmp_path, registered):
+    of_second = {} if registered else {"alpha_family": "second"}
+    seeds = {"seeds": 6} if registered else {}
+    claims = [BASIC | seeds, BASIC | {"id": "D", **seeds, **of_second}]
+    made = study(tmp_path, {"a": Planted(20), "b": Planted(10)}, claims)
+    said = " ".join(cannot_tell(made, judge(made)))
+    assert ("2 families of claims have an error of 5 % each" in said) != registered
+    assert ("C and D registered no number of seeds" in said) != registered
 
 
 def test_the_page_has_its_tables(second):

@@ -107,7 +107,7 @@ def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> lis
 
 
 def about_power(claim: Claim, size: str) -> str:
-    """Return a note with the true effect that these seeds detect with 80 % power; for an equivalence, with the
+    """Return a note with the true effect that the first test detects with 80 % power; for an equivalence, with the
     smallest min_effect that has 80 % power."""
     if not size:
         return ""

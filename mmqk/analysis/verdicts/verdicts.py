@@ -60,8 +60,8 @@ class Verdict(Assessment):
         verdict: reproduced, contradicted, inconclusive or not run.
         runs: names of the compared runs.
         adjusted: level and p-value corrected for the family; None for a claim that is not decided.
-        detectable: the true effect at which these seeds reach the verdict "reproduced" with 80 % power; NaN if
-            unknown. For an equivalence: the smallest min_effect with 80 % power at a true effect of 0.
+        detectable: the true effect that the first test of these seeds detects with 80 % power; NaN if unknown. For
+            an equivalence: the smallest min_effect with 80 % power at a true effect of 0.
     """
 
     verdict: Judgment = "inconclusive"
@@ -196,10 +196,10 @@ def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Co
             return "The interval includes the smallest effect of interest."
         return "The interval at the corrected level of this claim includes the smallest effect of interest."
     if isinstance(effect, Effect) and not _excludes(claim, effect.shifted(adjusted.alpha), assessment.holds):
-        low, high = interval_text(claim, *effect.shifted(adjusted.alpha))
+        ends = interval_text(claim, *effect.shifted(adjusted.alpha))
         return (
             "The second test disagrees: the interval of the two arms alone, shifted for their skewness, is "
-            f"{low} to {high}."
+            f"{ends[0]} to {ends[1]}."
         )
     positive = next((c for c in controls if c.name.startswith("positive control")), None)
     negative = next((c for c in controls if c.name.startswith("negative control")), None)
@@ -289,7 +289,7 @@ def _detectable(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted) -> f
 
 
 def detectable_in_words(verdict: Verdict) -> str:
-    """Return the true effect at which these seeds reproduce the claim with 80 % power; empty if unknown."""
+    """Return the true effect that the first test of these seeds detects with 80 % power; empty if unknown."""
     size = verdict.detectable
     if not verdict.claim.decided or not math.isfinite(size):
         return ""
