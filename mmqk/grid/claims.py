@@ -54,7 +54,8 @@ class Claim:
         arms: the arms of a prediction, or of a claim whose status is "shown" or "control".
         min_effect: smallest effect of interest, positive, on the scale of the metric (on a log scale, 0.69 is a
             factor of 2); for a prediction, the smallest AUROC of interest.
-        direction: whether the treatment should be greater or less; not used for an equivalence.
+        direction: whether the treatment should be greater or less; not used for an equivalence. A grid file must
+            name it (`check_directions`); a claim that was registered without one tests "greater".
         test: superiority: the effect exceeds min_effect. equivalence: the effect is smaller than min_effect in both
             directions. count: compares the shares of the runs that diverge, or reach ``at_least``; min_effect is a
             difference of these shares.
@@ -200,6 +201,23 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
                     f"{where} refers to {other!r}, which is not another claim of this grid: name one"
                 )
     return tuple(claims)
+
+
+def check_directions(claims: Sequence[Claim], values: Sequence[Any], default: Any, path: object) -> None:
+    """Refuse a claim that compares two arms without naming its direction.
+
+    ``default`` is the value of the grid's own key ``direction``, which is not part of the hash of the claims. It may
+    only be "greater", the direction that the hash of a claim without one stands for.
+    """
+    if default not in (None, "greater"):
+        raise UserError(f"{path}: direction is {default!r}: give 'greater' here, and 'less' in the claims that test it")
+    for claim, value in zip(claims, values, strict=True):
+        compares = claim.decided and claim.treatment and claim.test in ("superiority", "count")
+        if compares and default is None and "direction" not in value:
+            raise UserError(
+                f"{path}: claim {claim.id} has no direction: add 'greater' if {claim.metric} should be higher in "
+                f"{claim.treatment!r} than in {claim.control!r}, or 'less' if it should be lower"
+            )
 
 
 def check_report(

@@ -34,7 +34,7 @@ from typing import Any
 from mmqk.grid import language as read
 from mmqk.grid.arms import LR, Arm, Job, read_arm
 from mmqk.grid.axes import read_axes
-from mmqk.grid.claims import check_arms, check_report, read_claims
+from mmqk.grid.claims import check_arms, check_directions, check_report, read_claims
 from mmqk.grid.forks import inherit, match
 from mmqk.grid.hypotheses import read_hypotheses
 from mmqk.grid.record import SHAPE, misfit
@@ -42,8 +42,8 @@ from mmqk.grid.rules import read_lr, read_replay
 from mmqk.store import UserError, named_config
 
 GRID_KEYS = (
-    "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "replay", "claims", "claim", "hypotheses",
-    "report",
+    "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "replay", "claims", "claim", "direction",
+    "hypotheses", "report",
 )  # fmt: skip
 
 
@@ -144,6 +144,7 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         )
     every = {*names, *(arm.name for arm in arms)}
     claims = read_claims(raw.get("claims"), every, common.grid, path)
+    check_directions(claims, raw.get("claims") or (), raw.get("direction"), path)
     read_hypotheses(raw.get("hypotheses"), (c.id for c in claims if c.status != "control"), path)
     if wrong := misfit(raw, SHAPE["grid"]):  # ablation.json stores the raw grid
         raise UserError(f"{path}: {wrong}: correct it")

@@ -19,7 +19,7 @@ arms:
   good: {set: {act: finish}}
   wild: {seeds: [0], set: {act: diverge}}
 claims:
-  - {id: A, statement: more, treatment: good, control: wild, min_effect: 0.5}
+  - {id: A, statement: more, treatment: good, control: wild, min_effect: 0.5, direction: greater}
 """
 CHANGED = GRID.replace("0.5", "0.1")
 RECORD = Path("runs/toy/ablation.json")

@@ -18,7 +18,7 @@ arms:
   good: {set: {act: finish}}
   wild: {seeds: [0], set: {act: diverge}}
 """
-CLAIM = "claims:\n  - {id: A, treatment: good, control: wild, min_effect: 0.5}\n"
+CLAIM = "claims:\n  - {id: A, treatment: good, control: wild, min_effect: 0.5, direction: greater}\n"
 OUT = Path("runs/toy")
 
 

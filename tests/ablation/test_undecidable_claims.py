@@ -12,9 +12,9 @@ from mmqk.grid import load_grid
 from mmqk.grid.claims import read_claims
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
-CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2}
+CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "direction": "greater"}
 CHECK = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
-OTHER = {"id": "O", "treatment": "b", "control": "c", "min_effect": 0.2, "status": "exploratory"}
+OTHER = CLAIM | {"id": "O", "treatment": "b", "control": "c", "status": "exploratory"}
 SHOWN = {"id": "O", "arms": ["a", "b"], "status": "shown"}
 SAME = {"test": "equivalence", "positive_control": "P"}
 

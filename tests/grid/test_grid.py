@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mmqk.grid import load_grid
 from mmqk.grid.claims import claims_hash
@@ -21,7 +22,7 @@ arms:
     set: {model.qk_norm.kind: rms, loss.weights.image: 0.0, optim.lr: 1e-1, model.attn_softcap: null}
   shown: {block: shown, seeds: [5], set: {model.post_norm: true}}
 claims:
-  - {id: C2, statement: QK-Norm bounds logits, metric: largest_attention_logit, treatment: plain, control: qk}
+  - {id: C2, statement: QK-Norm bounds logits, metric: q_norm, direction: greater, treatment: plain, control: qk}
   - {id: C13, status: shown, arms: [shown, plain], positive_control: C2}
 report: {hero: [plain, qk], command: make demo}
 """
@@ -165,6 +166,31 @@ def test_a_missing_grid_or_one_that_is_no_mapping_is_named(write, tmp_path):
         load_grid(write("- a\n- b\n"))
     with pytest.raises(UserError, match="arms is empty"):
         load_grid(write("name: x\nbase: ../base.yaml\narms: {}\n"))
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ("", "claim C2 has no direction: add 'greater' if q_norm should be higher in 'plain' than"),
+        ("test: count, ", "claim C2 has no direction"),
+        ("test: equivalence, ", ""),
+        ("status: shown, ", ""),
+        ("direction: less, ", ""),
+    ],
+)
+def test_a_claim_that_compares_names_its_direction(write, more, refused):
+    text = GRID.replace("direction: greater, ", more)
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            load_grid(write(text))
+    else:
+        load_grid(write(text))
+    # The grid may name it once, which leaves the hash of the claims as it was registered; but only the direction
+    # that the hash of a claim without one stands for.
+    raw = load_grid(write(text + "direction: greater\n")).raw
+    assert claims_hash(raw) == claims_hash(yaml.safe_load(text))
+    with pytest.raises(UserError, match="direction is 'less': give 'greater' here, and 'less' in the claims"):
+        load_grid(write(text + "direction: less\n"))
 
 
 def test_the_hash_of_claims_is_theirs_alone(write):

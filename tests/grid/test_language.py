@@ -180,8 +180,8 @@ def test_a_mistake_is_one_sentence(load, text, sentence):
 
 
 def test_one_claim_needs_no_list(load):
-    one = load(HEAD + "claim: {treatment: a, control: a-x1}\naxes: {x: [1]}\narms: {a: }")
-    assert one.raw["claims"] == [{"id": "toy", "treatment": "a", "control": "a-x1"}]
+    one = load(HEAD + "claim: {treatment: a, control: a-x1, direction: less}\naxes: {x: [1]}\narms: {a: }")
+    assert one.raw["claims"] == [{"id": "toy", "treatment": "a", "control": "a-x1", "direction": "less"}]
 
 
 def test_a_written_key_overrides_a_merged_one(load):
