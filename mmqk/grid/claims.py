@@ -210,7 +210,9 @@ def check_directions(claims: Sequence[Claim], values: Sequence[Any], default: An
     only be "greater", the direction that the hash of a claim without one stands for.
     """
     if default not in (None, "greater"):
-        raise UserError(f"{path}: direction is {default!r}: give 'greater' here, and 'less' in the claims that test it")
+        raise UserError(
+            f"{path}: direction is {default!r}: give 'greater' here, and 'less' in the claims that test it"
+        )
     for claim, value in zip(claims, values, strict=True):
         compares = claim.decided and claim.treatment and claim.test in ("superiority", "count")
         if compares and default is None and "direction" not in value:

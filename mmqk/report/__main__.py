@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
+    from mmqk.analysis.verdicts.verdicts import tested_in_words
     from mmqk.report.findings import headline
     from mmqk.report.page import write_report
 
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     print(headline(study, verdicts))
     for verdict in verdicts:
         unchecked = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
-        print(f"  {verdict.claim.id}: {verdict.verdict}{unchecked}")
+        tested = f"; tested: {words}" if (words := tested_in_words(verdict.claim)) else ""
+        print(f"  {verdict.claim.id}: {verdict.badge}{unchecked}{tested}")
     print(out / "index.html")
     return 0
 

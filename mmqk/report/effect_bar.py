@@ -6,14 +6,13 @@ import math
 from html import escape
 
 from mmqk.analysis.formatting import exp
-from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
-from mmqk.report.findings import effect_and_medians
+from mmqk.report.findings import effect_in_cell
 
 WIDTH, HEIGHT, PAD = 300.0, 38.0, 12.0
 
 
-def effect_bar(study: Study, verdict: Verdict) -> str:
+def effect_bar(verdict: Verdict) -> str:
     """Return the drawing as SVG; empty if the claim has no finite effect."""
     effect, claim = verdict.effect, verdict.claim
     if effect is None or not math.isfinite(effect.value):
@@ -31,7 +30,7 @@ def effect_bar(study: Study, verdict: Verdict) -> str:
     def named(value: float) -> str:
         return f"×{exp(value):.3g}" if verdict.metric.scale == "log" else f"{value:.3g}"
 
-    description = f"Effect {effect_and_medians(study, verdict)[0]}; no effect is {named(0)}"
+    description = f"Effect {effect_in_cell(verdict)}; no effect is {named(0)}"
     if limits:
         description += f"; the smallest effect of interest is {' or '.join(map(named, limits))}"
     values = sorted([0.0, *limits])

@@ -18,7 +18,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, detectable_in_words, middle
 from mmqk.grid.claims import CHECKS
 from mmqk.report.figures.captions import of_medians, verb
-from mmqk.store.formatting import plain
+from mmqk.store.formatting import percent, plain
 
 # If the half-width of the interval of a ratio, on a log scale, exceeds this, the ratio has two digits, not three.
 ROUGH = 0.35
@@ -57,8 +57,8 @@ def finding(study: Study, verdict: Verdict) -> str:
     if verdict.verdict == "not run":
         return f"Claim {claim.id} was not tested: {capital(claim.statement).rstrip('.')}."
     if not claim.decided:
-        values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
-        return f"{_medians(verdict)}: {listed(values)}; shown without a verdict."
+        what, values = medians(study, verdict)
+        return f"{what}: {listed([f'{value} ({arm})' for arm, value in values])}."
     if effect is None:
         return f"Claim {claim.id} is inconclusive: {_lower(verdict.open) or 'nothing was measured'}."
     sentence = _measured(study, verdict, effect)
@@ -127,15 +127,8 @@ def _tail(verdict: Verdict) -> str:
         else ", in the opposite direction"
         if opposite
         else f", weaker than the smallest effect of interest, {threshold}",
-        "inconclusive": f", which does not decide claim {verdict.claim.id}{_because(verdict)}",
+        "inconclusive": f", which does not decide claim {verdict.claim.id}",
     }[verdict.verdict]
-
-
-def _because(verdict: Verdict) -> str:
-    if verdict.open:
-        return f": {_lower(verdict.open)}"
-    failed = [c.name for c in verdict.controls if not c.passed and not c.name.startswith("positive control")]
-    return f": the check “{failed[0]}” failed" if failed else ""
 
 
 def effect_in_words(verdict: Verdict) -> dict[str, str]:
@@ -178,25 +171,52 @@ def _linear(effect: AnyEffect, way: float, unit: str, sign: str) -> tuple[str, s
     return f"{value} {unit}".strip(), low, f"{high} {unit}".strip()
 
 
-def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
-    """Return the cell of the verdict table: (effect with interval, or empty; medians by arm)."""
-    if verdict.verdict == "not run":
-        return "", "Not run."
-    values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
-    medians = f"{_medians(verdict)}: {', '.join(values)}."
-    effect = verdict.effect
+def effect_in_cell(verdict: Verdict) -> str:
+    """Return the effect with its interval, unit and number of seeds, as in ``+0.54 (+0.28 to +0.79) nats, n = 3``;
+    empty for a claim without a verdict or an effect."""
+    effect, metric = verdict.effect, verdict.metric
     if effect is None or not verdict.claim.decided:
-        return "", medians
+        return ""
     words = effect_in_words(verdict)
-    value = f"×{words['ratio']}" if verdict.metric.scale == "log" else words["ratio"]
-    interval = f" ({words['low']} to {words['high']})" if effect.has_interval else " (no interval)"
-    return f"{value}{interval}, n = {effect.n}", medians
+    before = "×" if metric.scale == "log" else "AUROC " if isinstance(effect, Auroc) else ""
+    value, high = (words[name].removesuffix(metric.unit).strip() for name in ("ratio", "high"))
+    interval = f"({words['low']} to {high})" if effect.has_interval else "(no interval)"
+    return f"{before}{value} {interval} {metric.unit}".strip() + f", n = {effect.n}"
 
 
-def _medians(verdict: Verdict) -> str:
-    """Return the label of the metric, with ", medians" if the numbers by arm are medians of several runs."""
+def medians(study: Study, verdict: Verdict) -> tuple[str, list[tuple[str, str]]]:
+    """Return (what was measured, its value by label of the arm): the median if the arm has several runs."""
+    if verdict.verdict == "not run" or not verdict.medians:
+        return "", []
     label = verdict.metric.label if verdict.claim.test == "count" else measured_label(verdict.claim)
-    return capital(label) + (", medians" if _several(verdict) else "")
+    what = f"{capital(label)}, medians" if _several(verdict) else capital(label)
+    return what, [(study.label(arm), number(value)) for arm, value in verdict.medians.items()]
+
+
+def p_values(verdict: Verdict) -> dict[str, str]:
+    """Return the p-value and, where the claim shares its level or a check took its verdict away, the adjusted p-value
+    and the interval that decides; empty if nothing was tested."""
+    adjusted, effect, claim = verdict.adjusted, verdict.effect, verdict.claim
+    if adjusted is None or effect is None or not effect.has_interval or math.isnan(verdict.p):
+        return {}
+    values = {"p": _p(verdict.p)}
+    if _p(adjusted.p) != values["p"]:
+        values["adjusted p"] = _p(adjusted.p)
+    if adjusted.claims > 1 or claim.stopping:
+        looks = f", {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
+        values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}{looks}"
+        low, high = effect.interval(adjusted.alpha)
+        places = decimals((high - low) / 2)
+        if verdict.metric.scale == "log":
+            decides = f"×{number(exp(low))} to ×{number(exp(high))}"
+        else:
+            decides = f"{fixed(low, places, '+')} to {fixed(high, places, '+')} {verdict.metric.unit}".strip()
+        values["interval that decides"] = f"{decides} ({percent(1 - adjusted.alpha, 3)})"
+    return values
+
+
+def _p(value: float) -> str:
+    return f"{value:.2g}" if value >= 1e-4 else "< 0.0001"
 
 
 def _several(verdict: Verdict) -> bool:
@@ -233,11 +253,6 @@ def _threshold(verdict: Verdict) -> str:
     if verdict.metric.scale == "log":
         return f"a factor of {plain(exp(sign * size))}{way}"
     return f"{plain(sign * size)} {verdict.metric.unit}".strip() + way
-
-
-def threshold_in_words(verdict: Verdict) -> str:
-    """Return the smallest effect of interest, e.g. ``a factor of 2``; empty for a claim without a verdict."""
-    return _threshold(verdict) if verdict.claim.decided else ""
 
 
 def _plain_headline(study: Study) -> str:

@@ -10,7 +10,7 @@ from mmqk.analysis.formatting import listed, slug
 from mmqk.analysis.verdicts.hypotheses import patterns
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
-from mmqk.report.findings import effect_and_medians
+from mmqk.report.findings import effect_in_cell
 
 MARK = {"supported": "✓", "contradicted": "✗", "not told apart": "?"}
 ABOUT = (
@@ -38,7 +38,7 @@ def hypothesis_table(study: Study, verdicts: Sequence[Verdict]) -> dict[str, Any
                 "id": id,
                 "slug": slug(id),
                 "statement": by_id[id].claim.statement,
-                "effect": effect_and_medians(study, by_id[id])[0] or "–",
+                "effect": effect_in_cell(by_id[id]) or "–",
                 "possible": listed(list(named[id]), "or") or "unknown",
             }
             for id in claims

@@ -126,6 +126,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     return files
 
 
+BADGES = ("reproduced", "contradicted", "inconclusive", "not run", "shown")
 # If more claims than this are not run, one sentence names all of them.
 FEW_UNRUN = 3
 # If there are more claims than this, the page lists them in rows instead of cards, and its title is `_question`.
@@ -147,13 +148,14 @@ def page_content(
     single_run = single(study)
     estimates = data_rows(study, sample=single_run is not None)
     shown = {study.label(arm) for arm in study.shown}
+    leading, _ = lead(study, verdicts)
     claims = [
         row
         | {
             "figure": views.get(f"claim-{row['slug']}"),
-            "bar": effect_bar(study, verdict),
+            "bar": effect_bar(verdict),
             "exploratory": verdict.claim.status == "exploratory",
-            "shown": finding(study, verdict),
+            "leading": verdict in leading,
         }
         for row, verdict in zip(verdict_rows(study, verdicts), verdicts, strict=True)
     ]
@@ -182,6 +184,9 @@ def page_content(
         "data": _about_data(estimates, single_run is not None),
         "totals": totals(study),
         "in_rows": in_rows,
+        "counts": _counts(verdicts),
+        # A list of many claims begins with one figure.
+        "first": "" if not in_rows else "survival" if "survival" in views else "hero",
     }
     content = {
         "figures": views,
@@ -217,6 +222,12 @@ def page_content(
     if single_run is not None:
         page |= {"question": single_run["headline"], "title": single_run["headline"]}
     return without_roots(content | {"page": page, "single": single_run}) | {"scripts": scripts()}
+
+
+def _counts(verdicts: Sequence[Verdict]) -> list[tuple[str, str, int]]:
+    """Return (verdict, CSS class, number of claims) for each verdict that a claim has."""
+    badges = [verdict.badge for verdict in verdicts]
+    return [(badge, badge.replace(" ", "-"), badges.count(badge)) for badge in BADGES if badge in badges]
 
 
 def _question(study: Study, verdicts: Sequence[Verdict]) -> str:

@@ -1,4 +1,4 @@
-"""Render the templates. Text is escaped, and numbers are links to the runs in which they were measured."""
+"""Render the templates; text is escaped."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from markupsafe import Markup, escape
 from mmqk.analysis.formatting import slug
 
 TEMPLATES = Path(__file__).parent / "templates"
-# A standalone number: not the 2 of C2, not a part of a word or a version, and not the level of an interval.
-_NUMBER = re.compile(
-    r"(?<![\w.#/-])[×+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?![\w/]|\.\d|-[a-zA-Z]| % interval)"
-)
-
 # Colors of the drawings. The page replaces them with the colors of its theme (light or dark).
 _VARIABLES = {"#1b1f24": "ink", "#e6e9ec": "grid", "#8b929b": "faint", "#ffffff": "paper", "#000000": "black"}
 _NEUTRAL = re.compile(rf"(fill|stroke): ({'|'.join(_VARIABLES)})")
@@ -44,7 +39,7 @@ def render(
         trim_blocks=False,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"linked": linked, "claims": claims, "slug": slug, "shade": shade, **(filters or {})}
+    environment.filters |= {"claims": claims, "slug": slug, "shade": shade, **(filters or {})}
     if name.endswith(".md"):
         # Every expression is escaped unless the template marks it as raw, as in HTML.
         environment.finalize = markdown
@@ -114,26 +109,14 @@ def _longest(text: str) -> int:
     return max(map(len, re.findall("`+", text)), default=0)
 
 
-def linked(text: object, href: str) -> Markup:
-    """Return the text with its numbers as links."""
-    return _with_links(str(text), _NUMBER, lambda number: href) if href else escape(str(text))
-
-
 def claims(text: object, ids: Mapping[str, str]) -> Markup:
     """Return the text with the names of claims as links to their sections."""
     if not ids:
         return escape(str(text))
     names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True))
-    return _with_links(
-        str(text), re.compile(rf"(?<!\w)(?:{names})(?!\w)"), lambda name: f"#claim-{ids[name]}"
-    )
-
-
-def _with_links(text: str, pattern: re.Pattern[str], href_of: Callable[[str], str]) -> Markup:
-    """Return the escaped text in which each match of a pattern is a link."""
-    out, last = Markup(), 0
-    for match in pattern.finditer(text):
-        out += escape(text[last : match.start()])
-        out += Markup('<a class="n" href="{}">{}</a>').format(href_of(match[0]), match[0])
+    out, last, plain = Markup(), 0, str(text)
+    for match in re.finditer(rf"(?<!\w)(?:{names})(?!\w)", plain):
+        out += escape(plain[last : match.start()])
+        out += Markup('<a class="n" href="#claim-{}">{}</a>').format(ids[match[0]], match[0])
         last = match.end()
-    return out + escape(text[last:])
+    return out + escape(plain[last:])

@@ -21,10 +21,10 @@ from mmqk.analysis.metrics import (
 )
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
-from mmqk.analysis.verdicts.verdicts import Verdict, middle
+from mmqk.analysis.verdicts.verdicts import Verdict, middle, tested_in_words
 from mmqk.report.compared import as_text
 from mmqk.report.figures.claims import claim_arms, claim_runs, of_family
-from mmqk.report.findings import MARKS, effect_and_medians, finding, threshold_in_words
+from mmqk.report.findings import MARKS, effect_in_cell, finding, medians, p_values
 from mmqk.report.run_table import anchor
 
 # A cell with more links to runs than MOST_LINKS, or with more arms than MOST_ARMS, has one link to the section of the
@@ -36,14 +36,15 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
     """Return one row per claim, with the values of its section: what was registered, and the result of each run."""
     rows = []
     for verdict in verdicts:
-        claim, threshold = verdict.claim, threshold_in_words(verdict)
-        effect, medians = effect_and_medians(study, verdict)
+        claim = verdict.claim
+        measured, by_arm = medians(study, verdict)
         seeds, outcomes = outcome_rows(study, verdict)
         registered = [
             ("Registered as", claim.status),
             ("Metric", claim.metric),
             ("Estimand", claim.estimand),
-            ("Smallest effect of interest", threshold),
+            ("Treatment", claim.decided and study.label(claim.treatment)),
+            ("Control", claim.decided and study.label(claim.control)),
             ("Would contradict", claim.would_contradict),
             ("Not checked", listed(claim.not_checked)),
             ("Exclusions", claim.exclusions),
@@ -57,12 +58,15 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "source": claim.source,
                 "source_access": claim.source_access,
                 "reference_value": claim.reference_value or DASH,
-                "effect": effect,
-                "medians": medians,
-                "threshold": threshold,
-                "verdict": verdict.verdict,
-                "css": verdict.verdict.replace(" ", "-"),
-                "note": " ".join(verdict.notes),
+                "effect": effect_in_cell(verdict),
+                "tested": tested_in_words(claim),
+                "p": p_values(verdict),
+                "measured": measured,
+                "medians": by_arm,
+                "verdict": verdict.badge,
+                "css": verdict.badge.replace(" ", "-"),
+                "why": verdict.why.rstrip("."),
+                "note": " ".join(note for note in verdict.notes if note != verdict.why),
                 "controls": verdict.controls,
                 "runs": _run_links(study, verdict),
                 "metric": claim.metric,

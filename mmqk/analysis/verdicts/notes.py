@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from mmqk.analysis.formatting import decimals, exp, fixed, listed, number, plural
+from mmqk.analysis.formatting import listed, plural
 from mmqk.analysis.metrics import trained_modalities
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats import AnyEffect
 from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.effects import Effect, Spread
 from mmqk.analysis.stats.exact import Counts, clopper_pearson
-from mmqk.analysis.stats.multiple import Adjusted
 from mmqk.analysis.verdicts.claims import claim_metric, measured_label
 from mmqk.analysis.verdicts.compared import Group
 from mmqk.grid.claims import Claim
@@ -23,24 +22,11 @@ ENOUGH_SEEDS = 6
 ALIKE = 0.01
 
 
-def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: float) -> list[str]:
-    """Return a note with the p-value; with several claims or looks, also the adjusted p-value and interval."""
+def about_family(claim: Claim) -> list[str]:
+    """Return a note that an exploratory claim is a hypothesis."""
     # The note of the claim may already start with the word "exploratory".
     hypothesis = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
-    notes = ["Exploratory: a hypothesis to test with new runs, not a result."] if hypothesis else []
-    if effect is None or not effect.has_interval or math.isnan(p):
-        return notes
-    looks = f", and {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
-    if adjusted.claims > 1 or looks:
-        low, high = interval_text(claim, *effect.interval(adjusted.alpha))
-        notes.append(
-            f"p {_p(p)} for a true effect equal to the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
-            f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
-            f"{percent(1 - adjusted.alpha, 3)} interval, {low} to {high}."
-        )
-    else:
-        notes.append(f"p {_p(p)} for a true effect equal to the smallest effect of interest.")
-    return notes
+    return ["Exploratory: a hypothesis to test with new runs, not a result."] if hypothesis else []
 
 
 def about_control(claim: Claim, control: Claim) -> str:

@@ -4,7 +4,7 @@ reproduced      both intervals lie beyond min_effect, and all checks and the neg
 contradicted    both intervals lie below min_effect, and all checks, the negative control and the positive control
                 passed
 not run         an arm has no finished run, or the claim sets not_run, the reason why no run of the grid tests it
-inconclusive    every other case, and every claim with the status shown
+inconclusive    every other case, and every claim with the status shown, which `Verdict.badge` calls "shown"
 
 An equivalence is reproduced if the interval lies between -min_effect and min_effect, and contradicted if it lies
 beyond one of them; both verdicts need a positive control that passed. A negative control is always optional.
@@ -46,8 +46,9 @@ from mmqk.analysis.verdicts.notes import (
 )
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import LEANS
+from mmqk.store.formatting import plain
 
-__all__ = ["Judgment", "Verdict", "detectable_in_words", "judge", "middle"]
+__all__ = ["Judgment", "Verdict", "detectable_in_words", "judge", "middle", "tested_in_words"]
 
 Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
@@ -60,6 +61,7 @@ class Verdict(Assessment):
         verdict: reproduced, contradicted, inconclusive or not run.
         runs: names of the compared runs.
         adjusted: level and p-value corrected for the family; None for a claim that is not decided.
+        why: why the claim is inconclusive, one sentence; empty for every other verdict.
         detectable: the true effect that the first test of these seeds detects with 80 % power; NaN if unknown. For
             an equivalence: the smallest min_effect with 80 % power at a true effect of 0.
     """
@@ -67,7 +69,13 @@ class Verdict(Assessment):
     verdict: Judgment = "inconclusive"
     runs: tuple[str, ...] = ()
     adjusted: Adjusted | None = None
+    why: str = ""
     detectable: float = math.nan
+
+    @property
+    def badge(self) -> str:
+        """The verdict; "shown" for a claim that never gets one."""
+        return self.verdict if self.claim.decided or self.verdict == "not run" else "shown"
 
     @property
     def metric(self) -> Metric | FamilyMetric:
@@ -83,10 +91,12 @@ class Verdict(Assessment):
             "verdict": self.verdict,
             "effect": None if effect is None else _rounded(effect.value),
             "interval": with_interval and [_rounded(with_interval.low), _rounded(with_interval.high)],
+            "tested": tested_in_words(claim),
             "threshold": None if math.isnan(claim.min_effect) else claim.min_effect * claim.sign,
             "runs": list(self.runs),
             "controls": [asdict(control) for control in self.controls],
             "note": " ".join(self.notes),
+            "why": self.why,
             "status": claim.status,
             "test": claim.test if claim.decided else None,
             "p": _rounded(self.p),
@@ -167,7 +177,7 @@ def _judge(
         notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
     notes = [
         *filter(None, [*notes, why]),
-        *about_family(claim, effect, adjusted, assessment.p),
+        *about_family(claim),
         *about_spread(assessment.spread, effect),
         *about_seeds(claim, effect, assessment.sign_flip),
         *about_survival(assessment.compared),
@@ -177,6 +187,7 @@ def _judge(
         verdict=verdict,
         controls=controls,
         adjusted=adjusted,
+        why=why,
         detectable=_detectable(claim, effect, adjusted),
     )
     if verdict == "inconclusive" and (words := about_power(claim, detectable_in_words(made))):
@@ -296,6 +307,26 @@ def detectable_in_words(verdict: Verdict) -> str:
     if verdict.metric.scale == "log":
         return f"a factor of {number(exp(size), 2)}"
     return f"{number(size, 2)} {verdict.metric.unit}".strip()
+
+
+def tested_in_words(claim: Claim) -> str:
+    """Return what the claim tests of its treatment, relative to its control: ``at least ×2``, ``at least 0.1 nats
+    lower``; empty for a claim without a verdict."""
+    if not claim.decided:
+        return ""
+    metric, size = claim_metric(claim), claim.min_effect
+    if claim.test == "prediction":
+        return f"AUROC of at least {plain(size)}"
+    if metric.scale == "log":
+        ends = plain(exp(-size)), plain(exp(size))
+        if claim.test == "equivalence":
+            return f"from ×{ends[0]} to ×{ends[1]}"
+        return f"at least ×{ends[1]}" if claim.sign > 0 else f"at most ×{ends[0]}"
+    amount = f"{plain(size)} {metric.unit}".strip()
+    if claim.test == "equivalence":
+        return f"less than {amount} apart"
+    more, less = ("more", "fewer") if claim.test == "count" else ("higher", "lower")
+    return f"at least {amount} {more if claim.sign > 0 else less}"
 
 
 def _rounded(value: float) -> float | None:
