@@ -29,7 +29,7 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
         row["anchor"]: {
             "status": row["status"],
             "step": row["step"],
-            **{f"{m} loss": loss for m, loss in zip(study.modalities, row["losses"], strict=True)},
+            **{f"{m} loss": loss for m, loss in zip(study.losses, row["losses"], strict=True)},
             "largest logit": row["logit"],
             "time": row["seconds"],
         }

@@ -334,7 +334,7 @@ def _about_runs(study: Study) -> list[str]:
             "Whether a difference is more than chance: no claim was registered for these runs, so no claim has a "
             f"verdict{'' if study.named('ranking') else ' and no number has an interval'}."
         )
-    unfinished = [run for run in study.runs if not run.status.finished]
+    unfinished = [run for run in study.runs if run.status.status and not run.status.finished]
     if study.missing or unfinished:
         parts = []
         if study.missing:

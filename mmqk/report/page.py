@@ -207,6 +207,7 @@ def page_content(
         "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
         "runs": rows,
         "modalities": study.modalities,
+        "losses": study.losses,
         "environment": environment(study),
         "forks": _fork_rows(study, nodes, colors),
         "replays": _replay_rows(findings),
@@ -354,7 +355,8 @@ def _about_data(rows: list[dict[str, Any]], sample: bool) -> str:
 
 
 def _kicker(study: Study) -> str:
-    finished = sum(run.status.finished for run in study.runs)
+    # A monitored model may have no status.
+    finished = sum(run.status.finished or not run.status.status for run in study.runs)
     total = len(study.runs) + len(study.missing)
     runs = f"{plural(total, 'run')} of {plural(len(study.arms), 'arm')}"
     return f"{study.title} · {runs if finished == total else f'{finished} of {runs} have finished'}"

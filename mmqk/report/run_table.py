@@ -34,7 +34,7 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
     missing: defaultdict[str, list[int]] = defaultdict(list)
     for arm, seed in study.missing:
         missing[arm].append(seed)
-    modalities = study.modalities
+    modalities = study.losses
     rows: list[dict[str, Any]] = []
     anchors: set[str] = set()
     for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
@@ -49,7 +49,7 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
                     "label": listed(list(dict.fromkeys(map(study.label, arms_of[run.name])))),
                     "color": colors.get(arm, "#000000"),
                     "seed": run.seed,
-                    "status": run.status.status,
+                    "status": run.status.status or DASH,
                     "step": f"{max(run.status.step, run.last_step):,}",
                     "losses": [_final(final_loss(run, m)) for m in modalities],
                     "logit": _number(METRICS["largest_attention_logit"].measure(run, None)),
@@ -91,12 +91,12 @@ def tokens(run: Run) -> int:
 def totals(study: Study) -> str:
     """Return one sentence on all runs: how many ended with each status, time and tokens."""
     runs = list({run.name: run for run in study.runs}.values())
-    by_status = Counter(run.status.status for run in runs)
+    by_status = Counter(run.status.status for run in runs if run.status.status)
     parts = [f"{n} {status}" for status, n in sorted(by_status.items(), key=lambda pair: (-pair[1], pair[0]))]
     if study.missing:
         parts.append(f"{len(study.missing)} not started")
     planned = f"{len(runs) + len(study.missing)} planned runs" if study.missing else plural(len(runs), "run")
-    sentence = f"{planned}: {', '.join(parts)}."
+    sentence = f"{planned}: {', '.join(parts)}." if parts else f"{planned}."
     seconds = sum(run.status.seconds for run in runs)
     read = sum(tokens(run) for run in runs)
     if seconds:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmqk.analysis.formatting import number, plural
-from mmqk.analysis.metrics.growth_order import FACTOR, Growth, growth_order, has_two_probes
+from mmqk.analysis.metrics.growth_order import FACTOR, FALLING, GROWING, Growth, growth_order, has_two_probes
 from mmqk.analysis.metrics.metric import warmup_steps
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
@@ -37,11 +37,15 @@ def single(study: Study) -> dict[str, Any] | None:
     (run,) = runs
     grown = growth_order(run)
     still = "is " if run.status.status == "running" else ""
-    ended = f"The run {still}{run.status.status} at step {run.status.step:,}"
+    ended = f". The run {still}{run.status.status} at step {run.status.step:,}" if run.status.status else ""
     reason = f": {run.status.reason.rstrip('.')}" if run.status.reason else ""
+    grows = any(tag.statistic in (*GROWING, *FALLING) for tag in run.tags.values())
+    watched = grows or any(tag.statistic in ("loss", "grad_norm") for tag in run.tags.values())
     reference = "the end of the learning rate's warm-up" if warmup_steps(run) else "the first probe"
     first = "No measured series grew"
-    if not has_two_probes(run):
+    if not grows:
+        first = study.title
+    elif not has_two_probes(run):
         first = f"What grew first is unknown: no norm, logit or attention entropy has two values from {reference} on"
     elif grown:
         first = _first(grown)
@@ -58,14 +62,16 @@ def single(study: Study) -> dict[str, Any] | None:
         for growth in grown
     ]
     return {
-        "headline": f"{first}. {ended}{reason}.",
+        "headline": f"{first}{ended}{reason}.",
         "rows": rows[:MOST_ROWS],
         "more": rows[MOST_ROWS:],
         "settings": settings(run),
+        "watched": watched or bool(run.alarms),
         "alarms": [
             {"step": f"{a.step:,}", "name": a.name, "where": a.where, "sentence": a.sentence} for a in run.alarms
         ],
-        "rule": f"A series is listed if it stays above {FACTOR:g} times its value at {reference} "
+        "rule": grows
+        and f"A series is listed if it stays above {FACTOR:g} times its value at {reference} "
         "(attention entropy: below half of it) from the listed step to the end of the run.",
     }
 

@@ -43,8 +43,6 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
             ("Registered as", claim.status),
             ("Metric", claim.metric),
             ("Estimand", claim.estimand),
-            ("Treatment", claim.decided and study.label(claim.treatment)),
-            ("Control", claim.decided and study.label(claim.control)),
             ("Would contradict", claim.would_contradict),
             ("Not checked", listed(claim.not_checked)),
             ("Exclusions", claim.exclusions),
@@ -60,6 +58,8 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "reference_value": claim.reference_value or DASH,
                 "effect": effect_in_cell(verdict),
                 "tested": tested_in_words(claim),
+                "treatment": study.label(claim.treatment),
+                "control": study.label(claim.control),
                 "p": p_values(verdict),
                 "measured": measured,
                 "medians": by_arm,
@@ -148,7 +148,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
     rows = []
     for arm in study.arms:
         runs = [run for run in study.ended(arm) if run.tags]
-        for modality in study.modalities if runs else ():
+        for modality in study.losses if runs else ():
             ends = [final_loss(run, modality) for run in runs]
             values = [end.value for end in ends if math.isfinite(end.value)]
             # If a monitored model has no recorded losses, it is unknown whether it learned.
@@ -158,7 +158,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
             star = "" if all(end.held_out for end in ends) else "*"
             rows.append(
                 {
-                    "first": modality == study.modalities[0],
+                    "first": modality == study.losses[0],
                     "label": study.label(arm),
                     "anchor": f"arm-{slug(arm)}",
                     "color": colors[arm],

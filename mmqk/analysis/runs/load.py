@@ -34,7 +34,10 @@ from mmqk.store import (
     read_status,
 )
 from mmqk.store.alarms import ALARMS_NAME
+from mmqk.store.folder import RUN_NAME
 
+# `mmqk.monitors.attach` writes metrics.jsonl and status.json alone; a run of mmqk.train has more of these.
+OWN = (RUN_NAME, "fork.json", "data.json", "checkpoints", ALARMS_NAME)
 CUT = "a line of metrics.jsonl cannot be read"
 NO_METRICS = "metrics.jsonl is missing or has no readable line"
 NO_GRID = "its grid has no ablation.json, so its labels and claims are unknown"
@@ -56,7 +59,8 @@ class Run:
         code: hash of the code of the run.
         identity: the fields that define the run.
         details: versions, command, machine and resolved configuration.
-        status: content of status.json; "failed" with a reason if the file cannot be read.
+        status: content of status.json; "failed" with a reason if the file cannot be read; empty if a monitored model
+            has none.
         remarks: sentences about what is missing or unusual in the records; `notes` also covers the metrics.
         family: name of the arm in the grid, without the values of the axes.
         point: the values of the axes by dotted field; empty if the grid has no axes.
@@ -275,12 +279,13 @@ def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -
 def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str, Any] | None = None) -> Run:
     entry = entry or {}
     notes: list[str] = []
-    record = _noted(lambda: read_run(path), notes, "its run.json is missing") or {}
-    status = _noted(lambda: read_status(path), notes, "its status.json is missing")
-    if status is None:
-        status = Status("failed", reason=notes[-1])
     arm_folder = path.resolve().parent
     of_grid = not entry and _SEED.fullmatch(path.name) and _ARM.fullmatch(arm_folder.name)
+    own = entry or of_grid or any((path / file).exists() for file in OWN)
+    record = _noted(lambda: read_run(path), notes, "its run.json is missing" if own else "") or {}
+    status = _noted(lambda: read_status(path), notes, "its status.json is missing" if own else "")
+    if status is None:
+        status = Status("failed", reason=notes[-1]) if notes else Status("")
     if of_grid and not (arm_folder.parent / ABLATION_NAME).exists():
         notes.append(NO_GRID)
     if status.status == "running":

@@ -75,10 +75,17 @@ class Study:
 
     @cached_property
     def modalities(self) -> tuple[str, ...]:
-        """Modalities with a loss, text first; for a monitored model without losses, modalities with a query norm."""
-        tags = [tag for run in self.runs for tag in run.tags.values()]
-        names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
-        names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
+        """Modalities with a loss; for a monitored model without losses, modalities with a query norm."""
+        return self.losses or self._modalities_of("q_norm")
+
+    @cached_property
+    def losses(self) -> tuple[str, ...]:
+        """Modalities with a loss, text first."""
+        return self._modalities_of("loss")
+
+    def _modalities_of(self, statistic: str) -> tuple[str, ...]:
+        tags = (tag for run in self.runs for tag in run.tags.values())
+        names = {tag.modality for tag in tags if tag.statistic == statistic and tag.modality}
         return tuple(sorted(names, key=lambda name: (name != "text", name)))
 
     @property

@@ -131,7 +131,7 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     if not rows:
         return None
     caption = [seeds_caption(study, arms) if len(arms) <= FEW_ARMS else "One line per run."]
-    if width > 1:
+    if width > 1 and any(panel.lines for panel in losses):
         caption.append(f"A point of the loss is the mean of {width} steps.")
     if any(line.role != "bound" for panel in logits for line in panel.lines):
         caption.append(
