@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    from mmqk.analysis.verdicts.verdicts import tested_in_words
+    from mmqk.analysis.verdicts.verdicts import effect_tested
     from mmqk.report.findings import headline
     from mmqk.report.page import write_report
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     print(headline(study, verdicts))
     for verdict in verdicts:
         unchecked = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
-        tested = f"; tested: {words}" if (words := tested_in_words(verdict.claim)) else ""
+        tested = f"; tested: {words}" if (words := effect_tested(verdict.claim)) else ""
         print(f"  {verdict.claim.id}: {verdict.badge}{unchecked}{tested}")
     print(out / "index.html")
     return 0

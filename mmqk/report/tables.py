@@ -21,7 +21,7 @@ from mmqk.analysis.metrics import (
 )
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
-from mmqk.analysis.verdicts.verdicts import Verdict, middle, tested_in_words
+from mmqk.analysis.verdicts.verdicts import Verdict, effect_tested, middle
 from mmqk.report.compared import as_text
 from mmqk.report.figures.claims import claim_arms, claim_runs, of_family
 from mmqk.report.findings import MARKS, effect_in_cell, finding, medians, p_values
@@ -57,7 +57,7 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "source_access": claim.source_access,
                 "reference_value": claim.reference_value or DASH,
                 "effect": effect_in_cell(verdict),
-                "tested": tested_in_words(claim),
+                "tested": effect_tested(claim),
                 "treatment": study.label(claim.treatment),
                 "control": study.label(claim.control),
                 "p": p_values(verdict),

@@ -152,7 +152,7 @@ def test_page_is_in_order(demo):
         *(
             f"{id} {verdict} {claim}"
             for id, verdict, claim in zip(
-                ("C2", "C10", "C13"), ("reproduced", "contradicted", "inconclusive"), claims, strict=True
+                ("C2", "C10", "C13"), ("reproduced", "contradicted", "shown"), claims, strict=True
             )
         ),
         "Figures as in the papers",
@@ -240,8 +240,8 @@ def test_text_from_the_grid_is_escaped(demo):
 
 def test_a_threshold_is_our_smallest_effect_of_interest(demo):
     wanted = {
-        "index.html": "<dt>Smallest effect of interest</dt><dd>a factor of 1.99</dd>",
-        "report.md": "Smallest effect of interest: a factor of 1.99.",
+        "index.html": "<dt>Tested</dt><dd>at least ×1.99 in “mixed, no QK-Norm”",
+        "report.md": "Tested: at least ×1.99 in “mixed, no QK-Norm”.",
     }
     for name, sentence in wanted.items():
         text = (demo[1] / name).read_text()
@@ -423,7 +423,12 @@ def test_more_than_six_claims_are_rows_of_a_list(count, tmp_path, without_figure
     assert (cards, rows) == ((6, 0) if count == 6 else (0, 7))
     assert plain.startswith("# Which hold?\n") == (count == 7)
     assert html.count('<svg class="bar"') == count
-    assert html.count('<span class="sub">N6, exploratory</span>') == (count == 7)
+    assert html.count('<span class="sub">N6, exploratory: Too few seeds for an interval</span>') == (count == 7)
+    assert "7 claims: 7 inconclusive." in plain or count == 6
+    if count == 7:  # the claim of the title, the count, then the other claims
+        order = ('id="verdict-N0"', "7 claims:", 'id="all-claims"', 'id="verdict-N1"')
+        places = [html.index(mark) for mark in order]
+        assert places == sorted(places)
 
 
 def test_the_grid_may_word_a_finding(tmp_path):
@@ -703,6 +708,6 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert "largest attention logit ended at" in page and "figures/hero.png" in page
     assert "nats (1 run)" not in page and "not trained" not in page
     study = load_study(run)
-    # The page does not state that the run learned nothing. Its note begins with "Its run.json", not "Run.json".
-    assert {(row["learned"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
-    assert "Its run.json is missing" in page
+    assert arm_rows(study, arm_colors(study)) == []
+    assert "run.json" not in page and "mean of" not in page and "Results by arm" not in page
+    assert "Text loss" not in (tmp_path / "report/index.html").read_text() and "text loss" not in page

@@ -2,16 +2,21 @@
 
 import dataclasses
 import math
+import re
 import shutil
 
 import pytest
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.formatting import decimals, fixed
+from mmqk.analysis.verdicts.combined import read
+from mmqk.analysis.verdicts.verdicts import effect_tested
 from mmqk.report.figures.captions import LOGIT, at_end, hero_reading
 from mmqk.report.figures.claims import claim_figure
 from mmqk.report.figures.sweep_figures import lr_sensitivity
-from mmqk.report.findings import cannot_tell, effect_and_medians, finding, headline
+from mmqk.report.findings import cannot_tell, effect_in_cell, finding, headline
+from mmqk.report.page import page_content
+from mmqk.report.render import css, render
 from mmqk.report.run_table import tokens, totals
 from mmqk.report.tables import outcome_rows
 from mmqk.store import UserError
@@ -65,9 +70,8 @@ def test_an_effect_is_rounded_like_its_interval_and_named_by_modality(tmp_path):
     sentence = finding(study, with_effect(found["C2"], 0.0650875, 0.1014508))
     assert "The final loss (text) ended 0.07 nats higher in" in sentence
     assert "95 % interval -0.04 to 0.17 nats" in sentence
-    assert effect_and_medians(study, with_effect(found["C2"], 0.0650875, 0.1014508))[0].startswith(
-        "+0.07 nats (-0.04 to +0.17 nats)"
-    )
+    cell = effect_in_cell(with_effect(found["C2"], 0.0650875, 0.1014508))
+    assert cell == "+0.07 (-0.04 to +0.17) nats, n = 3"
 
 
 def test_size_and_interval_look_the_same_way(tmp_path):
@@ -93,9 +97,8 @@ def test_without_an_interval_the_grids_words_are_not_used(tmp_path):
     sentence = finding(study, found["C2"])
     assert not found["C2"].effect.has_interval
     assert "nan" not in sentence and "not measured" not in sentence
-    assert "1 seed, no interval" in sentence and sentence.endswith(
-        "does not decide claim C2: too few seeds for an interval."
-    )
+    assert "1 seed, no interval" in sentence and sentence.endswith("does not decide claim C2.")
+    assert found["C2"].why == "Too few seeds for an interval."
     study, found = of_claim(tmp_path / "three", change=text_loss(finding=WORDS))
     assert finding(study, found["C2"]).startswith("Text:")
 
@@ -108,8 +111,7 @@ def test_runs_that_failed_and_runs_that_lack_are_said_in_the_sentence(tmp_path):
     folder = write_demo(tmp_path / "cut")
     shutil.rmtree(next(folder.glob("mixed-0000000000/seed2")))
     study = load_study(folder)
-    sentence = finding(study, judge(study)[0])
-    assert sentence.endswith("which does not decide claim C2: 2 of 3 planned runs of “mixed, no QK-Norm” finished.")
+    assert judge(study)[0].why == "2 of 3 planned runs of “mixed, no QK-Norm” finished."
 
 
 def test_the_caption_of_a_claim_that_was_not_run_has_no_word_on_its_verdict(tmp_path):
@@ -204,3 +206,92 @@ def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
     cells, lines = shown()
     assert cells[1] == "not measured" and cells[0] != "not measured" and lines == 1
     assert math.isfinite(float(cells[0]))
+
+
+# What a claim tests, and why a verdict is missing ------------------------------------------------------------------
+
+
+def content_of(folder):
+    return page_content(read([folder]))
+
+
+def lower_rate(direction):
+    """Return a change of the grid that claims: the treatment lowers the final image loss by 0.1 nat."""
+    claim = {"statement": "a tenth of the learning rate lowers the final image loss", "metric": "final_loss/image",
+             "treatment": "mixed", "control": "mixed-qk", "min_effect": 0.1}  # fmt: skip
+    return lambda grid: grid["claims"][0].update(claim, direction=direction)
+
+
+@pytest.mark.parametrize(
+    ("direction", "verdict", "tested"),
+    [("less", "contradicted", "at least 0.1 nats lower"), ("greater", "reproduced", "at least 0.1 nats higher")],
+)
+def test_the_opposite_of_a_claim_is_not_its_reproduction(tmp_path, direction, verdict, tested):
+    """The image loss of the treatment ends 0.17 nats higher. If the claim says "lowers", the runs contradict it; the
+    control, which asks for a rise, shows what was tested wherever the verdict is printed."""
+    planted = {"mixed": Planted(60.0, {"text": 3.4, "image": 4.77}), "mixed-qk": Planted(8.5)}
+    folder = write_demo(tmp_path / "demo", planted, change=lower_rate(direction))
+    content = content_of(folder)
+    row = content["verdicts"][0]
+    assert row["verdict"] == verdict and row["tested"] == tested and row["effect"].startswith("+0.17")
+    for name in ("index.html", "report.md"):
+        assert f"{tested} in “mixed, no QK-Norm”" in render(name, content | {"css": css()})
+    assert judge(load_study(folder))[0].as_record()["tested"] == tested
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "at least ×1.99"),
+        ({"direction": "less"}, "at most ×0.502"),
+        ({"test": "equivalence"}, "from ×0.502 to ×1.99"),
+        ({"metric": "final_loss/text", "test": "equivalence"}, "less than 0.69 nats apart"),
+        ({"test": "count"}, "at least 0.69 of the runs more"),
+        ({"metric": "time_of_divergence", "direction": "less"}, "at least 0.69 of the run lower"),
+        ({"status": "shown"}, ""),
+    ],
+)
+def test_what_is_tested_is_in_the_unit_of_the_metric(tmp_path, change, words):
+    study = load_study(write_demo(tmp_path / "demo", change=lambda grid: grid["claims"][0].update(change)))
+    assert effect_tested(study.claims[0]) == words
+
+
+def test_a_shown_claim_has_no_verdict_on_the_page(tmp_path):
+    content = content_of(write_demo(tmp_path / "demo"))
+    rows = {row["id"]: row for row in content["verdicts"]}
+    assert rows["C13"]["verdict"] == "shown" and rows["C2"]["verdict"] == "reproduced"
+    assert dict((badge, n) for badge, _, n in content["page"]["counts"]) == {
+        "reproduced": 1, "contradicted": 1, "shown": 1,
+    }  # fmt: skip
+    for name in ("index.html", "report.md"):
+        text = render(name, content | {"css": "", "scripts": ""})
+        assert "inconclusive" not in text and ("shown" in text)
+
+
+def test_a_verdict_that_a_check_took_away_names_the_check(tmp_path):
+    """Both effects are far from the smallest effect of interest; one interval includes it."""
+    changes = {
+        "check": ({"mixed-qk": Planted(8.5, {"text": 3.4, "image": 6.29})}, "Failed checks: both modalities learned"),
+        "interval": ({"mixed-qk": Planted(30.0)}, "The interval includes the smallest effect of interest"),
+        "nothing": ({}, ""),
+    }
+    for name, (planted, why) in changes.items():
+        content = content_of(write_demo(tmp_path / name, planted))
+        row = content["verdicts"][0]
+        assert row["why"] == why and (row["verdict"] == "inconclusive") == bool(why)
+        for template in ("index.html", "report.md"):
+            assert not why or render(template, content | {"css": css()}).count(why) >= 1
+        # A failed check makes the adjusted p-value 1; it stands beside the raw one.
+        assert row["p"].get("adjusted p") == ("1" if name == "check" else None)
+
+
+def test_only_measured_numbers_are_links_and_never_those_of_an_arm(tmp_path):
+    def rename(grid):
+        for arm, value in grid["arms"].items():
+            value["label"] = f"learning rate 0.0375, {arm}"
+
+    content = content_of(write_demo(tmp_path / "demo", change=rename))
+    page = render("index.html", content | {"css": css()})
+    links = re.findall(r'<a class="n" href="[^"]*">([^<]*)</a>', page)
+    assert "60.0" in links and "0.0375" not in links
+    assert page.count("0.0375") > 10

@@ -16,7 +16,6 @@ from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.findings import headline
 from mmqk.report.page import write_report
-from mmqk.report.render import linked
 from tests.analysis.fake_runs import write_demo
 from tests.report.report_runs import write, write_forks, write_replays, write_sweep
 
@@ -235,12 +234,6 @@ def test_replays_beside_another_folder_keep_their_label(folders, tmp_path, fp32,
 def test_pages_without_replays_say_nothing_of_them(report):
     page = report[1]
     assert "Replays" not in page and "Forks" not in page
-
-
-def test_numbers_of_a_sentence_are_links():
-    text = linked("C2 ended 29.0 times (95 % interval +23.3 to 1,036, n = 3) <b> of QK-Norm 1.8M", "#x")
-    assert re.findall(r">([^<]*)</a>", text) == ["29.0", "+23.3", "1,036", "3"]
-    assert "&lt;b&gt;" in text and linked("7 <", "") == "7 &lt;"
 
 
 def test_every_value_of_a_claim_links_to_its_run(report):

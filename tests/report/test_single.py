@@ -111,3 +111,30 @@ def test_the_page_of_attach_applies_the_rules(tmp_path, low):
     (folder / "status.json").write_text(json.dumps({"status": "completed", "step": 90, "reason": "", "seconds": 1}))
     page, _ = page_of(folder, tmp_path)
     assert ("1 alarm</summary>" in page) == (low < 0.1) and ("0 alarms</summary>" in page) == (low > 0.1)
+
+
+@pytest.mark.parametrize("of", ["attach", "mmqk"])
+def test_a_page_of_attach_says_nothing_about_what_it_does_not_have(tmp_path, of):
+    """The folder has metrics alone. The control: the same metrics in a folder of mmqk.train that lost two files."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    lines = [{"step": n, "lr": 0.1, "q_norm/text/layer00": 2.0} for n in range(0, 1000, 2)]
+    if of == "mmqk":
+        lines = [{**line, "loss/text": 4.0, "loss": 4.0} for line in lines]
+        (folder / "data.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = ("run.json is missing", "status.json is missing", "failed at step 0", "mean of", "Results by arm")
+    pages = page_of(folder, tmp_path)
+    for text in pages:
+        text = re.sub(r"<style>.*?</style>|<script.*?</script>", "", text, flags=re.S)
+        assert [words for words in said if words in text] == (list(said) if of == "mmqk" else [])
+    assert "No measured series grew." in pages[0] and "0 alarms" in pages[0]
+
+
+def test_nothing_is_said_to_have_raised_no_alarm_where_nothing_was_measured(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "lr": 0.1}\n{"step": 2, "lr": 0.1}\n')
+    page, markdown = page_of(folder, tmp_path)
+    assert "0 alarms" not in page and "Alarms" not in markdown
+    assert "What grew first" not in page and "What grew first" not in markdown

@@ -14,7 +14,7 @@ from mmqk.report.figures.claims import claim_figure
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.standard import figures
 from mmqk.report.figures.style import arm_colors
-from mmqk.report.findings import about_numbers, cannot_tell, effect_and_medians, finding, headline
+from mmqk.report.findings import about_numbers, cannot_tell, effect_in_cell, finding, headline, medians
 from mmqk.report.page import _about_learning, _about_losses
 from mmqk.report.run_table import run_rows
 from mmqk.report.tables import arm_rows
@@ -133,7 +133,7 @@ def sentences(folder):
     made = [*figures(study), *paper_figures(study), *(claim_figure(study, v) for v in found)]
     said = [part for figure in made if figure is not None for part in (figure.reading, figure.caption)]
     said += [headline(study, found), *(finding(study, v) for v in found), *cannot_tell(study, found)]
-    said += [part for v in found for part in (*effect_and_medians(study, v), *v.notes)]
+    said += [part for v in found for part in (effect_in_cell(v), f"{medians(study, v)[0]}: ", *v.notes)]
     colors = arm_colors(study)
     said += [about_numbers(found), _about_learning(study)]
     said.append("arms: " + _about_losses([row["final"] for row in arm_rows(study, colors)]))

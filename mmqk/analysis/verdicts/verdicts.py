@@ -48,7 +48,7 @@ from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import LEANS
 from mmqk.store.formatting import plain
 
-__all__ = ["Judgment", "Verdict", "detectable_in_words", "judge", "middle", "tested_in_words"]
+__all__ = ["Judgment", "Verdict", "detectable_in_words", "effect_tested", "judge", "middle"]
 
 Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
@@ -91,7 +91,7 @@ class Verdict(Assessment):
             "verdict": self.verdict,
             "effect": None if effect is None else _rounded(effect.value),
             "interval": with_interval and [_rounded(with_interval.low), _rounded(with_interval.high)],
-            "tested": tested_in_words(claim),
+            "tested": effect_tested(claim),
             "threshold": None if math.isnan(claim.min_effect) else claim.min_effect * claim.sign,
             "runs": list(self.runs),
             "controls": [asdict(control) for control in self.controls],
@@ -309,7 +309,7 @@ def detectable_in_words(verdict: Verdict) -> str:
     return f"{number(size, 2)} {verdict.metric.unit}".strip()
 
 
-def tested_in_words(claim: Claim) -> str:
+def effect_tested(claim: Claim) -> str:
     """Return what the claim tests of its treatment, relative to its control: ``at least ×2``, ``at least 0.1 nats
     lower``; empty for a claim without a verdict."""
     if not claim.decided:
