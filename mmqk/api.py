@@ -99,21 +99,22 @@ class Runs:
 
         Returns:
             Columns ``claim``, ``statement``, ``metric``, ``treatment``, ``control``, ``verdict``, ``effect``,
-            ``low``, ``high``, ``min_effect``, ``p``, ``n``, ``status`` and ``note``. ``low`` to ``high`` is the 95 %
-            interval of the effect. If the metric is on a log scale, the effect and its interval are differences of
+            ``low``, ``high``, ``min_effect``, ``tested``, ``p``, ``adjusted_p``, ``n``, ``status``, ``why`` and
+            ``note``. ``low`` to ``high`` is the 95 % interval of the effect. If the metric is on a log scale, the effect and its interval are differences of
             logarithms. ``n`` is the number of compared runs. ``status`` is confirmatory, exploratory or shown.
         """
         rows = []
         for verdict in self._findings.verdicts:
             record = verdict.as_record()
             low, high = record["interval"] or (None, None)
+            adjusted = (record["adjusted"] or {}).get("p")
             of_claim = {"low": low, "high": high, "min_effect": record["threshold"], "n": len(record["runs"])}
-            rows.append(vars(verdict.claim) | record | of_claim)
+            rows.append(vars(verdict.claim) | record | of_claim | {"adjusted_p": adjusted})
         columns = [
             "claim", "statement", "metric", "treatment", "control", "verdict", "effect", "low", "high", "min_effect",
-            "p", "n", "status", "note",
+            "tested", "p", "adjusted_p", "n", "status", "why", "note",
         ]  # fmt: skip
-        numbers = ["effect", "low", "high", "min_effect", "p"]
+        numbers = ["effect", "low", "high", "min_effect", "p", "adjusted_p"]
         table = pd.DataFrame(rows, columns=columns)
         return table.astype({**dict.fromkeys(numbers, "float64"), "n": "int64"})
 
