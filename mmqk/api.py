@@ -100,8 +100,9 @@ class Runs:
         Returns:
             Columns ``claim``, ``statement``, ``metric``, ``treatment``, ``control``, ``verdict``, ``effect``,
             ``low``, ``high``, ``min_effect``, ``tested``, ``p``, ``adjusted_p``, ``n``, ``status``, ``why`` and
-            ``note``. ``low`` to ``high`` is the 95 % interval of the effect. If the metric is on a log scale, the effect and its interval are differences of
-            logarithms. ``n`` is the number of compared runs. ``status`` is confirmatory, exploratory or shown.
+            ``note``. ``low`` to ``high`` is the 95 % interval of the effect. If the metric is on a log scale, the
+            effect and its interval are differences of logarithms. ``n`` is the number of compared runs. ``status``
+            is confirmatory, exploratory or shown.
         """
         rows = []
         for verdict in self._findings.verdicts:

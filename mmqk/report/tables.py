@@ -65,6 +65,7 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "medians": by_arm,
                 "verdict": verdict.badge,
                 "css": verdict.badge.replace(" ", "-"),
+                "unchecked": listed(claim.not_checked) if claim.decided else "",
                 "why": verdict.why.rstrip("."),
                 "note": " ".join(note for note in verdict.notes if note != verdict.why),
                 "controls": verdict.controls,

@@ -342,7 +342,7 @@ def test_record_is_the_contract(tmp_path):
     for found in verdicts(tmp_path, leave_out=("image-off",)).values():
         record = found.as_record()
         assert list(record) == [
-            "claim", "verdict", "effect", "interval", "threshold", "runs", "controls", "note",
+            "claim", "verdict", "effect", "interval", "tested", "threshold", "runs", "controls", "note", "why",
             "status", "test", "p", "sign_flip", "detectable", "counts", "adjusted",
         ]  # fmt: skip
         assert json.loads(json.dumps(record, allow_nan=False)) == record
