@@ -14,19 +14,19 @@ REPORT = ROOT / "reports/examples/claims/report.md"
 
 
 def table() -> str:
-    """Return the table: the effect and the verdict of every claim with runs, in the order of the report."""
-    lines = ["| id | statement | effect (95 % interval) | verdict |", "| --- | --- | --- | --- |"]
+    """Return the table: what was tested, the effect and the verdict of every claim with runs, in the order of the
+    report."""
+    lines = ["| id | statement | tested | effect (95 % interval) | verdict |", "| --- | --- | --- | --- | --- |"]
     for line in REPORT.read_text(encoding="utf-8").splitlines():
         claim = re.match(r"\| \*\*([\w-]+)\*\* (.*?)\.? \| ", line)
         if claim is None or "**not run**" in line:
             continue
         cells = line.split(" | ")
-        effect = re.match(r"\*\*(.+?)\*\*", cells[3])
-        verdict = re.match(r"\*\*(.+?)\*\*", cells[4])
+        verdict, effect = (re.match(r"\*\*(.+?)\*\*", cell) for cell in (cells[1], cells[3]))
         assert verdict is not None, line
         shown = effect[1] if effect else "–"
-        exploratory = ", exploratory" if "Exploratory:" in cells[4] else ""
-        lines.append(f"| {claim[1]} | {claim[2]} | {shown} | {verdict[1]}{exploratory} |")
+        exploratory = ", exploratory" if "Exploratory:" in line else ""
+        lines.append(f"| {claim[1]} | {claim[2]} | {cells[2]} | {shown} | {verdict[1]}{exploratory} |")
     return "\n".join(lines)
 
 

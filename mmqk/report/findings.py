@@ -14,6 +14,7 @@ from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
 from mmqk.analysis.verdicts.claims import counted_label, measured_label
+from mmqk.analysis.verdicts.notes import interval_text
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, detectable_in_words, middle
 from mmqk.grid.claims import CHECKS
@@ -205,12 +206,7 @@ def p_values(verdict: Verdict) -> dict[str, str]:
     if adjusted.claims > 1 or claim.stopping:
         looks = f", {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
         values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}{looks}"
-        low, high = effect.interval(adjusted.alpha)
-        places = decimals((high - low) / 2)
-        if verdict.metric.scale == "log":
-            decides = f"×{number(exp(low))} to ×{number(exp(high))}"
-        else:
-            decides = f"{fixed(low, places, '+')} to {fixed(high, places, '+')} {verdict.metric.unit}".strip()
+        decides = " to ".join(interval_text(claim, *effect.interval(adjusted.alpha)))
         values["interval that decides"] = f"{decides} ({percent(1 - adjusted.alpha, 3)})"
     return values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from mmqk.analysis.formatting import listed, plural
+from mmqk.analysis.formatting import decimals, exp, fixed, listed, number, plural
 from mmqk.analysis.metrics import trained_modalities
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats import AnyEffect
@@ -139,7 +139,7 @@ def interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
     """Return the ends of an interval as text: ratios, or differences with their unit."""
     metric = claim_metric(claim)
     if metric.scale == "log":
-        return number(exp(low)), number(exp(high))
+        return f"×{number(exp(low))}", f"×{number(exp(high))}"
     places = decimals((high - low) / 2)
     return fixed(low, places, "+"), f"{fixed(high, places, '+')} {metric.unit}".strip()
 
