@@ -17,20 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.devices import cores, gpus
-from mmqk.ablation.estimate import time_left
-from mmqk.ablation.plan import plan
-from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
-from mmqk.ablation.progress import PoolProgress, table
-from mmqk.ablation.record import check_out, take_runs
-from mmqk.ablation.replays import arm_of, plan_of_run
-from mmqk.ablation.resolver import Resolver
-from mmqk.ablation.session import Session
-from mmqk.grid.claims import check_arms
-from mmqk.grid.grid import Grid
-from mmqk.grid.merge import load_grids
-from mmqk.grid.record import read_ablation
-from mmqk.grid.rules import ReplayRule
+from mmqk.lab.grid.claims import check_arms
+from mmqk.lab.grid.grid import Grid
+from mmqk.lab.grid.merge import load_grids
+from mmqk.lab.grid.record import read_ablation
+from mmqk.lab.grid.rules import ReplayRule
+from mmqk.lab.runner.devices import cores, gpus
+from mmqk.lab.runner.estimate import time_left
+from mmqk.lab.runner.plan import plan
+from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
+from mmqk.lab.runner.progress import PoolProgress, table
+from mmqk.lab.runner.record import check_out, take_runs
+from mmqk.lab.runner.replays import arm_of, plan_of_run
+from mmqk.lab.runner.resolver import Resolver
+from mmqk.lab.runner.session import Session
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
 from mmqk.store.formatting import plural
 from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
@@ -145,8 +145,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check_claims(grid: Grid, session: Session) -> list[str]:
     """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
-    from mmqk.analysis.verdicts.decidable import check_decidable, few_seeds
-    from mmqk.analysis.verdicts.study import study_of
+    from mmqk.lab.verdicts.decidable import check_decidable, few_seeds
+    from mmqk.lab.verdicts.study import study_of
 
     assert session.plan is not None
     record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
@@ -188,7 +188,7 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
         )
     grid = load_grids(options.config, added)
     if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
-        from mmqk.analysis.verdicts.learning_rates import selection_metric  # slow to import
+        from mmqk.lab.verdicts.learning_rates import selection_metric  # slow to import
 
         for metric in metrics:
             selection_metric(metric)

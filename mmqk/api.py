@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from mmqk.analysis.metrics import METRICS, final_loss
-from mmqk.analysis.runs.columns import EMPTY
-from mmqk.analysis.runs.load import Run
-from mmqk.analysis.verdicts.combined import Findings, read
+from mmqk.lab.metrics import METRICS, final_loss
+from mmqk.lab.runs.columns import EMPTY
+from mmqk.lab.runs.load import Run
+from mmqk.lab.verdicts.combined import Findings, read
 
 _OF_SERIES = {
     "run": "string", "arm": "string", "seed": "int64", "metric": "string", "modality": "string", "layer": "Int64",
@@ -22,7 +22,7 @@ _OF_SERIES = {
 class Runs:
     """The runs of some folders, in the order of their grid.
 
-    ``len`` is the number of runs. Iterating yields a `mmqk.analysis.Run` per run, with its configuration, series and
+    ``len`` is the number of runs. Iterating yields a `mmqk.lab.Run` per run, with its configuration, series and
     alarms.
     """
 

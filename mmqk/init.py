@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmqk.grid.language import name as grid_name
+from mmqk.lab.grid.language import name as grid_name
 from mmqk.store import OneSentenceParser, UserError, named_config, run_main
 
 DESCRIPTION = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from mmqk.grid.record import read_ablation
+from mmqk.lab.grid.record import read_ablation
 from mmqk.store import OneSentenceParser, UserError, find_runs, run_main
 from mmqk.store.files import read_regular
 from mmqk.store.pack import FEW_DIGITS, FILES, write_pack

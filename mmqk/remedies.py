@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmqk.grid.language import flags
+from mmqk.lab.grid.language import flags
 from mmqk.store import OneSentenceParser, run_main
 
 # The marks after the sources. A mark states how the source was read.

@@ -50,8 +50,8 @@ def tiny_args(tiny_data: Path) -> list[str]:
 
 
 def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
-    patch.setattr("mmqk.report.page.svg_panels", lambda brush, figure: [[""] * len(row) for row in figure.rows])
+    patch.setattr("mmqk.lab.page.page.figure_files", lambda brush, figure: {})
+    patch.setattr("mmqk.lab.page.page.svg_panels", lambda brush, figure: [[""] * len(row) for row in figure.rows])
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def without_figures(monkeypatch):
 
 
 def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
+    patch.setattr("mmqk.lab.page.page.figure_files", lambda brush, figure: {})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import mmqk
-from mmqk.analysis import judge, load_study
+from mmqk.lab import judge, load_study
 from mmqk.store import UserError
 from tests.analysis.fake_runs import DEMO, write_demo
 

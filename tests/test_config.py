@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmqk.config import print_yaml, resolve
-from mmqk.grid.grid import load_grid
+from mmqk.lab.grid.grid import load_grid
 from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, read_metrics
 from mmqk.train import main
 

@@ -92,7 +92,7 @@ import sys, tempfile
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from tests.analysis.fake_runs import DEMO, write_run
-from mmqk.report.__main__ import main
+from mmqk.report import main
 with tempfile.TemporaryDirectory() as folder:
     write_run(Path(folder) / "runs/one", DEMO["mixed"])
     assert main([folder + "/runs", "--out", folder + "/report"]) == 0
@@ -145,12 +145,14 @@ RULES = {
         then=RESOLVE,
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
-    "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.table"), never=("torch", "lightning")),
-    "analysis": Rule(("mmqk.analysis",), never=("torch", "lightning", "matplotlib")),
+    "watch": Rule(("mmqk.watch", "mmqk.lab.runner.views", "mmqk.lab.runner.table"), never=("torch", "lightning")),
+    "analysis": Rule(
+        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.formatting"),
+        never=("torch", "lightning", "matplotlib"),
+    ),
     "report": Rule(
-        ("mmqk.analysis", "mmqk.report"),
+        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.page", "mmqk.report"),
         never=("torch", "lightning"),
-        leave_out=("mmqk.report.__main__",),
         then=REPORT,
     ),
 }
@@ -185,8 +187,8 @@ def test_the_rule_is_kept(name):
         ("config", "config/training.py", "import lightning", "imports lightning"),
         ("config", "data/tokenizers/files.py", "from torch import Tensor", "imports torch"),  # by `resolve` only
         ("shards", "data/shards/pairs.py", "import mmqk.data.tokenizers.text", "imports mmqk.data.tokenizers"),
-        ("report", "analysis/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
-        ("report", "report/__main__.py", "def main(argv): import torch", "imports torch"),
+        ("report", "lab/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
+        ("report", "report.py", "def main(argv): import torch", "imports torch"),
     ],
 )
 def test_a_planted_violation_is_caught(tmp_path, name, file, line, says):

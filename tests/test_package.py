@@ -47,4 +47,4 @@ def test_the_wheel_of_the_last_commit_has_every_file(tmp_path):
         packed = {name for name in content.namelist() if name.startswith("mmqk/")}
     installed = {f"mmqk/shipped/{name}" for name in shipped if not name.startswith("data/build/")}
     assert packed == {*packages, *installed}
-    assert {"mmqk/py.typed", "mmqk/report/templates/index.html", "mmqk/shipped/configs/demo.yaml"} <= packed
+    assert {"mmqk/py.typed", "mmqk/lab/page/templates/index.html", "mmqk/shipped/configs/demo.yaml"} <= packed

@@ -17,10 +17,10 @@ import yaml
 import mmqk
 from mmqk.config import RANGES, SECTIONS, build_parser, resolve
 from mmqk.config.fork import ForkConfig, Parent
-from mmqk.grid.arms import Arm, ArmFork
-from mmqk.grid.claims import Claim, read_claims
-from mmqk.grid.language import read_yaml
-from mmqk.grid.rules import LrRule, ReplayRule
+from mmqk.lab.grid.arms import Arm, ArmFork
+from mmqk.lab.grid.claims import Claim, read_claims
+from mmqk.lab.grid.language import read_yaml
+from mmqk.lab.grid.rules import LrRule, ReplayRule
 from mmqk.ranges import Range, check_fields, decimal_numbers, number, range_of
 from mmqk.store import UserError, cli_main
 from mmqk.train import main

@@ -11,10 +11,10 @@ import io
 import re
 from pathlib import Path
 
-from mmqk.analysis.verdicts.ranking import ranking
-from mmqk.analysis.verdicts.study import load_study
+from mmqk.lab.page.ranking import ranking_csv
+from mmqk.lab.verdicts.ranking import ranking
+from mmqk.lab.verdicts.study import load_study
 from mmqk.remedies import REMEDIES
-from mmqk.report.ranking import ranking_csv
 from mmqk.store.pack import unpacked
 
 ROOT = Path(__file__).parents[1]

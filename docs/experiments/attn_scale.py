@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 
+from mmqk.lab.page.figures.style import PALETTE, RC
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
-from mmqk.report.figures.style import PALETTE, RC
 
 HERE = Path(__file__).parent
 HEAD_DIMS, SEEDS, TOKENS, SEQUENCES = (8, 16, 32, 64, 128, 256), 5, 128, 4

@@ -22,10 +22,10 @@ import numpy as np
 from scipy import stats
 
 import mmqk
-from mmqk.analysis.metrics import late
-from mmqk.analysis.metrics.late import failure_step, window_means
-from mmqk.analysis.metrics.losses import trained_modalities
-from mmqk.analysis.metrics.stability import divergence_step
+from mmqk.lab.metrics import late
+from mmqk.lab.metrics.late import failure_step, window_means
+from mmqk.lab.metrics.losses import trained_modalities
+from mmqk.lab.metrics.stability import divergence_step
 
 RULES = ("spike", "spike_median", "growth", "collapse", "stall")
 # Monitor: statistic, reduction over layers and modalities, and the width of the window before the step.

@@ -14,8 +14,8 @@ import sys
 import numpy as np
 
 import mmqk
-from mmqk.analysis.metrics.late import rise_step, window_means
-from mmqk.analysis.metrics.losses import final_loss
+from mmqk.lab.metrics.late import rise_step, window_means
+from mmqk.lab.metrics.losses import final_loss
 
 
 def over_seeds(runs, value):

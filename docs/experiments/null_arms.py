@@ -1,7 +1,7 @@
 """Measure the rate of wrong verdicts on arms that do not differ: `python docs/experiments/null_arms.py`.
 
 The script reads null_arms.csv (written by null_arms_train.py), assigns its runs to arms at random, lets
-`mmqk.analysis` choose learning rates and give verdicts, and writes the tables of ../evidence.md. It takes five
+`mmqk.lab` choose learning rates and give verdicts, and writes the tables of ../evidence.md. It takes five
 minutes on one CPU core.
 """
 
@@ -18,12 +18,12 @@ from unittest import mock
 
 import numpy as np
 
-from mmqk.analysis.runs.columns import Columns
-from mmqk.analysis.runs.load import Run
-from mmqk.analysis.stats.exact import clopper_pearson
-from mmqk.analysis.verdicts.learning_rates import choose
-from mmqk.analysis.verdicts.study import study_of
-from mmqk.analysis.verdicts.verdicts import Verdict, judge
+from mmqk.lab.runs.columns import Columns
+from mmqk.lab.runs.load import Run
+from mmqk.lab.stats.exact import clopper_pearson
+from mmqk.lab.verdicts.learning_rates import choose
+from mmqk.lab.verdicts.study import study_of
+from mmqk.lab.verdicts.verdicts import Verdict, judge
 from mmqk.store import Status
 
 HERE = Path(__file__).parent
@@ -260,7 +260,7 @@ WITHOUT_HOLM = replace(MATCHED, claims=tuple({**c, "alpha_family": str(i)} for i
 def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
     """Return `false_verdicts` of six claims without the check that the chosen learning rates differ by more than
     chance."""
-    with mock.patch("mmqk.analysis.verdicts.controls.distinguishable", lambda *_: True):
+    with mock.patch("mmqk.lab.verdicts.controls.distinguishable", lambda *_: True):
         return false_verdicts(SIX, planted, draws)
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mmqk.analysis.formatting import listed, nats, number, plural
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import Content
 from mmqk.inspection.decode import IdDecoder, Originals, Pictures
 from mmqk.inspection.reading import WINDOW, read
 from mmqk.inspection.views import SequenceView, Viewer
-from mmqk.report import render as report
+from mmqk.lab.formatting import listed, nats, number, plural
+from mmqk.lab.page import render as report
 from mmqk.store import find_file, without_roots
 from mmqk.store.formatting import text_table
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import mmqk.ablate as ablate
-from mmqk.grid.claims import claims_hash
+from mmqk.lab.grid.claims import claims_hash
 from mmqk.store import identity_hash, read_status
 
 GRID = """

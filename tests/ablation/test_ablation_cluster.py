@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import mmqk.ablation.pool as pools
+import mmqk.lab.runner.pool as pools
 from mmqk import ablate
-from mmqk.ablation.devices import cores, gpus
-from mmqk.ablation.estimate import time_left
-from mmqk.ablation.pool import Pool
-from mmqk.ablation.task import Task, TaskOutcome
+from mmqk.lab.runner.devices import cores, gpus
+from mmqk.lab.runner.estimate import time_left
+from mmqk.lab.runner.pool import Pool
+from mmqk.lab.runner.task import Task, TaskOutcome
 from mmqk.store import RunFolder, identity_hash, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"

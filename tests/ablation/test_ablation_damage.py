@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation.record import write_record
-from mmqk.ablation.resolver import Plan
-from mmqk.analysis.verdicts.study import load_study
+from mmqk.lab.runner.record import write_record
+from mmqk.lab.runner.resolver import Plan
+from mmqk.lab.verdicts.study import load_study
 from mmqk.store import UserError, identity_hash
 
 GRID = """
@@ -53,7 +53,7 @@ def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
 
 def test_it_is_not_replaced_where_it_is_damaged_while_runs_train(world, tmp_path):
     """The planner reads `ablation.json` again whenever a run ends."""
-    from mmqk.grid.grid import load_grid
+    from mmqk.lab.grid.grid import load_grid
 
     assert world(grid=GRID) == 0
     grid = load_grid("toy.yaml")

@@ -8,7 +8,7 @@ import pytest
 from mmqk.ablate import _parse
 from mmqk.config.parse import parse_fields
 from mmqk.config.training import OptimConfig
-from mmqk.grid.language import flags
+from mmqk.lab.grid.language import flags
 from mmqk.store import UserError
 
 GRID = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.grid.claims import claims_hash
+from mmqk.lab.grid.claims import claims_hash
 from mmqk.store import read_status
 from mmqk.store.pack import write_pack
 

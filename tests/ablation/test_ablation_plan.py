@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from mmqk.ablation.plan import plan
-from mmqk.ablation.resolver import Resolver
-from mmqk.grid.merge import load_grids
+from mmqk.lab.grid.merge import load_grids
+from mmqk.lab.runner.plan import plan
+from mmqk.lab.runner.resolver import Resolver
 from mmqk.store import read_json, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"
@@ -88,7 +88,7 @@ def test_a_metric_that_is_none_is_refused_and_one_that_no_run_has_too(world, tmp
 
 
 def test_what_cannot_be_planned_while_runs_go_on_ends_none_of_them(world, tmp_path, capsys, monkeypatch):
-    from mmqk.ablation import session
+    from mmqk.lab.runner import session
     from mmqk.store import UserError
 
     real, calls = session.write_record, []

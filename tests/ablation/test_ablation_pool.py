@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation.pool import Pool
-from mmqk.ablation.task import Task, TaskOutcome, standing
+from mmqk.lab.runner.pool import Pool
+from mmqk.lab.runner.task import Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
 
@@ -156,7 +156,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 from fake_train import identity_of
-from mmqk.ablation.pool import Pool, Task
+from mmqk.lab.runner.pool import Pool, Task
 from mmqk.store import identity_hash
 
 def tick(pool):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation.pool import Pool
-from mmqk.ablation.progress import PoolProgress, table
-from mmqk.ablation.task import Task, TaskOutcome, standing
+from mmqk.lab.runner.pool import Pool
+from mmqk.lab.runner.progress import PoolProgress, table
+from mmqk.lab.runner.task import Task, TaskOutcome, standing
 from mmqk.store import MetricsWriter, write_json
 
 
@@ -84,7 +84,7 @@ def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, 
     assert line(progress, pool) == "run 1 of 1 · a seed 0 · starting · 1 running"
     pool = make(tmp_path, {"a": (TaskOutcome("waiting"), None), "b": (TaskOutcome("completed", 100), None)})
     assert line(progress, pool) == "about to start a seed 0"
-    monkeypatch.setattr("mmqk.ablation.progress.is_locked", lambda folder: folder == tmp_path / "a")
+    monkeypatch.setattr("mmqk.lab.runner.progress.is_locked", lambda folder: folder == tmp_path / "a")
     assert line(progress, pool) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
 
 

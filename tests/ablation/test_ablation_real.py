@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation.plan import plan
-from mmqk.ablation.resolver import Resolver
 from mmqk.config import resolve
-from mmqk.grid.grid import load_grid
+from mmqk.lab.grid.grid import load_grid
+from mmqk.lab.runner.plan import plan
+from mmqk.lab.runner.resolver import Resolver
 from mmqk.store import read_json, read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmqk.ablation.replays import numerics_of
+from mmqk.lab.runner.replays import numerics_of
 from mmqk.model.backend_check import check_backend
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.analysis.verdicts.claims import check_claims
-from mmqk.analysis.verdicts.decidable import check_decidable
-from mmqk.grid import load_grid
-from mmqk.grid.claims import read_claims
+from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.claims import read_claims
+from mmqk.lab.verdicts.claims import check_claims
+from mmqk.lab.verdicts.decidable import check_decidable
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
 CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "direction": "greater"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis.stats.exact import Counts, clopper_pearson, fisher, sign_flip
+from mmqk.lab.stats.exact import Counts, clopper_pearson, fisher, sign_flip
 
 
 def test_fisher_sums_the_tables_that_are_at_most_as_likely():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.runs.load import Run
-from mmqk.analysis.verdicts.compared import Group, share_history
+from mmqk.lab.runs.load import Run
+from mmqk.lab.verdicts.compared import Group, share_history
 
 CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.verdicts.compared import compare, measure, spread_outcomes
-from mmqk.grid.claims import Claim
+from mmqk.lab import judge, load_study
+from mmqk.lab.grid.claims import Claim
+from mmqk.lab.verdicts.compared import compare, measure, spread_outcomes
 from tests.analysis.fake_runs import DEMO, Planted, write_demo
 
 

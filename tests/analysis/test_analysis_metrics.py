@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mmqk
-from mmqk.analysis.metrics import (
+from mmqk.lab.metrics import (
     METRICS,
     best_loss,
     final_loss,
@@ -20,7 +20,7 @@ from mmqk.analysis.metrics import (
     learned,
     unigram_entropy,
 )
-from mmqk.analysis.runs.load import load_runs
+from mmqk.lab.runs.load import load_runs
 from mmqk.store import UserError
 from tests.analysis.fake_runs import UNIGRAM, Planted, write_run
 from tests.analysis.small_runs import small_run

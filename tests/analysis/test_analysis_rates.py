@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.verdicts.learning_rates import BestRate, choose, distinguishable, selection_metric
+from mmqk.lab import judge, load_study
+from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable, selection_metric
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_grid
 

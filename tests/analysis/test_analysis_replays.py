@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.runs.load import Run
-from mmqk.analysis.runs.replays import BF16, FP32, replay_verdicts
+from mmqk.lab.runs.load import Run
+from mmqk.lab.runs.replays import BF16, FP32, replay_verdicts
 from mmqk.store import Status
 
 STEP, T_DIV, HORIZON = 800, 1000, 1400

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mmqk
-from mmqk.analysis import load_runs, load_study
+from mmqk.lab import load_runs, load_study
 from mmqk.store import Tag, UserError, write_json
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.analysis import judge, load_runs, load_study
-from mmqk.analysis.formatting import number
-from mmqk.analysis.verdicts.controls import within_bound
+from mmqk.lab import judge, load_runs, load_study
+from mmqk.lab.formatting import number
+from mmqk.lab.verdicts.controls import within_bound
 from tests.analysis.fake_runs import DEMO, Planted, write_demo
 
 UNLEARNED = {"text": 3.4, "image": 5.45}

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from mmqk.analysis import load_study
-from mmqk.analysis.metrics.departure import departures
-from mmqk.analysis.verdicts.failure_order import failure_order
-from mmqk.report.page import write_report
+from mmqk.lab import load_study
+from mmqk.lab.metrics.departure import departures
+from mmqk.lab.page.page import write_report
+from mmqk.lab.verdicts.failure_order import failure_order
 from tests.analysis.small_runs import config, small_run
 
 STEPS = range(100, 2001, 100)

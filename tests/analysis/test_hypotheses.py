@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.stats.effects import Effect
-from mmqk.analysis.verdicts.controls import Control
-from mmqk.analysis.verdicts.hypotheses import patterns, possible_states, prediction_verdict
-from mmqk.grid.claims import claims_hash
-from mmqk.grid.hypotheses import PREDICTIONS, read_hypotheses
-from mmqk.report.page import write_report
+from mmqk.lab import judge, load_study
+from mmqk.lab.grid.claims import claims_hash
+from mmqk.lab.grid.hypotheses import PREDICTIONS, read_hypotheses
+from mmqk.lab.page.page import write_report
+from mmqk.lab.stats.effects import Effect
+from mmqk.lab.verdicts.controls import Control
+from mmqk.lab.verdicts.hypotheses import patterns, possible_states, prediction_verdict
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_grid
 

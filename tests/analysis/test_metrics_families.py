@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis.metrics import FAMILY_METRICS, FamilyMetric, find_metric
-from mmqk.analysis.metrics.rates import dose_response
+from mmqk.lab.metrics import FAMILY_METRICS, FamilyMetric, find_metric
+from mmqk.lab.metrics.rates import dose_response
 from mmqk.store import UserError
 from tests.analysis.small_runs import config, small_run
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmqk.analysis.metrics import METRICS
+from mmqk.lab.metrics import METRICS
 from tests.analysis.small_runs import small_run
 
 METRIC = METRICS["norms_over_alignment"]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.analysis.metrics import METRICS, find_metric
+from mmqk.lab.metrics import METRICS, find_metric
 from tests.analysis.small_runs import small_run
 
 LAYERS, ROWS, KEYS = 3, 5, 12

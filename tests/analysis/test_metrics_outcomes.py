@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from mmqk.analysis.metrics import find_metric
-from mmqk.analysis.metrics.outcome import outcomes
-from mmqk.analysis.metrics.probes import norm_slope
+from mmqk.lab.metrics import find_metric
+from mmqk.lab.metrics.outcome import outcomes
+from mmqk.lab.metrics.probes import norm_slope
 from tests.analysis.small_runs import config, small_run
 
 DATA = {"source": "one"}

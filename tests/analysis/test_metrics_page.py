@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.metrics import (
+from mmqk.lab.metrics import (
     FAMILY_METRICS,
     METRICS,
     late,
@@ -15,9 +15,9 @@ from mmqk.analysis.metrics import (
     rates,
     scaling,
 )
-from mmqk.analysis.metrics.stability import WARNINGS
-from mmqk.analysis.metrics.table import DOSE
-from mmqk.analysis.stats.auroc import FEWEST_OF_EACH
+from mmqk.lab.metrics.stability import WARNINGS
+from mmqk.lab.metrics.table import DOSE
+from mmqk.lab.stats.auroc import FEWEST_OF_EACH
 from mmqk.store.alarms import NAMES, divergence, steps
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmqk.analysis.metrics import extrapolate, find_metric, model_size
+from mmqk.lab.metrics import extrapolate, find_metric, model_size
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from tests.analysis.small_runs import config, small_run
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from mmqk.analysis.metrics import METRICS, divergence_step, find_metric
+from mmqk.lab.metrics import METRICS, divergence_step, find_metric
 from mmqk.store import UserError
 from tests.analysis.small_runs import config, small_run
 

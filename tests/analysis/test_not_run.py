@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmqk.analysis import judge
+from mmqk.lab import judge
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted
 from tests.analysis.test_analysis_claims import BASIC, study

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis.metrics import find_metric
-from mmqk.analysis.stats.exact import clopper_pearson
-from mmqk.analysis.stats.multiple import level_of_look
-from mmqk.analysis.verdicts.compared import metric_value
+from mmqk.lab.metrics import find_metric
+from mmqk.lab.stats.exact import clopper_pearson
+from mmqk.lab.stats.multiple import level_of_look
+from mmqk.lab.verdicts.compared import metric_value
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from mmqk.analysis.stats.auroc import auroc
+from mmqk.lab.stats.auroc import auroc
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted
 from tests.analysis.test_analysis_claims import one, passed, study

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis import load_study
-from mmqk.analysis.stats.effects import Effect
-from mmqk.analysis.verdicts.ranking import _effect, ranking
-from mmqk.report.page import write_report
-from mmqk.report.ranking import interval, ranking_csv, ranking_rows
+from mmqk.lab import load_study
+from mmqk.lab.page.page import write_report
+from mmqk.lab.page.ranking import interval, ranking_csv, ranking_rows
+from mmqk.lab.stats.effects import Effect
+from mmqk.lab.verdicts.ranking import _effect, ranking
 from tests.analysis.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)

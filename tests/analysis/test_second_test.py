@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis import judge
-from mmqk.analysis.stats.effects import paired_effect, pooled_spread
-from mmqk.report.findings import cannot_tell
+from mmqk.lab import judge
+from mmqk.lab.page.findings import cannot_tell
+from mmqk.lab.stats.effects import paired_effect, pooled_spread
 from tests.analysis.fake_runs import Planted
 from tests.analysis.test_analysis_claims import BASIC, one, study
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis import load_study
-from mmqk.analysis.verdicts.specification import RUNS, specifications
-from mmqk.grid import load_grid
-from mmqk.report.page import write_report
+from mmqk.lab import load_study
+from mmqk.lab.grid import load_grid
+from mmqk.lab.page.page import write_report
+from mmqk.lab.verdicts.specification import RUNS, specifications
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_grid
 

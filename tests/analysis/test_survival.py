@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.stats.survival import kaplan_meier, log_rank
-from mmqk.report.figures.survival import survival_figure
+from mmqk.lab import judge, load_study
+from mmqk.lab.page.figures.survival import survival_figure
+from mmqk.lab.stats.survival import kaplan_meier, log_rank
 from tests.analysis.fake_runs import Planted
 from tests.analysis.test_analysis_claims import BASIC, study
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mmqk.analysis import judge, load_study
-from mmqk.report.__main__ import main
-from mmqk.report.findings import cannot_tell, finding
-from mmqk.report.page import write_report
+from mmqk.lab import judge, load_study
+from mmqk.lab.page.findings import cannot_tell, finding
+from mmqk.lab.page.page import write_report
+from mmqk.report import main
 from mmqk.store import UserError
 from tests.analysis.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 from tests.analysis.test_analysis_claims import BASIC, POSITIVE

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.analysis import judge, load_study
+from mmqk.lab import judge, load_study
 from mmqk.store.pack import unpacked
 
 PACKS = Path(__file__).parents[2] / "reports/examples"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.config import RunConfig, resolve
-from mmqk.grid import load_grid
-from mmqk.grid.grid import Grid
+from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.grid import Grid
 from mmqk.store import flatten
 
 ROOT = Path(__file__).parents[2]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.analysis.stats.auroc import FEWEST_OF_EACH
-from mmqk.analysis.stats.effects import quantile_t
-from mmqk.analysis.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims
-from mmqk.analysis.verdicts.decidable import check_decidable, few_seeds
-from mmqk.grid.claims import Claim, read_claims
-from mmqk.grid.grid import Grid
-from mmqk.grid.merge import load_grids
+from mmqk.lab.grid.claims import Claim, read_claims
+from mmqk.lab.grid.grid import Grid
+from mmqk.lab.grid.merge import load_grids
+from mmqk.lab.stats.auroc import FEWEST_OF_EACH
+from mmqk.lab.stats.effects import quantile_t
+from mmqk.lab.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims
+from mmqk.lab.verdicts.decidable import check_decidable, few_seeds
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs/claims"

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.grid import load_grid
-from mmqk.grid.claims import claims_hash
-from mmqk.grid.record import SHAPE, misfit
+from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.claims import claims_hash
+from mmqk.lab.grid.record import SHAPE, misfit
 from mmqk.store import UserError
 
 GRID = """

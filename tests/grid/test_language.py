@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation.replays import steps_before
-from mmqk.grid import load_grid
-from mmqk.grid.claims import claims_hash
-from mmqk.grid.grid import GRID_KEYS
-from mmqk.grid.merge import load_grids
-from mmqk.grid.rules import ReplayRule
+from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.claims import claims_hash
+from mmqk.lab.grid.grid import GRID_KEYS
+from mmqk.lab.grid.merge import load_grids
+from mmqk.lab.grid.rules import ReplayRule
+from mmqk.lab.runner.replays import steps_before
 from mmqk.store import UserError
 
 HEAD = "name: toy\nbase: base.yaml\n"

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from mmqk.analysis.verdicts.claims import check_claims
-from mmqk.analysis.verdicts.decidable import check_decidable
 from mmqk.config import resolve
 from mmqk.data.shards.pairs import read_pairs
 from mmqk.data.tokenizers.text import TextTokenizer
-from mmqk.grid import load_grid
-from mmqk.grid.claims import read_claims
+from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.claims import read_claims
+from mmqk.lab.verdicts.claims import check_claims
+from mmqk.lab.verdicts.decidable import check_decidable
 from tests.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/failures/late.yaml"

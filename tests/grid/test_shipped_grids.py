@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.analysis import load_study
 from mmqk.config import RunConfig, resolve
 from mmqk.data.shards.pairs import read_pairs
 from mmqk.data.tokenizers.text import TextTokenizer
-from mmqk.grid import load_grid
-from mmqk.grid.grid import Grid
+from mmqk.lab import load_study
+from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.grid import Grid
 from mmqk.remedies import REMEDIES
 from mmqk.store import UserError, flatten
 from tests.grid.resolved import ROOT, unequal

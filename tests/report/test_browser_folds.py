@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmqk.report.page import write_report
+from mmqk.lab.page.page import write_report
 from tests.analysis.fake_runs import write_demo
 from tests.report.report_runs import write_forks, write_replays
 from tests.training.browser import browser, installed

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from mmqk.report.page import write_report
-from mmqk.report.render import Raw, code, fenced, markdown
+from mmqk.lab.page.page import write_report
+from mmqk.lab.page.render import Raw, code, fenced, markdown
 from tests.analysis.fake_runs import DEMO, write_demo, write_run
 
 EVIL = "http://evil.example"

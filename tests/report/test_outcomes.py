@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.analysis import load_study
-from mmqk.grid.claims import check_report
-from mmqk.report.figures.outcomes import outcome_figures
+from mmqk.lab import load_study
+from mmqk.lab.grid.claims import check_report
+from mmqk.lab.page.figures.outcomes import outcome_figures
 from mmqk.store import UserError
 from tests.analysis.small_runs import small_run
 

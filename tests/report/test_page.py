@@ -16,23 +16,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmqk.analysis import load_study
-from mmqk.analysis.formatting import duration, listed, number
-from mmqk.analysis.verdicts.combined import read
-from mmqk.analysis.verdicts.study import StudyArm
-from mmqk.analysis.verdicts.verdicts import judge
-from mmqk.grid.claims import claims_hash
-from mmqk.report.figures.curves import binned, layer_map
-from mmqk.report.figures.draw import Brush
-from mmqk.report.figures.files import figure_files
-from mmqk.report.figures.fork_tree import fork_figure, fork_tree
-from mmqk.report.figures.interactive import chart_data
-from mmqk.report.figures.standard import figures, heat_map, hero
-from mmqk.report.figures.style import GRAY, arm_colors
-from mmqk.report.findings import cannot_tell, finding, headline, lead
-from mmqk.report.page import page_content, write_report
-from mmqk.report.render import css, render
-from mmqk.report.tables import arm_rows, data_rows
+from mmqk.lab import load_study
+from mmqk.lab.formatting import duration, listed, number
+from mmqk.lab.grid.claims import claims_hash
+from mmqk.lab.page.figures.curves import binned, layer_map
+from mmqk.lab.page.figures.draw import Brush
+from mmqk.lab.page.figures.files import figure_files
+from mmqk.lab.page.figures.fork_tree import fork_figure, fork_tree
+from mmqk.lab.page.figures.interactive import chart_data
+from mmqk.lab.page.figures.standard import figures, heat_map, hero
+from mmqk.lab.page.figures.style import GRAY, arm_colors
+from mmqk.lab.page.findings import cannot_tell, finding, headline, lead
+from mmqk.lab.page.page import page_content, write_report
+from mmqk.lab.page.render import css, render
+from mmqk.lab.page.tables import arm_rows, data_rows
+from mmqk.lab.verdicts.combined import read
+from mmqk.lab.verdicts.study import StudyArm
+from mmqk.lab.verdicts.verdicts import judge
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 from tests.analysis.small_runs import small_run
 
@@ -65,7 +65,7 @@ def demo(tmp_path_factory):
 def hero_file_alone(monkeypatch):
     """Make reports draw all figures on the page, but write the files of the first figure only."""
     monkeypatch.setattr(
-        "mmqk.report.page.figure_files",
+        "mmqk.lab.page.page.figure_files",
         lambda brush, figure: figure_files(brush, figure) if figure.name == "hero" else {},
     )
 
@@ -525,7 +525,7 @@ class Blocked:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Blocked())
-from mmqk.report.__main__ import main
+from mmqk.report import main
 from mmqk.store import cli_main
 sys.exit(cli_main(main)(sys.argv[1:]))
 """

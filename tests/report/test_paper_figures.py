@@ -8,17 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.analysis import load_study
-from mmqk.analysis.metrics import extrapolate
-from mmqk.analysis.metrics.scaling import fit_quadratic
-from mmqk.grid.claims import FIGURE_KINDS
-from mmqk.report.figures.draw import Brush
-from mmqk.report.figures.files import _legend_columns
-from mmqk.report.figures.interactive import chart_data
-from mmqk.report.figures.papers import KINDS, paper_figures
-from mmqk.report.figures.shapes import Key
-from mmqk.report.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
-from mmqk.report.figures.sweeps import sweeps
+from mmqk.lab import load_study
+from mmqk.lab.grid.claims import FIGURE_KINDS
+from mmqk.lab.metrics import extrapolate
+from mmqk.lab.metrics.scaling import fit_quadratic
+from mmqk.lab.page.figures.draw import Brush
+from mmqk.lab.page.figures.files import _legend_columns
+from mmqk.lab.page.figures.interactive import chart_data
+from mmqk.lab.page.figures.papers import KINDS, paper_figures
+from mmqk.lab.page.figures.shapes import Key
+from mmqk.lab.page.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
+from mmqk.lab.page.figures.sweeps import sweeps
 from mmqk.store import UserError
 from tests.analysis.fake_runs import write_demo
 from tests.report.report_runs import BASE, RATES, START, WIDTHS, planted_logit, write, write_sweep

@@ -7,18 +7,18 @@ import shutil
 
 import pytest
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.formatting import decimals, fixed
-from mmqk.analysis.verdicts.combined import read
-from mmqk.analysis.verdicts.verdicts import effect_tested
-from mmqk.report.figures.captions import LOGIT, at_end, hero_reading
-from mmqk.report.figures.claims import claim_figure
-from mmqk.report.figures.sweep_figures import lr_sensitivity
-from mmqk.report.findings import cannot_tell, effect_in_cell, finding, headline
-from mmqk.report.page import page_content
-from mmqk.report.render import css, render
-from mmqk.report.run_table import tokens, totals
-from mmqk.report.tables import outcome_rows
+from mmqk.lab import judge, load_study
+from mmqk.lab.formatting import decimals, fixed
+from mmqk.lab.page.figures.captions import LOGIT, at_end, hero_reading
+from mmqk.lab.page.figures.claims import claim_figure
+from mmqk.lab.page.figures.sweep_figures import lr_sensitivity
+from mmqk.lab.page.findings import cannot_tell, effect_in_cell, finding, headline
+from mmqk.lab.page.page import page_content
+from mmqk.lab.page.render import css, render
+from mmqk.lab.page.run_table import tokens, totals
+from mmqk.lab.page.tables import outcome_rows
+from mmqk.lab.verdicts.combined import read
+from mmqk.lab.verdicts.verdicts import effect_tested
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_demo
 from tests.report.report_runs import RATES, write_forks, write_sweep

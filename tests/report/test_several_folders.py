@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.verdicts.combined import read
-from mmqk.report.__main__ import default_name
-from mmqk.report.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinned
-from mmqk.report.figures.fork_tree import fork_figure, fork_tree
-from mmqk.report.figures.papers import paper_figures
-from mmqk.report.findings import headline
-from mmqk.report.page import write_report
+from mmqk.lab import judge, load_study
+from mmqk.lab.page.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinned
+from mmqk.lab.page.figures.fork_tree import fork_figure, fork_tree
+from mmqk.lab.page.figures.papers import paper_figures
+from mmqk.lab.page.findings import headline
+from mmqk.lab.page.page import write_report
+from mmqk.lab.verdicts.combined import read
+from mmqk.report import default_name
 from tests.analysis.fake_runs import write_demo
 from tests.report.report_runs import write, write_forks, write_replays, write_sweep
 

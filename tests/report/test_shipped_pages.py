@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.report.page import write_report
+from mmqk.lab.page.page import write_report
 
 EXAMPLES = Path(__file__).parents[2] / "reports/examples"
 PACKS = sorted(EXAMPLES.glob("*.zip"))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mmqk.report.page import write_report
+from mmqk.lab.page.page import write_report
 from tests.analysis.fake_runs import write_demo
 from tests.analysis.test_growth_order import run_of
 

@@ -8,16 +8,16 @@ from functools import cache
 
 import pytest
 
-from mmqk.analysis import judge, load_study
-from mmqk.analysis.metrics import is_trained, trained_modalities
-from mmqk.report.figures.claims import claim_figure
-from mmqk.report.figures.papers import paper_figures
-from mmqk.report.figures.standard import figures
-from mmqk.report.figures.style import arm_colors
-from mmqk.report.findings import about_numbers, cannot_tell, effect_in_cell, finding, headline, medians
-from mmqk.report.page import _about_learning, _about_losses
-from mmqk.report.run_table import run_rows
-from mmqk.report.tables import arm_rows
+from mmqk.lab import judge, load_study
+from mmqk.lab.metrics import is_trained, trained_modalities
+from mmqk.lab.page.figures.claims import claim_figure
+from mmqk.lab.page.figures.papers import paper_figures
+from mmqk.lab.page.figures.standard import figures
+from mmqk.lab.page.figures.style import arm_colors
+from mmqk.lab.page.findings import about_numbers, cannot_tell, effect_in_cell, finding, headline, medians
+from mmqk.lab.page.page import _about_learning, _about_losses
+from mmqk.lab.page.run_table import run_rows
+from mmqk.lab.page.tables import arm_rows
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 from tests.report.report_runs import write_sweep
 

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.child import BLOCKED
+from mmqk.lab.runner.child import BLOCKED
 
 SLOW = 4.0  # factor of the time limit, because a busy machine is slower
 

@@ -24,9 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmqk import ablate
-from mmqk.report import __main__ as report
-from mmqk.report import page
+from mmqk import ablate, report
+from mmqk.lab.page import page
 from mmqk.store import cli_main, read_status
 from mmqk.train import process
 from tests.faulty_disk import Disk

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import mmqk.ablation.preload  # noqa: F401 (imported before the forks)
+import mmqk.lab.runner.preload  # noqa: F401 (imported before the forks)
 from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
 from mmqk.train import main, process
 from tests.faulty_disk import Disk

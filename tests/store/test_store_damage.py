@@ -9,8 +9,7 @@ import shutil
 
 import pytest
 
-from mmqk import watch
-from mmqk.report import __main__ as report
+from mmqk import report, watch
 from mmqk.store import DamagedFile, UserError, cli_main, read_json, read_regular, write_json
 from tests.analysis.fake_runs import Planted, write_grid
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import mmqk
-from mmqk.analysis.metrics import METRICS
-from mmqk.analysis.metrics.growth_order import FALLING, GROWING
-from mmqk.analysis.runs.load import Run
+from mmqk.lab.metrics import METRICS
+from mmqk.lab.metrics.growth_order import FALLING, GROWING
+from mmqk.lab.runs.load import Run
 from mmqk.pack import main as pack
-from mmqk.report.__main__ import main as report
+from mmqk.report import main as report
 from mmqk.store import UserError, cli_main
 from mmqk.store.pack import REPORTED, unpacked, write_pack
 from tests.analysis.fake_runs import write_demo

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.formatting import count
+from mmqk.lab.formatting import count
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.summary import summary_line
 from mmqk.store.alarms.probes import Growth

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmqk.ablation.views import follow
-from mmqk.analysis import load_runs
 from mmqk.config import resolve
+from mmqk.lab import load_runs
+from mmqk.lab.runner.views import follow
 from mmqk.store import (
     Alarm,
     AlarmConfig,

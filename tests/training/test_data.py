@@ -123,7 +123,7 @@ def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
 
 
 def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figure_files):
-    from mmqk.report.__main__ import main as report
+    from mmqk.report import main as report
 
     names = ("text", "image", "audio")
     three = {"vocabulary": 16, "skew": 0.5, "entropy": 1.2, "tokens": 20, "lag": 2}

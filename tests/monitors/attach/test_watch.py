@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmqk.analysis import load_runs
+from mmqk.lab import load_runs
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.folder import WatchFolder
 from mmqk.monitors.over_layers import over_layers

@@ -1,6 +1,0 @@
-"""The grid file: arms, axes, seeds, claims and rules, read from YAML."""
-
-from mmqk.grid.arms import Arm, Job
-from mmqk.grid.grid import Grid, load_grid
-
-__all__ = ["Arm", "Grid", "Job", "load_grid"]

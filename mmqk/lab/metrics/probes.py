@@ -1,0 +1,195 @@
+"""Metrics of a run from its probes: attention logits, attention entropy, norms, and their growth rates."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy import stats
+
+from mmqk.lab.metrics.metric import BySeries, End, Metric, Scale, alone, planned_steps, warmup_steps
+from mmqk.lab.runs.columns import EMPTY
+from mmqk.lab.runs.load import Run, Series
+
+LAST_PROBES = 3
+# The window of a slope starts at this share of the run, like the window of the growth alarm. Earlier in the run,
+# norms also grow in healthy runs.
+SLOPE_FROM_SHARE = 0.2
+# The window of an early slope ends at this share of the run. In the Chameleon paper (arXiv 2405.09818, Fig. 5a), the
+# norms of the compared runs already differ at this point.
+EARLY_SHARE = 0.25
+SLOPE_STEPS = 1000
+FEWEST_PROBES = 3
+
+
+def last_probes(series: Series) -> np.ndarray:
+    """Return the values of the last three probes. The probe of step 0, the untrained model, is left out, unless it is
+    the only one."""
+    steps, values = series
+    return (values[steps > 0] if (steps > 0).any() else values)[-LAST_PROBES:]
+
+
+def _end(series: Series, worst: float) -> float:
+    """Return the median of `last_probes`; ``worst`` if the last one is not finite, NaN if there are none. The last
+    probes of a run that diverged are those before it was stopped."""
+    values = last_probes(series)
+    if not len(values):
+        return math.nan
+    return (
+        float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
+    )
+
+
+def logit_series(run: Run, modality: str | None = None) -> Series:
+    """Return the largest absolute attention logit over layers, heads and modality pairs, at each probe."""
+    return run.combined("attn_logit_absmax", np.max, modality)
+
+
+def growth_series(run: Run, modality: str | None = None) -> Series:
+    """Return `logit_series` divided by its first value."""
+    steps, values = logit_series(run, modality)
+    return steps, values / values[:1] if len(values) else values
+
+
+def entropy_series(run: Run, modality: str | None = None) -> Series:
+    """Return the lowest attention entropy over layers and modalities at each probe, in nats."""
+    return run.combined("attn_entropy", np.min, modality)
+
+
+def norm_series(statistic: str) -> BySeries:
+    """Return a function that computes the mean of a norm at each probe: first over the tokens of each layer and
+    modality, then over layers and modalities with equal weight."""
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return run.combined(statistic, np.mean, modality)
+
+    return series
+
+
+def norm_product_series(run: Run, modality: str | None = None) -> Series:
+    """Return the product of the query norm and the key norm at each probe. Each norm is a mean over tokens, then a
+    geometric mean over layers and modalities."""
+    (steps, q), (_, k) = (run.combined(name, _geometric_mean, modality) for name in ("q_norm", "k_norm"))
+    return steps, q * k
+
+
+def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
+    logs = np.ma.array(np.log(table.filled(1.0)), mask=np.ma.getmaskarray(table))
+    return np.ma.array(np.exp(logs.mean(axis=axis)))
+
+
+def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
+    """Return query power times key power divided by their alignment at each probe, as the geometric mean over layers
+    and modality pairs.
+
+    The mean squared logit is the product of these three factors. So if one run has larger logits and a larger value
+    of this metric than another run, the norms explain more than half of the difference on a log scale.
+    """
+    parts = [run.combined(f"logit_{part}", np.mean, modality) for part in ("q_power", "k_power", "alignment")]
+    (steps, q_power), (_, k_power), (_, alignment) = parts
+    return steps, np.exp(q_power + k_power - alignment)
+
+
+def deviation_series(variance: str) -> BySeries:
+    """Return a function that computes the square root of a logit variance at each probe. The variance is an average
+    over heads, layers and modalities with equal weight."""
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        steps, values = run.combined(variance, np.mean, modality)
+        return steps, np.sqrt(np.maximum(values, 0.0))
+
+    return series
+
+
+def logit_mean_series(run: Run, modality: str | None = None) -> Series:
+    """Return the mean logit of a row of the attention matrix at each probe, as the root mean square over layers."""
+    return run.combined("attn_logit_mean", _root_mean_square, modality)
+
+
+def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
+    # Do not use ** here, because it would mask infinite values.
+    return np.sqrt(np.asarray((table * table).mean(axis=axis)))
+
+
+def mass_other_series(run: Run, modality: str | None = None) -> Series:
+    """Return the attention mass of queries on keys of other modalities at each probe, averaged over layers and query
+    modalities."""
+    sums: dict[tuple[str, int | None], dict[int, float]] = {}
+    for name, tag in run.tags.items():
+        if tag.statistic != "attn_mass" or tag.head is not None or tag.pair is None:
+            continue
+        query, key = tag.pair
+        if query == key or modality not in (None, query):
+            continue
+        of_layer = sums.setdefault((query, tag.layer), {})
+        for step, value in zip(*(part.tolist() for part in run.series(name)), strict=True):
+            of_layer[step] = of_layer.get(step, 0.0) + value
+    steps = sorted(set().union(*sums.values()))
+    means = [np.mean([of_layer[step] for of_layer in sums.values() if step in of_layer]) for step in steps]
+    return np.array(steps, dtype=np.int64), np.array(means, dtype=np.float64)
+
+
+def weight_growth_series(run: Run, modality: str | None = None) -> Series:
+    """Return the growth rate of ‖W_q‖² + ‖W_k‖² in each window of the radial budget, per 1,000 steps.
+
+    Growth and squared norms are sums over layers. With a modality, the growth is the part from the losses of this
+    modality; without one, it is the total growth, after weight decay.
+    """
+    part = "growth_total" if modality is None else "growth"
+    steps, window = run.series("budget_window")
+    grown, power = (
+        sum(run.combined(f"w_{matrix}_{name}", np.sum, of)[1] for matrix in "qk")
+        for name, of in ((part, modality), ("sq", None))
+    )
+    if not len(steps) or not np.size(grown):
+        return EMPTY
+    return steps, SLOPE_STEPS * grown / power / window
+
+
+def norm_slope(
+    run: Run, statistic: str, modality: str | None = None, start: float = SLOPE_FROM_SHARE, end: float = 1.0
+) -> float:
+    """Return the growth rate of a norm: the least-squares slope of its logarithm against the step, per 1,000 steps.
+
+    Args:
+        run: the run.
+        statistic: a norm such as ``q_norm``, which is averaged as in `norm_series`, or ``attn_logit_absmax``, for the
+            maximum over layers and heads.
+        modality: modality of the tokens; None for all modalities, with equal weight.
+        start: start of the window as a share of the configured run length; the window never includes warm-up steps.
+        end: end of the window as a share of the configured run length.
+
+    Returns:
+        The slope; 0.69 means that the norm doubles every 1,000 steps. Infinite if a value in the window is not
+        finite, NaN if the window has fewer than three probes or a value that is not positive.
+    """
+    series = logit_series if statistic == "attn_logit_absmax" else norm_series(statistic)
+    steps, values = series(run, modality)
+    length = planned_steps(run)
+    inside = (steps >= max(start * length, warmup_steps(run))) & (steps <= end * length)
+    steps, values = steps[inside], values[inside]
+    if len(steps) < FEWEST_PROBES:
+        return math.nan
+    if not np.isfinite(values).all():
+        return math.inf
+    if not (values > 0).all():
+        return math.nan
+    return float(stats.linregress(steps / SLOPE_STEPS, np.log(values)).slope)
+
+
+def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
+    """Return the metric that measures the end of a series of probes: the median of the last three."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return _end(series(run, modality), math.inf if worst == "high" else -math.inf)
+
+    return Metric(label, unit, scale, worst, measure, series)
+
+
+def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
+    """Return the metric that measures `norm_slope` in a window."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return norm_slope(run, statistic, modality, start, end)
+
+    return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))

@@ -1,0 +1,289 @@
+"""Assess one claim from its runs alone.
+
+The module `verdicts` then corrects for the family of the claim and makes the checks that need other claims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mmqk.lab.formatting import capital, listed, plural
+from mmqk.lab.grid.claims import Claim
+from mmqk.lab.metrics import Metric, find_metric, outcome
+from mmqk.lab.runs.load import Run
+from mmqk.lab.stats import AnyEffect
+from mmqk.lab.stats.auroc import auroc
+from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread
+from mmqk.lab.stats.exact import Counts, sign_flip
+from mmqk.lab.stats.multiple import p_over_looks
+from mmqk.lab.verdicts.compared import (
+    Compared,
+    Outcomes,
+    compare,
+    measure,
+    metric_value,
+    middle,
+    share_history,
+    spread_outcomes,
+)
+from mmqk.lab.verdicts.controls import (
+    Control,
+    enough_seeds,
+    numerics_agree,
+    only_declared_differences,
+    rates,
+    regime_reached,
+    within_bound,
+)
+from mmqk.lab.verdicts.failures import EVENTS
+from mmqk.lab.verdicts.study import Study
+
+FEWEST_FLIPPED = 6
+# A smaller standard error, relative to the effect, is rounding: the runs of each arm have equal values.
+SMALLEST_ERROR = 1e-9
+MOST_NAMED = 2
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """One claim before the correction for its family and before the checks that need other claims.
+
+    Attributes:
+        claim: the claim as registered.
+        compared: the compared runs.
+        effect: treatment relative to control on the metric's scale: a log ratio or a difference. For a claim that
+            counts runs, it is a difference of shares; for a prediction, the AUROC. None if it was not measured.
+        spread: spread over seeds within arms.
+        medians: median of the metric over the finished runs, by arm or family; for a claim that counts runs, the
+            share of counted runs.
+        controls: the checks that need no other claim.
+        notes: sentences for the page.
+        open: why the runs cannot decide the claim, whatever the effect is; empty if they can.
+        bounded: why the unknown values of failed runs prevent a verdict; empty if they do not.
+        holds: whether the effect lies on the claimed side of the smallest effect of interest.
+        p: two-sided p-value of the hypothesis that the true effect is the smallest effect of interest, before the
+            correction; NaN if it cannot be computed.
+        sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
+        counts: (counted runs, all runs) by arm or family, for a claim that counts runs.
+        bounds: number of failed runs that get the worst finite value; if above 0, the effect is a bound.
+    """
+
+    claim: Claim
+    compared: Compared
+    effect: AnyEffect | None = None
+    spread: Spread | None = None
+    medians: Mapping[str, float] = field(default_factory=dict)
+    controls: tuple[Control, ...] = ()
+    notes: tuple[str, ...] = ()
+    open: str = ""
+    bounded: str = ""
+    holds: bool = False
+    p: float = math.nan
+    sign_flip: float = math.nan
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    bounds: int = 0
+
+    @property
+    def p_in_family(self) -> float:
+        """The p-value that the family correction uses: corrected for all looks, and 1 if the runs cannot
+        decide the claim."""
+        if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
+            return 1.0
+        return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
+
+
+def assess(study: Study, claim: Claim) -> Assessment:
+    """Assess one claim from its runs."""
+    compared = compare(study, claim)
+    if claim.not_run or any(not members.runs for members in compared.groups.values()):
+        return Assessment(claim, compared)
+    if claim.decided and claim.test == "count":
+        return _counted(compared)
+    if claim.decided and claim.test == "prediction":
+        return _predicted(compared)
+    outcomes = measure(compared.groups, claim.metric)
+    medians = {name: middle(values) for name, values in outcomes.raw.items()}
+    notes = [
+        f"{plural(len(seeds), 'run')} of “{compared.groups[name].label}” diverged or ended without a finite value "
+        "and got the worst finite value: the effect is a bound."
+        for name, seeds in outcomes.bounds.items()
+    ]
+    if not claim.decided:
+        treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
+        controls = tuple(filter(None, [within_bound(compared.runs)]))
+        shown = paired_effect(treatment, control, None)
+        if not shown:
+            notes = []  # without an effect there is no bound
+        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
+    # An arm without failures has no spread in time, so times of events have no pooled spread.
+    spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, outcomes))
+    treatment, control = (outcomes.values[name] for name in (claim.treatment, claim.control))
+    effect = paired_effect(treatment, control, spread, share_history(*compared.pair))
+    controls, rate_notes = _controls(compared)
+    open_ = _registered(compared) or _measured(outcomes, effect)
+    bounds = sum(map(len, outcomes.bounds.values()))
+    assessment = Assessment(
+        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, bounds=bounds
+    )
+    if open_ or effect is None:
+        return assessment
+    holds, nearest, p = _side(claim, effect)
+    bounded = _bounded(claim, outcomes, effect, holds)
+    return replace(assessment, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
+
+
+def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
+    """Return (whether the effect is on the claimed side, the nearest threshold, the p-value at that threshold)."""
+    nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
+    if claim.test == "equivalence":
+        # There is one one-sided test per threshold, and the nearer threshold gives the larger p-value.
+        return abs(effect.value) < claim.min_effect, nearest, effect.p_at(nearest)
+    return claim.sign * effect.value > claim.min_effect, nearest, effect.p_at(nearest)
+
+
+def _flipped(effect: Effect, threshold: float) -> float:
+    if effect.n < FEWEST_FLIPPED:
+        return math.nan
+    return sign_flip(np.array(effect.differences) - threshold)
+
+
+def _registered(compared: Compared) -> str:
+    """Return how the numbers of runs or seeds differ from the registered numbers; empty if they do not."""
+    claim = compared.claim
+    for members in compared.groups.values():
+        done = len(members.all)
+        if done < members.planned:
+            return f"{done} of {plural(members.planned, 'planned run')} of “{members.label}” finished."
+    for members in compared.groups.values():
+        if claim.seeds and members.seeds < claim.seeds:
+            return f"Registered for {plural(claim.seeds, 'seed')} per arm; “{members.label}” has {members.seeds}."
+        if claim.seeds and members.seeds > claim.max_seeds:
+            return (
+                f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; “{members.label}” has "
+                f"{members.seeds}: to add seeds after seeing results, set stopping in the claim."
+            )
+    return ""
+
+
+def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
+    if outcomes.unmeasured:
+        return _without(outcomes.unmeasured)
+    if effect is None:
+        return "No compared run has a finite value." if outcomes.bounds else "The two arms share no seed."
+    if not effect.has_interval:
+        return "Too few seeds for an interval."
+    if effect.of != "differences" and effect.error <= SMALLEST_ERROR * max(1.0, abs(effect.value)):
+        return "All runs of an arm have the same value, so there is no spread for an interval: test counts of runs."
+    return ""
+
+
+def _without(unmeasured: Sequence[str]) -> str:
+    """Return a sentence that names the first two runs without a value; empty if all runs have a value."""
+    if not unmeasured:
+        return ""
+    more = len(unmeasured) - MOST_NAMED
+    named = [*unmeasured[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return f"Without a value: {listed(named)}."
+
+
+def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
+    """Return why the unknown values of failed runs could change the verdict; empty if they could not."""
+    # `towards` has the directions in which the true effect may differ from the bound. `away` is the direction from
+    # the bound to the threshold.
+    towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
+    towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
+    if claim.test == "equivalence":
+        if holds and towards:
+            return "The true effect may be larger, because values of failed runs are bounds."
+        away = -1 if effect.value > 0 else 1
+    else:
+        away = -claim.sign if holds else claim.sign
+    if away not in towards:
+        return ""
+    smaller = holds or claim.test == "equivalence"
+    return f"The true effect may be {'smaller' if smaller else 'larger'}, because values of failed runs are bounds."
+
+
+def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
+    unchecked = compared.claim.unchecked
+    rate_controls, rate_note = rates(compared)
+    checks = [
+        "learned" not in unchecked and regime_reached(compared),
+        "declared" not in unchecked and only_declared_differences(compared, bool(rate_note)),
+        "seeds" not in unchecked and enough_seeds(compared),
+        within_bound(compared.runs),
+        *rate_controls,
+        (compared.claim.test == "count" or compared.claim.metric in EVENTS) and numerics_agree(compared),
+    ]
+    return tuple(check for check in checks if check), [rate_note] if rate_note else []
+
+
+def _counted(compared: Compared) -> Assessment:
+    """Assess a claim about the number of runs that diverge or reach a value."""
+    claim = compared.claim
+    counts: dict[str, tuple[int, int]] = {}
+    unmeasured = []
+    for name, members in compared.groups.items():
+        counted = [_counts(claim, run) for run in members.all]
+        counts[name] = counted.count(True), len(counted)
+        unmeasured += [
+            f"“{members.label}” seed {run.seed}"
+            for run, one in zip(members.all, counted, strict=True)
+            if one is None
+        ]
+    effect = Counts(*counts[claim.treatment], *counts[claim.control])
+    controls, rate_notes = _controls(compared)
+    holds, _, p = _side(claim, effect)
+    # Fisher's exact test must also reject equal shares. If min_effect is small, Fisher's p-value is the larger one.
+    p = max(p, effect.fisher) if holds else p
+    medians = {name: count / n for name, (count, n) in counts.items()}
+    open_ = _registered(compared) or _without(unmeasured)
+    return Assessment(
+        claim, compared, effect, None, medians, controls, tuple(rate_notes), open_, "", holds, p,
+        counts=counts,
+    )  # fmt: skip
+
+
+def _predicted(compared: Compared) -> Assessment:
+    """Assess the claim that a metric predicts which runs of an arm fail, by its AUROC over pairs of runs of one arm.
+
+    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.lab.metrics.outcome`); whether
+    it stalled depends on the best of the compared runs. A metric that differs between arms but not within an arm,
+    such as the learning rate, has an AUROC of 0.5.
+    """
+    claim, runs, groups = compared.claim, compared.runs, compared.groups.items()
+    medians = {name: middle(metric_value(run, claim.metric) for run in of.all) for name, of in groups}
+    failed = {run.name: end.kind != "well" for run, end in zip(runs, outcome.outcomes(runs), strict=True)}
+    counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
+    controls = tuple(filter(None, [within_bound(runs), numerics_agree(compared)]))
+    assessment = Assessment(claim, compared, None, None, medians, controls, counts=counts)
+    scores = [metric_value(run, claim.metric) for run in runs]
+    if unmeasured := [run for run, score in zip(runs, scores, strict=True) if math.isnan(score)]:
+        named = listed([f"{run.arm} seed {run.seed}" for run in unmeasured])
+        return replace(assessment, open=f"Without a value: {named}.")
+    effect = auroc(scores, [failed[run.name] for run in runs], [run.arm for run in runs])
+    why = f"{capital(effect.why)}." if effect.why else ""
+    if math.isnan(effect.value):
+        return replace(assessment, open=why)
+    holds, _, p = _side(claim, effect)
+    return replace(assessment, effect=effect, open=_registered(compared) or why, holds=holds, p=p)
+
+
+def _counts(claim: Claim, run: Run) -> bool | None:
+    """Return whether the run diverged or its metric reached `at_least` of the claim; None if it was not measured.
+
+    If the metric has an exact value for diverged runs, only this value decides whether a diverged run counts."""
+    metric, _ = find_metric(claim.metric)
+    exact = isinstance(metric, Metric) and metric.counts_failures and not math.isnan(claim.at_least)
+    if run.status.status == "diverged" and not exact:
+        return True
+    if math.isnan(claim.at_least) or not isinstance(metric, Metric):
+        return False
+    value = metric_value(run, claim.metric)
+    if math.isnan(value):
+        return None
+    return value >= claim.at_least if metric.worst == "high" else value <= claim.at_least

@@ -1,0 +1,332 @@
+"""The checks that a claim must pass before it is decided."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mmqk.lab.formatting import listed, number, plural
+from mmqk.lab.grid.claims import CHECKS
+from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned
+from mmqk.lab.metrics.rates import RATE, learning_rate
+from mmqk.lab.runs.load import Run, once_per_run
+from mmqk.lab.runs.replays import replay_verdicts
+from mmqk.lab.verdicts.compared import Compared, Group, metric_value
+from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
+from mmqk.lab.verdicts.study import Claim, Study
+from mmqk.store import AlarmConfig, differing_fields, flatten
+
+BOUND_SLACK = 1.01
+# Identity fields with the order of the modalities of the dial (the synthetic source), and with the vocabulary sizes.
+ORDER, SIZES = "data.dial.modalities", "model.vocab_sizes"
+# Data sources (the identity has "" for a source that the run does not read), and fields that only affect pairs.
+SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.tokenizers")
+OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
+# The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
+FEWEST_SEEDS = 3
+# The defaults of what alarms do; the identity of a run without any action has none of these fields.
+ACTIONS = flatten({"alarm": asdict(AlarmConfig())})
+
+
+@dataclass(frozen=True)
+class Control:
+    """One check: its name, whether it passed, and the measured detail.
+
+    Each check in verdicts.json has these fields.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def regime_reached(compared: Compared) -> Control:
+    """Check that every compared run trains at least one modality and learned every modality that it trains.
+
+    Otherwise the claim would compare a run that learned with one that did not. For a metric that measures the
+    learning rates at which runs fail, the check is weaker: for every seed and point of the other axes, a run at one
+    learning rate or more must have learned.
+    """
+    study, claim = compared.study, compared.claim
+    metric, _ = find_metric(claim.metric)
+    of_rates = isinstance(metric, FamilyMetric) and metric.of_rates
+    unlearned: Counter[tuple[str, str]] = Counter()
+    unknown: Counter[str] = Counter()
+    untrained: dict[tuple[str, str], None] = {}
+    units = {name: _units(members.all, of_rates) for name, members in compared.groups.items()}
+    for name, runs in ((name, runs) for name, of_name in units.items() for runs in of_name):
+        states = {m: {_learning(run, m) for run in runs} for m in study.modalities}
+        for modality, observed in states.items():
+            if observed == {"not trained"}:
+                untrained[(name, modality)] = None
+            elif "learned" not in observed:
+                unlearned[(name, modality)] += 1
+        unknown[name] += all(observed == {"not trained"} for observed in states.values())
+    noun = "seeds" if of_rates else "runs"
+    parts = [
+        f"{modality} was not learned in {count} of {len(units[name])} {noun} of “{study.label(name)}”"
+        for (name, modality), count in unlearned.items()
+    ]
+    parts += [
+        f"no trained modality has a loss in {count} of {len(units[name])} {noun} of “{study.label(name)}”"
+        for name, count in unknown.items()
+        if count
+    ]
+    passed = not parts
+    if passed:
+        where = "at some learning rate of every seed" if of_rates else "in every run"
+        parts = [f"every trained modality was learned {where}"]
+    parts += [
+        f"{modality} is not trained in “{study.label(name)}”"
+        for name, modality in untrained
+        if unknown[name] < len(units[name])
+    ]
+    return Control(claim.regime or CHECKS["learned"], passed, "; ".join(parts))
+
+
+def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
+    """Return groups of runs; in each group at least one run must have learned. A group is a single run or, with
+    ``of_rates``, the runs that differ only in their learning rate."""
+    units: dict[Any, list[Run]] = {}
+    for place, run in enumerate(runs):
+        other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
+        units.setdefault((run.seed, other_axes) if of_rates else place, []).append(run)
+    return list(units.values())
+
+
+@once_per_run
+def _learning(run: Run, modality: str) -> str:
+    if not is_trained(run, modality):
+        return "not trained"
+    return "learned" if learned(run, modality) else "not learned"
+
+
+def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:
+    """Check that the runs of a seed differ only in fields that the grid sets.
+
+    A field that follows from these fields may differ too (`_follows`). Runs that do not differ at all fail the check.
+
+    Args:
+        compared: the runs of the arms.
+        rates_chosen: whether selection runs chose a learning rate for each arm.
+    """
+    name = CHECKS["declared"]
+    if unread := [run.name for run in compared.runs if not run.identity]:
+        why = f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json"
+        return Control(name, False, why)
+    first, second = compared.pair
+    declared = [field for arm in compared.arms for field in arm.settings]
+    declared += [RATE] if rates_chosen else []
+    pairs = _pairs(first, second)
+    differing = {
+        field
+        for run, other in pairs
+        for field in differing_fields(run.identity, other.identity)
+        if not _follows(field, run.identity, other.identity)
+    }
+    if not first.runs.keys() & second.runs.keys():
+        differing.discard("seed")
+    extra = sorted(f for f in differing if not any(_covers(d, f) for d in declared))
+    if extra:
+        return Control(name, False, f"they also differ in {', '.join(extra)}")
+    named = sorted(f for f in differing if not any(other.startswith(f"{f}.") for other in differing))
+    # A fork without changed fields still differs from its parent, because only the fork starts from a checkpoint.
+    forked = any(run.fork != other.fork for run, other in pairs)
+    return Control(name, bool(named) or forked, f"they differ in {', '.join(named) or 'nothing'}")
+
+
+def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether the difference follows from another field of the data, which `only_declared_differences` checks.
+
+    This is the case for:
+
+    - the vocabulary sizes, if the data differs
+    - the order of the modalities of the dial, if the sets of their names differ
+    - a source that one of the runs does not read
+    - a field that only affects pairs, if one of the runs reads no pairs
+    - an action of alarms that neither run has
+    """
+    values = [flatten(identity) for identity in (first, second)]
+    if field.startswith("alarm."):
+        default = ACTIONS.get(field)
+        return all(v.get(field, default) == default for v in values)
+    if field.startswith(SIZES):
+        return first.get("data") != second.get("data")
+    if field == ORDER:
+        return set(values[0].get(ORDER) or ()) != set(values[1].get(ORDER) or ())
+    if field in OF_PAIRS:
+        return any(v.get("data.pairs") == "" or not v.get("data.mix.pair") for v in values)
+    return field in SOURCES and any(v.get(field) == "" for v in values)
+
+
+def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
+    """Return the pairs of runs with the same seed; if the groups share no seed, one pair of their first runs."""
+    shared = first.runs.keys() & second.runs.keys()
+    if not shared:
+        return [(first.all[0], second.all[0])]
+    pairs = []
+    for seed in shared:
+        by_place = {_place(run): run for run in second.runs[seed]}
+        for run in first.runs[seed]:
+            # In families, pair the runs that have the same values on the axes. If ``second`` has a single run at this
+            # seed, pair this run with each run of ``first``.
+            other = by_place.get(_place(run)) or (second.runs[seed][0] if len(by_place) == 1 else None)
+            if other is not None:
+                pairs.append((run, other))
+    return pairs
+
+
+def enough_seeds(compared: Compared) -> Control:
+    """Check that the arms share at least `FEWEST_SEEDS` seeds.
+
+    If the claim counts runs, the seeds need not be shared: each arm must have at least `FEWEST_SEEDS`.
+    """
+    seeds = [members.runs.keys() for members in compared.groups.values()]
+    n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
+    few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
+    return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} per arm{few}")
+
+
+def _place(run: Run) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((field, str(value)) for field, value in run.point.items()))
+
+
+def _covers(declared: str, field: str) -> bool:
+    # ``declared`` is a field that the grid sets, and ``field`` is a field that differs between two runs. If a mapping
+    # is empty in one run, ``field`` names the whole mapping, and ``declared`` may be a field inside this mapping.
+    return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
+
+
+def within_bound(runs: Sequence[Run]) -> Control | None:
+    """Return the check that no finite logit exceeds the QK-Norm bound of its layer; None if no layer has a bound.
+
+    A failure means a bug in mmqk.
+    """
+    worst = 0.0
+    for run in runs:
+        for layer in {tag.layer for tag in run.tags.values() if tag.statistic == "attn_logit_bound"}:
+            steps, bounds = run.combined("attn_logit_bound", np.max, layer=layer)
+            at, logits = run.combined("attn_logit_absmax", np.max, layer=layer)
+            _, i, j = np.intersect1d(steps, at, return_indices=True)
+            finite = np.isfinite(logits[j]) & np.isfinite(bounds[i])
+            worst = max([worst, *(logits[j][finite] / bounds[i][finite]).tolist()])
+    if worst == 0:
+        return None
+    return Control(
+        "logits within the QK-Norm bound", worst <= BOUND_SLACK, f"at most {100 * worst:.0f} % of the bound"
+    )
+
+
+def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> float:
+    # For a run whose last value is not finite, use the worst finite value before it.
+    value = metric_value(run, control.metric)
+    return metric.worst_seen(run, modality) if math.isinf(value) else value
+
+
+def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
+    """Return the check that the median of the metric reaches ``at_least`` in every arm of a control; for a negative
+    control, that it reaches ``at_least`` in no arm.
+
+    Args:
+        study: the study with its runs.
+        control: the claim of status "control".
+        name: "positive control", "negative control" or "manipulation check".
+        reached: True if every arm must reach ``at_least``, False (negative control) if no arm may reach it.
+    """
+    metric, modality = find_metric(control.metric)
+    assert isinstance(metric, Metric)
+    details, passed = [], True
+    for arm in control.arms:
+        runs = [run for a in study.arms_of(arm, control.at) for run in study.finished(a.name)]
+        values = [_reached(control, metric, run, modality) for run in runs]
+        median = float(np.median(values)) if values else math.nan
+        passed = passed and (median >= control.at_least if reached else median < control.at_least)
+        which = "median " if len(values) > 1 else ""
+        details.append(
+            f"{which}{number(median)} in “{study.label(arm)}”"
+            if values
+            else f"no finished run of “{study.label(arm)}”"
+        )
+    condition = f"{metric.label} {'at least' if reached else 'below'} {control.at_least:g}"
+    return Control(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")
+
+
+def numerics_agree(compared: Compared) -> Control | None:
+    """Return the check that no compared divergence has the replay verdict "numerics"; None if no run diverged."""
+    diverged = [run.name for run in compared.runs if run.status.status == "diverged"]
+    if not diverged:
+        return None
+    labels = {replayed.of: replayed.label for replayed in replay_verdicts(compared.study.runs)}
+    counts = Counter(labels.get(name, "not replayed") for name in diverged)
+    by_label = listed([f"{n} {label}" for label, n in counts.items()])
+    detail = f"of {plural(len(diverged), 'divergence')}: {by_label}"
+    return Control("no divergence due to numerics", not counts["numerics"], detail)
+
+
+def rates(compared: Compared) -> tuple[list[Control], str]:
+    """Return the checks that the learning rates follow the rule of the claim, and a note with the learning rates.
+
+    Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
+    """
+    study, name = compared.study, "own best learning rate"
+    choices = {arm.name: choice for arm in compared.arms if (choice := chosen(study, arm)) is not None}
+    used = {arm.name: {learning_rate(run) for run in study.finished(arm.name)} for arm in compared.arms}
+    if not choices:
+        if compared.claim.lr_rule == "own_best":
+            return [Control(name, False, "there are no selection runs")], ""
+        if compared.claim.lr_rule == "matched":
+            both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.groups.values()]
+            by_arm = " and ".join(listed([f"{rate:g}" for rate in sorted(one)]) for one in both)
+            return [Control("matched learning rate", len({frozenset(one) for one in both}) == 1, by_arm)], ""
+        return [], ""
+    words, wrong, edges = [], [], []
+    for arm in compared.arms:
+        label = study.label(arm.name)
+        choice = choices.get(arm.name)
+        if choice is None:
+            wrong.append(f"no finished selection run of {label}")
+            continue
+        words.append(f"{choice.rate:g} ({label}; tried {listed([f'{rate:g}' for rate in choice.means])})")
+        if used[arm.name] - {choice.rate}:
+            ran = listed([f"{rate:g}" for rate in sorted(used[arm.name])])
+            wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
+        if choice.at_edge:
+            edges.append(
+                f"{choice.rate:g} of {label} is the lowest or highest learning rate tried: also try ones beyond it"
+            )
+    inside = "; ".join(edges) or "none is the lowest or highest learning rate tried"
+    checks = [
+        Control(name, not wrong, "; ".join(wrong or words)),
+        Control(f"{name} inside the grid", not edges, inside),
+    ]
+    if not wrong:
+        checks += _apart(compared, choices)
+    return checks, f"Own best learning rates: {listed(words)}."
+
+
+def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]:
+    """Return the check that the selection runs distinguish the learning rate of the treatment from that of the
+    control at each point; an empty list if the two are equal at every point."""
+    study, first, second = compared.study, *compared.pair
+    pairs = list(zip(first.arms, second.arms, strict=False))
+    close = []
+    for one, other in pairs:
+        a, b = choices[one.name], choices[other.name]
+        values = [
+            [value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)
+        ]
+        if not distinguishable(a, b, values):
+            close.append(f"{a.rate:g} ({study.label(one.name)}) from {b.rate:g} ({study.label(other.name)})")
+    if all(choices[one.name].rate == choices[other.name].rate for one, other in pairs):
+        return []
+    detail = (
+        f"the selection runs do not distinguish {listed(close)}: increase lr.seeds, or match the learning rates"
+        if close
+        else "the selection runs distinguish the learning rate of the treatment from that of the control"
+    )
+    return [Control("learning rates differ by more than chance", not close, detail)]

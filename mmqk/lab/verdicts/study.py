@@ -1,0 +1,254 @@
+"""A folder of runs with its grid: arms, claims and report settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmqk.lab.grid.claims import Claim, claims_hash, read_claims
+from mmqk.lab.grid.hypotheses import Hypothesis, read_hypotheses
+from mmqk.lab.metrics.rates import RATE
+from mmqk.lab.runs.load import Run, load_runs, read_ablation
+from mmqk.lab.verdicts.claims import at, check_claims
+
+__all__ = ["Claim", "Study", "StudyArm", "load_study"]
+
+HERO_ARMS_AT_MOST = 6
+RATE_METRIC = "final_excess"
+
+
+@dataclass(frozen=True)
+class StudyArm:
+    """One arm: its name, label, block of the page, planned seeds and the fields that it sets.
+
+    If the grid has axes, each of its arms becomes one `StudyArm` per point of the axes: ``family`` is the name of the
+    arm in the grid, and ``point`` has the values of the axes. Without axes, ``family`` equals ``name``.
+    """
+
+    name: str
+    label: str
+    block: str = ""
+    seeds: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    family: str = ""
+    point: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs of one folder.
+
+    Attributes:
+        folder: path of the folder.
+        name: name of the grid, or of the folder.
+        title: title of the page.
+        arms: arms by name in the order of the grid, one for each point of the axes.
+        claims: claims in the order of the grid.
+        report: the report settings of the grid (hero, shown, headline, cannot_tell, command).
+        runs: all runs with a folder, of every role.
+        missing: (arm, seed) of planned runs without a folder.
+        registered: whether the folder has an ablation.json, which stores the grid.
+        claims_changed: whether the claims differ from the claims that were first registered.
+        registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
+        families: arms of the grid without the values of the axes, in the order of the grid.
+        rate_metrics: the metric that selected the learning rate, by arm; the key "" has the default.
+        hypotheses: hypotheses in the order of the grid.
+    """
+
+    folder: Path
+    name: str
+    title: str
+    arms: Mapping[str, StudyArm]
+    claims: tuple[Claim, ...]
+    report: Mapping[str, Any]
+    runs: tuple[Run, ...]
+    missing: tuple[tuple[str, int], ...]
+    registered: bool
+    claims_changed: bool = False
+    registration_lost: bool = False
+    families: Mapping[str, StudyArm] = field(default_factory=dict)
+    rate_metrics: Mapping[str, str] = field(default_factory=dict)
+    hypotheses: tuple[Hypothesis, ...] = ()
+
+    @cached_property
+    def modalities(self) -> tuple[str, ...]:
+        """Modalities with a loss; for a monitored model without losses, modalities with a query norm."""
+        return self.losses or self._modalities_of("q_norm")
+
+    @cached_property
+    def losses(self) -> tuple[str, ...]:
+        """Modalities with a loss, text first."""
+        return self._modalities_of("loss")
+
+    def _modalities_of(self, statistic: str) -> tuple[str, ...]:
+        tags = (tag for run in self.runs for tag in run.tags.values())
+        names = {tag.modality for tag in tags if tag.statistic == statistic and tag.modality}
+        return tuple(sorted(names, key=lambda name: (name != "text", name)))
+
+    @property
+    def hero(self) -> tuple[str, ...]:
+        """Arms of the first figures: those that the grid lists, else those of its claims, else the first six."""
+        named = self._crossed(self.named("hero"))
+        claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
+        shown = set(self.shown)
+        rest = tuple(name for name in self.arms if name not in shown)[:HERO_ARMS_AT_MOST]
+        return self.with_runs(named) or self.with_runs(claimed) or self.with_runs(rest)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Arms that the page shows without a verdict."""
+        named = self._crossed(self.named("shown"))
+        return self.with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """Arms whose outcomes the page draws: those that the grid lists, or those of the first figure."""
+        return self.hero if self.report.get("outcomes") is True else self._crossed(self.named("outcomes"))
+
+    def named(self, key: str) -> list[str]:
+        """Return the names or sentences that the grid gives for a key of the report, such as ``hero``."""
+        return as_list(self.report.get(key))
+
+    def _crossed(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(arm.name for name in names for arm in self.arms_of(name)))
+
+    def with_runs(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the arms that have runs with metrics."""
+        have = {run.arm for run in self.runs if run.tags}
+        return tuple(name for name in names if name in have)
+
+    def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[StudyArm, ...]:
+        """Return the arm with this name, or the arms of the family with this name at the given point."""
+        if name in self.arms:
+            return (self.arms[name],)
+        return tuple(a for a in self.arms.values() if a.family == name and at(a.point, point or {}))
+
+    def of_arm(self, arm: str) -> tuple[Run, ...]:
+        """Return the verdict runs of an arm, sorted by seed, without selection runs and replays."""
+        of_arm = (run for run in self.runs if run.arm == arm and run.role == "verdict")
+        return tuple(sorted(of_arm, key=lambda run: run.seed))
+
+    def finished(self, arm: str) -> tuple[Run, ...]:
+        """Return the verdict runs that completed or diverged; verdicts use only these."""
+        return tuple(run for run in self.of_arm(arm) if run.status.finished)
+
+    def ended(self, arm: str) -> tuple[Run, ...]:
+        """Return the finished runs, or all verdict runs if none has finished."""
+        return self.finished(arm) or self.of_arm(arm)
+
+    def selection(self, arm: StudyArm) -> tuple[Run, ...]:
+        """Return the selection runs for the learning rate of an arm; no verdict uses them."""
+        of_family = (run for run in self.runs if run.role == "selection" and run.family == arm.family)
+        return tuple(run for run in of_family if {**run.point, RATE: 0} == {**arm.point, RATE: 0})
+
+    def label(self, arm: str) -> str:
+        """Return the label of an arm or a family."""
+        entry = self.arms.get(arm) or self.families.get(arm)
+        return entry.label if entry else arm
+
+
+def as_list(value: Any) -> list[str]:
+    """Return a setting of the report as a list: a string is one name or sentence, and None is none."""
+    return [value] if value and isinstance(value, str) else [str(one) for one in value or ()]
+
+
+def load_study(folder: str | Path) -> Study:
+    """Return the study of a folder. If the folder has no grid, the study has runs and arms only.
+
+    Raises:
+        UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
+    """
+    folder = Path(folder)
+    runs = tuple(load_runs(folder))
+    ablation = read_ablation(folder)
+    if ablation is None:
+        arms = {run.arm: StudyArm(run.arm, run.arm, family=run.arm) for run in runs}
+        name = folder.resolve().name
+        return Study(folder, name, name, arms, (), {}, runs, (), False, families=arms)
+    return study_of(folder, ablation, runs)
+
+
+def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
+    """Return the study of these runs; ``ablation`` is the content of ablation.json, and error messages name
+    ``where``.
+
+    Raises:
+        UserError: a claim is invalid.
+    """
+    grid, where = ablation["grid"], str(where or folder / "ablation.json")
+    name = str(ablation.get("name") or grid.get("name") or folder.resolve().name)
+    families = _families(grid.get("arms") or {})
+    planned = [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"]
+    arms = _arms(families, planned)
+    present = {(run.arm, run.seed, run.role) for run in runs}
+    points: dict[str, list[Mapping[str, Any]]] = {family: [] for family in families}
+    for arm in arms.values():
+        points.setdefault(arm.family, []).append(arm.point)
+    points |= {arm.name: [arm.point] for arm in arms.values()}
+    claims = read_claims(grid.get("claims"), points, name, where)
+    check_claims(claims, points, where)
+    lost = bool(ablation.get("lost"))
+    if lost:
+        claims = tuple(replace(c, status="exploratory") if c.status == "confirmatory" else c for c in claims)
+    rate_metrics = {"": str((grid.get("lr") or {}).get("metric", RATE_METRIC))}
+    rate_metrics |= {str(choice["arm"]): str(choice["metric"]) for choice in ablation.get("lr") or ()}
+    return Study(
+        folder=folder,
+        name=name,
+        title=str(grid.get("title") or ablation.get("name") or folder.resolve().name),
+        arms=arms,
+        claims=claims,
+        report=grid.get("report") or {},
+        runs=tuple(runs),
+        missing=tuple(
+            (entry["arm"], entry["seed"])
+            for entry in ablation["runs"]
+            if (entry["arm"], entry["seed"], entry.get("role", "verdict")) not in present
+        ),
+        registered=True,
+        claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
+        registration_lost=lost,
+        families=families,
+        rate_metrics=rate_metrics,
+        hypotheses=read_hypotheses(grid.get("hypotheses"), (claim.id for claim in claims), where),
+    )
+
+
+def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
+    """Return the arms of the grid without the values of the axes; a fork inherits the settings of its parent."""
+    families: dict[str, StudyArm] = {}
+    for name, value in named.items():
+        value = value or {}
+        settings, parent = dict(value.get("set") or {}), value
+        for _ in named:
+            fork = parent.get("fork")
+            if not fork:
+                break
+            parent = named.get(fork.get("arm")) or {}
+            settings = {"fork": fork, **(parent.get("set") or {}), **settings}
+        label, block = str(value.get("label", name)), str(value.get("block", ""))
+        families[name] = StudyArm(name, label, block, (), settings, name)
+    return families
+
+
+def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]) -> dict[str, StudyArm]:
+    """Return the arms of the study, one for each point of a family, in the order of the families."""
+    arms: dict[str, StudyArm] = {}
+    for family in families.values():
+        entries = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]
+        crossed = {entry["arm"]: entry.get("point") or {} for entry in entries} or {family.name: {}}
+        for name, point in crossed.items():
+            values = [f"{field.rpartition('.')[2]} {value}" for field, value in point.items()]
+            arms[name] = StudyArm(
+                name=name,
+                label=", ".join([family.label, *values]),
+                block=family.block,
+                seeds=tuple(entry["seed"] for entry in entries if entry["arm"] == name),
+                settings={**family.settings, **point},
+                family=family.name,
+                point=point,
+            )
+    return arms
