@@ -127,7 +127,7 @@ $(VENV_PYTHON):
 	$(BASE_PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml | $(VENV_PYTHON)
-	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e .
+	$(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[lab]'
 	@touch $@
 
 .venv/installed-test: pyproject.toml | $(VENV_PYTHON)

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command in this process, or print the table of commands.
 
     Raises:
-        UserError: an unknown command.
+        UserError: an unknown command, or one that needs a package of the extra lab that is not installed.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:
@@ -64,7 +64,13 @@ def main(argv: list[str] | None = None) -> int:
     module = COMMANDS[first][0]
     OneSentenceParser.program = f"mmqk {first}"
     sys.argv = [f"mmqk {first}", *argv[1:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)  # exits the process, as python -m does
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)  # exits the process, as python -m does
+    except ModuleNotFoundError as error:
+        package = (error.name or "mmqk").partition(".")[0]
+        if package == "mmqk":
+            raise
+        raise UserError(f"mmqk {first} needs {package}, which is not installed: pip install 'mmqk[lab]'") from None
     return 0
 
 

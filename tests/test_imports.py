@@ -104,14 +104,25 @@ from mmqk.config import resolve
 os.chdir({str(ROOT)!r})
 assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
 """
-# Packages that mmqk needs and another training environment may lack. pandas is not listed, because torch.compiler
-# tries to import it.
+# The packages of the extra lab. pandas is not listed, because torch.compiler tries to import it.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
-    *("webdataset", "timm", "tokenizers", "safetensors", "torchvision", "jsonargparse", "yaml", "PIL"),
+    *("webdataset", "braceexpand", "timm", "tokenizers", "safetensors", "torchvision", "jsonargparse", "yaml", "PIL"),
     *("scipy", "matplotlib", "jinja2", "rich", "vector_quantize_pytorch"),
 )
+WITHOUT_LAB = """
+from mmqk.__main__ import main
+from mmqk.store import UserError
+for command in ("train", "ablate", "report", "watch", "inspect", "tokenize"):
+    try:
+        main([command, "demo"])
+    except UserError as error:
+        assert str(error).endswith("pip install 'mmqk[lab]'"), error
+    else:
+        raise AssertionError(command)
+"""
 RULES = {
+    "commands": Rule(("mmqk.__main__",), absent=LAB, then=WITHOUT_LAB),
     "ranges": Rule(("mmqk.ranges",), mmqk=("mmqk.ranges",), stdlib_only=True),
     "store": Rule(("mmqk.store",), mmqk=("mmqk.store", "mmqk.ranges"), never=("torch", "numpy"), absent=LAB),
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model", "mmqk.ranges"), absent=LAB),
