@@ -18,7 +18,6 @@ from mmqk.monitors import probe
 from mmqk.monitors.formulas.attention import attention_statistics
 from mmqk.monitors.formulas.growth import common_mode, logit_growth
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.own.gradient_curvature import gradient_curvature
 from mmqk.monitors.own.halves import gradient_agreement
 from mmqk.monitors.own.residual import residual_absorption
 from mmqk.monitors.own.window import BudgetWindow
@@ -86,7 +85,6 @@ def parts() -> dict[str, int]:
         "growth": c.n_layers * growth,
         "heads": flops(lambda: probe(model, few, heads=True)) - usual,
         "matrices": flops(lambda: probe(model, few, matrices=True)) - usual,
-        "curvature": flops(lambda: gradient_curvature(model, few, *module.loss_weighting(few)[:2])),
         "precision": flops(lambda: residual_absorption(model, few)),
         "agreement": flops(lambda: gradient_agreement(model, whole, module.modality_loss_parts)),
         "budget": flops(lambda: window.add_gradients(losses_M)),

@@ -94,14 +94,11 @@ COSTS: dict[str, tuple[str, str]] = {
         "a pass over embedding, head and gains; no matrix product; with σReparam also singular values"),
     "heads": ("`monitor.heads`", "the statistics of attention again, one head at a time"),
     "matrices": ("`monitor.matrices`",
-        "a singular value decomposition of every matrix of the blocks, and of a small matrix for each head"),
-    "channels": ("`monitor.channels`", "passes over three activations of each layer; no matrix product"),
+        "a singular value decomposition of every matrix of the blocks"),
     "precision": ("`monitor.precision`", "an additional forward pass of the probe, in the run's precision"),
     "parameters": ("`monitor.parameters`", "a copy of all parameters in a step with a probe; no matrix product"),
     "second moment": ("`monitor.second_moment`",
         "a pass over all matrices in a step with a probe; no matrix product"),
-    "curvature": ("`monitor.curvature`",
-        "a forward pass, a backward pass and a backward pass through both, over the probe's batch"),
     "agreement": ("`monitor.gradient_agreement`",
         "forward and backward passes of the whole micro-batch, by half and modality"),
     "budget": ("`monitor.budget_every_n_steps`",
@@ -128,7 +125,6 @@ _OUTPUT_DRIFT = (
 MATRICES = tuple(
     f"{matrix}_SIZE[/MODALITY]" for matrix in ("w_q", "w_k", "w_gate", "w_up", "w_down", "w_v", "w_o", "w_g")
 )
-CHANNELED = ("attn_out", "mlp_out", "resid")
 
 
 def sizes(size: str) -> tuple[str, ...]:
@@ -332,7 +328,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "mean L2 norm of the rows of embedding and head", "–", VOCABULARY, "equal at the start [I]",
             "the rows of one modality were updated or decayed more", "weights"),
     ),
-    "Matrices and channels": (
+    "Matrices": (
         Statistic(sizes("norm"), "‖W‖, Frobenius; by modality if each has its own matrix", "–", NONE, UNKNOWN,
             "grows without limit: weight decay and growth are not in balance", "matrices"),
         Statistic(sizes("spectral"), "largest singular value of W", "–", NONE,
@@ -342,26 +338,6 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(sizes("stable_rank"), "‖W‖² / (largest singular value)²",
             "–", NONE, "not falling; it fell before failures (MSign, arXiv 2602.01734 [V])",
             "near 1: one direction dominates the matrix", "matrices"),
-        Statistic(("qk_change_entropy[/MODALITY]/layerNN",),
-            "−Σ p log p, p = s² / Σ s², s the singular values of Δ₂ = ΔW_q W_kᵀ + W_q ΔW_kᵀ of a head, ΔW since the"
-            " last probe; mean over heads; at most log(2 head_dim)", "nats", NONE,
-            f"{UNKNOWN}; compare with a stable run: the entropy changed thousands of steps before a divergence"
-            " (arXiv 2606.28116 [A])",
-            "near 0: the change of W_q W_kᵀ is close to rank 1", "matrices"),
-        Statistic(tuple(f"{s}_rms/MODALITY/layerNN" for s in CHANNELED),
-            "root mean square over tokens and channels, before dropout", "–", INPUT, UNKNOWN,
-            "as attn_out_norm, mlp_out_norm and resid_norm", "channels"),
-        Statistic(tuple(f"{s}_kurtosis/MODALITY/layerNN" for s in CHANNELED),
-            "fourth central moment of the channels divided by their squared variance, mean over tokens", "–", INPUT,
-            "3 for a normal distribution; large with outlier channels (arXiv 2306.12929 [M])",
-            "few channels carry the activation; 8-bit formats lose the others", "channels"),
-        Statistic(tuple(f"{s}_channel_share/MODALITY/layerNN" for s in CHANNELED),
-            "the largest channel's share of the sum of squares", "–", INPUT,
-            "1 / d_model if all are equal; massive activations: near 1 (arXiv 2402.17762 [M])",
-            "one channel carries the activation", "channels"),
-        Statistic(tuple(f"{s}_channel/MODALITY/layerNN" for s in CHANNELED), "index of the largest channel", "–",
-            INPUT, UNKNOWN, "the same channel in all layers and modalities: an outlier channel of the model",
-            "channels"),
     ),
     "Radial budget": (
         Statistic(("w_q_growth/TARGET/layerNN", "w_k_growth/TARGET/layerNN"),
@@ -426,14 +402,6 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "about 1; a spike follows 1 to 8 steps after a value far above 1 (StableAdamW, arXiv 2304.13013 [A])",
             "v lags behind the gradients, so updates are too long; `optim.update_clip` divides them by this value",
             "second moment"),
-        Statistic(("curvature",), "gᵀHg / gᵀg, g and H the gradient and the Hessian of the loss of the probe's batch",
-            "–", NONE, f"{UNKNOWN}; gradient descent is stable below 2 / lr",
-            "below 0: the loss is concave along its gradient; growing: the loss becomes sharper", "curvature"),
-        Statistic(("curvature_adam",),
-            "gᵀPHg / gᵀg, P = (1 − β1) / ((1 + β1) (1 − β1^t)) / (√v̂ + ε), Adam's preconditioner", "–", NONE,
-            "below 2 / lr; a spike begins when it exceeds 2 / lr (arXiv 2506.04805 [A]; the factor (1 − β1) /"
-            " (1 + β1) in P [I])",
-            "above 2 / lr: updates overshoot along the gradient", "curvature"),
     ),
     "Precision": (
         Statistic(("absorb_error/MODALITY/layerNN", "absorb_error_if_bf16/MODALITY/layerNN"),

@@ -15,7 +15,6 @@ import torch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import attach, probe
 from mmqk.monitors.over_layers import over_layers
-from mmqk.monitors.own.product_change import ProductChange
 from mmqk.monitors.own.residual import residual_absorption
 from mmqk.monitors.probe import block_matrices
 from mmqk.store import tag as tag_of
@@ -32,8 +31,8 @@ EVERYTHING = [
     "--data.batch_size=4", "--data.val_sequences=8", "--model.d_model=16", "--model.n_layers=2", "--model.n_heads=2",
     "--optim.warmup_steps=2", "--optim.qk_clip=0.5", "--trainer.max_steps=4", "--monitor.every_n_steps=2",
     "--monitor.probe_sequences=4", "--monitor.probe_split=current", "--monitor.heads=true",
-    "--monitor.parameters=true", "--monitor.matrices=true", "--monitor.channels=true", "--model.attn_gate=head",
-    "--monitor.second_moment=true", "--monitor.curvature=true", "--monitor.precision=true",
+    "--monitor.parameters=true", "--monitor.matrices=true", "--model.attn_gate=head",
+    "--monitor.second_moment=true", "--monitor.precision=true",
     "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=2", "--monitor.budget_steps=2", "--quiet",
 ]  # fmt: skip
 
@@ -66,12 +65,6 @@ def of_other_models() -> set[str]:
     found |= set(probe(with_sinks, batch, heads=True).flat())
     untied = EarlyFusionTransformer(replace(config, per_modality=copies), backend="sdpa")
     found |= set(probe(untied, batch, matrices=True).flat())
-    change = ProductChange()
-    change.measure(untied)
-    with torch.no_grad():
-        for name, p in untied.named_parameters():
-            p.add_(0.1 if "w_q" in name else 0.0)
-    found |= set(change.measure(untied).flat())
     ends = EarlyFusionTransformer(replace(config, attn_gate="head", separate_first=1), backend="sdpa")
     found |= set(probe(ends, batch, matrices=True).flat())
     found |= {

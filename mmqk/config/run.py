@@ -32,7 +32,7 @@ NEWER = {
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
         "deep_norm", "separate_first", "separate_last",
     ),
-    "monitor": ("matrices", "channels", "second_moment", "curvature"),
+    "monitor": ("matrices", "second_moment"),
     "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every"),
     "alarm": ("stop_diverged",),
 }  # fmt: skip

@@ -150,11 +150,8 @@ class MonitorConfig:
         second_moment: measure for every matrix the RMS of g / sqrt(v) in the latest update, with the gradient g and
             Adam's second moment v.
         precision: measure the rounding error of additions to a bf16 residual stream, with one more forward pass.
-        matrices: measure the norm, the spectral norm and the stable rank of every weight matrix of the blocks, and
-            the spectral entropy of the change of W_q W_k^T since the last probe, by singular value decomposition.
-        curvature: measure the curvature of the loss along its gradient on the probe's batch. This costs a forward
-            pass, a backward pass and a second backward pass through both, in fp32 and with dense attention.
-        channels: measure RMS, kurtosis and largest channel of the sublayers' outputs and of the residual stream.
+        matrices: measure the norm, the spectral norm and the stable rank of every weight matrix of the blocks, by
+            singular value decomposition.
         gradient_agreement: measure the cosine between the gradients of two modalities, and the signal and noise of
             each modality's gradient, from separate gradients of the two halves of a micro-batch. Each probe then
             costs two more forward passes, and a backward pass per half and modality.
@@ -174,8 +171,6 @@ class MonitorConfig:
     second_moment: bool = False
     precision: bool = False
     matrices: bool = False
-    channels: bool = False
-    curvature: bool = False
     gradient_agreement: bool = False
     budget_every_n_steps: int = number(0, 0, MOST_STEPS)
     budget_steps: int = number(50, 1, MOST_STEPS)
@@ -187,10 +182,7 @@ class MonitorConfig:
                 f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"
                 f" {self.budget_steps}: windows cannot overlap, so raise it."
             )
-        of_probes = (
-            "heads", "parameters", "second_moment", "precision", "matrices", "channels", "curvature",
-            "gradient_agreement",
-        )  # fmt: skip
+        of_probes = ("heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement")
         for name in of_probes:
             if getattr(self, name) and not self.every_n_steps:
                 raise ValueError(f"monitor.{name} is part of a probe: set monitor.every_n_steps above 0.")

@@ -18,7 +18,6 @@ from mmqk.monitors.formulas.attention import (
     exceeded_by_one_in_a_thousand,
     participation,
 )
-from mmqk.monitors.formulas.channels import channel_statistics, channel_sums
 from mmqk.monitors.formulas.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
 from mmqk.monitors.formulas.output import output_statistics
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs
@@ -77,18 +76,6 @@ class Collector:
         total_BT, max_BT = (norm.sum(1), norm.amax(1)) if norm.ndim == 3 else (norm, norm)
         tags = self._tags(f"{site}_norm", layer), self._tags(f"{site}_norm_max", layer)
         self._norms.append((*tags, total_BT, max_BT, heads))
-
-    def channels(self, site: str, layer: int, x_BTD: Tensor) -> None:
-        """Add RMS, kurtosis and largest channel of an activation, (B, T, D)."""
-        names = ("rms", "kurtosis", "channel_share", "channel")
-        self._probe.add(
-            [tag for name in names for tag in self._tags(f"{site}_{name}", layer)],
-            channel_sums(x_BTD, self.selected_MBT),
-            lambda raw: (
-                torch.cat([channel_statistics(raw)[name] for name in names]),
-                raw["count_M"].repeat(len(names)),
-            ),
-        )
 
     def gate(self, layer: int, gate_BTHK: Tensor) -> None:
         """Add the mean of an output gate over heads and channels, and the share of its values below `CLOSED`."""

@@ -26,8 +26,6 @@ from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag
 
-# Sites whose channels are measured.
-CHANNEL_SITES = ("attn_out", "mlp_out", "resid")
 # Backends without an eager fp32 kernel.
 NO_EAGER_FP32 = ("flex", "sdpa_flash", "sdpa_cudnn")
 
@@ -56,7 +54,6 @@ def probe(
     heads: bool = False,
     pairs: Mapping[Reach, Pairs] | None = None,
     matrices: bool = False,
-    channels: bool = False,
 ) -> Probe:
     """Return every statistic of docs/statistics.md that one forward pass over ``batch`` can measure, by layer and
     modality.
@@ -70,7 +67,6 @@ def probe(
         heads: also add statistics of attention logits and weights for each head.
         pairs: the result of `pairs_of` for this batch; None computes it.
         matrices: also add the norms and the stable rank of every weight matrix of the blocks.
-        channels: also add RMS, kurtosis and largest channel of the sublayer outputs and of the residual stream.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
@@ -80,8 +76,6 @@ def probe(
     def sink(site: str, layer: int, tensor: Tensor) -> None:
         if site in NORM_SITES:
             collector.norms(site, layer, tensor)
-        if channels and site in CHANNEL_SITES:
-            collector.channels(site, layer, tensor)
         sites[site] = tensor
         if site in ("q_raw", "k_raw"):
             all_heads_BTD = tensor.transpose(1, 2).flatten(2)

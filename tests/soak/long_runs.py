@@ -24,7 +24,7 @@ CASES, QUICK, SECONDS = 2, 0, 3600.0
 STEPS = int(os.environ.get("MMQK_SOAK_STEPS", 50_000))
 MOST_BYTES = 200.0
 MONITORS = ["--monitor.budget_every_n_steps=500", *(f"--monitor.{name}=true" for name in (
-    "heads", "parameters", "second_moment", "precision", "matrices", "channels", "curvature", "gradient_agreement",
+    "heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement",
 ))]  # fmt: skip
 
 

@@ -12,9 +12,7 @@ from mmqk.config.training import MonitorConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.formulas.pairs import Pairs
-from mmqk.monitors.own.gradient_curvature import gradient_curvature
 from mmqk.monitors.own.halves import gradient_agreement
-from mmqk.monitors.own.product_change import ProductChange
 from mmqk.monitors.own.residual import residual_absorption
 from mmqk.monitors.own.step_monitor import StepMonitor
 from mmqk.monitors.probe import pairs_of, probe
@@ -31,7 +29,7 @@ class RunMonitor(L.Callback):
     wait.
 
     Put this callback before the one that writes checkpoints. A checkpoint then contains the open window of the radial
-    budget, which continues after a resume. With ``config.matrices`` it also contains the latest probe's W_q and W_k.
+    budget, which continues after a resume.
 
     Args:
         config: when to probe, on which sequences, and what to measure.
@@ -52,7 +50,6 @@ class RunMonitor(L.Callback):
         self._pairs: dict[tuple[int, bool], Pairs] | None = None  # of the held-out batch
         self._probed = -1
         self._step_monitor: StepMonitor | None = None
-        self._product_change = ProductChange()
         self._saved: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -118,9 +115,6 @@ class RunMonitor(L.Callback):
         if trainer.is_global_zero:
             probed = self._probed_batch(trainer, module, current)
             values = self._values(trainer, model, probed)
-            if c.curvature:
-                weights_M, z_loss, _ = module.loss_weighting(probed)  # type: ignore[operator]
-                values |= gradient_curvature(model, probed, weights_M, z_loss, trainer.optimizers[0])
         if c.gradient_agreement and current is not None:
             values |= gradient_agreement(
                 model,
@@ -151,22 +145,17 @@ class RunMonitor(L.Callback):
         self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch
     ) -> dict[str, float]:
         c = self.config
-        probes = [probe(model, batch, c.heads, pairs=self._pairs, matrices=c.matrices, channels=c.channels)]
-        if c.matrices:
-            probes.append(self._product_change.measure(model))
+        probes = [probe(model, batch, c.heads, pairs=self._pairs, matrices=c.matrices)]
         if self.config.precision:
             with trainer.precision_plugin.val_step_context():
                 probes.append(residual_absorption(model, batch))
         return flat(probes)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {} if self._step_monitor is None else self._step_monitor.state_dict()
-        earlier = self._product_change.earlier
-        return state | ({"earlier_qk": earlier} if earlier else {})
+        return {} if self._step_monitor is None else self._step_monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
-        self._product_change = ProductChange(state_dict.get("earlier_qk"))
 
 
 def flat(probes: list[Probe]) -> dict[str, float]:
