@@ -33,7 +33,6 @@ from mmqk.lab.runner.resolver import Resolver
 from mmqk.lab.runner.session import Session
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
 from mmqk.store.formatting import plural
-from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
 
 DESCRIPTION = """\
 Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
@@ -81,7 +80,6 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
         # Start the server now, so that it imports torch at the same time as the resolver in this process.
         start_server(PRELOAD)
-    use_lean_torchmetrics()
     resolver = Resolver(max(1, cores() // jobs))
     replayed = options.replay
     session = Session(

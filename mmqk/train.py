@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from mmqk.training.loop.signals import ENDING, Interrupted
-
-if __name__ == "__main__":  # before the slow imports
-    ENDING.install()
-
 import contextlib
 import logging
 import os
@@ -33,7 +28,7 @@ from mmqk.store import (
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.metrics import METRICS_NAME
-from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
+from mmqk.training.loop.signals import ENDING, Interrupted
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -59,7 +54,6 @@ def main(argv: list[str] | None = None) -> int:
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)
-    use_lean_torchmetrics()
     from mmqk.training.loop.processes import (
         Ranks,  # imports torch and Lightning; not needed to report a user error
     )
@@ -70,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
             return _first(run, argv, ranks)
         try:
             return _fit(run, None, ranks)
+        except Interrupted:
+            return EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
         except UserError:
             return USER_ERROR_EXIT  # the first process prints the error
         except RuntimeError:
@@ -80,16 +76,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def process(argv: list[str] | None = None) -> int:
     """Install the signal handlers and run `main`; the entry point of a process that trains one run."""
-    if not ENDING.installed:
-        ENDING.install()
-    return main(argv)
+    ENDING.install()
+    try:
+        return main(argv)
+    except Interrupted as stop:
+        print("interrupted before the run started; the same command starts it.", file=sys.stderr)
+        return 128 + stop.signum
+    finally:
+        ENDING.read = True  # the process is about to end
 
 
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
     from mmqk.config.fork import note
-    from mmqk.training.loop.device import describe, resolve_device
+    from mmqk.training.loop.device import advised, describe, resolve_device
 
     # A finished run needs no device.
     status = read_status(run.out)
@@ -101,7 +102,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
         details |= {"device": resolved, "parameters": _parameters(run)}
     if run.fork is not None:
         details["fork"] = note(run.fork)
-    with RunFolder.open(run.out, run.identity, details) as folder, ENDING.of(folder):
+    with RunFolder.open(run.out, run.identity, details) as folder:
         if folder.state == "finished":
             status = folder.status()
             print(f"{run.out} is {status.status} at step {status.step}: nothing to train.", flush=True)
@@ -112,13 +113,15 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             if not folder.config_path.exists():
                 write_atomic(folder.config_path, print_yaml(run))
             return _fit(run, folder, ranks)
+        except Interrupted as stop:
+            return _interrupted(run, stop, folder)
         except Exception as error:
             ranks.end()
             reason = disk_sentence(error) if isinstance(error, OSError) else " ".join(str(error).split())
             with contextlib.suppress(OSError):  # the disk error may persist
                 if folder.status().status == "running":  # the error was outside Lightning's hooks
                     folder.set_status("failed", folder.status().step, reason[:300])
-            raise
+            raise advised(error) from error
 
 
 def _parameters(run: RunConfig) -> int:
@@ -161,14 +164,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
                 layers = run.monitor.tensorboard_layers
                 StoryLogger(run.out, run.model.modalities, layers, resumed_at=step).finalize("success")
             return _ended(run, folder)
-    begins_at = _first_step(run) if resume_from is None else step_of(resume_from)
-    ENDING.step = lambda: begins_at
-    try:
-        has_steps_left, resume_from = ranks.start(resume_from)
-    except Interrupted as stop:
-        if folder is not None:
-            folder.set_status("interrupted", begins_at, str(stop))
-        return _interrupted(run, stop, folder, begins_at)
+    has_steps_left, resume_from = ranks.start(resume_from)
     if not has_steps_left:
         return EXIT_CODES["completed"]
     resumed_at = step_of(resume_from) if resume_from is not None else None
@@ -211,8 +207,6 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     try:
         with restoring(resume_from):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
-    except Interrupted as stop:
-        return _interrupted(run, stop, folder, trainer.global_step)
     except SystemExit:  # Lightning raises it after a KeyboardInterrupt if a program calls `main`
         return EXIT_CODES["interrupted"]
     finally:
@@ -235,9 +229,13 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
     return EXIT_CODES[status.status]
 
 
-def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, step: int) -> int:
-    if folder is None:
-        return EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
+def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder) -> int:
+    """Write the status, unless a callback has written it, and say from which step a resume continues."""
+    saved = checkpoints_in(folder.checkpoints)
+    step = step_of(saved[-1]) if saved else _first_step(run)
+    with contextlib.suppress(OSError):
+        if not folder.status().finished:
+            folder.set_status("interrupted", step, str(stop))
     print(f"interrupted at step {step}; the same command continues from there.", file=sys.stderr)
     if run.quiet:
         _ended(run, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: E402
 import os
 from pathlib import Path
 
@@ -10,10 +9,6 @@ if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # workers run in parallel, so each of them and its child processes use one thread
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
-
-use_lean_torchmetrics()  # every worker imports Lightning
 
 import pytest
 

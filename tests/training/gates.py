@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from mmqk.lab.runner.child import BLOCKED
 from mmqk.lab.runner.pool import PRELOAD, start_server
 
-SECONDS = 1800.0
+SECONDS = 120.0
 
 
 def wait_for(there: Callable[[], object]) -> None:
@@ -58,8 +60,7 @@ def start(args: list[str], folder: Path, place: str = "", step: int = 0) -> Fork
         args: command line of the run.
         folder: folder of the log and of the files that `pause` uses.
         place: where the run pauses: "data" (after the run folder is opened), "step" (in the forward pass after
-            ``step`` optimizer steps), "deaf step" (in that forward pass, in a call that never returns to Python), or
-            "" for no pause.
+            ``step`` optimizer steps), or "" for no pause.
         step: number of optimizer steps before the pause.
     """
     start_server(PRELOAD)
@@ -71,8 +72,7 @@ def start(args: list[str], folder: Path, place: str = "", step: int = 0) -> Fork
 def _run(args: list[str], folder: Path, place: str, step: int) -> None:
     sys.stdout = sys.stderr = open(folder / "log", "w", buffering=1)  # noqa: SIM115 (until the process ends)
     os.dup2(sys.stderr.fileno(), 2)
-    import torch
-
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks these signals
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.store import cli_main
     from mmqk.train import process
@@ -86,10 +86,6 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
 
     def gated_forward(self, *rest):
         if self.trainer.global_step == step and not (folder / "at").exists():
-            if place == "deaf step":
-                store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-                (folder / "at").write_text(str(os.getpid()))
-                store.wait(["never"])
             pause(folder)
         return forward(self, *rest)
 

@@ -13,13 +13,11 @@ from mmqk.config import OptimConfig, RunConfig, resolve
 from mmqk.config.checks import check_shown, is_masked
 from mmqk.data.config import DataConfig
 from mmqk.model import ModelConfig
-from mmqk.model import backends as kernels
 from mmqk.model.backend_check import BACKENDS
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
 from mmqk.training.fork.start import changes
-from mmqk.training.loop import device
-from mmqk.training.loop.device import describe, resolve_device
+from mmqk.training.loop.device import advised, describe, resolve_device
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
@@ -71,15 +69,6 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(run):
         assert {word for word, name in names.items() if name in called} == {kernel}
 
 
-def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
-    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
-    settled = resolve_device(replace(run, compile=True, activation_checkpointing=True), CPU)
-    line = "cpu; attention: flash (SDPA); blocks compiled (this can take minutes and gigabytes before step 1)"
-    assert describe(settled) == f"{line}; blocks recomputed"
-    # The control: on a GPU the line has no hint about time and memory.
-    assert describe({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")
-
-
 @pytest.mark.parametrize(
     ("config", "masked"),
     [
@@ -93,22 +82,6 @@ def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
 )
 def test_who_sees_less_than_all_before_it(config, masked):
     assert is_masked(ModelConfig(n_layers=2, **config[0]), DataConfig(**config[1])) is masked
-
-
-def test_a_kernel_is_tried_with_the_mask_of_every_window(run, monkeypatch):
-    seen = []
-
-    def mask_of(backend, T, where, window=0, document_BT=None):
-        seen.append((window, document_BT is not None))
-        return kernels.mask_of(backend, T, CPU, window, document_BT)
-
-    monkeypatch.setattr(device, "mask_of", mask_of)
-    some = of(run, "sdpa", window=4, global_every=2)
-    for window in (0, 4):
-        device._try(some, CPU, torch.float32, window)
-    packed = replace(some, data=replace(some.data, pack="documents"))
-    device._try(packed, CPU, torch.float32, 4)
-    assert seen == [(0, False), (4, False), (4, True)]
 
 
 # What is refused -------------------------------------------------------------------------------------------
@@ -127,23 +100,6 @@ def test_what_a_cpu_cannot_is_refused(run, backend, model, sentence):
         resolve_device(of(run, backend, **model), CPU)
     # The control: backend math accepts the model.
     resolve_device(of(run, "math", **model), CPU)
-
-
-def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
-    compiled = replace(run, compile=True)
-    monkeypatch.delenv("CXX", raising=False)
-    for found in ({"g++"}, {"clang++"}):
-        monkeypatch.setattr(device.shutil, "which", lambda name, found=found: name if name in found else None)
-        assert resolve_device(compiled, CPU)["compiled"] is True
-    monkeypatch.setattr(device.shutil, "which", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"^compile needs a C\+\+ compiler on a CPU: install g\+\+ or clang\+\+, or"
-    ):
-        resolve_device(compiled, CPU)
-    assert resolve_device(run, CPU)["compiled"] is False
-    monkeypatch.setenv("CXX", "mycc")
-    monkeypatch.setattr(device.shutil, "which", lambda name: name if name == "mycc" else None)
-    assert resolve_device(compiled, CPU)["compiled"] is True
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -168,21 +124,6 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
         assert (
             resolve_device(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
         )
-
-
-def test_flex_needs_a_compiler_too(run, monkeypatch):
-    """The GPU is simulated. Without its compiled kernel, flex would compute densely or fail in the first step."""
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
-    monkeypatch.setattr(device, "_has_compiler", lambda where: False)
-    with pytest.raises(
-        UserError, match=r"^backend flex needs Triton, which is not installed: install it or use"
-    ):
-        resolve_device(of(run, "flex"), gpu)
-    # The control: backend math needs no compiler.
-    assert resolve_device(of(run, "math"), gpu)["name"] == "a GPU"
-    monkeypatch.setattr(device, "_has_compiler", lambda where: True)
-    assert resolve_device(of(run, "flex"), gpu)["attention"] == "flex (Triton)"
 
 
 def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
@@ -224,12 +165,6 @@ def test_a_refused_run_is_one_sentence_and_no_folder(tiny_args, tmp_path, capsys
     said = capsys.readouterr()
     assert sentence in said.err and len(said.err.strip().splitlines()) == 1 and not said.out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_compiler_no_folder(tiny_args, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(device.shutil, "which", lambda name: None)
-    assert cli_main(main)([*tiny_args, "--compile=true", f"--out={tmp_path / 'run'}"]) == 2
-    assert "compile needs a C++ compiler" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 # What is recorded ------------------------------------------------------------------------------------------
@@ -277,3 +212,16 @@ def test_what_a_fork_changes():
     assert changes(old, new) == []
     new["alarm"]["stop_diverged"] = False
     assert changes(old, new) == [{"field": "alarm.stop_diverged", "from": True, "to": False}]
+
+
+def test_torchs_error_gets_the_fields_to_change():
+    allocation = RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 9 bytes.")
+    for error, words in [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "lower data.batch_size"),
+        (allocation, "lower data.batch_size"),
+        (RuntimeError("No available kernel. Aborting execution."), "use backend sdpa or math"),
+    ]:
+        said = advised(error)
+        assert isinstance(said, UserError) and words in str(said) and str(said).startswith(str(error)[:20])
+    other = RuntimeError("shapes differ")
+    assert advised(other) is other

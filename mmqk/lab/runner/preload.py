@@ -5,11 +5,7 @@ These modules start no thread and initialize no GPU, because threads and initial
 process.
 """
 
-# ruff: noqa: E402, F401
-from mmqk.training.loop.lean_torchmetrics import use_lean_torchmetrics
-
-use_lean_torchmetrics()
-
+# ruff: noqa: F401
 import lightning.pytorch.utilities.exceptions
 import tensorboard.compat.proto.summary_pb2
 import tensorboard.plugins.hparams.api_pb2
@@ -27,7 +23,6 @@ import mmqk.training.loop.alarms
 import mmqk.training.loop.cpu_tuning
 import mmqk.training.loop.device
 import mmqk.training.loop.lifecycle
-import mmqk.training.loop.memory
 import mmqk.training.loop.processes
 import mmqk.training.loop.step_log
 import mmqk.training.step.module

@@ -13,13 +13,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.store import Alarm, MetricsWriter, naming, read_alarms, read_metrics, tag
+from mmqk.store import Alarm, MetricsWriter, naming, read_alarms, tag
 from mmqk.training.logging.dashboard import custom_scalars, over_layers
-from mmqk.training.logging.heatmaps import HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.logging.hparams import outcome
-
-# Images are drawn after this many probes, then whenever the number of probes has doubled, and at the end.
-FIRST_PICTURES = 4
 
 
 class RunLogger(Logger):
@@ -79,8 +75,8 @@ class StoryLogger(TensorBoardLogger):
 
     A run writes one event run: TensorBoard selects none if there are more than 40.
 
-    It also writes heat maps by layer and step, attention between modalities by layer, alarms as text, and their
-    number. At the end of the run, it writes the outcome as a row of the HParams page.
+    It also writes alarms as text, and their number. At the end of the run, it writes the outcome as a row of the
+    HParams page.
 
     Args:
         folder: The run folder.
@@ -98,8 +94,7 @@ class StoryLogger(TensorBoardLogger):
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
         self._modalities, self._layers, self._begun = modalities, layers, False
-        self._history = History()
-        self._drawn = self._step = self._alarms = 0
+        self._step = self._alarms = 0
 
     @property
     def experiment(self) -> Any:
@@ -113,8 +108,6 @@ class StoryLogger(TensorBoardLogger):
         self._begin(step)
         self._step = max(step, self._step)
         self._scalars(dict(metrics) if self._layers else over_layers(metrics), step)
-        if self._history.add(step, metrics) and self._history.seen >= max(FIRST_PICTURES, 2 * self._drawn):
-            self._draw()
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
@@ -139,27 +132,20 @@ class StoryLogger(TensorBoardLogger):
             self._scalars({"alarms": self._alarms}, self._step)
         elif self._resumed_at is not None and status == "success":  # the run was killed after its last checkpoint
             self._begin(self._resumed_at)
-            self._drawn = 0
         if self._begun:
-            if self._drawn < self._history.seen:
-                self._draw()
             for summary in outcome(self._folder, self._modalities):
                 self._write(summary, None)
         with naming(self._folder / "events.out.tfevents"):
             super().finalize(status)
 
     def _begin(self, step: int) -> None:
-        """Write the layout, and load the probes and alarms of a resumed run."""
+        """Write the layout, and count the alarms of a resumed run."""
         if self._begun:
             return
         self._begun = True
         self.experiment.add_custom_scalars(custom_scalars(self._modalities))
         if self._resumed_at is not None:
-            for line in read_metrics(self._folder / "metrics.jsonl"):
-                if line["step"] <= self._resumed_at:
-                    self._history.add(line["step"], line)
             self._alarms = sum(alarm.step <= self._resumed_at for alarm in read_alarms(self._folder))
-            self._drawn = self._history.seen
         else:
             self._scalars({"alarms": 0}, step)
 
@@ -169,29 +155,6 @@ class StoryLogger(TensorBoardLogger):
         # One protobuf per step is 27 times cheaper than add_scalar for each of 500 values.
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Summary(value=scalars), step)
-
-    def _draw(self) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        self._drawn, step = self._history.seen, self._history.steps[-1]
-        pictures: dict[str, bytes] = {}
-        for statistic, logarithmic in HEAT_MAPS.items():
-            for modality in self._modalities:
-                table = self._history.heat_map(statistic, modality)
-                if len(table):
-                    scale = ", logarithmic scale" if logarithmic else ""
-                    title = f"{statistic}, {modality}, to step {step}{scale}"
-                    png = draw_heat_map(table, self._history.steps, title, logarithmic)
-                    pictures[f"heatmap/{statistic}/{modality}"] = png
-        mass = self._history.mass(self._modalities)
-        if len(mass):
-            title = f"attention from queries (down) to keys (across), step {step}"
-            pictures["attn_mass"] = draw_mass(mass, self._modalities, title)
-        values = [
-            Summary.Value(tag=name, image=Summary.Image(colorspace=3, encoded_image_string=png))
-            for name, png in pictures.items()
-        ]
-        self._write(Summary(value=values), step)
 
     def _write(self, summary: Any, step: int | None) -> None:
         with naming(self._folder / "events.out.tfevents"):

@@ -18,8 +18,7 @@ from mmqk.training.step.module import TrainingModule
 class Lifecycle(L.Callback):
     """Writes status.json; at the first signal it writes a checkpoint and ends the run.
 
-    `Ending` receives the signals. It ends the process at once at the second signal, or at the first signal if no step
-    has ended since the last checkpoint (for example while the first step compiles).
+    `Ending` receives the signals. A second signal ends the run at once, without a checkpoint.
 
     If a program calls ``main``, mmqk handles no signals: Ctrl-C raises Python's KeyboardInterrupt, and the run ends
     without a checkpoint.
@@ -41,9 +40,7 @@ class Lifecycle(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.folder is not None:
             self.folder.set_status("running", trainer.global_step)
-        if ENDING.installed and trainer.is_global_zero:
-            ENDING.step = lambda: self.checkpoints.saved
-            ENDING.until(lambda: trainer.global_step != self.checkpoints.saved)
+        ENDING.read = True
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         assert isinstance(pl_module, TrainingModule)
@@ -83,7 +80,8 @@ class Lifecycle(L.Callback):
         elif not stopped:
             reason = f"{type(exception).__name__}: {reason}"
         with contextlib.suppress(OSError):  # the disk error may persist
-            self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
+            step = self.checkpoints.saved if isinstance(exception, Interrupted) else trainer.global_step
+            self.folder.set_status("interrupted" if stopped else "failed", step, reason)
 
 
 class ProgressLine(L.Callback):

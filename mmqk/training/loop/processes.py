@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from mmqk.checkpoint import CheckpointFiles
 from mmqk.store import UserError
 from mmqk.training.fsdp import Sharded
 from mmqk.training.loop.lightning_private import leave_signals_alone, skip_sigterm_broadcast
-from mmqk.training.loop.signals import ENDING, Interrupted
+from mmqk.training.loop.signals import ENDING, PARENT, Interrupted
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -68,7 +69,6 @@ class Ranks:
         leave_signals_alone(self.trainer)
         self.several = self.trainer.world_size > 1
         if not self.several:
-            ENDING.until(lambda: False)
             # A run with one process is not a rank of a larger run, even inside a cluster job with several tasks.
             rank_zero_only.rank = 0  # type: ignore[attr-defined]
             return
@@ -78,10 +78,8 @@ class Ranks:
         # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
         # processes later.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
-        # Until the first process has started the others, no process waits for it, so a signal may end it at once. The
-        # processes that it starts end when it ends.
-        ENDING.prints = self.first
-        ENDING.until(lambda: self._awaited or not self.first)
+        # Until the first process has started the others, no process waits for it, so a signal may end it at once.
+        ENDING.read = self._awaited or not self.first
         skip_sigterm_broadcast(self.trainer)
 
     @property
@@ -119,7 +117,8 @@ class Ranks:
             strategy.setup_environment()
         else:
             # Start the processes now, because the exchange needs all of them. `fit` does not start them again.
-            with _command(self.argv), ENDING.starting_ranks():
+            ENDING.read = True  # `start` reads the signal
+            with _command(self.argv):
                 strategy.launcher.launch(lambda: None, trainer=self.trainer)
             strategy.setup_environment()
         messages: list[Any] = [None] * self.trainer.world_size
@@ -142,12 +141,15 @@ class Ranks:
 
 @contextlib.contextmanager
 def _command(argv: list[str]) -> Iterator[None]:
-    """Let Lightning start its processes with ``python -m mmqk.train`` and this command line."""
+    """Let Lightning start its processes with ``python -m mmqk.train`` and this command line. If this process ends,
+    they end too."""
     import __main__
 
     before = __main__.__spec__, sys.argv
     __main__.__spec__, sys.argv = importlib.util.find_spec("mmqk.train"), ["mmqk.train", *argv]
+    os.environ[PARENT] = str(os.getpid())
     try:
         yield
     finally:
+        del os.environ[PARENT]
         __main__.__spec__, sys.argv = before
