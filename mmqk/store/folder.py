@@ -11,7 +11,6 @@ run.lock        locked while a process trains in the folder
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -35,8 +34,7 @@ FINISHED = ("completed", "diverged")
 # Files that may exist if a run was killed before it wrote run.json; mmqk.ablate or the user's shell writes train.log.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
-# Seconds that an exiting process waits for another thread to finish writing the status.
-_WAIT_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class Status:
@@ -130,7 +128,6 @@ class RunFolder:
         )
         self._seconds_before = before.seconds
         self._began: float | None = None
-        self._writing = threading.Lock()
 
     @classmethod
     def open(cls, path: str | Path, identity: Mapping[str, Any], details: Mapping[str, Any]) -> RunFolder:
@@ -200,25 +197,6 @@ class RunFolder:
 
     def set_status(self, status: str, step: int, reason: str = "") -> None:
         """Write ``status.json`` atomically, with the seconds trained so far."""
-        with self._writing:
-            self._write_status(status, step, reason)
-
-    def last_status(self, status: str, step: int, reason: str) -> bool:
-        """Write the last status before this process exits. Other threads can no longer write a status.
-
-        If the run has finished, write nothing and return False.
-
-        Raises:
-            OSError: the status cannot be written.
-        """
-        self._writing.acquire(timeout=_WAIT_SECONDS)
-        if _finished(self.path):
-            self._writing.release()
-            return False
-        self._write_status(status, step, reason)
-        return True
-
-    def _write_status(self, status: str, step: int, reason: str) -> None:
         trained = 0.0 if self._began is None else time.monotonic() - self._began
         now = Status(status, int(step), reason, round(self._seconds_before + trained, 3))
         try:
