@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
 from mmqk.model.config import MlpKind
-from mmqk.model.evaluation import evaluation_mode
+from mmqk.model.transformer import evaluation_mode
 from mmqk.store import UserError
 
 from .modalities import vocab_sizes_of

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Attention, Tap, no_tap, output_init_scale, value_init_scale
+from .attention import Attention, Rope, Tap, no_tap, output_init_scale, rope_tables, value_init_scale
 from .backends import RowStats, documents_of, mask_of
 from .config import ModelConfig
-from .init import init_weights
-from .linear import ByModality, linear, through, untied
+from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
-from .rope import Rope, rope_tables
 
 Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward pass
 
@@ -351,3 +349,16 @@ _DEFAULT = ModelConfig()
 
 def _at_layer(sink: Sink, layer: int, site: str, tensor: Tensor) -> None:
     sink(site, layer, tensor)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode inside the context; restore each submodule's mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:  # not train(): a module may override it, for example to merge its LoRA adapters
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.backends import documents_of
-from mmqk.model.evaluation import evaluation_mode
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
-from mmqk.model.transformer import Block, capped
+from mmqk.model.transformer import Block, capped, evaluation_mode
 from mmqk.monitors.collect import NORM_SITES, Collector
 from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
 from mmqk.monitors.formulas.weights import matrix_sizes

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig
-from mmqk.model.attention import Attention
+from mmqk.model.attention import Attention, apply_rope, rope_tables
 from mmqk.model.backends import mask_of
-from mmqk.model.rope import apply_rope, rope_tables
 from tests.model.attend import attention
 
 B, H, T, K = 2, 3, 7, 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmqk.model.attention import apply_rope, rope_tables
 from mmqk.model.norms import LayerNorm, RMSNorm
-from mmqk.model.rope import apply_rope, rope_tables
 
 
 def plain_rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
-from mmqk.model.init import init_weights
+from mmqk.model.linear import init_weights
 
 
 def weights(seed=0, **fields):

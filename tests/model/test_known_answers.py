@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
+from mmqk.model.attention import rope_tables
 from mmqk.model.backends import mask_of
 from mmqk.model.linear import SigmaLinear, power_step
 from mmqk.model.norms import L2Norm, qk_norm
-from mmqk.model.rope import rope_tables
 from mmqk.monitors.probe import logit_bound
 from tests.model.attend import attention
 from tests.model.small import BLOCKS, build, ids_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmqk.model.evaluation import evaluation_mode
+from mmqk.model.transformer import evaluation_mode
 from mmqk.monitors.foreign.state import State
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import rank, summed
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.evaluation import evaluation_mode
+from mmqk.model.transformer import evaluation_mode
 from mmqk.monitors.formulas.agreement import Gradients, HalfProducts, half_products
 from mmqk.monitors.formulas.reduce import selection
 from mmqk.store.tags import tag

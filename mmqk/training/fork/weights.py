@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.init import parameter_generator
-from mmqk.model.linear import ByModality
+from mmqk.model.linear import ByModality, parameter_generator
 from mmqk.model.norms import L2Norm, LayerScale, Norm
 from mmqk.training.fork.matrices import Carried, Matrices
 from mmqk.training.fork.measure import Sizes, one_copy, sizes_at_norms

@@ -20,10 +20,9 @@ from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats
 from mmqk.model.dynamo import compile_blocks, keep_graphs
-from mmqk.model.evaluation import evaluation_mode
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
-from mmqk.model.transformer import Sink
+from mmqk.model.transformer import Sink, evaluation_mode
 from mmqk.monitors.own.step_monitor import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.fsdp import shard, whole, whole_model
