@@ -26,12 +26,9 @@ UNKNOWN = "not an image of a known format"
 TOO_LARGE = "image has too many pixels"
 BROKEN = "image cannot be decoded"
 NOT_FINITE = "image has infinite or undefined pixels"
-TOO_MANY_SCANS = "image has too many scans"
-IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE, TOO_MANY_SCANS)
+IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE)
 
 MAX_PIXELS = 2**26
-# Largest number of scans of a JPEG. Encoders write about ten, and libjpeg processes the whole image for each scan.
-MOST_SCANS = 100
 # Other formats of Pillow are excluded: EPS starts programs, ICO may contain larger images than its header states,
 # and support of AVIF depends on the Pillow version.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -41,9 +38,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # target size. At 3 the mean difference from the exact result is below one gray level for a photo.
 _GAP = 3.0
 _JPEG = b"\xff\xd8"
-_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # a JPEG marker other than stuffing and restart
-_END, _SCAN = 0xD9, 0xDA
-_TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF
+_JPEG_BLOCK = re.compile(rb"\xff([\xc0-\xcf\xdb-\xfe])(..)", re.DOTALL)  # before the first scan
+# The APP blocks of a JPEG that libjpeg uses, and the bytes that it needs of each; APP1 has the orientation.
+_JPEG_APP = {0xE0: (b"JFIF\0", 14), 0xE1: (b"", 0), 0xEE: (b"Adobe", 12)}
 _PNG = b"\x89PNG\r\n\x1a\n"
 # The optional chunks of a PNG that its pixels or its orientation depend on, and the keys of such texts.
 _PNG_PIXELS, _PNG_TEXTS = (b"tRNS", b"acTL", b"fcTL", b"fdAT"), (b"tEXt", b"zTXt", b"iTXt")
@@ -90,8 +87,6 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         raise ValueError(f"fit is {fit!r}, size is {size}: fit must be {' | '.join(get_args(Fit))}, size 1 or more")
     if not content:
         raise Dropped(EMPTY)
-    if content.startswith(_JPEG) and _has_too_many_scans(content):
-        raise Dropped(TOO_MANY_SCANS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata, and of sizes that this function checks
         try:
@@ -111,6 +106,8 @@ def open_image(content: bytes) -> Image.Image:
     """Open an image file of one of `FORMATS` and read its header."""
     if content.startswith(_PNG):
         content = _without_metadata(content)
+    elif content.startswith(_JPEG):
+        content = _without_app_blocks(content)
     return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
@@ -125,7 +122,7 @@ def on_white(image: Image.Image) -> Image.Image:
 def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.Image:
     """Return the image with its Exif orientation applied, in a mode that can be filtered: L, LA, RGB or RGBA."""
     width, height = image.size
-    if max(width * height, _tile_pixels(image)) > max_pixels:
+    if width * height > max_pixels:
         raise Dropped(TOO_LARGE)
     side = max(width, height) if fit == "pad" else min(width, height)
     if side > size:
@@ -142,14 +139,19 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
     return _eight_bit(image)
 
 
-def _has_too_many_scans(jpeg: bytes) -> bool:
-    place, scans = len(_JPEG), 0
-    while scans <= MOST_SCANS and (marker := _MARKER.search(jpeg, place)):
-        if (code := marker[1][0]) == _END:
-            break
-        scans += code == _SCAN
-        place = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
-    return scans > MOST_SCANS
+def _without_app_blocks(jpeg: bytes) -> bytes:
+    """Return a JPEG without the APP blocks that no pixel and no orientation needs.
+
+    Pillow refuses the whole file if one of them is truncated.
+    """
+    place, kept = len(_JPEG), [_JPEG]
+    while block := _JPEG_BLOCK.match(jpeg, place):
+        kind, end = block[1][0], place + 2 + int.from_bytes(block[2])
+        start, size = _JPEG_APP.get(kind, (b"", 2**16))
+        if not 0xE0 <= kind <= 0xEF or (jpeg.startswith(start, block.end()) and end - block.end() >= size):
+            kept.append(jpeg[place:end])
+        place = end
+    return b"".join([*kept, jpeg[place:]])
 
 
 def _without_metadata(png: bytes) -> bytes:
@@ -184,12 +186,6 @@ def _has_orientation(kind: bytes, data: memoryview) -> bool:
     except zlib.error:
         return False
     return not inflate.unconsumed_tail
-
-
-def _tile_pixels(image: Image.Image) -> int:
-    # A TIFF is decoded tile by tile, and a tile may be far larger than the image.
-    tags = getattr(image, "tag_v2", {})
-    return int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0))
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -162,6 +162,8 @@ def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
             while (info := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would store all members
+                if info.size < 0:  # tarfile would read the same header again and again
+                    raise tarfile.ReadError(f"the size of {printable(info.name)} is negative")
                 yield info
             end = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError, MemoryError, RecursionError) as error:
