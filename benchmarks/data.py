@@ -117,7 +117,7 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
 
     def tokenized() -> Callable[[], Work]:
         encoder = Encoder(TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None))
-        return lambda: (encoder.shard(ShardPart("00000", Path(shard)), lambda *_: None)["samples"], 0)
+        return lambda: (encoder.shard(ShardPart("00000", Path(shard)))["samples"], 0)
 
     def arrays(of: DataConfig) -> Make:
         def make() -> Callable[[], Work]:

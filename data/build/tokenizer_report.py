@@ -16,12 +16,11 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from mmqk.data.shards.manifest import load_manifest
 from mmqk.data.tokenizers import train
-from mmqk.data.tokenizers.choice import add_data_arguments, selection_of
-from mmqk.data.tokenizers.documents import Documents
 from mmqk.data.tokenizers.files import TRAIN_COMMAND, ImageTokenizerConfig, read_config, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Images, PairFolder, Source, images_at_once, open_source
+from mmqk.data.tokenizers.source import Documents, Images, Source, add_data_arguments, selection_of
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import OneSentenceParser, find_file, relative_word, run_main, without_roots, write_folder
@@ -113,7 +112,7 @@ def measure(images: Images, captions: list[str], documents: list[str], tokenizer
     counts: dict[str, TokenStatistics] = {}
     for split, pixels in (("train", images.train_BCHW), ("val", images.val_BCHW)):
         db, codes, permuted, pooled = [], [], [], []
-        for chunk in pixels.split(images_at_once(image.config)):
+        for chunk in pixels.split(image.config.images_at_once):
             original = chunk.float() / 255
             chunk_codes, reconstruction = reconstruct(image, chunk)
             db.append(psnr(original, reconstruction))
@@ -149,7 +148,7 @@ def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
     columns = max(3, WIDTH // (side + GAP))
     n = min(columns * ROWS, len(held_out_BCHW))
     pixels = held_out_BCHW[torch.linspace(0, len(held_out_BCHW) - 1, n).round().long()]
-    chunks = pixels.split(images_at_once(tokenizer.config))
+    chunks = pixels.split(tokenizer.config.images_at_once)
     reconstructions = torch.cat([reconstruct(tokenizer, chunk)[1] for chunk in chunks])
     rows = -(-n // columns)
     sheet = Image.new("RGB", (columns * (side + GAP) + GAP, rows * (2 * side + 4 * GAP) + GAP), "#d9d9d9")
@@ -228,8 +227,8 @@ captions{f", {m.document_chars:.2f} in documents" if m.documents.tokens else ""}
 
 
 def _about(source: Source) -> str:
-    if isinstance(source, PairFolder):
-        if source.manifest.about.get("name") != SHIPPED:
+    if source.folder is not None:
+        if load_manifest(source.folder).about.get("name") != SHIPPED:
             return f"The\nsplits are those of {source.name}."
         return (
             "The shipped images are icons on a white\nbackground, not photographs. All images of an emoji, of all"
@@ -285,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure the tokenizers, and write README.md and the contact sheet."""
     args = parser().parse_args(argv)
     selection = selection_of(args)
-    source, documents = open_source(args.shards, selection), Documents(args.text, selection)
+    source, documents = Source(args.shards, selection), Documents(args.text, selection)
     images = source.images(read_config(args.tokenizers).image_size)
     (captions, read_captions), (texts, read_texts) = source.captions(), documents.read()
     summaries = {"images": images.summary, "captions": read_captions, "documents": read_texts}

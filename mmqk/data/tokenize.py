@@ -19,13 +19,13 @@ from mmqk.data.shards.held_out import SHARE, default_share, default_share_of_tar
 from mmqk.data.shards.images import MAX_PIXELS, Dropped
 from mmqk.data.shards.lines import read_lines
 from mmqk.data.shards.manifest import sha256_file
-from mmqk.data.shards.samples import DOTTED, ReasonCounts, Unread, printable, text_of
+from mmqk.data.shards.samples import DOTTED, ReasonCounts, Unread, document_of, printable, text_of
 from mmqk.data.shards.tars import TarIndex, expand, index_tar
-from mmqk.data.tokenizers.choice import add_sample_arguments
 from mmqk.data.tokenizers.files import tokenizers_hash
+from mmqk.data.tokenizers.source import add_sample_arguments
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
-from mmqk.data.tokens.pool import ShardProgress, run_shards
-from mmqk.data.tokens.worker import ShardPart, TokenizeJob, document_of
+from mmqk.data.tokens.worker import ShardPart, TokenizeJob, run_shards
+from mmqk.progress import track
 from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
@@ -149,7 +149,8 @@ def _share(args: argparse.Namespace, job: TokenizeJob, paths: list[Path]) -> flo
         return float(begun["val_fraction"])
     if job.kind == "text":
         return default_share(hash_fraction(text) for path in paths for text in _texts(path))
-    return default_share_of_tars(_readable(paths), lambda sample: document_of(job, sample)[0])
+    kind, field = job.kind, job.caption_field
+    return default_share_of_tars(_readable(paths), lambda sample: document_of(sample, kind, field)[0])
 
 
 def _readable(paths: list[Path]) -> Iterator[TarIndex]:
@@ -244,26 +245,22 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
     broken: list[str] = []
     if records and left:
         print(f"continuing with {len(left)} of {len(shards)} shards", flush=True)
-    progress = ShardProgress({shard.part: states[shard.part][0] for shard in left}, len(shards), records, broken)
-
-    def handle(shard: ShardPart, result: tuple[str, Any]) -> None:
-        kind, content = result
-        if kind == "unwritable":
-            raise UserError(
-                f"{job.out} cannot be written ({content}): make room and run the same command again"
-            )
-        if kind == "done":
-            # Write the record last: a shard is finished if its record exists.
-            write_json(unfinished / f"{shard.part}.json", {"state": states[shard.part], "record": content})
-            records[shard.part] = content
-        else:
-            broken.append(content)
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    results = run_shards(job, left, min(cores if workers is None else workers, len(left)))
     try:
-        if left:
-            with closing(progress.progress):
-                run_shards(job, left, min(cores if workers is None else workers, len(left)), handle, progress)
+        with closing(results):
+            for shard, (kind, content) in track(results, len(left), f"shards of {job.out} tokenized"):
+                if kind == "unwritable":
+                    raise UserError(
+                        f"{job.out} cannot be written ({content}): make room and run the same command again"
+                    )
+                if kind == "done":
+                    # Write the record last: a shard is finished if its record exists.
+                    record = {"state": states[shard.part], "record": content}
+                    write_json(unfinished / f"{shard.part}.json", record)
+                    records[shard.part] = content
+                else:
+                    broken.append(content)
     except KeyboardInterrupt:
         # Count the record files: the interrupt may have come after a record was written and before it was stored in
         # `records`.

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,6 @@ from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens import encode
 from mmqk.data.tokens import worker as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
-from mmqk.data.tokens.pool import ShardProgress
 from mmqk.store import UserError
 
 SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
@@ -540,7 +540,7 @@ run_shards, held = tokenize.run_shards, sys.argv.pop(1)
 def hold_back(*args):
     os.remove(held)
     os.mkfifo(held)
-    run_shards(*args)
+    return run_shards(*args)
 tokenize.run_shards = hold_back
 if __name__ == "__main__":
     sys.exit(cli_main(tokenize.main)(sys.argv[1:]))
@@ -596,23 +596,19 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     whole = held.read_bytes()
     begin = tokenize.run_shards
 
-    def hold_back(*args: Any) -> None:  # runs after the file patterns are expanded
-        held.unlink()
-        os.mkfifo(held)  # a process that opens a pipe waits
-        begin(*args)
-
-    ticks = 0
-
-    def kill(self: ShardProgress, samples: int) -> None:
-        nonlocal ticks
-        ticks += len(self._records) == 2
-        if ticks == 3:
+    def kill() -> None:
+        with open(held, "wb"):  # waits until the worker reads the shard
             (worker,) = multiprocessing.active_children()
             worker.kill()
 
+    def hold_back(*args: Any) -> Any:  # runs after the file patterns are expanded
+        held.unlink()
+        os.mkfifo(held)
+        threading.Thread(target=kill, daemon=True).start()
+        return begin(*args)
+
     with monkeypatch.context() as patched:
         patched.setattr(tokenize, "run_shards", hold_back)
-        patched.setattr(ShardProgress, "__call__", kill)
         message = refused(run, *pattern(shards), workers=1)
     assert "a worker was killed while tokenizing" in message and message.count(".tar") == 1
     assert "00002.tar: if the machine ran out of memory" in message and "the same command continues" in message
@@ -763,24 +759,3 @@ def test_two_at_once(run: Any, shards: Path) -> None:
     assert "another process is writing" in refused(run, *pattern(shards))
     holder.communicate()
     assert "1 of 4 shards" in refused(run, *pattern(shards))
-
-
-def test_the_progress_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    records: dict[str, Any] = {part: {"samples": 250, "dropped": {"x": 3}} for part in "ab"}
-    broken: list[str] = []
-    stream = io.StringIO()
-    shown = ShardProgress({"c": 1000, "d": 3000}, 4, records, broken, stream)
-    shown(0)
-    assert stream.getvalue() == ""  # a log gets its first line after ten seconds
-    now = 110.0
-    shown(100)
-    assert stream.getvalue() == "2 of 4 shards · 600 samples · 10 samples/s · 6 dropped\n"
-    now = 120.0
-    records["c"] = {"samples": 150, "dropped": {"x": 3}}
-    broken.append("b is broken")
-    shown(150)
-    # 1000 bytes took 20 s, so the other 3,000 take 60 s.
-    line = "3 of 4 shards · 650 samples · 8 samples/s · 9 dropped · 1 unreadable · about 1:00 left\n"
-    assert stream.getvalue().endswith(line)

@@ -10,7 +10,7 @@ import mmqk.data.tokenizers.files
 import mmqk.data.tokenizers.image
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.source import Source
 from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import UserError
 
@@ -87,7 +87,7 @@ def test_codes_do_not_depend_on_the_batch(shipped_image):
 
 
 def test_held_out_images_come_back(shipped_image):
-    images = open_source(REPOSITORY / "data/emoji").split_images("val", 64).float() / 255
+    images = Source(REPOSITORY / "data/emoji").images(64).val_BCHW.float() / 255
     codes = shipped_image.encode(images)
     assert psnr(images, shipped_image.decode(codes)).mean() > HELD_OUT_DB
     assert codes.unique().numel() > 256

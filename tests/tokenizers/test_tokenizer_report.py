@@ -19,11 +19,9 @@ from data.build.tokenizer_report import (
     parser,
     token_statistics,
 )
-from mmqk.data.tokenizers.choice import Selection
-from mmqk.data.tokenizers.documents import Documents
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.source import Documents, Selection, Source
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train import _image_config
 from mmqk.data.tokenizers.train import parser as train_parser
@@ -72,7 +70,7 @@ def test_the_page_has_the_numbers_and_keeps_what_others_added(small_data, tokeni
     command = [part for k, v in folders.items() for part in (f"--{k}", str(v))]
     assert main(command) == 0
     text = (out / "README.md").read_text()
-    source = open_source(small_data / "pairs")
+    source = Source(small_data / "pairs")
     images, documents = source.images(64), Documents(small_data / "text").read()[0]
     numbers = measure(images, source.captions()[0], documents, tokenizers)
     assert numbers.images == {"train": 24, "val": 6}
@@ -120,7 +118,7 @@ def test_the_page_of_tars_and_of_a_larger_tokenizer(large, tmp_path, monkeypatch
     data = ["--shards", str(large / "*.tar"), "--text", "", "--val-fraction", "0.3"]
     assert main([*data, "--tokenizers", str(large), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
-    source = open_source(str(large / "*.tar"), Selection(val_fraction=0.3))
+    source = Source(str(large / "*.tar"), Selection(val_fraction=0.3))
     images = source.images(256)
     numbers = measure(images, source.captions()[0], [], large)
     n_val = len(images.val_BCHW)

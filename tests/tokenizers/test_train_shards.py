@@ -12,11 +12,9 @@ import torch
 from PIL import Image
 
 from mmqk.data.tokenize import main as tokenize
-from mmqk.data.tokenizers.choice import Selection
-from mmqk.data.tokenizers.documents import Documents
 from mmqk.data.tokenizers.files import ImageTokenizerConfig, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.source import Documents, Selection, Source
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train import _image_config, main, parser, train_text
 from mmqk.data.tokens.folder import read_header
@@ -90,10 +88,10 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
 
 
 def test_the_images_taken_do_not_depend_on_the_run(shards):
-    one, two = (open_source([shards], Selection(images=12, val_fraction=0.3)).images(48) for _ in range(2))
+    one, two = (Source([shards], Selection(images=12, val_fraction=0.3)).images(48) for _ in range(2))
     assert torch.equal(one.train_BCHW, two.train_BCHW) and torch.equal(one.val_BCHW, two.val_BCHW)
     # The control: padded images differ.
-    other = open_source([shards], Selection(images=12, val_fraction=0.3, fit="pad")).images(48)
+    other = Source([shards], Selection(images=12, val_fraction=0.3, fit="pad")).images(48)
     assert not torch.equal(one.train_BCHW, other.train_BCHW)
 
 
@@ -110,7 +108,7 @@ def test_the_images_taken_do_not_depend_on_the_run(shards):
         (["--decoder-width", "0"], "--decoder-width is 0"),
         (["--decoder-width", "6"], "cannot be halved"),
         (["--val-fraction", "0"], "--val-fraction is 0.0: give a share between 0 and 1"),
-        (["--val-fraction", "1e-9"], "is held out at a share of 1e-09: give more images or --val-fraction 0"),
+        (["--val-fraction", "1e-9"], "is held out at a share of 1e-09: give more images, or another"),
         (["--text", "nowhere/*.jsonl"], "names no file"),
         (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),
     ],
@@ -140,7 +138,7 @@ def test_both_vocabularies_are_as_large_as_a_small_set_gives(shards, tmp_path, c
 
 
 def test_the_default_holds_out_what_tokenize_holds_out(shards, tmp_path, capsys):
-    source = open_source([shards])
+    source = Source([shards])
     images = source.images(32)
     train, val = len(images.train_BCHW), len(images.val_BCHW)
     assert train + val == 29 and val in (9, 10)  # a third of 30; one image is broken
@@ -171,7 +169,7 @@ def test_captions_and_documents_weigh_alike(shards, tmp_path, monkeypatch, lines
     given: list[str] = []
     monkeypatch.setattr(TextTokenizer, "train", lambda texts, size: given.extend(texts))
     text = str(tmp_path / "*.jsonl") if lines else ""
-    train_text(open_source([shards]), Documents(text, Selection(val_fraction=1e-9)), 300)
+    train_text(Source([shards]), Documents(text, Selection(val_fraction=1e-9)), 300)
     captions, documents = (sum(len(t) for t in given if ("zebra" in t) == side) for side in (False, True))
     assert captions > 0 and (0.5 < documents / captions < 2 if lines else documents == 0)
     assert len({t for t in given if "zebra" in t}) == (lines + 1 if lines else 0)

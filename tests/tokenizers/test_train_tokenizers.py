@@ -5,10 +5,10 @@ import torch
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import open_source
+from mmqk.data.tokenizers.source import Source
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokenizers.train import main
-from mmqk.store import UserError, cli_main
+from mmqk.store import cli_main
 
 SMALL = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
 
@@ -22,7 +22,7 @@ def trained(data, seed: int = 0, steps: int = 2, **flags):
     pytest.importorskip("vector_quantize_pytorch")
     from mmqk.data.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
-    images = [open_source(data / "pairs").split_images(split, 64) for split in ("train", "val")]
+    images = Source(data / "pairs").images(64)
     flags = {
         "accelerator": "cpu",
         "logger": False,
@@ -31,7 +31,7 @@ def trained(data, seed: int = 0, steps: int = 2, **flags):
         **flags,
     }
     training = VQTrainingConfig(steps=steps, batch_size=8, seed=seed)
-    return train_image_tokenizer(*images, SMALL, training, **flags)
+    return train_image_tokenizer(images.train_BCHW, images.val_BCHW, SMALL, training, **flags)
 
 
 def test_two_steps_from_the_command_line(small_data, tmp_path, capsys):
@@ -40,7 +40,7 @@ def test_two_steps_from_the_command_line(small_data, tmp_path, capsys):
     assert main(arguments(small_data, out, "--text-size", "270", "--codes", "32", "--steps", "2")) == 0
     text, image = TextTokenizer.load(out), ImageTokenizer.load(out)
     assert (text.size, image.size) == (270, 32)
-    images = open_source(small_data / "pairs").split_images("val", 64).float() / 255
+    images = Source(small_data / "pairs").images(64).val_BCHW.float() / 255
     codes = image.encode(images)
     assert codes.shape == (6, 64) and codes.unique().numel() > 1
     assert image.decode(codes).shape == images.shape
@@ -71,7 +71,7 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
 
     plain = trained(small_data, callbacks=[Keep()])
     module = kept[0].eval()
-    images = open_source(small_data / "pairs").split_images("val", 64).float() / 255
+    images = Source(small_data / "pairs").images(64).val_BCHW.float() / 255
     with torch.no_grad():
         reconstructed, codes, _ = module.reconstruct(images)
     assert torch.equal(plain.encode(images), codes.flatten(1))
@@ -86,7 +86,7 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
 def test_training_lowers_the_error_on_what_it_sees(small_data):
     from mmqk.data.tokenizers.vq import psnr
 
-    images = open_source(small_data / "pairs").split_images("train", 64).float() / 255
+    images = Source(small_data / "pairs").images(64).train_BCHW.float() / 255
     few, more = (trained(small_data, steps=steps) for steps in (1, 30))
     quality = [float(psnr(images, t.decode(t.encode(images))).mean()) for t in (few, more)]
     assert quality[1] > quality[0] + 1
@@ -137,8 +137,3 @@ def test_a_mistake_is_one_sentence(small_data, tmp_path, capsys, flags, words):
     error = capsys.readouterr().err.strip()
     assert words in error and "\n" not in error
     assert (tmp_path / "text.json").read_text() == "precious" and not list(tmp_path.glob("*.safetensors"))
-
-
-def test_images_of_another_size_are_named(small_data):
-    with pytest.raises(UserError, match=r"x-24 .* 32 px"):
-        open_source(small_data / "pairs").split_images("val", 32)

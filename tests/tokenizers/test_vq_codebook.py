@@ -8,7 +8,6 @@ import torch
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import images_at_once
 
 pytest.importorskip("vector_quantize_pytorch")
 pytest.importorskip("lightning")
@@ -94,8 +93,8 @@ def test_codes_that_are_used_alike_are_not_replaced():
 def test_memory_of_a_look_at_the_held_out_images_has_a_bound(size, grid):
     for codes in (2, 512, 8192, 65536):
         config = ImageTokenizerConfig(image_size=size, grid=grid, codes=codes)
-        at_once = images_at_once(config)
+        at_once = config.images_at_once
         assert at_once >= 1
         # Memory: 4 bytes for each distance, and 4 bytes for each channel of each pixel.
         assert at_once == 1 or (at_once * grid**2 * codes <= 2**25 and at_once * size**2 <= 2**20)
-    assert images_at_once(ImageTokenizerConfig()) == 256  # as when the shipped page was written
+    assert ImageTokenizerConfig().images_at_once == 256  # as when the shipped page was written

@@ -20,6 +20,11 @@ LEAST = 16
 FEW = 4000
 
 
+def split_of(identity: bytes, val_fraction: float) -> str:
+    """Return the split of a sample; equal content falls into the same split in every shard."""
+    return "val" if hash_fraction(identity) < val_fraction else "train"
+
+
 def default_share(fractions: Iterable[float]) -> float:
     """Return the share to hold out of samples whose `hash_fraction` is given: `SHARE`, or more for a small set.
 

@@ -205,6 +205,33 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
     return [files[i] if text is None else checked_text(text) for i, text in enumerate(texts)]
 
 
+def document_of(
+    sample: Mapping[str, bytes], kind: str = "", caption_field: str | None = None
+) -> tuple[bytes, list[bytes | str]]:
+    """Return the bytes whose hash decides the split of a sample, and its image files and texts in order.
+
+    Args:
+        sample: content by field.
+        kind: "pair", "interleaved", or "" for either.
+        caption_field: as for `pair_of`.
+
+    Raises:
+        Dropped: the sample cannot be used.
+    """
+    if kind == "interleaved":
+        return sample.get("json", b""), interleaved_of(sample)
+    try:
+        content, caption = pair_of(sample, caption_field)
+        return content, [content, caption]
+    except Dropped as fault:
+        if kind == "pair":
+            raise
+        try:
+            return sample.get("json", b""), interleaved_of(sample)
+        except Dropped as other:
+            raise (fault if other.reason == NO_LISTS else other) from None
+
+
 def text_of(line: bytes) -> str:
     """Return the field "text" of a line of JSON.
 

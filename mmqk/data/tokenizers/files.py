@@ -113,6 +113,12 @@ class ImageTokenizerConfig:
         return self.stride.bit_length() - 1
 
     @property
+    def images_at_once(self) -> int:
+        """Number of images to encode or decode at once, which bounds memory: as many pixels as 256 images of 64 px,
+        and 2**25 distances to codes."""
+        return max(1, min(256 * 64**2 // self.image_size**2, 2**25 // (self.grid**2 * self.codes)))
+
+    @property
     def stages(self) -> int:
         """Number of encoder stages that gives this stride."""
         return self.doublings - 1

@@ -1,37 +1,118 @@
-"""Read samples to train and measure tokenizers, from a folder with a manifest or from any tars of samples.
+"""Read the training data of the tokenizers: images and captions of samples, and text documents.
 
-A manifest lists the splits of its folder, whose images must have the size of the tokenizer. For tars, a hash of the
-image file decides whether a sample is held out, so that copies of an image fall into one split. Images of tars are
-fitted to the size of the tokenizer.
+The samples and documents are those of a folder with a manifest, which lists its splits, or of any tars and JSON
+lines. Of tars and JSON lines a hash of the image file or text decides what is held out, by the rule of
+`mmqk.data.tokenize`, so that copies fall into one split. Dropped samples are counted by reason.
 
 Shapes: B images, C channels (RGB), H height, W width.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
 
-from mmqk.data.shards.held_out import default_share_of_tars
-from mmqk.data.shards.images import Dropped, load_image
-from mmqk.data.shards.manifest import MANIFEST, load_manifest, manifest_hash
-from mmqk.data.shards.pairs import read_pairs
-from mmqk.data.shards.samples import NO_IMAGE, NO_LISTS, Unread, interleaved_of, pair_of
+from mmqk.data.shards.held_out import SHARE, default_share, default_share_of_tars, split_of
+from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
+from mmqk.data.shards.lines import read_lines
+from mmqk.data.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
+from mmqk.data.shards.pairs import read_text
+from mmqk.data.shards.samples import NO_IMAGE, Unread, document_of, text_of
 from mmqk.data.shards.tars import TarIndex, expand, index_tar
-from mmqk.data.tokenizers.choice import Selection, dropped_summary, spread, summary
-from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.progress import track
-from mmqk.store import UserError, hash_fraction, identity_hash
+from mmqk.store import UserError, find_file, hash_fraction, identity_hash
 
-SPLITS = ("train", "val")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The samples to use.
+
+    Attributes:
+        images: largest number of images in memory, for all tars together or for each split of a folder.
+        captions: largest number of captions for the text tokenizer.
+        characters: largest number of characters of documents for the text tokenizer.
+        val_fraction: held-out share of the samples in tars and of the lines of JSON lines files; None for that of
+            `mmqk.data.shards.held_out`.
+        fit: how images are made square: crop, pad or stretch.
+        max_pixels: largest number of pixels of an image; larger images are dropped.
+        caption_field: field that has the caption of a sample, as for `pair_of`.
+    """
+
+    images: int = 20_000
+    captions: int = 200_000
+    characters: int = 100_000_000
+    val_fraction: float | None = None
+    fit: Fit = "crop"
+    max_pixels: int = MAX_PIXELS
+    caption_field: str | None = None
+
+
+def add_data_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the arguments `--shards`, `--text` and one for each field of `Selection`."""
+    c, add = Selection(), p.add_argument
+    add("--shards", nargs="+", default=[str(find_file("data/emoji"))], help="folder or tars of pairs (data/emoji)")
+    add("--text", nargs="+", default=[str(find_file("data/text"))], help="folder or JSON lines (data/text)")
+    add("--images", type=int, default=c.images, help=f"largest number of images in memory ({c.images})")
+    add("--captions", type=int, default=c.captions, help=f"largest number of captions ({c.captions})")
+    add("--characters", type=int, default=c.characters, help=f"largest number of --text characters ({c.characters})")
+    add_sample_arguments(p)
+
+
+def add_sample_arguments(p: argparse.ArgumentParser) -> None:
+    """Add the arguments for reading the samples of tars and of JSON lines."""
+    c, add = Selection(), p.add_argument
+    share = f"share of samples in tars and of JSON lines to hold out, chosen by a hash ({SHARE}; more of a small set)"
+    add("--val-fraction", type=float, help=share)
+    add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
+    add("--max-pixels", type=int, default=MAX_PIXELS, help=f"drop images with more pixels ({MAX_PIXELS})")
+    field = "JSON field of the caption, or txt for the text file (default: field caption, or else the text file)"
+    add("--caption-field", metavar="NAME", help=field)
+
+
+def selection_of(args: argparse.Namespace) -> Selection:
+    """Return the `Selection` of a command line that has the arguments of `add_data_arguments`.
+
+    Raises:
+        UserError: a number is out of range.
+    """
+    for name in ("images", "captions", "characters", "max_pixels"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
+    if args.val_fraction is not None and not 0 < args.val_fraction < 1:
+        raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1.")
+    return Selection(**{f.name: getattr(args, f.name) for f in fields(Selection)})
+
+
+def spread(total: int, most: int) -> np.ndarray:
+    """Return ascending indices of at most `most` of `total` samples: a random one from each of `most` equal parts.
+
+    The indices depend only on the arguments. A fixed stride could select images of one vendor only, if the images of
+    three vendors alternate.
+    """
+    if total <= most:
+        return np.arange(total)
+    edges = np.arange(most + 1) * total // most
+    return np.random.default_rng(0).integers(edges[:-1], edges[1:])
+
+
+def _summary(read: int, total: int, what: str, dropped: Counter[str]) -> str:
+    """Return such as ``200 of 1,000 samples read, 3 dropped (no caption: 1, no image file: 2)``."""
+    text = f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
+    return text + (f", {dropped.total():,} dropped ({_reasons(dropped)})" if dropped else "")
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason}: {n:,}" for reason, n in sorted(counts.items()))
 
 
 @dataclass(frozen=True)
@@ -48,78 +129,52 @@ class Images:
     summary: str
 
 
-class PairFolder:
-    """Pairs of a folder with a manifest, in order; each file is compared with its hash in the manifest."""
+class Source:
+    """Samples of a folder with a manifest, or of tars: pairs as img2dataset writes them, or interleaved documents.
 
-    def __init__(self, folder: Path, selection: Selection) -> None:
-        self.folder, self.selection, self.name = folder, selection, str(folder)
-        self.manifest = load_manifest(folder)
+    Args:
+        shards: the folder, or paths or patterns of tars.
+        selection: the samples to use.
 
-    def images(self, size: int) -> Images:
-        """Return the images of both splits, or an evenly spread sample of them.
+    Raises:
+        UserError: a pattern names no file, or the folder has no manifest.
+    """
 
-        Raises:
-            UserError: a split is missing or empty, a shard is damaged, or an image is not `size` x `size` pixels.
-        """
-        train, val = (self.split_images(split, size) for split in SPLITS)
-        total, read = sum(map(self.manifest.count, SPLITS)), len(train) + len(val)
-        return Images(train, val, summary(read, total, "images") if read < total else "")
-
-    def split_images(self, split: str, size: int) -> Tensor:
-        """Return the images of one split, (B, 3, size, size) uint8; raises the errors of `images`."""
-        chosen: set[int] | None = None
-        for place, pair in enumerate(read_pairs(self.folder, split)):
-            if chosen is None:  # inside the loop, because manifest.count raises a KeyError for a missing split
-                chosen = set(spread(self.manifest.count(split), self.selection.images).tolist())
-                pixels = _empty(len(chosen), size)
-                count = 0
-            if pair.image.size != (size, size):
-                raise UserError(
-                    f"Sample {pair.key} of {self.folder} is {pair.image.size}, not {size} px: resize it, or give the"
-                    " tar files, whose images may have any size."
-                )
-            if place in chosen:
-                pixels[count] = _pixels(pair.image)
-                count += 1
-        if chosen is None:
-            raise UserError(f"The {split} split of {self.folder} has no pairs: run `python -m data.build`.")
-        return torch.from_numpy(pixels[:count])
-
-    def captions(self) -> tuple[list[str], str]:
-        """Return the captions of the train split, and a summary that is empty if all captions were used."""
-        captions = [pair.caption for pair in read_pairs(self.folder, "train")]
-        n, selected = len(captions), [captions[i] for i in spread(len(captions), self.selection.captions)]
-        return selected, summary(len(selected), n, "captions") if len(selected) < n else ""
-
-    def identity(self) -> str:
-        """Return the hash of the manifest, 10 hex digits."""
-        return manifest_hash(self.folder)
-
-
-class Tars:
-    """Samples of tars without a manifest: pairs as img2dataset writes them, or interleaved documents."""
-
-    def __init__(self, patterns: Sequence[str], selection: Selection) -> None:
-        self.selection, self.name = selection, " ".join(patterns)
-        self.paths = expand(patterns)
+    def __init__(self, shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
+        names = [str(s) for s in ([shards] if isinstance(shards, str | Path) else shards)]
+        self.selection, self.name = selection or Selection(), " ".join(names)
+        self.folder = Path(names[0]) if len(names) == 1 and Path(names[0]).is_dir() else None
+        if self.folder is None:
+            self.paths = expand(names)
+        elif not (self.folder / MANIFEST).exists() and any(self.folder.glob("*.tar")):
+            raise UserError(
+                f"{self.folder} has no {MANIFEST}: name its files, such as '{self.folder / '*.tar'}'."
+            )
+        else:
+            load_manifest(self.folder)
 
     @cached_property
-    def indexes(self) -> list[TarIndex]:
-        """The index of every shard; a damaged shard is an error before any training."""
-        return [index_tar(path) for path in track(self.paths, len(self.paths), "shards listed")]
+    def indexes(self) -> dict[str, list[TarIndex]]:
+        """The index of every shard by split, or by "" if a hash decides the split of a sample.
 
-    @property
-    def total(self) -> int:
-        """Number of samples."""
-        return sum(map(len, self.indexes))
+        Raises:
+            UserError: a shard is missing, damaged, or differs from its manifest.
+        """
+        paths = {"": self.paths} if self.folder is None else {}
+        for split in ("train", "val") if self.folder else ():
+            paths[split] = [path for path, _ in checked_shards(self.folder, split)]
+        return {
+            split: [index_tar(path) for path in track(files, len(files), "shards listed")]
+            for split, files in paths.items()
+        }
 
     @cached_property
     def val_fraction(self) -> float:
-        """The held-out share of the samples."""
+        """The held-out share of the samples of tars."""
         if (given := self.selection.val_fraction) is not None:
             return given
         field = self.selection.caption_field
-        return default_share_of_tars(self.indexes, lambda sample: parts_of(sample, field)[0])
+        return default_share_of_tars(self.indexes[""], lambda sample: document_of(sample, "", field)[0])
 
     def images(self, size: int) -> Images:
         """Return the images of samples spread evenly over all shards; one image per interleaved document.
@@ -127,149 +182,173 @@ class Tars:
         Raises:
             UserError: a shard is damaged, no image can be used, or one of the splits gets no image.
         """
-        indices = spread(self.total, self.selection.images)
-        # Training images fill the array from the front and held-out images from the back, so no copy is needed.
-        pixels, n_train, val_start = _empty(len(indices), size), 0, len(indices)
-        fractions, dropped = [], Counter[str]()
-        for turn, sample in self.read(indices, "images"):
+        import torch  # takes seconds, which --help does not need
+
+        most, dropped = self.selection.images, Counter[str]()
+        n = sum(min(most, sum(map(len, indexes))) for indexes in self.indexes.values())
+        try:
+            pixels_BCHW = np.empty((n, 3, size, size), dtype=np.uint8)
+        except MemoryError:
+            raise UserError(
+                f"{n:,} images of {size} px need {n * 3 * size**2 / 1e9:.0f} GB: give a lower --images."
+            ) from None
+        # Training images fill the array from the front and held-out images from the back: no copy of them is needed.
+        train, val = 0, n
+        for turn, split, places in self._read(self.indexes, most, "images", dropped):
+            files = [place for place in places if isinstance(place, bytes)]
             try:
-                identity, files, _ = parts_of(sample, self.selection.caption_field)
                 if not files:
                     raise Dropped(NO_IMAGE)
-                file = files[turn % len(files)]
-                image = _pixels(load_image(file, size, self.selection.fit, self.selection.max_pixels))
+                image = load_image(
+                    files[turn % len(files)], size, self.selection.fit, self.selection.max_pixels
+                )
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            fractions.append(hash_fraction(identity))
-            if fractions[-1] < self.val_fraction:
-                val_start -= 1
-                pixels[val_start] = image
-            else:
-                pixels[n_train] = image
-                n_train += 1
-        read = self._summary(len(indices), dropped)
-        self._check(fractions, read)
-        return Images(torch.from_numpy(pixels[:n_train]), torch.from_numpy(pixels[val_start:]), read)
+            val -= split == "val"
+            pixels_BCHW[val if split == "val" else train] = np.asarray(image).transpose(2, 0, 1)
+            train += split == "train"
+        read = self._summary(self.indexes, n, dropped)
+        if not train and val == n:
+            raise UserError(f"{self.name} has no image that can be used ({read or 'no samples'}): check the shards.")
+        if not train or val == n:
+            where = "in the train split" if not train else "held out"
+            share = f" at a share of {self.val_fraction:g}" if self.folder is None else ""
+            raise UserError(
+                f"None of the {train + n - val:,} images of {self.name} is {where}{share}: give more images, or"
+                " another --val-fraction."
+            )
+        held_out_BCHW = np.ascontiguousarray(pixels_BCHW[val:][::-1])
+        return Images(torch.from_numpy(pixels_BCHW[:train]), torch.from_numpy(held_out_BCHW), read)
 
     def captions(self) -> tuple[list[str], str]:
-        """Return the texts of training samples spread evenly over all shards, and a summary.
+        """Return the texts of training samples spread evenly over all shards, and a summary that is empty if all
+        captions of a folder were used.
 
         Raises:
             UserError: a shard is damaged, or no sample has a text.
         """
-        indices = spread(self.total, self.selection.captions)
-        captions: list[str] = []
-        dropped = Counter[str]()
-        for _, sample in self.read(indices, "captions"):
-            try:
-                identity, _, texts = parts_of(sample, self.selection.caption_field)
-            except Dropped as fault:
-                dropped[fault.reason] += 1
-                continue
-            if hash_fraction(identity) >= self.val_fraction:
-                captions.extend(texts)
-        read = self._summary(len(indices), dropped)
+        indexes = {split: shards for split, shards in self.indexes.items() if split != "val"}
+        dropped, most = Counter[str](), self.selection.captions
+        samples = self._read(indexes, most, "captions", dropped)
+        captions = [
+            p for _, split, places in samples if split == "train" for p in places if isinstance(p, str)
+        ]
+        read = self._summary(indexes, min(most, sum(map(len, *indexes.values()))), dropped)
         if not captions:
             raise UserError(f"{self.name} has no captions ({read}): check the shards.")
         return captions, read
 
-    def read(self, indices: np.ndarray, what: str) -> Iterator[tuple[int, Mapping[str, bytes]]]:
-        """Yield the samples at ascending `indices` over all shards, each with its position in `indices`."""
-        first = np.cumsum([0, *map(len, self.indexes)])
-        shards = np.searchsorted(first, indices, side="right") - 1
-        places = zip(shards.tolist(), (indices - first[shards]).tolist(), strict=True)
-        for turn, (shard, place) in enumerate(track(places, len(indices), f"samples read for {what}")):
-            yield turn, self.indexes[shard].read(place)
+    def _read(
+        self, by_split: dict[str, list[TarIndex]], most: int, what: str, dropped: Counter[str]
+    ) -> Iterator[tuple[int, str, list[bytes | str]]]:
+        """Yield the number, the split, and the images and texts of at most ``most`` samples of each split."""
+        for split, indexes in by_split.items():
+            first = np.cumsum([0, *map(len, indexes)])
+            places = spread(int(first[-1]), most)
+            shards = np.searchsorted(first, places, side="right") - 1
+            pairs = list(zip(shards.tolist(), (places - first[shards]).tolist(), strict=True))
+            for turn, (shard, place) in enumerate(track(pairs, len(pairs), f"samples read for {what}")):
+                try:
+                    identity, parts = document_of(
+                        indexes[shard].read(place), "", self.selection.caption_field
+                    )
+                except Dropped as fault:
+                    dropped[fault.reason] += 1
+                    continue
+                yield turn, split or split_of(identity, self.val_fraction), parts
 
     def identity(self) -> str:
-        """Return the hash of the names, lengths and sample counts of the shards, but not of their content. The hash
-        has 10 hex digits."""
-        shards = [[index.path.name, index.length, len(index)] for index in self.indexes]
-        return identity_hash({"shards": shards})
+        """Return 10 hex digits: the hash of the manifest; or of the names, lengths and sample counts of tars, but not
+        of their content."""
+        if self.folder is not None:
+            return manifest_hash(self.folder)
+        return identity_hash({"shards": [[i.path.name, i.length, len(i)] for i in self.indexes[""]]})
 
-    def _summary(self, read: int, dropped: Counter[str]) -> str:
-        """Return a summary such as ``9 samples read, 1 dropped (...), 2 files not read (in no sample: ...)``."""
-        text = summary(read, self.total, "samples") + dropped_summary(dropped)
-        unread = Unread()
-        for index in self.indexes:
+    def _summary(self, by_split: dict[str, list[TarIndex]], read: int, dropped: Counter[str]) -> str:
+        """Return such as ``9 samples read, 1 dropped (...), 2 files not read (in no sample: ...)``."""
+        unread, indexes = Unread(), [index for of_split in by_split.values() for index in of_split]
+        for index in indexes:
             unread.take(index.unread)
-        reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(unread.counts.items()))
-        return text + (f", {unread.total:,} files not read ({reasons})" if reasons else "")
-
-    def _check(self, fractions: list[float], read: str) -> None:
-        """Raise UserError if a split has no image."""
-        share = self.val_fraction
-        if not fractions:
-            raise UserError(f"{self.name} has no image that can be used ({read}): check the shards.")
-        least, greatest = min(fractions), max(fractions)
-        if least < share <= greatest:
-            return
-        split = "held out" if least >= share else "in the train split"
-        enough = float(f"{1.05 * least:.3g}")  # still above the smallest fraction after the rounding
-        better = f" or --val-fraction {enough:g}" if enough <= greatest else ""
-        raise UserError(
-            f"None of the {len(fractions):,} images of {self.name} is {split} at a share of {share:g}:"
-            f" give more images{better}."
-        )
+        total = sum(map(len, indexes))
+        if self.folder is not None and read == total and not dropped and not unread.total:
+            return ""
+        rest = f", {unread.total:,} files not read ({_reasons(unread.counts)})" if unread.total else ""
+        return _summary(read, total, "samples", dropped) + rest
 
 
-Source = PairFolder | Tars
-
-
-def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> Source:
-    """Open a folder with a manifest, or tars that are given by path or pattern.
+class Documents:
+    """The text documents of the train split of a folder or of JSON lines; none if `text` is an empty name.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
     """
-    names = [str(s) for s in ([shards] if isinstance(shards, str | Path) else shards)]
-    selection = selection or Selection()
-    if len(names) != 1 or not Path(names[0]).is_dir():
-        return Tars(names, selection)
-    folder = Path(names[0])
-    if not (folder / MANIFEST).exists() and any(folder.glob("*.tar")):
-        raise UserError(f"{folder} has no {MANIFEST}: name its files, such as '{folder / '*.tar'}'.")
-    return PairFolder(folder, selection)
+
+    def __init__(self, text: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
+        names = [str(t) for t in ([text] if isinstance(text, str | Path) else text)]
+        self.selection, self.name = selection or Selection(), " ".join(names)
+        self.folder = Path(self.name) if self.name and Path(self.name).is_dir() else None
+        self.paths = expand(names) if self.folder is None and self.name else []
+        self.identity()  # raises for a folder without a manifest
+
+    def read(self) -> tuple[list[str], str]:
+        """Return the texts, and a summary of how many documents were read.
+
+        The summary is empty if all documents of a folder were read. If the texts have more characters than the limit,
+        a folder gives documents that are spread evenly over it (at least one), and a JSON lines file gives only its
+        beginning, so that it is not decompressed to its end.
+
+        Raises:
+            UserError: a file is missing, damaged or truncated, or has no text.
+        """
+        left, dropped = self.selection.characters, Counter[str]()
+        if self.folder is not None:
+            documents = list(read_text(self.folder, "train"))
+            n, total = len(documents), sum(map(len, documents))
+            indices = spread(n, max(1, n * left // max(1, total)))
+            read = _summary(len(indices), n, "documents", dropped) if len(indices) < n else ""
+            return [documents[i] for i in indices], read
+        if not self.paths:
+            return [], ""
+        share = self.selection.val_fraction
+        if share is None:
+            all_texts = (text for path in self.paths for text in _texts(path, Counter()))
+            share = default_share(hash_fraction(text.encode()) for text in all_texts)
+        cut, texts = 0, list[str]()
+        for number, path in enumerate(self.paths):
+            budget, taken = left // (len(self.paths) - number), 0
+            for text in _texts(path, dropped):
+                if split_of(text.encode(), share) == "val":
+                    continue
+                if taken >= budget:
+                    cut += 1
+                    break
+                texts.append(text)
+                taken += len(text)
+            left -= taken
+        read = f"{len(texts):,} documents read"
+        if cut:
+            read += f", only the beginning of {cut:,} of {len(self.paths):,} files (--characters)"
+        if dropped:
+            read += f", {dropped.total():,} dropped ({_reasons(dropped)})"
+        if not texts:
+            raise UserError(f'{self.name} has no documents ({read}): give JSON lines with a field "text".')
+        return texts, read
+
+    def identity(self) -> str:
+        """Return 10 hex digits: the hash of a folder's manifest, or of the names and lengths of JSON lines files, but
+        not of their content; empty if there are no documents."""
+        if self.folder is not None:
+            return manifest_hash(self.folder)
+        files = [[path.name, path.stat().st_size] for path in self.paths]
+        return identity_hash({"files": files}) if files else ""
 
 
-def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[bytes, list[bytes], list[str]]:
-    """Return the identity, image files and texts of a pair or of an interleaved document.
-
-    The identity decides the split by the rule of `python -m mmqk.data.tokenize`, which holds out the same samples.
-
-    Raises:
-        Dropped: the sample is neither a pair nor an interleaved document.
-    """
-    try:
-        image, caption = pair_of(sample, caption_field)
-        return image, [image], [caption]
-    except Dropped as fault:
+def _texts(path: Path, dropped: Counter[str]) -> Iterator[str]:
+    """Yield the texts of a file, and count the lines that cannot be used."""
+    for _, line in read_lines(path):
         try:
-            places = interleaved_of(sample)
-        except Dropped as other:
-            raise (fault if other.reason == NO_LISTS else other) from None
-    files = [place for place in places if isinstance(place, bytes)]
-    return sample["json"], files, [place for place in places if isinstance(place, str)]
-
-
-def images_at_once(config: ImageTokenizerConfig) -> int:
-    """Return the number of images to encode or decode at once, which bounds memory.
-
-    Together these images have at most as many pixels as 256 images of 64 px, and at most 2**25 distances to codes.
-    """
-    pixels = 256 * 64**2 // config.image_size**2
-    distances = 2**25 // (config.grid**2 * config.codes)
-    return max(1, min(pixels, distances))
-
-
-def _pixels(image: Image.Image) -> np.ndarray:
-    return np.asarray(image).transpose(2, 0, 1)
-
-
-def _empty(images: int, size: int) -> np.ndarray:
-    try:
-        return np.empty((images, 3, size, size), dtype=np.uint8)
-    except MemoryError:
-        needed = images * 3 * size**2 / 1e9
-        raise UserError(f"{images:,} images of {size} px need {needed:.0f} GB: give a lower --images.") from None
+            if line.strip():
+                yield text_of(line)
+        except Dropped as fault:
+            dropped[fault.reason] += 1

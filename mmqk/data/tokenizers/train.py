@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqk.data.shards.held_out import SHARE, small_set_sentence
-from mmqk.data.tokenizers.choice import add_data_arguments, selection_of
-from mmqk.data.tokenizers.documents import Documents
 from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Images, Source, Tars, open_source
+from mmqk.data.tokenizers.source import Documents, Images, Source, add_data_arguments, selection_of
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.progress import Progress
 from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
@@ -78,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [args.only] if args.only else ["text", "image"]
     _check(args, wanted)
     selection = selection_of(args)
-    source, documents = open_source(args.shards, selection), Documents(args.text, selection)
+    source, documents = Source(args.shards, selection), Documents(args.text, selection)
     # Read the images first: images that cannot be used must be an error before the text tokenizer is trained.
     images = _images(source, args) if "image" in wanted else None
     if "text" in wanted:
@@ -156,7 +154,7 @@ def _images(source: Source, args: argparse.Namespace) -> Images:
     config = _image_config(args)
     images = source.images(config.image_size)
     train, val = images.train_BCHW, images.val_BCHW
-    if isinstance(source, Tars) and args.val_fraction is None and source.val_fraction > SHARE:
+    if source.folder is None and args.val_fraction is None and source.val_fraction > SHARE:
         print(f"image: {small_set_sentence(source.val_fraction)}", flush=True)
     if images.summary:
         print(f"image: {images.summary}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)

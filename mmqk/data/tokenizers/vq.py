@@ -19,7 +19,6 @@ from torchvision.utils import make_grid
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import images_at_once
 from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
 
@@ -224,6 +223,6 @@ def train_image_tokenizer(
     trainer.fit(
         module,
         DataLoader(train_BCHW, sampler=batches, batch_size=None),  # type: ignore[arg-type]
-        DataLoader(val_BCHW.split(images_at_once(config)), batch_size=None),
+        DataLoader(val_BCHW.split(config.images_at_once), batch_size=None),
     )
     return module.cpu().export()

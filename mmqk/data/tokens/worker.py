@@ -1,7 +1,7 @@
-"""Tokenize one shard into one part of a token folder, in a process of `mmqk.data.tokenize`.
+"""Tokenize each shard into a part of a token folder, in worker processes of `mmqk.data.tokenize`.
 
 ```
-sample ── places (image bytes, texts) ── square images ── `DocumentEncoder` ── documents by split ──> part
+sample ── texts and image files ── square images ── `DocumentEncoder` ── documents by split ──> part
 ```
 
 A part depends only on its shard and the job, not on the process or on earlier parts.
@@ -9,14 +9,22 @@ A part depends only on its shard and the job, not on the process or on earlier p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from mmqk.data.shards.held_out import split_of
 from mmqk.data.shards.images import Dropped, Fit, load_image
 from mmqk.data.shards.lines import read_lines
 from mmqk.data.shards.manifest import sha256_file
@@ -26,20 +34,22 @@ from mmqk.data.shards.samples import (
     ReasonCounts,
     Unread,
     count_unread,
-    interleaved_of,
-    pair_of,
+    document_of,
     text_of,
 )
 from mmqk.data.shards.tars import TarIndex, index_tar
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.data.tokens.folder import SPLITS, TokenWriter
-from mmqk.store import hash_fraction
+from mmqk.store import UserError
 
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
 
 Place = bytes | str
+# ("done", record), ("broken", sentence) if the shard cannot be read, or ("unwritable", reason) if its part cannot be
+# written.
+Result = tuple[str, Any]
 
 
 @dataclass(frozen=True)
@@ -73,9 +83,87 @@ class ShardPart:
     path: Path
 
 
-def split_of(identity: bytes, val_fraction: float) -> str:
-    """Return the split of a document; equal content falls into the same split in every shard."""
-    return "val" if hash_fraction(identity) < val_fraction else "train"
+def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int) -> Iterator[tuple[ShardPart, Result]]:
+    """Tokenize shards in worker processes, or in this process if workers is 0, and yield each with its result.
+
+    Closing the iterator ends the workers.
+
+    Raises:
+        UserError: the tokenizers cannot be used, or a worker was killed.
+    """
+    if workers == 0:
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # results must not depend on the number of threads
+        try:
+            encoder = Encoder(job)
+            for shard in shards:
+                yield shard, _attempt(encoder, shard)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    before = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")  # torch's threads do not exist in a forked process
+    waiting, running = iter(shards), dict[Future[Result], ShardPart]()
+    with ProcessPoolExecutor(workers, context, _begin) as pool:
+        try:
+            while True:
+                for shard in islice(waiting, workers - len(running)):
+                    running[pool.submit(_tokenize, job, shard)] = shard
+                if not running:
+                    return
+                for future in sorted(wait(running, return_when=FIRST_COMPLETED).done, key=_has_failed):
+                    result = future.result()
+                    yield running.pop(future), result
+        except BrokenProcessPool:
+            paths = ", ".join(str(shard.path) for shard in running.values())
+            raise UserError(
+                f"a worker was killed while tokenizing {paths or 'shards'}: if the machine ran out of memory, give"
+                " fewer --workers or a smaller --max-pixels; finished shards are kept, and the same command continues"
+            ) from None
+        finally:
+            for worker in set(multiprocessing.active_children()) - before if running else ():
+                worker.terminate()
+            pool.shutdown(cancel_futures=True)
+
+
+def _has_failed(future: Future[Result]) -> bool:
+    return future.exception() is not None
+
+
+def _begin() -> None:
+    """Prepare a worker process."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # the workers share the cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _tokenize(job: TokenizeJob, shard: ShardPart) -> Result:
+    return _attempt(_encoder(job), shard)
+
+
+@cache
+def _encoder(job: TokenizeJob) -> Encoder:
+    return Encoder(job)
+
+
+def _attempt(encoder: Encoder, shard: ShardPart) -> Result:
+    try:
+        return "done", encoder.shard(shard)
+    except UserError as error:
+        return "broken", str(error)
+    except OSError as error:
+        return "unwritable", error.strerror or str(error)
 
 
 class Encoder:
@@ -90,12 +178,8 @@ class Encoder:
         self.documents = DocumentEncoder(job.tokenizers, images=job.kind != "text")
         self.writer = TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
 
-    def shard(self, shard: ShardPart, count: Callable[[], None]) -> dict[str, Any]:
+    def shard(self, shard: ShardPart) -> dict[str, Any]:
         """Write the part of one shard.
-
-        Args:
-            shard: the file of the shard and the name of its part.
-            count: called after each sample.
 
         Returns:
             The record of the shard: its file name, size and sha256; the numbers of samples, of documents by split and
@@ -118,7 +202,6 @@ class Encoder:
                 part.dropped.add(dropped.reason, key)
                 reason = OF_DROPPED
             count_unread(unread, job.kind, key, fields, reason)
-            count()
         part.write()
         return {
             "file": shard.path.name,
@@ -186,15 +269,7 @@ def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
                 yield f"line {number}", [], partial(_text_document, line)
         return
     for key, sample in source:
-        yield key, list(sample), partial(document_of, job, sample)
-
-
-def document_of(job: TokenizeJob, sample: Mapping[str, bytes]) -> tuple[bytes, list[Place]]:
-    """Return the bytes that decide the split of a sample, and its texts and images in order; or raise Dropped."""
-    if job.kind == "interleaved":
-        return sample.get("json", b""), interleaved_of(sample)
-    content, caption = pair_of(sample, job.caption_field)
-    return content, [content, caption]
+        yield key, list(sample), partial(document_of, sample, job.kind, job.caption_field)
 
 
 def _text_document(line: bytes) -> tuple[bytes, list[Place]]:
