@@ -14,9 +14,9 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import attach, probe
-from mmqk.monitors.over_layers import over_layers
-from mmqk.monitors.own.residual import residual_absorption
+from mmqk.monitors.own.callback import residual_absorption
 from mmqk.monitors.probe import block_matrices
+from mmqk.monitors.record import over_layers
 from mmqk.store import tag as tag_of
 from mmqk.train import main
 from mmqk.training.step.row_stats import RowLog

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mmqk.distributed import rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.folder import WatchFolder
 from mmqk.monitors.foreign.inputs import (
     Inputs,
     LastCall,
@@ -23,20 +22,20 @@ from mmqk.monitors.foreign.inputs import (
     Modality,
     find_ids,
     named_inputs,
+    padding_mask,
     tensors,
 )
-from mmqk.monitors.foreign.isolate import isolated, unwrapped
-from mmqk.monitors.foreign.layers import Layers
-from mmqk.monitors.foreign.matrices import add_matrices
+from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
+from mmqk.monitors.foreign.layers import Layers, add_matrices
 from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
 from mmqk.monitors.foreign.origins import Origins, Tracing
 from mmqk.monitors.foreign.output import find_logits, targets_of
-from mmqk.monitors.foreign.padding import padding_mask
 from mmqk.monitors.foreign.ranks import FailedElsewhereError, ProbeError, agreed, failed_here
 from mmqk.monitors.foreign.rows import batch_size, first_rows
 from mmqk.monitors.foreign.sides import Side, Sides, check_sides, sides_of_batch
-from mmqk.monitors.foreign.state import copied
-from mmqk.monitors.foreign.summary import (
+from mmqk.monitors.record import Probe, over_layers
+from mmqk.monitors.summary import (
+    WatchFolder,
     missing_series,
     restored_note,
     summary_line,
@@ -44,8 +43,6 @@ from mmqk.monitors.foreign.summary import (
     warn_of_mask,
     warn_of_padding,
 )
-from mmqk.monitors.over_layers import over_layers
-from mmqk.monitors.record import Probe
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)

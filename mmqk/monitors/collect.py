@@ -19,9 +19,8 @@ from mmqk.monitors.formulas.attention import (
     participation,
 )
 from mmqk.monitors.formulas.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
-from mmqk.monitors.formulas.output import output_statistics
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs
-from mmqk.monitors.formulas.reduce import Sums, selection, sums
+from mmqk.monitors.formulas.reduce import Sums, output_statistics, selection, sums
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag as uncached_tag
 

@@ -4,7 +4,7 @@ values."""
 import pytest
 import torch
 
-from mmqk.monitors.formulas.budget import AdamUpdate, RadialBudget
+from mmqk.monitors.formulas.weights import AdamUpdate, RadialBudget
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 

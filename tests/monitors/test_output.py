@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.formulas.output import output_statistics
-from mmqk.monitors.formulas.reduce import selection
+from mmqk.monitors.formulas.reduce import output_statistics, selection
 
 BLOCKS = {"text": 7, "image": 4, "sound": 3}
 B, T, V, M = 2, 12, 14, 3

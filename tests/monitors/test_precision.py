@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.formulas.precision import absorption, below_epsilon, update_size
+from mmqk.monitors.formulas.gradients import absorption, below_epsilon, update_size
 from mmqk.monitors.formulas.reduce import selection
 
 B, T, D, M = 2, 5, 8, 2

@@ -23,22 +23,19 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
-from mmqk.monitors.foreign import calls, calls_flash
-from mmqk.monitors.foreign.by_hand import PRODUCT, SOFTMAX, ByHand, Scores
+from mmqk.monitors.foreign import calls
+from mmqk.monitors.foreign.by_hand import PRODUCT, SOFTMAX, ByHand, Layout, Scores
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
-from mmqk.monitors.foreign.layers import Layers, block_of, clean, layer_numbers
-from mmqk.monitors.foreign.layout import Layout
+from mmqk.monitors.foreign.layers import Layers, block_of, clean, is_scripted, layer_numbers
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.origins import Origin, Origins, flat
-from mmqk.monitors.foreign.scripted import is_scripted
-from mmqk.monitors.foreign.stream import Stream
+from mmqk.monitors.foreign.origins import Origin, Origins, Stream, flat
 
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,
-    "flash_attn::_flash_attn_forward": calls_flash.of_flash,
-    "flash_attn::_flash_attn_varlen_forward": calls_flash.of_flash_varlen,
-    "torch_attn::_varlen_attn": calls_flash.of_torch_varlen,
+    "flash_attn::_flash_attn_forward": calls.of_flash,
+    "flash_attn::_flash_attn_varlen_forward": calls.of_flash_varlen,
+    "torch_attn::_varlen_attn": calls.of_torch_varlen,
 }
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
@@ -151,7 +148,7 @@ class Capture(TorchFunctionMode):
 
     def _attention(self, func: Any, reader: Callable[..., Call], args: Any, kwargs: Any) -> Any:
         call, origin = self._read(reader, self._call_origins(args, kwargs), *args, **kwargs)
-        is_flash = reader in (calls_flash.of_flash, calls_flash.of_flash_varlen)
+        is_flash = reader in (calls.of_flash, calls.of_flash_varlen)
         if is_flash and call is not None and call.q_BHTK.dtype not in (torch.float16, torch.bfloat16):
             # flash_attn refuses fp32: compute the output densely.
             lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
@@ -333,7 +330,7 @@ def _run_flash(
     cannot be measured is not replaced: the function runs, and the reason is returned instead of the `Call`.
     """
     try:
-        call = calls_flash.of_transformers_flash(rows, module, *args, **kwargs)
+        call = calls.of_transformers_flash(rows, module, *args, **kwargs)
     except NotMeasured as reason:
         return forward(module, *args, **kwargs), reason
     return (call.output().transpose(1, 2), None), call

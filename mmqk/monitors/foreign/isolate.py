@@ -1,18 +1,228 @@
-"""The context in which a probe runs a third-party model: it restores the model's state afterwards."""
+"""The context in which a probe runs a third-party model: it restores the model's state afterwards.
+
+State is what a pass can change: buffers, plain attributes of the modules (counters, lists, tensors, objects), random
+generators among them, and the model's inputs, such as a cache of keys. State outside these is not seen: class
+attributes, global variables, closures, iterators, ``__slots__``, and what the forward writes into parameters.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mmqk.model.transformer import evaluation_mode
-from mmqk.monitors.foreign.state import State
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_OF_MODULE = vars(nn.Module()).keys()  # attributes of every module: its mode, parameters, buffers, hooks
+# Packages whose objects are machinery of the training loop, and hold no state of a model. The standard library is
+# treated alike, with the exception of plain namespaces.
+_MACHINERY = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed"} | (
+    sys.stdlib_module_names - {"types", "argparse"}
+)
+_DEEPEST = 3  # objects inside objects: a cache, its layer, the state of the layer
+
+
+class State:
+    """The saved state of a model and of the inputs of one call.
+
+    Args:
+        root: the model.
+        inputs: inputs of the call, by name.
+
+    Attributes:
+        changed: names of inputs and of attributes (with the path of the module) that had changed when `restore` ran.
+            Buffers are not listed.
+    """
+
+    def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
+        self.changed: set[str] = set()
+        self._restore: list[tuple[str, Callable[[], bool]]] = []
+        # Objects that are saved already or left out. A reference keeps their ids from being used again.
+        self._seen: dict[int, Any] = {id(p): p for p in root.parameters()}
+        for path, module in root.named_modules():
+            self._save("", module._buffers)
+            # The first forward of transformers installs hooks and sets an attribute; restore both or neither.
+            for hooks in [x for name, x in vars(module).items() if name in _OF_MODULE and "hooks" in name]:
+                if isinstance(hooks, dict):
+                    self._entries("", hooks, dict(hooks))
+            own = [kind for kind in type(module).__mro__[:-1] if not kind.__module__.startswith("torch.")]
+            if own:  # the modules of torch, such as the wrapper of FSDP, have no state of a model in attributes
+                self._attributes(f"{path}." if path else "", module)
+        for name, value in inputs.items():
+            self._save(f"input {name}", value)
+
+    def restore(self) -> None:
+        """Give every saved object its saved content."""
+        with torch.no_grad():
+            for name, restore in self._restore:
+                if restore() and name:
+                    self.changed.add(name)
+
+    def _add(self, name: str, restore: Callable[[], bool]) -> None:
+        self._restore.append((name, restore))
+
+    def _attributes(self, prefix: str, module: nn.Module) -> None:
+        self._seen[id(module)] = module
+        saved = {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
+        self._entries(prefix, vars(module), saved, each=True)
+        for name, value in saved.items():
+            self._save(prefix + name, value)
+
+    def _save(self, name: str, x: Any, depth: int = 0) -> None:
+        """Save one object and all that it holds."""
+        if isinstance(x, _PLAIN) or id(x) in self._seen:
+            return
+        self._seen[id(x)] = x
+        parts: Any = ()
+        if isinstance(x, Tensor):
+            self._tensor(name, x)
+        elif isinstance(x, torch.Generator):
+            self._getter(name, x.get_state, x.set_state)
+        elif isinstance(x, random.Random):
+            self._getter(name, x.getstate, x.setstate)
+        elif type(x).__module__.startswith("numpy"):
+            self._numpy(name, x)
+        elif isinstance(x, dict):
+            self._entries(name, x, dict(x))
+            parts = list(x.values())
+        elif isinstance(x, list | deque):
+            self._sequence(name, x)
+            parts = list(x)
+        elif isinstance(x, set):
+            self._set(name, x)
+        elif isinstance(x, tuple):
+            parts = x
+        elif depth < _DEEPEST and type(x).__module__.partition(".")[0] not in _MACHINERY and hasattr(x, "__dict__"):
+            depth += 1
+            self._entries(name, vars(x), dict(vars(x)))
+            parts = list(vars(x).values())
+        for part in parts:
+            self._save(name, part, depth)
+
+    def _tensor(self, name: str, x: Tensor) -> None:
+        # The model may hold the parameters of another model, and activations of the step.
+        if isinstance(x, nn.Parameter) or x.grad_fn is not None or x.is_meta:
+            return
+        version, saved = None if x.is_inference() else x._version, x.clone()
+
+        def restore() -> bool:
+            if torch.equal(x, saved) if version is None else x._version == version:
+                return False
+            with torch.inference_mode(version is None):
+                x.copy_(saved)
+            return True
+
+        self._add(name, restore)
+
+    def _getter(self, name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> None:
+        saved = get()
+        before = saved if isinstance(saved, Tensor) else pickle.dumps(saved)
+
+        def restore() -> bool:
+            now = get()
+            if torch.equal(now, saved) if isinstance(now, Tensor) else pickle.dumps(now) == before:
+                return False
+            set_(saved)
+            return True
+
+        self._add(name, restore)
+
+    def _numpy(self, name: str, x: Any) -> None:
+        if isinstance(x, sys.modules["numpy"].ndarray):
+            self._getter(name, x.copy, lambda saved: x.__setitem__(..., saved))
+        elif hasattr(x, "get_state"):  # a RandomState
+            self._getter(name, x.get_state, x.set_state)
+        elif (bits := getattr(x, "bit_generator", None)) is not None:
+            self._getter(name, lambda: bits.state, lambda saved: setattr(bits, "state", saved))
+
+    def _entries(self, name: str, x: dict[Any, Any], saved: dict[Any, Any], each: bool = False) -> None:
+        """Save the entries of a dictionary; with ``each``, an entry that changes is listed as name + key."""
+
+        def restore() -> bool:
+            now = {key: value for key, value in x.items() if not (each and key in _OF_MODULE)}
+            added, kept = now.keys() - saved.keys(), [key for key in saved if now.get(key, self) is not saved[key]]
+            unlike = [*added, *(key for key in kept if not _equal(now.get(key), saved[key]))]
+            for key in added:
+                del x[key]
+            x.update((key, saved[key]) for key in kept)
+            if each:
+                self.changed.update(f"{name}{key}" for key in unlike)
+            return bool(unlike) and not each
+
+        self._add(name, restore)
+
+    def _sequence(self, name: str, x: Any) -> None:
+        saved = list(x)
+
+        def restore() -> bool:
+            if len(x) == len(saved) and all(a is b for a, b in zip(x, saved, strict=True)):
+                return False
+            x.clear()
+            x.extend(saved)
+            return True
+
+        self._add(name, restore)
+
+    def _set(self, name: str, x: set[Any]) -> None:
+        saved = set(x)
+
+        def restore() -> bool:
+            if x == saved:
+                return False
+            x.clear()
+            x.update(saved)
+            return True
+
+        self._add(name, restore)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return isinstance(a, _PLAIN) and type(a) is type(b) and a == b
+
+
+def is_object(x: Any) -> bool:
+    """Return whether a value is an object of its own kind, such as a cache of keys: no tensor or container."""
+    is_known = isinstance(x, (*_PLAIN, Tensor, Mapping, list, tuple, set)) or dataclasses.is_dataclass(x)
+    return not is_known and hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _MACHINERY
+
+
+class _CopyingTensors(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy the values of every tensor, also of one that is part of a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def copied(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], root: nn.Module
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a copy of the arguments of a model: tensors, containers and objects such as a cache of keys.
+
+    The model's own modules and parameters are not copied, nor is an object that cannot be copied.
+    """
+    memo = {id(x): x for x in (*root.modules(), *root.parameters(), *root.buffers())}
+
+    def copy_of(x: Any) -> Any:
+        try:
+            return copy.deepcopy(x, memo)
+        except Exception:  # a lock, an open file, a stream
+            return x
+
+    with _CopyingTensors():
+        return tuple(map(copy_of, args)), {name: copy_of(x) for name, x in kwargs.items()}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

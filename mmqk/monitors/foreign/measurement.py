@@ -20,10 +20,9 @@ from torch import Tensor
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
-from mmqk.monitors.foreign.origins import Origin
+from mmqk.monitors.foreign.origins import Origin, Stream
 from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
-from mmqk.monitors.foreign.stream import Stream
 from mmqk.monitors.formulas.pairs import Pairs
 from mmqk.monitors.record import Probe
 

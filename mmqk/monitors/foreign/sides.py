@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mmqk.monitors.collect import Collector
 from mmqk.monitors.foreign.calls import Call, NotMeasured
-from mmqk.monitors.foreign.inputs import Inputs, Modalities, Modality, tensors
+from mmqk.monitors.foreign.inputs import Inputs, Modalities, Modality, padding_mask, tensors, visible_of
 from mmqk.monitors.foreign.origins import Origin
-from mmqk.monitors.foreign.padding import padding_mask, visible_of
 from mmqk.monitors.formulas.pairs import Pairs
 from mmqk.monitors.record import StatisticPart
 from mmqk.store.errors import UserError

@@ -17,7 +17,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.distributed import rank, summed
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import evaluation_mode
-from mmqk.monitors.formulas.agreement import Gradients, HalfProducts, half_products
+from mmqk.monitors.formulas.gradients import Gradients, HalfProducts, half_products
 from mmqk.monitors.formulas.reduce import selection
 from mmqk.store.tags import tag
 

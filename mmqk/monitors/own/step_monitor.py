@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.formulas.precision import below_epsilon, gradient_over_second_moment, update_size
+from mmqk.monitors.formulas.gradients import below_epsilon, gradient_over_second_moment, update_size
 from mmqk.monitors.own.window import BudgetWindow
 from mmqk.monitors.probe import block_matrices
 from mmqk.store.tags import tag

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import Block
-from mmqk.monitors.formulas.budget import AdamUpdate, RadialBudget
+from mmqk.monitors.formulas.weights import AdamUpdate, RadialBudget
 from mmqk.store.tags import tag
 
 MATRICES = ("w_q", "w_k")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mmqk.monitors import over_layers as reductions
+from mmqk.monitors import record
 from mmqk.store import parsed_tag
 
 
@@ -72,7 +72,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     For two modalities these are at most 60 tags; metrics.jsonl has all values.
     """
     kept = {name: value for name, value in metrics.items() if _is_whole(name)}
-    return kept | reductions.over_layers(metrics)
+    return kept | record.over_layers(metrics)
 
 
 def _is_whole(name: str) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.foreign.calls_flash import of_flash, of_torch_varlen, of_transformers_flash
+from mmqk.monitors.foreign.calls import of_flash, of_torch_varlen, of_transformers_flash
 from tests.monitors.attach.nets import SLOPES, H, Net, SelfAttention, alibi, batches
 from tests.monitors.attach.test_exact import IMAGE, same
 

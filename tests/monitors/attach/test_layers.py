@@ -9,7 +9,7 @@ from torch import nn
 
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
-from mmqk.monitors.foreign.summary import summary_line
+from mmqk.monitors.summary import summary_line
 from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}

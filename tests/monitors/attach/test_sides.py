@@ -14,7 +14,7 @@ from torch import nn
 from mmqk.monitors import attach
 from mmqk.monitors.foreign import ranks
 from mmqk.monitors.foreign.origins import NO_INPUTS, Origins
-from mmqk.monitors.foreign.summary import summary_line
+from mmqk.monitors.summary import summary_line
 from mmqk.store import UserError
 from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same

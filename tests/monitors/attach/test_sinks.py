@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mmqk.monitors import attach
-from mmqk.monitors.foreign.calls import Call, causal_mask, of_transformers
-from mmqk.monitors.foreign.calls_flash import of_transformers_flash
+from mmqk.monitors.foreign.calls import Call, causal_mask, of_transformers, of_transformers_flash
 from tests.monitors.attach.nets import Net, SelfAttention, V, alibi, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 from tests.monitors.attach.test_sides import random_, summary

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mmqk.lab import load_runs
 from mmqk.monitors import attach
-from mmqk.monitors.foreign.folder import WatchFolder
-from mmqk.monitors.over_layers import over_layers
+from mmqk.monitors.record import over_layers
+from mmqk.monitors.summary import WatchFolder
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import L, Net, batches, loss_of
 

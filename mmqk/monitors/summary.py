@@ -1,14 +1,19 @@
-"""Writes the line that `attach` prints after the first probe, and its warning about modalities without tokens."""
+"""What `attach` prints and writes: the line after the first probe, warnings, and the run folder."""
 
 from __future__ import annotations
 
 import statistics
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import SiteRecord
+from mmqk.store.errors import UserError
+from mmqk.store.files import write_json
+from mmqk.store.folder import STATUS_NAME
 from mmqk.store.formatting import percent, plain
+from mmqk.store.metrics import MetricsWriter, last_metrics
 from mmqk.store.tags import parsed_tag
 
 
@@ -151,3 +156,46 @@ def _notes(records: Sequence[SiteRecord]) -> list[str]:
         f"{note}: {first}" + (f" and {len(others)} more" if others else "")
         for note, (first, *others) in paths.items()
     ]
+
+
+class WatchFolder:
+    """Writes ``metrics.jsonl`` and ``status.json``; a resumed run removes the lines after the step it resumes from.
+
+    Args:
+        path: the folder, created if missing.
+        started: step that the run resumes from; 0 for a new run.
+
+    Raises:
+        UserError: the folder has steps of another run, or cannot be written.
+    """
+
+    def __init__(self, path: Path, started: int):
+        file = path / "metrics.jsonl"
+        last = last_metrics(file).get("step")
+        if last is not None and not started:
+            raise UserError(
+                f"{file} has a run up to step {last}: give another folder, or set watch.steps to the step that this "
+                "run resumes from"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._writer = MetricsWriter(file)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error}): give another folder") from error
+        self.path = path
+        self._writer.truncate_after(started)
+        self._status("running", started)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line of metrics, and write the step to ``status.json``."""
+        self._writer.write(step, values)
+        self._writer.flush()
+        self._status("running", step)
+
+    def close(self, step: int, status: str) -> None:
+        """Close the metrics file and write the final status."""
+        self._writer.close()
+        self._status(status, step)
+
+    def _status(self, status: str, step: int) -> None:
+        write_json(self.path / STATUS_NAME, {"status": status, "step": step})
