@@ -47,10 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         UserError: an error in the configuration, the data or the folder.
     """
     argv = sys.argv[1:] if argv is None else argv
-    from mmqk.config import build_parser, resolve
+    from mmqk.config import help_text, resolve
 
     if not argv and "_ARGCOMPLETE" not in os.environ:
-        build_parser().print_help()
+        print(help_text())
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)

@@ -1,16 +1,13 @@
-"""Parses YAML files and command lines into frozen dataclasses, and computes the identity of a run.
+"""What a run is: reads YAML files and command lines into frozen dataclasses, and computes the identity of a run.
 
 Needs neither torch nor Lightning.
 """
 
 from mmqk.config.fork import ForkConfig, Parent
-from mmqk.config.parse import RANGES, build_parser, resolve
-from mmqk.config.run import SECTIONS, RunConfig, print_yaml
-from mmqk.config.trainer import TrainerConfig
-from mmqk.config.training import CheckpointConfig, LossConfig, MonitorConfig, OptimConfig
+from mmqk.config.run import SECTIONS, RunConfig, defaults, help_text, print_yaml, resolve
+from mmqk.config.training import CheckpointConfig, LossConfig, MonitorConfig, OptimConfig, TrainerConfig
 
 __all__ = [
-    "RANGES",
     "SECTIONS",
     "CheckpointConfig",
     "ForkConfig",
@@ -20,7 +17,8 @@ __all__ = [
     "Parent",
     "RunConfig",
     "TrainerConfig",
-    "build_parser",
+    "defaults",
+    "help_text",
     "print_yaml",
     "resolve",
 ]

@@ -1,19 +1,34 @@
-"""The resolved configuration of a run, and the fields of it that identify the run."""
+"""The configuration of a run: read from a command line, completed, and identified by the fields that change it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import glob
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from mmqk.config.fork import ForkConfig
-from mmqk.config.trainer import IN_IDENTITY, TrainerConfig
-from mmqk.config.training import CheckpointConfig, LossConfig, MonitorConfig, OptimConfig
-from mmqk.data.config import DataConfig, data_identity
+from mmqk.config import checks
+from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_parent
+from mmqk.config.parse import Fields, help_of, leaves
+from mmqk.config.training import (
+    IN_IDENTITY,
+    CheckpointConfig,
+    LossConfig,
+    MonitorConfig,
+    OptimConfig,
+    TrainerConfig,
+)
+from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
+from mmqk.model.backend_check import check_backend
 from mmqk.model.config import ModelConfig
-from mmqk.store import AlarmConfig, identity_hash
+from mmqk.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
+from mmqk.store import AlarmConfig, UserError, check_local, flatten, identity_hash, with_configs
+from mmqk.store.shipped import CONFIGS, SHIPPED
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -95,6 +110,209 @@ class RunConfig:
         """Return the id and configuration that a checkpoint stores, for forks."""
         flags = {} if self.fork is None else self.fork.flags()
         return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in flags}}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command line gives.
+
+    Attributes:
+        out: run folder (default: runs/NAME/<id>; NAME is that of your configuration, else of your data, else of the
+            shipped configuration).
+        seed: seed of initial weights, dropout and data order.
+        backend: attention backend: math, sdpa, sdpa_flash, sdpa_efficient, sdpa_cudnn or flex.
+        compile: compile blocks, norms and loss (torch.compile), for GPUs: faster steps after a slower start.
+        activation_checkpointing: compute the activations of each block again in the backward pass: less memory, more
+            computation.
+        threads: CPU threads; 0: torch chooses.
+        logging: loggers besides metrics.jsonl.
+        quiet: print one line only: the status and the run folder.
+        fork: start from this checkpoint (or the newest one of a run folder) with the configuration of its run; the
+            fields given here replace those of that run.
+        fork_skip_batches: skip this number of batches at the start of the fork.
+        fork_noise: RMS of the noise that is added to each weight matrix of the fork, divided by the RMS of the
+            matrix.
+        fork_seed: seed of that noise.
+        fork_new_moments: start the optimizer of the fork without the moments of the parent.
+    """
+
+    out: str | None = None
+    seed: int = number(0, 0, MOST_SEED)
+    backend: str = "sdpa"
+    compile: bool = False
+    activation_checkpointing: bool = False
+    threads: int = number(0, 0, 1024)
+    logging: list[Literal["tensorboard", "csv", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
+    quiet: bool = False
+    fork: str | None = None
+    fork_skip_batches: int = number(0, 0, MOST_STEPS)
+    fork_noise: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
+    fork_seed: int = number(0, 0, MOST_SEED)
+    fork_new_moments: bool = False
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    alarm: AlarmConfig = field(default_factory=AlarmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+
+
+def help_text() -> str:
+    """Return the help of mmqk.train."""
+    return f"""\
+usage: mmqk train [CONFIG.yaml ...] [FIELD=VALUE ...]
+
+Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl, status.json, TensorBoard
+events and checkpoints/. Run the same command again to resume. CONFIG.yaml is the YAML of a run, or the name of a
+shipped one (demo); of several, the last one wins.
+
+Example: mmqk train demo optim.lr=0.03 model.qk_norm.kind=rms
+
+{help_of(Given)}"""
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of every field by dotted name. `model.vocab_sizes` has no default, because it comes from the
+    data."""
+    return flatten({name: leaf.default for name, leaf in leaves(Given).items()})
+
+
+def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
+    """Parse, check and complete a command line of ``mmqk.train``.
+
+    Args:
+        argv: the command line; ``demo optim.lr=0.01`` is short for ``--config configs/demo.yaml --optim.lr=0.01``.
+        parent: the parent of a fork whose checkpoint does not exist yet. If it is None and the run is a fork,
+            ``--fork`` in ``argv`` gives the checkpoint.
+
+    Raises:
+        UserError: an unknown field, a wrong type, an impossible value, missing data or tokenizers, or an impossible
+            fork.
+        SystemExit: after printing help.
+    """
+    if {"-h", "--help"} & {*argv}:
+        print(help_text())
+        raise SystemExit(0)
+    argv = with_configs(argv)
+    configs, given = _read(argv)
+    if parent is None and given.fork is None:
+        for name in ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments"):
+            if getattr(given, name):
+                raise UserError(f"{name} belongs to a fork: name its checkpoint with --fork.")
+        return _complete(configs, given)
+    checkpoint = None
+    if parent is None:
+        checkpoint, parent = read_parent(given.fork or "", given.out)
+    configs, given = _read(argv, base_of(parent))
+    try:
+        fork = ForkConfig(
+            parent,
+            given.fork or "",
+            checkpoint,
+            given.fork_skip_batches,
+            given.fork_noise,
+            given.fork_seed,
+            given.fork_new_moments,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return _complete(configs, given, fork)
+
+
+def _read(argv: list[str], base: Mapping[str, Any] | None = None) -> tuple[list[Path], Given]:
+    """Return the configuration files of a command line, and its fields; ``base`` has the fields of a parent."""
+    fields = Fields(Given)
+    fields.add(base or {})
+    fields.add_words(argv)
+    # A relative folder of a file is first looked up beside the file.
+    for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers"):
+        folder, file = fields.values.get(f"data.{name}"), fields.files.get(f"data.{name}")
+        if folder and file and _exists(str(file.parent), str(folder)):
+            fields.values[f"data.{name}"] = os.path.normpath(file.parent / str(folder))
+    return fields.configs, fields.build()
+
+
+def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None) -> RunConfig:
+    sections = {name: getattr(given, name) for name in SECTIONS}
+    data, trainer = given.data, given.trainer
+    try:
+        vocab_sizes = layout(data).vocab_sizes
+        if given.model.vocab_sizes not in ({}, vocab_sizes):
+            raise ValueError(
+                f"model.vocab_sizes is {given.model.vocab_sizes}, but the vocabulary of the data has {vocab_sizes}:"
+                " leave model.vocab_sizes out, or set --data.tokenizers."
+            )
+        model = sections["model"] = replace(given.model, vocab_sizes=vocab_sizes)
+        checks.check_trained(given.loss, data, model)
+        checks.check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes)
+        if fork is not None:
+            check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
+        check_backend(
+            given.backend,
+            model.attn_softcap,
+            model.attention,
+            dropout=model.attn_dropout,
+            masked=checks.is_masked(model, data),
+            tokens=data.seq_len,
+            sink=model.attn_sink,
+        )
+        checks.check_qk_clip(given.optim, model)
+        parent = None if fork is None else fork.parent.config["optim"].get("matrices", "adamw")
+        checks.check_matrices(given.optim, model, given.monitor, parent)
+        checks.check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
+        if trainer.strategy == "fsdp":
+            checks.check_sharded(model, given.optim, given.loss, given.monitor)
+        checks.check_steps(trainer.max_steps, given.checkpoint.at, fork)
+        checks.check_loggers([*given.logging])
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    identity = identity_of(
+        sections, trainer, backend=given.backend, compile=given.compile, seed=given.seed, fork=fork
+    )
+    check_local(given.out or "", "out", "name a local folder")
+    name = _name_of(configs, data) if fork is None or configs else "fork"
+    others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "quiet")
+    return RunConfig(
+        **sections,
+        **{other: getattr(given, other) for other in others},
+        logging=list(dict.fromkeys(given.logging)),
+        trainer=asdict(trainer),
+        out=Path(given.out) if given.out else Path("runs") / name / identity_hash(identity),
+        identity=identity,
+        fork=fork,
+    )
+
+
+def _name_of(configs: list[Path], data: DataConfig) -> str:
+    """Return the name of the folder of the run: that of the user's own configuration (of its project if the file is
+    config.yaml), else of the user's own data, else of the shipped configuration."""
+    shipped = (SHIPPED / CONFIGS[0]).resolve()
+    for file in (config.resolve() for config in reversed(configs)):
+        if not file.is_relative_to(shipped):
+            is_project = file.stem == "config" and not (file.parent / "run.json").exists()
+            return (file.parent.name if is_project else "") or file.stem
+    kinds = ("tokens",) if "tokens" in data.family else data.sources
+    for name in (FOLDER_FIELDS[kind] for kind in kinds):
+        if (source := getattr(data, name)) != getattr(DataConfig, name):
+            path = Path(source)
+            while re.search(r"[*?\[{]", path.name):
+                path = path.parent
+            return path.absolute().name.removesuffix(".tar") or "run"
+    return configs[-1].stem if configs else "run"
+
+
+def _exists(folder: str, name: str) -> bool:
+    """Return whether a folder has a path or a match of a pattern; for a pattern with braces, such as
+    ``a/{00..09}.tar``, whether it has the folder of the pattern."""
+    beside = os.path.join(folder, name)
+    if "{" in name:
+        return os.path.exists(os.path.dirname(beside))
+    return os.path.exists(beside) or any(glob.iglob(os.path.join(glob.escape(folder), name), recursive=True))
 
 
 def identity_of(

@@ -82,11 +82,11 @@ REFUSED = {
         "depends on this claim in turn",
     ),
     "counts of few": ([CLAIM | {"test": "count"}], {}, "not enough for min_effect 0.2 with 3 runs per arm"),
-    "without end": ([CLAIM | {"min_effect": "inf"}], {}, "claim C: min_effect is 'inf': expected a number"),
+    "without end": ([CLAIM | {"min_effect": "inf"}], {}, "claim C: min_effect is inf: it must be a number"),
     "a control without end": (
         [CLAIM | {"positive_control": "P"}, CHECK | {"at_least": "nan"}],
         {},
-        "claim P: at_least is 'nan': expected a number",
+        "claim P: at_least is nan: it must be a number",
     ),
 }
 ACCEPTED = {

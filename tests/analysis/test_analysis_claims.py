@@ -333,11 +333,11 @@ def test_looks_take_a_close_verdict_away(tmp_path):
         ({"negative_control": "Q"}, "refers to 'Q'"),
         ({"stopping": {"max_seeds": 9}}, "needs seeds"),
         ({"stopping": {"looks": 9}, "seeds": 3}, "max_seeds"),
-        ({"seeds": "six"}, "whole number"),
-        ({"at": "0.1"}, "at is '0.1': expected a mapping"),
+        ({"seeds": "six"}, "seeds is .six.: it must be a valid integer"),
+        ({"at": "0.1"}, "at is '0.1': it must be a valid dictionary"),
         ({"at": {"optim.lr": 1}}, "no point"),
         ({"test": "count", "min_effect": 1.5}, "difference of shares"),
-        ({"min_effect": "much"}, "expected a number"),
+        ({"min_effect": "much"}, "valid number"),
     ],
 )
 def test_a_wrong_claim_is_one_sentence(tmp_path, fields, words):

@@ -96,11 +96,11 @@ def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
     Raises:
         UserError: an unknown field, a wrong type, or a number outside its range.
     """
-    # This import loads jsonargparse, which --help and the views of a folder do not need.
+    # This import loads pydantic, which --help and the views of a folder do not need.
     from mmqk.config.parse import parse_fields
 
     try:
-        return parse_fields(kind, flags({name: value for name, value in record.items() if value is not None}))
+        return parse_fields(kind, {name: value for name, value in record.items() if value is not None})
     except (UserError, ValueError) as error:
         sentence = str(error).rstrip(".")
         raise UserError(f"{where}: {sentence[:1].lower()}{sentence[1:]}") from error

@@ -78,7 +78,7 @@ def single(study: Study) -> dict[str, Any] | None:
 
 def settings(run: Run) -> list[tuple[str, str, str]]:
     """Return the fields that differ from their defaults: name, value and default."""
-    from mmqk.config.parse import defaults  # imports jsonargparse, which other pages do not need
+    from mmqk.config import defaults  # imports pydantic, which other pages do not need
 
     default = defaults()
     return [

@@ -30,4 +30,3 @@ from mmqk.store import code_version
 
 # Hash the code now: runs execute the code imported here, even if the files change later.
 code_version()
-mmqk.config.build_parser()

@@ -134,7 +134,7 @@ class Resolver:
 
 
 def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
-    # This import loads jsonargparse and numpy, which --help and the analysis do not need.
+    # This import loads pydantic and numpy, which --help and the analysis do not need.
     from mmqk import config
 
     if parent is None:
