@@ -145,7 +145,7 @@ def test_help_is_for_newcomers_and_needs_no_torch():
         "import sys\n"
         "from mmqk.ablate import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'torch', 'lightning', 'numpy', 'jsonargparse'} & set(sys.modules)\n"
+        "heavy = {'torch', 'lightning', 'numpy', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

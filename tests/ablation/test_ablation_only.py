@@ -105,5 +105,5 @@ def test_a_set_value_is_read_as_mmqk_train_reads_it():
     assert read("qk_clip=null").qk_clip is None
     assert read("decay_gains=true").decay_gains is True
     for refused in ("warmup_steps=1:30", "warmup_steps=0x10"):
-        with pytest.raises(UserError, match="warmup_steps is .*valid integer"):
+        with pytest.raises(UserError, match="valid integer"):
             read(refused)

@@ -333,7 +333,7 @@ def test_looks_take_a_close_verdict_away(tmp_path):
         ({"negative_control": "Q"}, "refers to 'Q'"),
         ({"stopping": {"max_seeds": 9}}, "needs seeds"),
         ({"stopping": {"looks": 9}, "seeds": 3}, "max_seeds"),
-        ({"seeds": "six"}, "seeds is .six.: it must be a valid integer"),
+        ({"seeds": "six"}, "seeds is 'six': it must be a valid integer"),
         ({"at": "0.1"}, "at is '0.1': it must be a valid dictionary"),
         ({"at": {"optim.lr": 1}}, "no point"),
         ({"test": "count", "min_effect": 1.5}, "difference of shares"),
