@@ -23,14 +23,14 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
-from mmqk.training.logging.loggers import RunLogger, StoryLogger
-from mmqk.training.loop.alarms import Alarms
-from mmqk.training.loop.cpu_tuning import keep_freed_memory, skip_nvml_check
-from mmqk.training.loop.device import resolve_device
-from mmqk.training.loop.step_log import FLUSH_EVERY, Checkpoints, StepLog
-from mmqk.training.step.losses import total_loss
-from mmqk.training.step.module import TrainingModule
-from mmqk.training.step.optimizers import make_optimizer
+from mmqk.training.alarms import Alarms
+from mmqk.training.loggers import RunLogger
+from mmqk.training.loop import FLUSH_EVERY, Checkpoints, StepLog
+from mmqk.training.losses import total_loss
+from mmqk.training.module import TrainingModule
+from mmqk.training.optimizers import make_optimizer
+from mmqk.training.ranks import keep_freed_memory, resolve_device, skip_nvml_check
+from mmqk.training.tensorboard import StoryLogger
 
 WARM = 3  # untimed steps before each timing of the training stack
 CLIP = 1.0

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Candidate, Context, Unit, compare, seconds_of
-from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import modality_losses, total_loss
+from mmqk.training.losses import chunked_losses, modality_losses, total_loss
 
 Z_LOSS = 1e-4
 DENSE = "dense"

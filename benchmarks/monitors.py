@@ -14,7 +14,7 @@ from benchmarks.harness import Candidate, Context, Unit, compare
 from benchmarks.loops import Stack
 from benchmarks.setups import QK_NORM, batches_of, facts_of, full, toy, work_of
 from mmqk.config import MonitorConfig
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 
 EVERYTHING = MonitorConfig(
     every_n_steps=1, heads=True, parameters=True, precision=True, gradient_agreement=True, budget_every_n_steps=50,

@@ -21,7 +21,7 @@ from mmqk.data.shards.pairs import read_pairs
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.training.step.losses import modality_losses, total_loss
+from mmqk.training.losses import modality_losses, total_loss
 
 DATA = Path(__file__).parents[1] / "data"
 MODALITIES = ("text", "image")

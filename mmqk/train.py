@@ -11,6 +11,7 @@ import warnings
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from mmqk.signals import ENDING, Interrupted
 from mmqk.store import (
     EXIT_CODES,
     AlarmRules,
@@ -28,12 +29,11 @@ from mmqk.store import (
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.metrics import METRICS_NAME
-from mmqk.training.loop.signals import ENDING, Interrupted
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.training.loop.processes import Ranks
+    from mmqk.training.ranks import Ranks
 
 MOST_PADDING = 0.02
 
@@ -54,9 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)
-    from mmqk.training.loop.processes import (
-        Ranks,  # imports torch and Lightning; not needed to report a user error
-    )
+    from mmqk.training.ranks import Ranks
 
     _quieten()
     with Ranks(run, argv) as ranks:
@@ -90,7 +88,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
     from mmqk.config.fork import note
-    from mmqk.training.loop.device import advised, describe, resolve_device
+    from mmqk.training.ranks import advised, describe, resolve_device
 
     # A finished run needs no device.
     status = read_status(run.out)
@@ -136,16 +134,15 @@ def _parameters(run: RunConfig) -> int:
 
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
+    from mmqk.checkpoint import last_checkpoint, restoring
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.monitors.own.callback import RunMonitor
-    from mmqk.training.logging.integrations import last_logged, open_integrations
-    from mmqk.training.logging.loggers import RunLogger, StoryLogger
-    from mmqk.training.loop.alarms import Alarms
-    from mmqk.training.loop.cpu_tuning import set_threads, tune
-    from mmqk.training.loop.lifecycle import Lifecycle, ProgressLine
-    from mmqk.training.loop.resume import last_checkpoint, restoring
-    from mmqk.training.loop.step_log import FLUSH_EVERY, Checkpoints, StepLog, Validation
-    from mmqk.training.step.module import TrainingModule
+    from mmqk.training.alarms import Alarms
+    from mmqk.training.loggers import RunLogger, last_logged, open_integrations
+    from mmqk.training.loop import FLUSH_EVERY, Checkpoints, Lifecycle, ProgressLine, StepLog, Validation
+    from mmqk.training.module import TrainingModule
+    from mmqk.training.ranks import set_threads, tune
+    from mmqk.training.tensorboard import StoryLogger
 
     tune(ranks.trainer.strategy.root_device)
     set_threads(run.threads)
@@ -308,7 +305,7 @@ def _first_step(run: RunConfig) -> int:
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
-    from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
+    from mmqk.training.fork import PROBE_SEQUENCES, make_fork
 
     if run.fork is not None and not checkpoints_in(folder.checkpoints):
         probe = data.probe_batch(PROBE_SEQUENCES)

@@ -15,7 +15,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig
 from mmqk.model.backend_check import check_backend
 from mmqk.model.transformer import modality_of_ids
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 
 
 def apply(config: Any, settings: Mapping[str, Any], prefix: str) -> Any:

@@ -22,7 +22,7 @@ from mmqk.monitors.own.callback import residual_absorption
 from mmqk.monitors.own.halves import gradient_agreement
 from mmqk.monitors.own.window import BudgetWindow
 from mmqk.remedies import MARKS
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 from tests.one_step import build, token_batch
 from tests.remedies_page import REFERENCE, SEQUENCES, TOKENS, measure, row
 from tests.statistics_table import COSTS, STATISTICS

@@ -22,7 +22,7 @@ from mmqk.config import resolve
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, flatten, read_metrics
 from mmqk.train import main
-from mmqk.training.step.optimizers import block_matrices
+from mmqk.training.optimizers import block_matrices
 from tests import recipe_peers
 from tests.model.comparison import outcome
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights

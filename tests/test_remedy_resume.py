@@ -11,7 +11,7 @@ import torch
 
 from mmqk.model import ModelConfig
 from mmqk.remedies import REMEDIES
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 from tests.one_step import build, step, token_batch
 
 BLOCKS = {"text": 24, "image": 16}

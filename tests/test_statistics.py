@@ -19,7 +19,7 @@ from mmqk.monitors.probe import block_matrices
 from mmqk.monitors.record import over_layers
 from mmqk.store import tag as tag_of
 from mmqk.train import main
-from mmqk.training.step.row_stats import RowLog
+from mmqk.training.guards import RowLog
 from tests.monitors.attach.nets import Net
 from tests.one_step import token_batch
 from tests.remedies_page import measure

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.model import backends as kernels
-from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import modality_losses
+from mmqk.training.losses import chunked_losses, modality_losses
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 MATRICES = ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")

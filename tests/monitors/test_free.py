@@ -19,7 +19,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.monitors.own.step_monitor import StepMonitor
-from mmqk.training.loop.step_log import StepLog
+from mmqk.training.loop import StepLog
 from tests.one_step import build, step, token_batch
 from tests.training.toy import fit, module_of, toy_batch
 

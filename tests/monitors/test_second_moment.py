@@ -14,7 +14,7 @@ from mmqk.config.checks import check_matrices
 from mmqk.model import PerModalityConfig
 from mmqk.monitors.formulas.gradients import gradient_over_second_moment
 from mmqk.monitors.own.callback import RunMonitor
-from mmqk.training.step.matrix_optimizers import AdamVariant
+from mmqk.training.optimizers import AdamVariant
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 STEPS, CLIP, LR, BETAS, EPS = 5, 0.05, 0.01, (0.9, 0.95), 1e-8

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmqk.store import cli_main, read_metrics, read_status
 from mmqk.train import main
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 from tests.soak.kills import BASE, DIAL
 
 CASES, QUICK, SECONDS = 2, 0, 3600.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmqk.store import EXIT_CODES, cli_main, read_status
 from mmqk.train import main
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 from tests.soak.kills import BASE, DIAL
 
 CASES, QUICK, SECONDS = 400, 16, 60.0

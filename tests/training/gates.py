@@ -76,7 +76,7 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.store import cli_main
     from mmqk.train import process
-    from mmqk.training.step.module import TrainingModule
+    from mmqk.training.module import TrainingModule
 
     setup, forward = TokenDataModule.setup, TrainingModule.training_step
 

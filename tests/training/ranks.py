@@ -76,7 +76,7 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: in
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks these signals
     from mmqk.store import cli_main
     from mmqk.train import process
-    from mmqk.training.step.module import TrainingModule
+    from mmqk.training.module import TrainingModule
 
     def keep(module: TrainingModule) -> None:
         torch.save(module.model.state_dict(), f"{log}.weights")

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mmqk.config import resolve
 from mmqk.lab import load_runs
 from mmqk.lab.runner.views import follow
+from mmqk.signals import ENDING
 from mmqk.store import (
     Alarm,
     AlarmConfig,
@@ -26,9 +27,8 @@ from mmqk.store import (
 )
 from mmqk.store.alarms import probes, steps
 from mmqk.train import main
-from mmqk.training.loop.lifecycle import Lifecycle
-from mmqk.training.loop.signals import ENDING
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.loop import Lifecycle
+from mmqk.training.module import TrainingModule
 
 # A run of 60 steps, in which `plant` plants the events.
 HOT = [
@@ -173,7 +173,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     acting = ["--alarm.checkpoint=[spike]", "--alarm.probe=[spike]", "--alarm.probe_steps=3"]
     assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'acting'}"]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.loop.alarms.AlarmRules.update", lambda *_: [])
+        patch.setattr("mmqk.training.alarms.AlarmRules.update", lambda *_: [])
         assert main([*tiny_args, *HOT, f"--out={tmp_path / 'none'}"]) == 0
     assert not read_alarms(tmp_path / "none") and not marks(tmp_path / "none")
     one = weights(reporting[0])
@@ -234,7 +234,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
                 patch.setattr(ENDING, "signum", signal.SIGINT)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    monkeypatch.setattr("mmqk.training.loop.alarms.AlarmRules.update", update)
+    monkeypatch.setattr("mmqk.training.alarms.AlarmRules.update", update)
     args = [
         *tiny_args,
         *HOT,
@@ -244,7 +244,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
         f"--out={out}",
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.loop.lifecycle.Lifecycle", Interrupts)
+        patch.setattr("mmqk.training.loop.Lifecycle", Interrupts)
         assert main(args) == 130
     kept = out / f"checkpoints/alarm_spike_step{after + 1:08d}.ckpt"
     assert read_alarms(out) == [spike] and read_status(out).step == after and not kept.exists()

@@ -19,8 +19,8 @@ from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.store import UserError, read_metrics
 from mmqk.train import main
-from mmqk.training.step import module as training
-from mmqk.training.step.losses import LossSums, total_loss
+from mmqk.training import module as training
+from mmqk.training.losses import LossSums, total_loss
 
 OFF = "--loss.weights.image=0"
 TEXT, IMAGE = '--data.mix={"text":1}', '--data.mix={"image":1}'

@@ -16,7 +16,7 @@ from mmqk.interop.folders import read_run
 from mmqk.store import UserError, cli_main, read_status
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
-from mmqk.training.loop.step_log import Checkpoints
+from mmqk.training.loop import Checkpoints
 from tests.training.test_resume import rewind, series, state
 
 

@@ -18,10 +18,9 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.own.bad_site import first_bad_site
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.monitors.own.halves import gradient_agreement
-from mmqk.training.step import chunked_loss
-from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import LossSums, loss_parts, modality_losses, total_loss
-from mmqk.training.step.split_adam import SplitAdamW
+from mmqk.training import losses as chunked_loss
+from mmqk.training.losses import LossSums, chunked_losses, loss_parts, modality_losses, total_loss
+from mmqk.training.optimizers import SplitAdamW
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 B, T, D, V, M, Z = 3, 7, 6, 13, 3, 0.05

@@ -16,8 +16,7 @@ from torch._functorch import config as functorch_config
 
 from mmqk.model import transformer
 from mmqk.train import main
-from mmqk.training.loop import device
-from mmqk.training.step import chunked_loss
+from mmqk.training import losses as chunked_loss
 from tests.training.test_resume import rewind, series, state
 
 pytestmark = pytest.mark.slow
@@ -35,7 +34,6 @@ def traced(monkeypatch) -> list[str]:
         return plain(function, **{**options, "backend": "aot_eager"})
 
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(device.shutil, "which", lambda name: name)
     chunked_loss._compiled.cache_clear()
     torch.compiler.reset()
     with dynamo.config.patch(recompile_limit=8), functorch_config.patch(donated_buffer=True):

@@ -15,8 +15,7 @@ import pytest
 
 from mmqk.store import dashboards
 from mmqk.train import main
-from mmqk.training.logging.dashboard import PAGES, RUN_PAGE
-from mmqk.training.logging.loggers import StoryLogger
+from mmqk.training.tensorboard import PAGES, RUN_PAGE, StoryLogger
 from tests.training.browser import browser, installed
 
 ROOT = Path(__file__).parents[2]

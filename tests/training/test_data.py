@@ -13,7 +13,7 @@ from mmqk.config import resolve
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.store import read_metrics
 from mmqk.train import main
-from mmqk.training.step.losses import modality_losses, modality_means, modality_sums
+from mmqk.training.losses import modality_losses, modality_means, modality_sums
 
 DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 

@@ -11,8 +11,8 @@ import torch
 
 from mmqk.config import LossConfig, OptimConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
-from mmqk.training.step.module import TrainingModule
-from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
+from mmqk.training.module import TrainingModule
+from mmqk.training.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer
 from tests.training.toy import MODEL as TOY
 from tests.training.toy import Small, fit, module_of, set_gradients, toy_batch

@@ -16,8 +16,8 @@ from mmqk.model import ModelConfig
 from mmqk.model.backend_check import BACKENDS
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
-from mmqk.training.fork.start import changes
-from mmqk.training.loop.device import advised, describe, resolve_device
+from mmqk.training.fork import changes
+from mmqk.training.ranks import advised, describe, resolve_device
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).parents[2] / "configs/demo.yaml"

@@ -133,7 +133,7 @@ def test_a_rank_that_is_just_starting_does_not_outlive_its_parent(tiny_args, tmp
 
 FOLLOWER = """
 import pathlib, sys, time
-from mmqk.training.loop.signals import ENDING
+from mmqk.signals import ENDING
 ENDING.install()
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(600)
@@ -178,7 +178,7 @@ def test_a_parent_that_is_gone_already_is_not_waited_for(tmp_path):
 def test_the_signals_of_a_forked_worker_are_its_own():
     script = """
 import os, signal, sys, time
-from mmqk.training.loop.signals import ENDING, Interrupted
+from mmqk.signals import ENDING, Interrupted
 ENDING.install()
 reader, writer = os.pipe()
 worker = os.fork()

@@ -9,10 +9,9 @@ from mmqk.config import OptimConfig
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule
-from mmqk.training.fork.matrices import Carried
-from mmqk.training.fork.measure import Change
-from mmqk.training.fork.state import callback_state, loops_state, optimizer_state, scheduler_state
-from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
+from mmqk.training.fork import callback_state, loops_state, optimizer_state, scheduler_state
+from mmqk.training.fork_weights import Carried, Change
+from mmqk.training.optimizers import lr_multiplier, make_optimizer
 from tests.training.toy import MODEL, module_of, toy_batch
 
 NEAR = Change(0.0, {"text": (2.0, 2.05), "image": (3.0, 3.0)})

@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from mmqk.config import LossConfig
 from mmqk.data.batch import prefetched
 from mmqk.model import EarlyFusionTransformer, ModelConfig, transformer
-from mmqk.training.loop.step_log import StepLog
-from mmqk.training.step import chunked_loss
-from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import modality_losses, total_loss
+from mmqk.training import losses as chunked_loss
+from mmqk.training.loop import StepLog
+from mmqk.training.losses import chunked_losses, modality_losses, total_loss
 from tests.training.toy import BLOCKS, cut, module_of, toy_batch
 
 pytestmark = [

@@ -13,9 +13,8 @@ import pytest
 
 from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
-from mmqk.training.logging.dashboard import PAGES, custom_scalars, over_layers
-from mmqk.training.logging.hparams import arm_of
-from mmqk.training.logging.loggers import RunLogger, StoryLogger
+from mmqk.training.loggers import RunLogger
+from mmqk.training.tensorboard import PAGES, StoryLogger, arm_of, custom_scalars, over_layers
 
 
 @pytest.fixture(scope="module")

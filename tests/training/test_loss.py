@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mmqk.config import LossConfig
 from mmqk.data.batch import TokenBatch
-from mmqk.training.step.losses import loss_parts, modality_losses, modality_sums, total_loss
+from mmqk.training.losses import loss_parts, modality_losses, modality_sums, total_loss
 from tests.peers import Peer
 from tests.training.toy import module_of
 

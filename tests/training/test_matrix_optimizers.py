@@ -12,9 +12,8 @@ from mmqk.config import OptimConfig, resolve
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError, read_metrics
 from mmqk.train import main
-from mmqk.training.step.msign import orthogonal, orthogonalize
-from mmqk.training.step.optimizers import block_matrices, make_optimizer
-from mmqk.training.step.spike_guards import AdaGC, SkipStep
+from mmqk.training.guards import AdaGC, SkipStep, orthogonal, orthogonalize
+from mmqk.training.optimizers import block_matrices, make_optimizer
 from tests.model.small import SMALL
 from tests.peers import Peer
 

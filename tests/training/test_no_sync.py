@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmqk.config import LossConfig
-from mmqk.training.loop.step_log import StepLog
+from mmqk.training.loop import StepLog
 from tests.training import toy
 from tests.training.test_rows import written_out
 from tests.training.toy import MODEL, cut, fit, module_of, toy_batch

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from mmqk.training.loop import cpu_tuning as on_cpu
+from mmqk.training import ranks as on_cpu
 
 # Print the page faults (getrusage) of a loop that allocates and frees blocks of 24 MiB, without those of the first
 # pass.
 FAULTS = """
 import resource, sys
-from mmqk.training.loop.cpu_tuning import keep_freed_memory
+from mmqk.training.ranks import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 import ctypes

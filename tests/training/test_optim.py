@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import OptimConfig
-from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
+from mmqk.training.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer
 from tests.training.toy import Small, set_gradients
 

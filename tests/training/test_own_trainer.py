@@ -20,7 +20,7 @@ from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors import NormMonitor
 from mmqk.store import UserError
-from mmqk.training.loop.step_log import StepLog
+from mmqk.training.loop import StepLog
 from tests.training.toy import fit, module_of, toy_batch, weights
 
 ROOT = Path(__file__).parents[2]

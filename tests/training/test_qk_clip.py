@@ -15,10 +15,10 @@ from mmqk.config import OptimConfig
 from mmqk.config.checks import check_qk_clip
 from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.store import parse_tag
-from mmqk.training.logging.loggers import over_layers
-from mmqk.training.loop.step_log import Validation
-from mmqk.training.step import qk_clip
-from mmqk.training.step.qk_clip import QKClip, clip_heads, gamma_of, largest_logits
+from mmqk.training import guards as qk_clip
+from mmqk.training.guards import QKClip, clip_heads, gamma_of, largest_logits
+from mmqk.training.loop import Validation
+from mmqk.training.tensorboard import over_layers
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 

@@ -17,7 +17,7 @@ import torch
 from mmqk.checkpoint import load_model
 from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 from tests.training.ranks import end, start, train
 from tests.training.test_resume import rewind, series, state
 from tests.training.toy import MODEL, module_of

@@ -17,9 +17,9 @@ from torch.nn.attention.flex_attention import AuxOutput
 from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.monitors import probe
 from mmqk.store import parse_tag, read_metrics
-from mmqk.training.logging.loggers import RunLogger
-from mmqk.training.loop.step_log import StepLog
-from mmqk.training.step.row_stats import RowLog
+from mmqk.training.guards import RowLog
+from mmqk.training.loggers import RunLogger
+from mmqk.training.loop import StepLog
 from tests.training import toy
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 

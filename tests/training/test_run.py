@@ -19,7 +19,7 @@ import torch
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.store import UserError, cli_main, read_alarms, read_metrics
 from mmqk.train import main
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 
 WALL_CLOCK = {"tokens_per_s"}
 

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from mmqk.model.linear import POWER_STEPS, SigmaLinear
 from mmqk.monitors import probe
-from mmqk.training.step import module as training
+from mmqk.training import module as training
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mmqk.config import OptimConfig
 from mmqk.model import PerModalityConfig
-from mmqk.training.step.module import TrainingModule
-from mmqk.training.step.spike_guards import AdaGC, SkipStep
+from mmqk.training.guards import AdaGC, SkipStep
+from mmqk.training.module import TrainingModule
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 GUARDS = {"adagc": 1.05, "skip_step": 6.0}

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from mmqk.config import LossConfig, OptimConfig
 from mmqk.model import PerModalityConfig
-from mmqk.training.step.losses import loss_parts, total_loss
-from mmqk.training.step.optimizers import make_optimizer
-from mmqk.training.step.split_adam import SplitAdamW
+from mmqk.training.losses import loss_parts, total_loss
+from mmqk.training.optimizers import SplitAdamW, make_optimizer
 from tests.peers import Peer
 from tests.training.test_no_sync import Methods, Operations
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights

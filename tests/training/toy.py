@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from mmqk.config import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.module import TrainingModule
 
 BLOCKS = {"text": 9, "image": 7}
 MODEL = ModelConfig(d_model=16, n_layers=2, n_heads=4, vocab_sizes=BLOCKS)

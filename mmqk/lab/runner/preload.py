@@ -16,16 +16,13 @@ import mmqk.config
 import mmqk.data.datamodule
 import mmqk.monitors.own.callback
 import mmqk.train
-import mmqk.training.fork.start
-import mmqk.training.logging.hparams
-import mmqk.training.logging.loggers
-import mmqk.training.loop.alarms
-import mmqk.training.loop.cpu_tuning
-import mmqk.training.loop.device
-import mmqk.training.loop.lifecycle
-import mmqk.training.loop.processes
-import mmqk.training.loop.step_log
-import mmqk.training.step.module
+import mmqk.training.alarms
+import mmqk.training.fork
+import mmqk.training.loggers
+import mmqk.training.loop
+import mmqk.training.module
+import mmqk.training.ranks
+import mmqk.training.tensorboard
 from mmqk.store import code_version
 
 # Hash the code now: runs execute the code imported here, even if the files change later.

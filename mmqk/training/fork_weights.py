@@ -17,7 +17,9 @@ Shapes: D model width, H heads, K head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,10 +27,130 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.linear import ByModality, parameter_generator
-from mmqk.model.norms import L2Norm, LayerScale, Norm
-from mmqk.training.fork.matrices import Carried, Matrices
-from mmqk.training.fork.measure import Sizes, one_copy, sizes_at_norms
+from mmqk.model.linear import TINY, ByModality, SigmaLinear, parameter_generator
+from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, Norm
+from mmqk.training.losses import modality_losses
+
+CHUNK = 4  # sequences per forward pass
+
+
+@dataclass
+class Carried:
+    """The origin of each parameter of a fork, by parameter name.
+
+    Attributes:
+        added: Parameters that the parent does not have, with a description of their initial value.
+        dropped: Parameters that the fork does not have, with a description of the parameters into which they are
+            folded.
+        from_name: For each parameter of the fork, the parent's parameter that it is copied from.
+        scale: For each copied parameter, the factor on the parent's values, if it is not 1.
+    """
+
+    added: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    from_name: dict[str, str] = field(default_factory=dict)
+    scale: dict[str, Tensor] = field(default_factory=dict)
+
+
+def tied_name(name: str) -> str:
+    return re.sub(r"\.copies\.\d+", "", name)
+
+
+class Matrices:
+    """Copies parameters by name (`by_name`), collects factors of matrices (`fold`), then applies the factors
+    (`write`).
+
+    Args:
+        old: The parent's model.
+        new: The fork's model, whose parameters are overwritten.
+    """
+
+    def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer):
+        self.old, self.new = dict(old.named_modules()), dict(new.named_modules())
+        self.before, self.config = old.config, new.config
+        self.old_values, self.new_values = dict(old.named_parameters()), dict(new.named_parameters())
+        self.factor: dict[str, Tensor] = {}  # factor of each matrix of the fork, broadcast over the matrix
+        self.done = Carried()
+
+    def by_name(self) -> None:
+        """Copy each parameter that the parent has with the same name (with or without ``.copies.N``) and the same
+        shape."""
+        for name, value in self.new_values.items():
+            source = name if name in self.old_values else tied_name(name)
+            if source in self.old_values and self.old_values[source].shape == value.shape:
+                value.copy_(self.old_values[source])
+                self.done.from_name[name] = source
+        for name, fork in self.new.items():
+            parent = self.old.get(name, self.old.get(tied_name(name)))
+            if isinstance(fork, SigmaLinear) and isinstance(parent, SigmaLinear):
+                fork.u.copy_(parent.u)
+                fork.v.copy_(parent.v)
+        if self.config.tie_embeddings != self.before.tie_embeddings:
+            self.new["head"].weight.copy_(self.old_values["embed.weight"])
+            self.done.added["head.weight"] = "a copy of embed.weight"
+
+    def fold(
+        self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None
+    ) -> str:
+        """Collect ``gain`` as a factor on rows or columns of the fork's matrices; return a description.
+
+        The factor applies to the copy of modality ``m``, or, if ``m`` is None, to all copies of a matrix.
+        """
+        shape = (-1, 1) if side == "rows" else (1, -1)
+        for layer in layers:
+            for name in self._matrices_of(layer):
+                copied = ".copies." in name
+                if m is not None and (f".copies.{m}" not in name if copied else m > 0):
+                    continue  # a shared matrix uses the gain of the first modality
+                self.factor[name] = self.factor.get(name, torch.ones(())) * gain.reshape(shape)
+        if layers == ["head"] and self.config.tie_embeddings:
+            return ""
+        return "into " + ", ".join(f"{layer}.weight" for layer in layers if self._matrices_of(layer))
+
+    def _matrices_of(self, layer: str) -> list[str]:
+        if layer == "head" and self.config.tie_embeddings:
+            return []
+        return [n for n, m in self.new.items() if isinstance(m, nn.Linear) and tied_name(n) == layer]
+
+    def write(self) -> None:
+        """Write the parent's effective matrices times the folded factors, in the fork's parameterization."""
+        for name, fork in self.new.items():
+            if not isinstance(fork, nn.Linear):
+                continue
+            parent, factor = self.old[name if name in self.old else tied_name(name)], self.factor.get(name)
+            assert isinstance(parent, nn.Linear)
+            if isinstance(parent, SigmaLinear) and (not isinstance(fork, SigmaLinear) or factor is not None):
+                effective = parent.gamma / parent.sigma().clamp_min(TINY)
+                factor = effective.double() * (1.0 if factor is None else factor)
+                if not isinstance(fork, SigmaLinear):
+                    self.done.dropped[f"{tied_name(name)}.gamma"] = f"into {name}.weight"
+            if factor is not None:
+                fork.weight.copy_(fork.weight.double() * factor)
+                if f"{name}.weight" in self.done.from_name:
+                    self.rescaled(f"{name}.weight", factor)
+            if isinstance(fork, SigmaLinear) and (factor is not None or not isinstance(parent, SigmaLinear)):
+                fork.start()
+                fork.gamma.copy_(fork.sigma())
+                if not isinstance(parent, SigmaLinear):
+                    self.done.added[f"{name}.gamma"] = "sigma of its matrix"
+
+    def rescaled(self, name: str, factor: Tensor) -> None:
+        before = self.done.scale.get(name)
+        self.done.scale[name] = factor if before is None else before * factor
+
+    def account(self) -> Carried:
+        """Return the origin of every parameter, in the order of the models' parameters."""
+        done = self.done
+        for name in self.new_values.keys() - done.from_name.keys():
+            done.added.setdefault(name, "its first value")
+        gone = self.old_values.keys() - set(done.from_name.values()) - self.new_values.keys()
+        done.added = {name: done.added[name] for name in self.new_values if name in done.added}
+        done.dropped = {
+            name: done.dropped.get(name) or "does not exist in the fork"
+            for name in self.old_values
+            if name in gone
+        }
+        return done
 
 
 @torch.no_grad()
@@ -257,3 +379,140 @@ def _alike(a: nn.Module, b: nn.Module) -> bool:
 def _gain_of(norm: nn.Module, shape: tuple[int, int]) -> Tensor:
     gain = norm.gain() if isinstance(norm, Norm) else None
     return torch.ones(shape, dtype=torch.float64) if gain is None else gain.double().expand(shape)
+
+
+@dataclass
+class Sizes:
+    """Sums of squares at one norm, by modality of the token and by head (a norm of the residual stream has one head).
+
+    Attributes:
+        plain_MH: Sums for the input normalized by the parent's norm, before its gain, or for the input itself if the
+            parent has no norm here. If the fork's norm is a LayerNorm, the mean is subtracted first.
+        out_MH: Sums for the output of the parent's norm.
+        other_MH: Sums for the input normalized by the fork's norm, before its gain.
+        count_M: Number of values in each sum.
+    """
+
+    plain_MH: Tensor
+    out_MH: Tensor
+    other_MH: Tensor
+    count_M: Tensor
+
+    def mean(self, of: str, modality: int | None) -> Tensor:
+        """Return the mean square by head, (H,), over the tokens of a modality, or over all tokens if the modality is
+        None or has no tokens."""
+        sums_MH = getattr(self, f"{of}_MH")
+        if modality is None or not self.count_M[modality]:
+            return sums_MH.sum(0) / self.count_M.sum()
+        return sums_MH[modality] / self.count_M[modality]
+
+
+def _parts(batch: TokenBatch) -> Iterator[tuple[int, TokenBatch]]:
+    """Yield the batch in parts of `CHUNK` sequences, each with the index of its first sequence."""
+    for start in range(0, len(batch.ids_BT), CHUNK):
+        yield start, batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
+
+
+def one_copy(norm: nn.Module) -> nn.Module:
+    """Return the norm, or the first of its copies: the copies differ in gain and bias only."""
+    return norm.copies[0] if isinstance(norm, ByModality) else norm
+
+
+def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    norm = one_copy(norm)
+    return norm.normalize(x) if isinstance(norm, Norm) else x
+
+
+@torch.no_grad()
+def sizes_at_norms(
+    old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
+) -> dict[str, Sizes]:
+    """Return the `Sizes` at every norm of the parent or the fork, by the norm's name. Padding is excluded.
+
+    Args:
+        old: The parent, which runs a forward pass.
+        new: The fork, whose norms are applied to the inputs of the parent's norms.
+        batch: The probe batch.
+    """
+    fork_modules, sizes, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
+    M = len(old.config.modalities)
+
+    def hook(name: str):
+        def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            rows = slice(at["start"], at["start"] + len(out))
+            valid_N = batch.valid_BT[rows].flatten()
+            modality_N = batch.modality_BT[rows].flatten()[valid_N]
+            x = args[0].float()
+
+            def squares(y: Tensor) -> Tensor:
+                y_NHK = y.flatten(0, 1)[valid_N].double().square()
+                y_NH = y_NHK.sum(-1) if y_NHK.ndim == 3 else y_NHK.sum(-1, keepdim=True)
+                return y_NH.new_zeros(M, y_NH.shape[1]).index_add_(0, modality_N, y_NH)
+
+            plain, other = _normalized(module, x), one_copy(fork_modules[name])
+            if isinstance(other, LayerNorm):
+                plain = plain - plain.mean(other.axes, keepdim=True)
+            plain_MH, out_MH, other_MH = (squares(y) for y in (plain, out, _normalized(other, x)))
+            count_M = torch.bincount(modality_N, minlength=M) * x.shape[-1]
+            so_far = sizes.get(name)
+            if so_far is None:
+                sizes[name] = Sizes(plain_MH, out_MH, other_MH, count_M)
+            else:
+                so_far.plain_MH += plain_MH
+                so_far.out_MH += out_MH
+                so_far.other_MH += other_MH
+                so_far.count_M += count_M
+
+        return look
+
+    handles = [
+        module.register_forward_hook(hook(name))
+        for name, module in old.named_modules()
+        if name.endswith("_norm")
+    ]
+    try:
+        for start, part in _parts(batch):
+            at["start"] = start
+            old(part.ids_BT, part.modality_BT, part.document_BT)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
+
+
+@dataclass(frozen=True)
+class Change:
+    """The difference between the outputs of a fork and its parent, in fp32 and without dropout.
+
+    Attributes:
+        logits: RMS of the difference of the output logits, divided by the RMS of the parent's logits.
+        loss: Mean cross-entropy of parent and fork by target modality, nats.
+    """
+
+    logits: float
+    loss: dict[str, tuple[float, float]]
+
+
+@torch.no_grad()
+def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Change:
+    """Compare the outputs of both models on the same tokens; logits at padding are excluded.
+
+    Both models are in evaluation mode.
+    """
+    names = old.config.modalities
+    difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
+    sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
+    for _, part in _parts(batch):
+        logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
+        before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
+        difference = difference + (after_NV - before_NV).square().sum()
+        size = size + before_NV.square().sum()
+        losses = [
+            modality_losses(x, part.targets_BT, part.target_modality_BT, part.target_mask_BT, len(names))
+            for x in logits
+        ]
+        for total, value in zip(sums, (losses[0].count, losses[0].ce, losses[1].ce), strict=True):
+            total += value
+    rows = torch.stack(sums).T.tolist()
+    loss = {name: (a / n, b / n) for name, (n, a, b) in zip(names, rows, strict=True) if n}
+    return Change(float((difference / size).sqrt()), loss)

@@ -1,25 +1,89 @@
-"""Sends the values of metrics.jsonl to CSV, W&B and MLflow, through Lightning's loggers."""
+"""Loggers that write all values to metrics.jsonl, CSV, W&B and MLflow."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.store import UserError, naming, read_json, read_metrics, read_status, write_json
+from mmqk.store import (
+    Alarm,
+    MetricsWriter,
+    UserError,
+    naming,
+    read_json,
+    read_metrics,
+    read_status,
+    tag,
+    write_json,
+)
 from mmqk.store.metrics import METRICS_NAME
-from mmqk.training.logging.loggers import RunLogger
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers.logger import Logger
 
     from mmqk.config import RunConfig
+
+
+class RunLogger(Logger):
+    """Writes all values to metrics.jsonl, one line per step; an alarm of an earlier step adds another line
+    for that step."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._path = path
+        self._writer: Any = None
+        self._alarms: Counter[tuple[int, str]] = Counter()
+
+    @property
+    def name(self) -> str:
+        return "mmqk"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None, "every value of a run belongs to a step"
+        if self._writer is None:
+            self._writer = self._open()
+        self._writer.write(step, metrics)
+
+    def _open(self) -> Any:
+        return MetricsWriter(self._path)
+
+    @rank_zero_only
+    def log_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """Log ``alarm/<name>``, the number of series in which this alarm begins at a step, and flush."""
+        began = [(alarm.step, alarm.name) for alarm in alarms]
+        self._alarms.update(began)
+        for step, name in sorted(set(began), reverse=True):  # the current step comes first
+            self.log_metrics({tag("alarm", name): self._alarms[step, name]}, step)
+        self.save()
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: run.json and config.yaml have the configuration."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
 
 LOGGERS_NAME = "loggers.json"
 _MOST_METRICS = 1000  # maximum per request to MLflow

@@ -16,12 +16,13 @@ import lightning as L
 from lightning.pytorch.loggers.logger import Logger
 
 from mmqk.monitors.own.callback import RunMonitor
+from mmqk.signals import Interrupted
 from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, replacing, truncate_alarms
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
-from mmqk.training.logging.loggers import RunLogger, StoryLogger
-from mmqk.training.loop.signals import Interrupted
-from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
-from mmqk.training.step.module import TrainingModule
+from mmqk.training.loggers import RunLogger
+from mmqk.training.loop import Checkpoints, StepLog, ends_step
+from mmqk.training.module import TrainingModule
+from mmqk.training.tensorboard import StoryLogger
 
 # Maximum number of printed lines per alarm, statistic and modality; the default is 1. alarms.jsonl has all alarms.
 MOST_LINES = {"spike": 5, "spike_median": 5}

@@ -25,22 +25,18 @@ from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink, evaluation_mode
 from mmqk.monitors.own.step_monitor import StepMonitor
 from mmqk.store import UserError
-from mmqk.training.fsdp import shard, whole, whole_model
-from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import (
+from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
+from mmqk.training.losses import (
     LossSums,
+    chunked_losses,
     loss_parts,
     modality_losses,
     modality_means,
     modality_sums,
     total_loss,
 )
-from mmqk.training.step.msign import orthogonalize
-from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
-from mmqk.training.step.qk_clip import QKClip
-from mmqk.training.step.row_stats import RowLog
-from mmqk.training.step.spike_guards import AdaGC, SkipStep
-from mmqk.training.step.split_adam import SplitAdamW
+from mmqk.training.optimizers import SplitAdamW, lr_multiplier, make_optimizer
+from mmqk.training.ranks import shard, whole, whole_model
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

@@ -1,1 +1,0 @@
-"""A fork: a run that starts from the checkpoint of another run."""

@@ -1,1 +1,0 @@
-"""Loggers: metrics.jsonl, TensorBoard, CSV, W&B and MLflow."""

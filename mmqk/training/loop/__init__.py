@@ -1,1 +1,0 @@
-"""The training loop: device, processes, signals, step log, alarms, checkpoints."""

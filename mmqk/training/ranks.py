@@ -1,0 +1,413 @@
+"""The processes of one run and their device: Lightning's Trainer, FSDP, kernels, and settings of the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mmqk.checkpoint import CheckpointFiles
+from mmqk.model import EarlyFusionTransformer
+from mmqk.model.backends import kernel_name
+from mmqk.signals import ENDING, PARENT, Interrupted
+from mmqk.store import UserError
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
+
+
+# (Reason not to train, checkpoint to resume from, signal). The reason is "" if the run is finished and None if the
+# process trains.
+Message = tuple[str | None, Path | None, int | None]
+
+
+class Ranks:
+    """Context manager for the processes of a run; only the first process writes to the run folder.
+
+    Lightning (one command on one machine), srun or torchrun starts the processes. Every process prepares the run
+    separately; in `start` the first process sends the path of the checkpoint to all others. If the first process ends
+    before `start`, because of an error or because the run is finished, the others end too.
+
+    Args:
+        run: The resolved configuration.
+        argv: The command line of the run, with which Lightning starts the other processes.
+
+    Attributes:
+        trainer: Lightning's Trainer; callbacks and loggers are added later.
+
+    Raises:
+        UserError: Lightning cannot train with these flags on this machine.
+    """
+
+    def __init__(self, run: RunConfig, argv: list[str]):
+        self.argv, self._started = argv, False
+        try:
+            strategy = run.trainer["strategy"]
+            self.trainer = L.Trainer(
+                **{**run.trainer, "strategy": Sharded(run.processes) if strategy == "fsdp" else strategy},
+                max_epochs=-1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                log_every_n_steps=1,
+            )
+        except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+            raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
+        self.trainer.strategy.checkpoint_io = CheckpointFiles()
+        leave_signals_alone(self.trainer)
+        self.several = self.trainer.world_size > 1
+        if not self.several:
+            # A run with one process is not a rank of a larger run, even inside a cluster job with several tasks.
+            rank_zero_only.rank = 0  # type: ignore[attr-defined]
+            return
+        environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        if isinstance(environment, SLURMEnvironment):
+            environment.auto_requeue = False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
+        # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
+        # processes later.
+        self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
+        # Until the first process has started the others, no process waits for it, so a signal may end it at once.
+        ENDING.read = self._awaited or not self.first
+        skip_sigterm_broadcast(self.trainer)
+
+    @property
+    def first(self) -> bool:
+        """Return whether this process writes to the run folder."""
+        return self.trainer.is_global_zero
+
+    def start(self, resume_from: Path | None) -> tuple[bool, Path | None]:
+        """Start or join the other processes; return whether to train, and from which checkpoint.
+
+        Args:
+            resume_from: The checkpoint that the first process found.
+
+        Raises:
+            UserError: another process failed; raised in the first process only.
+            Interrupted: one of the processes received a signal.
+        """
+        messages = self._exchange((None, resume_from, ENDING.signum))
+        for signum in (signum for _, _, signum in messages if signum is not None):
+            raise Interrupted(signum)
+        for rank, (why, *_) in enumerate(messages):
+            if why is not None:
+                if self.first and why:
+                    raise UserError(f"process {rank} of {len(messages)}: {why}")
+                return False, None
+        return True, messages[0][1]
+
+    def _exchange(self, message: Message) -> list[Message]:
+        """Return the messages of all processes, by rank."""
+        self._started = True
+        if not self.several:
+            return [message]
+        strategy = self.trainer.strategy
+        if strategy.launcher is None:
+            strategy.setup_environment()
+        else:
+            # Start the processes now, because the exchange needs all of them. `fit` does not start them again.
+            ENDING.read = True  # `start` reads the signal
+            with _command(self.argv):
+                strategy.launcher.launch(lambda: None, trainer=self.trainer)
+            strategy.setup_environment()
+        messages: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(messages, message)
+        return messages
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if self.several and not self._started and self._awaited:
+            self._exchange(("" if error is None else str(error), None, None))
+
+    def end(self) -> None:
+        """End the other processes after an error in the first process, because they may be waiting for it."""
+        launcher: Any = self.trainer.strategy.launcher
+        if self.several and launcher is not None:
+            launcher.kill(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _command(argv: list[str]) -> Iterator[None]:
+    """Let Lightning start its processes with ``python -m mmqk.train`` and this command line. If this process ends,
+    they end too."""
+    import __main__
+
+    before = __main__.__spec__, sys.argv
+    __main__.__spec__, sys.argv = importlib.util.find_spec("mmqk.train"), ["mmqk.train", *argv]
+    os.environ[PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[PARENT]
+        __main__.__spec__, sys.argv = before
+
+
+# torch.distributed.checkpoint is imported inside the functions: the import takes half a second.
+
+
+def shard(model: EarlyFusionTransformer, mesh: Any) -> None:
+    """Shard a model. FSDP gathers a block's parameters while the block runs, and the other parameters while the model
+    runs."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the parameters are sharded."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor in every process. If `tensor` is sharded, this is a collective call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTransformer:
+    """Return the model itself, or, if it is sharded, an unsharded copy in every process. For a sharded model this
+    is a collective call."""
+    if not is_sharded(model):
+        return model
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    with torch.device("meta"):  # do not draw initial weights
+        copy = EarlyFusionTransformer(model.config, backend)
+    copy.to_empty(device=next(iter(state.values())).device)
+    if model.config.tie_embeddings:
+        copy.head.weight = copy.embed.weight
+    copy.load_state_dict(state)
+    return copy.train(model.training)
+
+
+class Sharded(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2, with checkpoints in the format of the other strategies.
+
+    In the optimizer state, Lightning's strategy numbers the parameters in the order of the model. This class uses the
+    order of the optimizer's groups, as the other strategies do.
+    """
+
+    def __init__(self, processes: int) -> None:
+        super().__init__(
+            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+
+    def setup_environment(self) -> None:
+        if self.lightning_module is None:
+            start_process_group(self)  # `Ranks` needs the process group before the model exists
+        else:
+            super().setup_environment()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the unsharded optimizer state on the first rank, and an empty dict on the others."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        assert self.model is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
+        if self.global_rank:
+            return {}
+        number = {name: i for i, name in enumerate(self._names(optimizer))}
+        return {
+            "state": {number[name]: state for name, state in full["state"].items()},
+            "param_groups": [
+                {**group, "params": [number[name] for name in group["params"]]}
+                for group in full["param_groups"]
+            ],
+        }
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the whole checkpoint in each process; each process keeps only its own shards."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        content = torch.load(Path(checkpoint_path), map_location="cpu", weights_only=weights_only, mmap=True)
+        assert self.model is not None
+        options = StateDictOptions(full_state_dict=True)
+        for optimizer, saved in zip(self.optimizers, content["optimizer_states"], strict=True):
+            set_optimizer_state_dict(
+                self.model, optimizer, optim_state_dict=self._named(optimizer, saved), options=options
+            )
+        # Load the weights after the optimizer state, because torch may take an optimizer step with learning rate 0 to
+        # create that state.
+        set_model_state_dict(self.model, content["state_dict"], options=options)
+        return content
+
+    def _named(self, optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+        names = self._names(optimizer)
+        return {
+            "state": {names[i]: dict(state) for i, state in saved["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]
+            ],
+        }
+
+    def _names(self, optimizer: Any) -> list[str]:
+        """Return the names of the parameters in the order of the optimizer's state dict."""
+        assert self.model is not None
+        names = {p: name for name, p in self.model.named_parameters()}
+        return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+# Words in torch's errors, and the advice that a run adds to them.
+ADVICE = {
+    "out of memory": "lower data.batch_size, data.seq_len or the model, or raise trainer.accumulate_grad_batches",
+    "can't allocate memory": "lower data.batch_size or data.seq_len, or raise trainer.accumulate_grad_batches",
+    "No available kernel": "use backend sdpa or math",
+    "C++ compiler": "install g++ or clang++, or leave compile off",
+    "triton": "install Triton, or leave compile off and use another backend than flex",
+}
+
+
+def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Return the device, the attention kernels and the compilation settings of the run, to store in its record.
+
+    Raises:
+        UserError: the device has no kernel for this configuration, or has no GPU to compile for.
+    """
+    dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
+    apart, dropout = run.data.documents_apart, run.model.attn_dropout
+    reaches = sorted({run.model.reach_of(layer) for layer in range(run.model.n_layers)})
+    try:
+        kernels = [
+            kernel_name(run.backend, device.type, dtype, apart or window > 0 or separate, dropout)
+            for window, separate in reaches
+        ]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if run.compile and device.type == "cpu" and run.trainer["accelerator"] != "cpu":
+        raise UserError(
+            "There is no GPU here, and compiling for a CPU takes minutes and gigabytes before step 1: set --compile"
+            " false, or set --trainer.accelerator cpu to compile anyway."
+        )
+    return {
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "attention": " and ".join(dict.fromkeys(kernels)),
+        "compiled": run.compile,
+        "recomputed": run.activation_checkpointing,
+    }
+
+
+def describe(settled: dict[str, Any]) -> str:
+    """Describe the result of `resolve_device` in one line."""
+    words = [f"; blocks {word}" for word in ("compiled", "recomputed") if settled[word]]
+    return f"{settled['name']}; attention: {settled['attention']}{''.join(words)}"
+
+
+def advised(error: Exception) -> Exception:
+    """Return torch's error as a `UserError` with advice if the machine cannot compute the run; else the error."""
+    message = " ".join(str(error).split())
+    advice = next((advice for words, advice in ADVICE.items() if words.lower() in message.lower()), None)
+    if advice is None or not isinstance(error, RuntimeError):
+        return error
+    return UserError(f"{message[:400].rstrip('.')}: {advice}.")
+
+
+# From glibc's malloc.h. By default glibc returns every large block to the kernel, which clears the pages
+# before they are used again.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 accepts at most the second value
+_PAD = 2**27
+
+
+def tune(device: torch.device) -> None:
+    """Apply all settings of this file for a run on this device."""
+    keep_new_memory_as_it_is()
+    if device.type == "cpu":
+        keep_freed_memory()
+        skip_nvml_check()
+
+
+def keep_freed_memory() -> bool:
+    """Let this process reuse the memory that it frees; return whether the C library supports this.
+
+    Only glibc supports this, for blocks below 1 GiB (32 MiB before 2.35). On macOS or with musl the call does
+    nothing. The process keeps its peak memory until it ends.
+
+    Measured: a step of configs/demo.yaml has 6 to 78 page faults with this setting and 1,923 to 3,582 without it
+    (four processes each). ``python -m timeit "torch.ones(2**23)"`` takes 2.3 ms with it and 16.6 ms without it.
+    benchmarks/README.md compares whole steps.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # TypeError: on Windows CDLL needs a name
+        return False
+    kept = any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST)
+    return bool(kept and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, _PAD))
+
+
+def skip_nvml_check() -> None:
+    """Undo a setting of Lightning that makes every optimizer step search the disk for NVIDIA's library.
+
+    torch checks in each step whether there is a GPU. After this call torch uses the loaded CUDA runtime.
+
+    Measured: a step of fused AdamW over 40 matrices of 64 x 64 takes 0.30 to 0.31 ms after this call and 0.45 to
+    0.47 ms before it (medians of 300 steps, measured twice).
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+
+
+def keep_new_memory_as_it_is() -> None:
+    """Do not fill new tensors under ``trainer.deterministic``. Filling them would only reveal reads of uninitialized
+    memory.
+
+    Measured: ``python -m timeit "torch.empty(2**23)"`` takes 8 us after this call and 9.9 ms before it.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of CPU threads; 0 keeps torch's default. Call it again after Lightning has started processes,
+    because Lightning changes the number.
+
+    Sums depend on the number of threads, so a resumed run needs the number with which it began.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def leave_signals_alone(trainer: L.Trainer) -> None:
+    """Keep Lightning from installing signal handlers: its SIGTERM handler waits for the other processes.
+
+    `mmqk.signals` handles the signals. Lightning has no public switch for its handlers.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+def skip_sigterm_broadcast(trainer: L.Trainer) -> None:
+    """Do not exchange SIGTERM between the processes in every step, because the exchange synchronizes with the device.
+
+    `Lifecycle` exchanges the signals at every flush.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def start_process_group(strategy: ModelParallelStrategy) -> None:
+    """Start the process group before `fit`, because the public `setup_environment` needs a module, which does not
+    exist yet."""
+    strategy._setup_distributed()

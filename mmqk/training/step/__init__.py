@@ -1,1 +1,0 @@
-"""One training step: loss, optimizer, QK-Clip."""
