@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,12 @@ from mmqk.remedies import MARKS
 from mmqk.training.module import TrainingModule
 from tests.one_step import build, token_batch
 from tests.remedies_page import REFERENCE, SEQUENCES, TOKENS, measure, row
-from tests.statistics_table import COSTS, STATISTICS
+from tests.statistics_table import COSTS, STATISTICS, UNKNOWN, Statistic
 
 PAGE = Path(__file__).parents[1] / "docs/statistics.md"
 PROBED = 4  # sequences, the default of monitor.probe_sequences
 ALL_MARKS = {**MARKS, "I": "our inference or arithmetic"}
-COLUMNS = ("tag", "formula", "unit", "modality", "healthy", "a bad value means", "cost")
+COLUMNS = ("tag", "what it is", "healthy values; what others mean")
 
 
 # Cost ----------------------------------------------------------------------------------------------------
@@ -96,87 +97,100 @@ def parts() -> dict[str, int]:
 HEAD = """\
 # Statistics
 
-All statistics that mmqk logs. This page is written by `python -m tests.statistics_page` from
-`tests.statistics_table` and from measured probes; do not edit it. A test compares it with the log of a run.
+```
+mmqk train demo --monitor.every_n_steps=50 --monitor.heads=true    # logs the statistics of this page, also by head
+```
+
+`python -m tests.statistics_page` writes this page from `tests.statistics_table` and from measured probes.
 
 ## Tags
 
 A tag is `statistic/modality/layerNN/headNN` without the parts that do not apply: `q_norm/text/layer03`,
-`attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm`,
-`grad_norm/embed.weight`. In the tables below, capitals are placeholders and [...] is optional (heads need
-`--monitor.heads=true`). If a row has `q_norm` and `q_norm_max`, the first is a mean, the second a maximum. The first
-layer is `layer00`. In `metrics.jsonl` each step has one line, and a second line if an alarm is found later for that
-step. A modality without tokens has no tag. NaN and infinities are the strings "nan", "inf", "-inf".
+`attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm/embed.weight`. In the
+tables, [...] is optional (heads need `--monitor.heads=true`), and capitals are placeholders:
 
-**Modality.** The column *modality* states which token's modality is in the tag. *input token*: the token at this
-position, for activations. *query*, *query, key*: the tokens of an attention pair, the query first. *target*: the
-next token, for losses, the output softmax and gradients. A – means the whole model, layer or parameter.
+| placeholder | stands for the modality of |
+| --- | --- |
+| MODALITY | the token at this position |
+| QUERY, KEY | the tokens of an attention pair |
+| TARGET, OTHER | the next token: losses, output softmax, gradients |
+| BLOCK | the ids of one modality in the vocabulary |
+
+If a row has `q_norm` and `q_norm_max`, the first is a mean, the second a maximum. Means are over tokens (and heads).
+The first layer is `layer00`. A modality without tokens has no tag. In `metrics.jsonl` each step has one line, and a
+second line if an alarm is found later for that step; NaN and infinities are the strings "nan", "inf", "-inf".
 
 **Probes.** Statistics of every step cover the tokens of that step. A probe is a separate forward pass in fp32 and
-in evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its
-maxima are exact for these sequences only, so compare runs with `--monitor.probe_split=heldout`, which uses the
-same sequences in each run. All tokens of a sequence are used. Statistics of attention rows exclude queries that
-see fewer than {fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted.
-With `attach`, tokens without a modality are not counted, except as keys in attention entropies and `attn_rank`. In
-the entropies they are one more modality, so `attn_mass` sums to 1 minus their mass.
-If a token has a NaN or an infinity, its statistics are NaN, and so is every mean that includes them. The means of
-another modality stay finite unless a query of that modality attends to this token. `grad_agreement`, `grad_signal`
-and `grad_noise` are estimates; all other statistics are exact.
+evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its maxima
+are exact for these sequences only: compare runs with `--monitor.probe_split=heldout`, which uses the same sequences
+in each run. Statistics of attention rows exclude queries that see fewer than {fewest} keys. Logits are raw: after
+scale and QK-Norm, before cap and mask. Padding is never counted. With `attach`, tokens without a modality are not
+counted, except as keys in `attn_rank` and, as one more modality, in attention entropies; `attn_mass` then sums to 1
+minus their mass. If a token has a NaN or an infinity, its statistics are NaN, and so is every mean that includes
+them; means of another modality stay finite unless one of its queries attends to this token. `grad_agreement`,
+`grad_signal` and `grad_noise` are estimates; all other statistics are exact.
 
 ## Drift, competition, sharpening
 
-1. An attention logit is `z_ij = drift_i + offset_i,block(j) + rest_ij`, for query i, key j and the modality of j.
-2. *Drift* (`attn_logit_mean`) is the mean of the row. The softmax does not depend on it, but it costs precision in
-   bf16.
-3. *Competition* (`attn_logit_offset`) is the difference between the mean of one modality's keys and the mean of the
-   row. It moves attention between modalities (`attn_mass`).
-4. *Sharpening* (`attn_logit_spread_var`) is the variance among the keys of one modality. It selects keys within the
-   modality.
-5. Variances add up, `attn_logit_var = attn_logit_offset_var + attn_logit_spread_var`, and so do entropies,
-   `attn_entropy = attn_entropy_block + attn_entropy_within`. Check which part changed before naming a mechanism.
-   With `model.attn_sink` the two sums still hold: `attn_entropy` and `attn_entropy_block` then include the sink, as
-   one more key and one more block, `attn_mass` sums to 1 − `sink_mass`, and `attn_rank` is that of the keys'
-   weights without the sink's column.
-6. The mean over the keys of one modality does affect the softmax, because it shifts one block against another.
-7. The output softmax has the same three parts: `out_logit_mean` is drift, `out_block_log_z` and `out_wrong_mass` are
-   competition, `out_logit_spread` is sharpening.
-8. Logit growth splits exactly: `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment +
-   logit_masked`.
-9. The growth of W_q and W_k splits too: `w_q_growth` of all modalities, `w_q_growth_decay`, `_step`, `_unattributed`
-   and `_rest` sum to `w_q_growth_total`.
-10. Norms can grow without harm in the direction that all keys share (`k_common`), and low entropy with a high
-    `attn_rank` is benign: no single curve on this page is a diagnosis.
+An attention logit is `z_ij = drift_i + offset_i,block(j) + rest_ij`, for query i, key j and the modality of j.
+
+| part | attention | output softmax | effect |
+| --- | --- | --- | --- |
+| drift | `attn_logit_mean` | `out_logit_mean` | none on the softmax; costs precision in bf16 |
+| competition | `attn_logit_offset` | `out_block_log_z` | moves attention between modalities (`attn_mass`) |
+| sharpening | `attn_logit_spread_var` | `out_logit_spread` | selects within a modality |
+
+Check which part changed before naming a mechanism. These sums are exact:
+
+- `attn_logit_var = attn_logit_offset_var + attn_logit_spread_var`
+- `attn_entropy = attn_entropy_block + attn_entropy_within`. With `model.attn_sink` the first two include the sink
+  as one more key and block, `attn_mass` sums to 1 − `sink_mass`, and `attn_rank` leaves out the sink's column.
+- `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment + logit_masked`
+- `w_q_growth_total` = `w_q_growth` of all modalities + `w_q_growth_decay` + `_step` + `_unattributed` + `_rest`
+
+Norms can grow without harm in the direction that all keys share (`k_common`), and low entropy with a high
+`attn_rank` is benign: no single curve is a diagnosis.
 
 ## Healthy ranges
 
-Ranges are those of the named source; the mark shows how the source was read:
-{marks}. Ranges from other models, data and
-sizes are hints. "{unknown}" means that no source gives a range.
+Ranges from other models, data and sizes are hints. Numbers such as 2309.14322 are arXiv ids. The mark shows how the
+source was read: {marks}.
 
 ## Cost
 
-The table counts operations of matrix products, for a probe of {probed} sequences and relative to one training
-step of `configs/demo.yaml` ({gflops:.2f} GFLOP: {sequences} times {tokens} tokens, forward, backward and update).
-Divide a percentage by `monitor.every_n_steps` for the cost per step; that of *budget* is already per step of a
-window. Passes over tensors are not included: `python -m benchmarks monitors` measures time.
+Operations of matrix products of a probe of {probed} sequences (of a step of the window for the budget), relative to
+one training step of `configs/demo.yaml` ({gflops:.2f} GFLOP: {sequences} times {tokens} tokens). Divide by
+`monitor.every_n_steps` for the cost per step. Other statistics need no matrix product. `python -m benchmarks
+monitors` measures time.
 
-| part | when | work | of a step's matrix products |
-| --- | --- | --- | --: |
+| when | work | share |
+| --- | --- | --: |
 {costs}
 """
 
 
+def measured_when(rows: list[Statistic]) -> str:
+    """Return when a section's statistics are measured: the usual case, and the names of the other statistics."""
+    when = {s.patterns[0].partition("/")[0].partition("[")[0]: COSTS[s.cost][0] for s in rows}
+    usual = Counter(when.values()).most_common(1)[0][0]
+    others: dict[str, list[str]] = {}
+    for name, case in when.items():
+        if case != usual:
+            others.setdefault(case, []).append(f"`{name}`")
+    return "; ".join([f"Measured {usual}", *(f"{case}: {', '.join(names)}" for case, names in others.items())]) + "."
+
+
 def render(measured: dict[str, int], step: int) -> str:
     """Return the text of the page."""
-    costs = []
-    for part, (when, words) in COSTS.items():
-        share = f"{100 * measured[part] / step:.1f} %" if part in measured else ""
-        costs.append(row((part, when, words, share)))
+    costs = [
+        row((when, words, f"{100 * measured[part] / step:.1f} %"))
+        for part, (when, words) in COSTS.items()
+        if part in measured
+    ]
     lines = [
         HEAD.format(
             fewest=FEWEST_KEYS,
             marks="; ".join(f"[{mark}] {meaning}" for mark, meaning in ALL_MARKS.items()),
-            unknown="none known",
             gflops=step / 1e9,
             sequences=SEQUENCES,
             tokens=TOKENS,
@@ -185,10 +199,15 @@ def render(measured: dict[str, int], step: int) -> str:
         )
     ]
     for group in dict.fromkeys(s.group for s in STATISTICS):
-        lines += [f"## {group}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
-        for s in (s for s in STATISTICS if s.group == group):
+        rows = [s for s in STATISTICS if s.group == group]
+        lines += [f"## {group}", "", measured_when(rows), "", row(COLUMNS), row(["---"] * len(COLUMNS))]
+        for s in rows:
             tags = " ".join(f"`{pattern}`" for pattern in s.patterns)
-            lines.append(row((tags, s.formula, s.unit, s.modality, s.healthy, s.bad, s.cost)))
+            unit = "" if s.unit == "–" else f" ({s.unit})"
+            values = s.bad
+            if s.healthy not in (UNKNOWN, s.bad):
+                values = f"{s.healthy}; {'' if ': ' in s.bad else 'else '}{s.bad}"
+            lines.append(row((tags, s.formula + unit, values)))
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
 
