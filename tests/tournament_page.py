@@ -62,7 +62,7 @@ def whole() -> str:
     ]
     for row in rows().values():
         if row["difference"]:
-            cells = [f"`{row['arm']}`", signed(row), trains(row), f"{float(row['sensitivity']):.2f}"]
+            cells = [f"`{row['arm']}`", signed(row), row["trains"], f"{float(row['sensitivity']):.2f}"]
             cells += [times(row["logit_ratio"]), times(row["time_ratio"])]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
