@@ -11,7 +11,7 @@ import pandas as pd
 from mmqk.lab.metrics import METRICS, final_loss
 from mmqk.lab.runs.columns import EMPTY
 from mmqk.lab.runs.load import Run
-from mmqk.lab.verdicts.combined import Findings, read
+from mmqk.lab.verdicts.findings import Findings, read
 
 _OF_SERIES = {
     "run": "string", "arm": "string", "seed": "int64", "metric": "string", "modality": "string", "layer": "Int64",
@@ -20,7 +20,7 @@ _OF_SERIES = {
 
 
 class Runs:
-    """The runs of some folders, in the order of their grid.
+    """The runs of a folder, in the order of their grid.
 
     ``len`` is the number of runs. Iterating yields a `mmqk.lab.Run` per run, with its configuration, series and
     alarms.
@@ -120,10 +120,10 @@ class Runs:
         return table.astype({**dict.fromkeys(numbers, "float64"), "n": "int64"})
 
 
-def load_runs(*folders: str | Path) -> Runs:
-    """Return the runs in one or several folders of grids, arms or runs, or in packs. The runs may be unfinished.
+def load_runs(folder: str | Path) -> Runs:
+    """Return the runs in the folder of a grid, an arm or a run, or in a pack. The runs may be unfinished.
 
     Raises:
-        mmqk.store.UserError: a folder does not exist or has no runs, or a record cannot be read.
+        mmqk.store.UserError: the folder does not exist or has no runs, or a record cannot be read.
     """
-    return Runs(read(folders))
+    return Runs(read(folder))

@@ -94,10 +94,7 @@ def test_the_verdicts_are_those_of_the_report(runs, folder):
     assert table["low"].notna().any()
 
 
-def test_several_folders_and_no_folder(folder, tmp_path):
-    other = write_demo(tmp_path / "other", seeds=(0,))
-    both = mmqk.load_runs(folder, other)
-    assert len(both) == len(mmqk.load_runs(folder)) + len(mmqk.load_runs(other))
+def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UserError, match="is not a folder"):
         mmqk.load_runs(tmp_path / "nothing")
 

@@ -133,34 +133,6 @@ def test_runs_that_reach_a_value_count(tmp_path):
     assert one(tmp_path / "without", arms, [COUNT]).counts["a"] == (0, 6)
 
 
-def test_divergences_of_numerics_decide_nothing(tmp_path):
-    replays = [
-        (
-            {"arm": "a-replay", "family": "a", "seed": n, "role": "replay"}
-            | {
-                "replay": {
-                    "of": "a-0000000000/seed0",
-                    "depth": 0.05,
-                    "step": 95,
-                    "numerics": kind,
-                    "number": n,
-                }
-            },
-            Planted(10, diverges=100) if kind != "fp32" else Planted(10),
-            {},
-        )
-        for kind, n in [("control", 0), *itertools.product(("bf16-fused", "bf16-math", "fp32"), (1, 2, 3))]
-    ]
-    arms = {"a": failing(6), "b": failing(0)}
-    found = one(tmp_path, arms, [COUNT], more=replays)
-    assert not passed(found)["no divergence due to numerics"] and found.verdict == "inconclusive"
-    assert found.counts["a"] == (6, 6)
-    assert passed(one(tmp_path / "not replayed", arms, [COUNT]))["no divergence due to numerics"]
-    time = BASIC | {"metric": "time_of_divergence", "direction": "less"}
-    assert not passed(one(tmp_path / "time", arms, [time], more=replays))["no divergence due to numerics"]
-    assert "no divergence due to numerics" not in passed(one(tmp_path / "logit", arms, [BASIC], more=replays))
-
-
 # Runs without spread or without values ---------------------------------------------------------------------------
 
 

@@ -186,16 +186,28 @@ def test_a_family_without_a_point_is_refused(tmp_path):
         crossed(tmp_path / "b", CLAIM | {"at": {"model.n_layers": 3}})
 
 
-def test_a_number_of_a_family_is_compared_by_seed(tmp_path):
-    claim = CLAIM | {"metric": "dose_response(largest_attention_logit, model.n_layers)"}
-    found = judge(crossed(tmp_path / "a", claim))[0]
-    assert found.effect.value == pytest.approx(0.4, abs=0.02) and found.effect.n == 4
-    assert found.verdict == "reproduced" and len(found.runs) == 24
-    assert judge(crossed(tmp_path / "b", claim, slopes=(0.3, 0.3)))[0].verdict != "reproduced"
+@pytest.mark.parametrize(("highest", "verdict"), [(4.0, "reproduced"), (3.5, "inconclusive")])
+def test_a_number_of_a_family_is_compared_by_seed(tmp_path, highest, verdict):
+    """The sensitivity of each arm is the mean over two learning rates of the loss above the lowest."""
+    runs = [
+        (
+            {"arm": f"{arm}-{rate}", "family": arm, "seed": seed, "point": {"optim.lr": rate}},
+            Planted(10.0, {"text": loss + seed * rate, "image": 4.6}),
+            {"optim.lr": rate},
+        )
+        for arm, worst in (("a", highest), ("b", 3.5))
+        for rate, loss in ((0.01, 3.0), (0.02, worst))
+        for seed in range(4)
+    ]
+    claim = CLAIM | {"metric": "lr_sensitivity/text", "min_effect": 0.1}
+    grid = {"arms": {"a": {}, "b": {}}, "claims": [claim]}
+    found = judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
+    assert found.effect.value == pytest.approx((highest - 3.5) / 2, abs=1e-3) and found.effect.n == 4
+    assert found.verdict == verdict and len(found.runs) == 16
 
 
 def test_a_family_that_lacks_a_run_is_open(tmp_path):
-    claim = CLAIM | {"metric": "dose_response(largest_attention_logit, model.n_layers)"}
+    claim = CLAIM | {"metric": "lr_sensitivity/text"}
     study = crossed(tmp_path, claim)
     path = next(run.path for run in study.runs if run.arm == "b-n_layers8" and run.seed == 2)
     (path / "status.json").write_text('{"status": "interrupted", "step": 3}')

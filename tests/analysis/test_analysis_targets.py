@@ -83,7 +83,3 @@ def test_arms_of_another_batch_are_told_apart_and_runs_without_counts_say_nothin
     found = said(study_of(tmp_path / "other", {"mixed-qk": 16}, TARGETS))
     assert found["C2"] == START + "824 (mixed) and 1,648 (with QK-Norm); they differ by 100 %."
     assert set(said(study_of(tmp_path / "none", BATCH, {})).values()) == {""}
-    odd = study_of(tmp_path / "odd", BATCH, TARGETS)
-    path = next((tmp_path / "odd").glob("mixed-0*/seed1")) / "data.json"
-    path.write_text(json.dumps({"text": {"targets": "many"}, "image": 7}))
-    assert said(load_study(tmp_path / "odd"))["C10"] == "" and odd.runs

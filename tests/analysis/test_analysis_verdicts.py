@@ -163,13 +163,6 @@ def test_undeclared_differences_decide_nothing(tmp_path):
     assert "they also differ in optim.lr" in [c.detail for c in found.controls]
 
 
-def test_runs_of_different_code_decide_nothing(tmp_path):
-    folder = write_demo(tmp_path / "demo")
-    path = folder / "mixed-0000000000" / "seed1" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "other"}))
-    assert {v.claim.id: v for v in judge(load_study(folder))}["C2"].verdict == "inconclusive"
-
-
 def test_logits_above_the_bound_decide_nothing(tmp_path):
     folder = write_demo(tmp_path / "demo")
     with open(folder / "mixed-qk-0000000001" / "seed0" / "metrics.jsonl", "a") as file:

@@ -1,13 +1,10 @@
-"""Compare family metrics over learning rates and axes with examples computed by hand and with scipy."""
+"""Compare family metrics over learning rates with examples computed by hand."""
 
 import math
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from mmqk.lab.metrics import FAMILY_METRICS, FamilyMetric, find_metric
-from mmqk.lab.metrics.rates import dose_response
 from mmqk.store import UserError
 from tests.analysis.small_runs import config, small_run
 
@@ -88,7 +85,7 @@ def test_an_arm_that_learns_nowhere_ranks_worst(tmp_path):
     assert value("lr_sensitivity", [runs[0], ended(tmp_path / "b", 0.1, 6.9)]).value == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("name", ["lr_sensitivity/text", "first_unstable_lr/text", "first_diverging_lr/text"])
+@pytest.mark.parametrize("name", ["lr_sensitivity/text", "first_unstable_lr/text"])
 def test_what_is_missing_is_named(tmp_path, name):
     one, two = ended(tmp_path, 0.01, 3.0), ended(tmp_path, 0.1, 3.0)
 
@@ -121,98 +118,18 @@ def test_first_unstable_learning_rate(tmp_path):
         ended(tmp_path, 0.3, 7.0, status="diverged"),
     ]
     assert value("first_unstable_lr", runs).value == 0.1
-    assert value("first_diverging_lr", runs).value == 0.3
     # If no learning rate is unstable, the value is a bound: the learning rate that would be next in the grid.
     found = value("first_unstable_lr", runs[:3])
     assert found.value == pytest.approx(0.09) and "bound" in found.why and found.towards == 1
     assert value("first_unstable_lr", runs)[1:] == ("", 0)
     # If all learning rates are unstable, the value is the lowest one.
     lost = [ended(tmp_path / "lost", rate, 7.0, status="diverged") for rate in (0.01, 0.1)]
-    assert value("first_unstable_lr", lost).value == value("first_diverging_lr", lost).value == 0.01
-
-
-# Dose and response -----------------------------------------------------------------------------------------
-
-
-def dosed(path, doses, logits, axis="data.dial.entropy.image", **more):
-    """Return runs at values of an axis, with planted largest logits."""
-    return [
-        small_run(
-            path / str(i),
-            {"attn_logit_absmax/text-text/layer00": {1: logit}, "loss/text": {1: 3.0}, "lr": [0.1]},
-            config=config(1),
-            point={axis: dose} | more,
-        )
-        for i, (dose, logit) in enumerate(zip(doses, logits, strict=True))
-    ]
-
-
-def test_slope_and_monotonicity_are_scipys(tmp_path):
-    rng = np.random.default_rng(5)
-    doses = rng.permutation(np.arange(8) * 0.7).tolist()
-    logits = np.exp(0.4 * np.array(doses) + rng.normal(0, 0.3, 8))
-    logits[2] = logits[5]  # a tie
-    runs = dosed(tmp_path, doses, logits.tolist())
-    slope = stats.linregress(doses, np.log(logits)).slope
-    for name, expected in (
-        ("dose_response(largest_attention_logit)", slope),
-        (
-            "dose_response(largest_attention_logit/text, data.dial.entropy.image)",
-            stats.linregress(doses, np.log(logits)).slope,
-        ),
-        ("dose_monotonicity(largest_attention_logit)", stats.kendalltau(doses, logits).statistic),
-    ):
-        assert value(name, runs).value == pytest.approx(expected)
-    assert find_metric("dose_response(largest_attention_logit)")[0].unit == "log per unit of the axis"
-
-
-def test_no_response_has_no_slope_and_no_order(tmp_path):
-    runs = dosed(tmp_path, [0, 1, 2, 3], [5.0] * 4)
-    assert value("dose_response(largest_attention_logit)", runs).value == 0
-    order = value("dose_monotonicity(largest_attention_logit)", runs)
-    assert math.isnan(order.value) and order.why == "all responses are equal, so they have no order"
-    assert value("dose_monotonicity(diverged)", runs).why == order.why
-
-
-def test_a_run_that_blew_up_has_a_rank_and_no_slope(tmp_path):
-    runs = dosed(tmp_path, [0, 1, 2, 3], [5.0, 4.0, 9.0, math.nan])
-    slope, order = (
-        value(f"dose_{what}(largest_attention_logit)", runs) for what in ("response", "monotonicity")
-    )
-    assert math.isnan(slope.value) and "there is no slope: use dose_monotonicity" in slope.why
-    assert order.value == pytest.approx(stats.kendalltau([0, 1, 2, 3], [5, 4, 9, 1e9]).statistic)
-
-
-def test_a_run_that_diverged_ranks_worst_whatever_it_had_reached(tmp_path):
-    runs = dosed(tmp_path, [0, 1, 2, 3], [5.0, 6.0, 9.0, 4.0])
-    assert value("dose_monotonicity(largest_attention_logit)", runs).value == pytest.approx(0)
-    runs[3].status = runs[3].status.__class__("diverged", 1)
-    assert value("dose_monotonicity(largest_attention_logit)", runs).value == 1
-    assert math.isnan(value("dose_response(largest_attention_logit)", runs).value)
-    # A metric that describes a failure keeps its value for a diverged run.
-    assert value("dose_response(diverged)", runs).value == pytest.approx(0.3)
-
-
-def test_doses_that_say_nothing_are_named(tmp_path):
-    name = "dose_response(largest_attention_logit)"
-    assert "2 values of data.dial.entropy.image" in value(name, dosed(tmp_path / "a", [0, 1], [5, 6])).why
-    assert "several runs have the same" in value(name, dosed(tmp_path / "b", [0, 1, 1], [5, 6, 7])).why
-    assert "is not a number in 0" in value(name, dosed(tmp_path / "c", ["low", "mid", "high"], [5, 6, 7])).why
-    assert "name one axis" in value(name, dosed(tmp_path / "d", [0, 1, 2], [5, 6, 7], seed_of="x")).why
-    blind = dosed(tmp_path / "e", [0, 1, 2], [5, 6, 7])
-    blind[1].status = blind[1].status.__class__("interrupted")
-    assert "1 has no value" in value(name, blind).why
-    assert dose_response([], lambda run: 0.0, "", True).why.startswith("the axes are none")
+    assert value("first_unstable_lr", lost).value == 0.01
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dose_response(lr_sensitivity)", "is a metric of a family"),
-        ("dose_response(final_loss)", "needs a modality"),
-        ("dose_response(beauty)", "'beauty' of a claim is unknown"),
-        ("dose_response(q_norm, a, b)", "have arguments in brackets"),
-        ("q_norm(text)", "have arguments in brackets"),
         ("time_of_failure/text", "has no modality: write time_of_failure"),
         ("grad_norm_spike_score/text", "has no modality: write grad_norm_spike_score"),
     ],
@@ -224,5 +141,4 @@ def test_impossible_names_are_refused(name, said):
 
 def test_family_metrics_are_found_by_name():
     assert find_metric("lr_sensitivity/image") == (FAMILY_METRICS["lr_sensitivity"], "image")
-    assert find_metric("dose_response(final_loss/image, data.dial.entropy.image)")[1] == "image"
     assert find_metric("first_unstable_lr")[0].on_scale(0.01) == pytest.approx(math.log(0.01))

@@ -15,10 +15,8 @@ from mmqk.lab.metrics import (
     rates,
     scaling,
 )
-from mmqk.lab.metrics.stability import WARNINGS
-from mmqk.lab.metrics.table import DOSE
 from mmqk.lab.stats.auroc import FEWEST_OF_EACH
-from mmqk.store.alarms import NAMES, divergence, steps
+from mmqk.store.alarms import divergence, steps
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
@@ -30,7 +28,7 @@ ROWS = {
 
 
 def test_every_metric_has_a_row():
-    assert list(ROWS) == [*METRICS, *FAMILY_METRICS, *DOSE]
+    assert list(ROWS) == [*METRICS, *FAMILY_METRICS]
 
 
 @pytest.mark.parametrize("name", [*METRICS, *FAMILY_METRICS])
@@ -53,8 +51,6 @@ def test_a_row_says_what_the_metric_is(name):
         (r"at least (\d+) standard deviations", steps.SPIKE_STDS),
         (r"mean of the (\d+) before them", steps.SPIKE_WINDOW),
         (r"with at least (\d+) losses before them", steps.SPIKE_FEWEST),
-        (r"centered (\d+)-step median", steps.MEDIAN_WINDOW),
-        (r"more than ([\d.]+) nat above the centered", steps.ABOVE_MEDIAN_NATS),
         (r"has been more than ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),
         (r"first value for (\d+) steps", divergence.WINDOW),
         (r"median more than ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
@@ -64,7 +60,6 @@ def test_a_row_says_what_the_metric_is(name):
         (r"more than ([\d.]+) nat above the lowest", late.ABOVE_OWN_BEST_NATS),
         (r"ended ([\d.]+) nat above the best loss", rates.UNSTABLE_NATS),
         (r"needs (\d+) failures and", FEWEST_OF_EACH),
-        (r"`dose_response` \| .* \| (\d+) values, all", rates.FEWEST_DOSES),
     ],
 )
 def test_numbers_on_the_page_are_those_of_the_code(said, value):
@@ -78,5 +73,3 @@ def test_shares_of_a_run_are_the_words_of_the_page():
     assert scaling.AT_SHARE == 0.2 and "the last probe in the first fifth of the run" in TEXT
     assert probes.EARLY_SHARE == 0.25 and "to a quarter of the run" in TEXT
     assert scaling.FEWEST_FITTED == 3 and "4 model sizes" in TEXT and "With three smaller models" in TEXT
-    assert f"{', '.join(WARNINGS[:-1])} and {WARNINGS[-1]}" in TEXT
-    assert set(WARNINGS) < set(NAMES)

@@ -1,4 +1,4 @@
-"""Compare spikes, divergence and warnings of a run with brute force and with numbers computed by hand."""
+"""Compare spikes and divergence of a run with brute force and with numbers computed by hand."""
 
 import math
 import re
@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import ndimage
 
 from mmqk.lab.metrics import METRICS, divergence_step, find_metric
-from mmqk.store import UserError
 from tests.analysis.small_runs import config, small_run
 
 
@@ -62,21 +60,6 @@ def test_the_denominator_of_the_spike_score_is_the_one_of_the_page(tmp_path):
     assert found != pytest.approx(100 * 2 / 250)  # the control: the share among all 250 losses differs
 
 
-def test_spike_rate_is_that_of_a_median_filter(tmp_path):
-    losses = noise(500)
-    losses[[50, 150, 250, 251]] += 0.3  # the window around step 50 is not complete
-    run = small_run(tmp_path / "x", {"loss/image": losses.tolist()})
-    above = losses > ndimage.median_filter(losses, size=201) + 0.1
-    assert (
-        value("spike_rate/image", run) == pytest.approx(1e4 * above[100:400].mean()) == pytest.approx(100.0)
-    )
-    assert value("spike_rate", small_run(tmp_path / "y", {"loss": noise(500).tolist()})) == 0
-    # The threshold of the source counts noise too, if the batches are small.
-    loud = 3 + 0.3 * np.random.default_rng(0).standard_normal(1000)
-    assert value("spike_rate", small_run(tmp_path / "w", {"loss": loud.tolist()})) > 1000
-    assert math.isnan(value("spike_rate", small_run(tmp_path / "z", {"loss": noise(200).tolist()})))
-
-
 def test_values_that_are_not_finite_are_left_out(tmp_path):
     losses = noise(1400)
     losses[[300, 700]] += 0.5
@@ -85,7 +68,6 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
         small_run(tmp_path / name, {"loss": x.tolist()}) for name, x in (("x", losses), ("y", gaps))
     )
     assert value("spike_score", one) == value("spike_score", other) == pytest.approx(100 * 2 / 1300)
-    assert value("spike_rate", one) == value("spike_rate", other) == pytest.approx(1e4 * 2 / 1200)
 
 
 def test_a_run_too_short_to_judge_has_no_spike_score(tmp_path):
@@ -151,48 +133,11 @@ def test_what_ended_the_run_counts_too(tmp_path):
     assert math.isnan(value("time_of_divergence", run)) and math.isnan(value("diverged", run))
 
 
-# Warnings --------------------------------------------------------------------------------------------------
-
-ALARMS = [
-    ("non_finite", 3, "grad_norm"),
-    ("growth", 20, "attn_logit_absmax/text-image/layer01"),
-    ("collapse", 30, "attn_entropy/image/layer01"),
-    ("growth", 50, "q_norm/image/layer00"),
-    ("divergence", 57, "loss/text"),
-]
-
-
-def test_lead_time_by_hand(tmp_path):
-    series = {"loss/text": [4.0] * 60, "loss/image": [4.0] * 60}
-    run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100), alarms=ALARMS)
-    assert value("alarm_lead_time", run) == 37
-    assert value("alarm_lead_time/text", run) == 37  # text queries
-    assert value("alarm_lead_time/image", run) == 27
-    assert value("alarm_lead_time(collapse)", run) == 27
-    assert value("alarm_lead_time(growth)/image", run) == 7
-    assert value("alarm_lead_time(growth, collapse)/image", run) == 27
-    # The lead time is 0 if there was no warning of this kind, or only at the step of the divergence.
-    assert value("alarm_lead_time(spike)", run) == 0
-    late = small_run(
-        tmp_path / "late",
-        series,
-        status="diverged",
-        step=57,
-        config=config(100),
-        alarms=[("spike", 57, "loss")],
-    )
-    assert value("alarm_lead_time", late) == 0
-    survived = small_run(tmp_path / "well", series, config=config(100), alarms=ALARMS[:4])
-    assert math.isnan(value("alarm_lead_time", survived))
-    with pytest.raises(UserError, match="names the alarm 'divergence': use one of"):
-        find_metric("alarm_lead_time(divergence)")
-
-
 def test_what_they_say_of_a_failed_run_is_the_value(tmp_path):
     counted = {name for name, metric in METRICS.items() if metric.counts_failures}
     assert counted == {
-        *("spike_score", "grad_norm_spike_score", "spike_rate"),
-        *("diverged", "time_of_divergence", "alarm_lead_time", "late_failure", "late_rise", "time_of_failure"),
+        *("spike_score", "grad_norm_spike_score"),
+        *("diverged", "time_of_divergence", "late_failure", "late_rise", "time_of_failure"),
     }
     run = small_run(tmp_path / "x", {"loss/text": [4.0] * 60}, status="diverged", step=25, config=config(100))
     assert METRICS["time_of_divergence"].worst_seen(run, None) == 0.25

@@ -1,4 +1,4 @@
-"""Small run folders for tests of the page: sweeps over learning rate and size, forks, replays.
+"""Small run folders for tests of the page: sweeps over learning rate and size, forks.
 
 The files are written without mmqk's writers. ``python tests/report/report_runs.py FOLDER`` writes some examples.
 """
@@ -196,36 +196,6 @@ def write_forks(folder: Path) -> Path:
     return folder
 
 
-def write_replays(folder: Path, *, fp32: str = "diverged") -> Path:
-    """Write a grid of one arm that diverged, with its control replay and 9 replays from each of two earlier steps."""
-    entries: list[dict[str, Any]] = []
-
-    def add(name: str, role: str, replay: dict[str, Any] | None, **more: Any) -> None:
-        write(folder / name, **more)
-        entries.append(
-            {"arm": "hot", "seed": 1, "folder": name, "id": "f" * 10, "family": "hot", "point": {}, "role": role,
-             "fork": None, "replay": replay}
-        )  # fmt: skip
-
-    of = "hot-ffffffffff/seed1"
-    add(of, "verdict", None, seed=1, status="diverged", end=80)
-    base = {"of": of, "depth": 0.0, "step": 0, "number": 1}
-    add("r/control", "replay", {**base, "numerics": "control"}, seed=1, status="diverged", end=80)
-    for depth, step in ((0.05, 76), (0.2, 64)):
-        for numerics in ("bf16-fused", "bf16-math", "fp32"):
-            for number in (1, 2, 3):
-                status = fp32 if numerics == "fp32" else "diverged"
-                end = 80 + number if status == "diverged" else step + 3 * (80 - step)
-                replay = {"of": of, "depth": depth, "step": step, "numerics": numerics, "number": number}
-                name = f"r/{numerics}-{step}-{number}"
-                settings = {"trainer.max_steps": step + 3 * (80 - step)}
-                add(name, "replay", replay, seed=1, status=status, start=step, end=end, settings=settings)
-    grid = {"name": "hot", "seeds": [1], "arms": {"hot": {"label": "too hot"}}, "claims": [], "report": {}}
-    record = {"name": "hot", "grid": grid, "runs": entries, "threads": 1}
-    (folder / "ablation.json").write_text(json.dumps(record))
-    return folder
-
-
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    print(write_sweep(root / "sweep"), write_forks(root / "forks"), write_replays(root / "replays"))
+    print(write_sweep(root / "sweep"), write_forks(root / "forks"))

@@ -9,7 +9,6 @@ import pytest
 
 from mmqk.lab.page.page import write_report
 from tests.analysis.fake_runs import write_demo
-from tests.report.report_runs import write_forks, write_replays
 from tests.training.browser import browser, installed
 
 CHROMIUM = installed()
@@ -19,10 +18,9 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, module_without_figure_files):
-    """Write a page with claims, forks and replays."""
+    """Write a page with forks."""
     root = tmp_path_factory.mktemp("browser")
-    runs = [write_demo(root / "demo"), write_forks(root / "forks"), write_replays(root / "hot")]
-    write_report(runs, root / "report")
+    write_report(write_demo(root / "demo"), root / "report")
     return root / "report" / "index.html"
 
 

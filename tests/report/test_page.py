@@ -30,7 +30,7 @@ from mmqk.lab.page.findings import cannot_tell, finding, headline, lead
 from mmqk.lab.page.page import page_content, write_report
 from mmqk.lab.page.render import css, render
 from mmqk.lab.page.tables import arm_rows, data_rows
-from mmqk.lab.verdicts.combined import read
+from mmqk.lab.verdicts.findings import read
 from mmqk.lab.verdicts.study import StudyArm
 from mmqk.lab.verdicts.verdicts import judge
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
@@ -178,7 +178,7 @@ def test_the_title_is_the_question_of_the_grid(tmp_path, without_figures):
 
 def test_the_question_without_one_in_the_grid_is_about_the_leading_claims(tmp_path):
     def question(folder):
-        return page_content(read([folder]))["page"]["question"]
+        return page_content(read(folder))["page"]["question"]
 
     def rename(grid):
         grid["claims"][0]["statement"] = "QK-Norm keeps logits low."
@@ -266,7 +266,7 @@ def test_no_absolute_path_is_on_the_page(tmp_path, monkeypatch):
         (path / "status.json").write_text(json.dumps(ended))
         (path / "fork.json").write_text(json.dumps({"parent": {"folder": f"{here}/runs/parent", "step": 2}}))
     monkeypatch.chdir(tmp_path)
-    found = read([runs])
+    found = read(runs)
     nodes = fork_tree(found.study)
     content = page_content(found, [fork_figure(found.study, nodes)], nodes=nodes) | {"css": css()}
     for name in ("index.html", "report.md"):
@@ -282,7 +282,7 @@ def test_the_page_says_when_a_registration_was_lost(tmp_path, lost):
     runs = write_demo(tmp_path / "demo")
     path = runs / "ablation.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lost": lost}))
-    found = read([runs])
+    found = read(runs)
     content = page_content(found) | {"css": css()}
     for name in ("index.html", "report.md"):
         assert ("Claims were registered after runs had begun" in render(name, content)) == lost
@@ -300,7 +300,7 @@ def test_the_page_says_when_claims_were_changed(tmp_path, registered):
     if registered == "other":
         record["grid"]["claims"][0]["min_effect"] = 0.5
     path.write_text(json.dumps(record))
-    content = page_content(read([runs])) | {"css": css()}
+    content = page_content(read(runs)) | {"css": css()}
     for name, note in (("index.html", r'<p class="note[^"]*">(.*)</p>'), ("report.md", r"(.*Marks: .*)")):
         text = render(name, content)
         said = "Claims were changed or added after the first registration." in text

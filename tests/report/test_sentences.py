@@ -17,7 +17,7 @@ from mmqk.lab.page.page import page_content
 from mmqk.lab.page.render import css, render
 from mmqk.lab.page.run_table import tokens, totals
 from mmqk.lab.page.tables import outcome_rows
-from mmqk.lab.verdicts.combined import read
+from mmqk.lab.verdicts.findings import read
 from mmqk.lab.verdicts.verdicts import effect_tested
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_demo
@@ -212,7 +212,7 @@ def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
 
 
 def content_of(folder):
-    return page_content(read([folder]))
+    return page_content(read(folder))
 
 
 def lower_rate(direction):

@@ -1,23 +1,19 @@
-"""One page for any set of runs: several folders, hundreds of runs, forks and replays."""
+"""One page for any set of runs: hundreds of runs, forks."""
 
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mmqk.lab import judge, load_study
+from mmqk.lab import load_study
 from mmqk.lab.page.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinned
 from mmqk.lab.page.figures.fork_tree import fork_figure, fork_tree
 from mmqk.lab.page.figures.papers import paper_figures
-from mmqk.lab.page.findings import headline
 from mmqk.lab.page.page import write_report
-from mmqk.lab.verdicts.combined import read
-from mmqk.report import default_name
 from tests.analysis.fake_runs import write_demo
-from tests.report.report_runs import write, write_forks, write_replays, write_sweep
+from tests.report.report_runs import write, write_forks
 
 
 @pytest.fixture(scope="module")
@@ -28,40 +24,10 @@ def report(folders, tmp_path_factory, module_without_figures):
     return study, (out / "index.html").read_text()
 
 
-def records(verdicts):
-    return [{k: v for k, v in verdict.as_record().items() if k != "runs"} for verdict in verdicts]
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Write a demonstration, a second demonstration with the same arm names, and a sweep."""
-    root = tmp_path_factory.mktemp("together")
-    return write_demo(root / "a"), write_demo(root / "b"), write_sweep(root / "s", seeds=(0, 1))
-
-
-def test_each_folder_is_judged_for_itself(folders):
-    alone = [judge(load_study(folder)) for folder in folders]
-    found = read(folders)
-    for verdict, was in zip(found.verdicts, [v for part in alone for v in part], strict=True):
-        expected = was.as_record()
-        got = verdict.as_record()
-        assert got["claim"] in (expected["claim"], f"demo-2:{expected['claim']}")
-        for key in ("verdict", "effect", "interval", "p", "note"):
-            assert got[key] == expected[key]
-        assert len(got["runs"]) == len(expected["runs"])
-        assert {name.split("/", 1)[1] for name in got["runs"]} == set(expected["runs"])
-    assert len({v.claim.id for v in found.verdicts}) == len(found.verdicts)
-
-
-def test_arms_of_one_name_stay_apart(folders):
-    study = read(folders[:2]).study
-    assert {"mixed", "demo-2/mixed"} <= set(study.arms) and len(study.arms) == 14
-    first, second = study.of_arm("mixed"), study.of_arm("demo-2/mixed")
-    assert [r.seed for r in first] == [r.seed for r in second] == [0, 1, 2]
-    assert {r.path.parents[1].name for r in first} == {"a"} and {r.path.parents[1].name for r in second} == {
-        "b"
-    }
-    assert study.label("demo-2/mixed") == "mixed, no QK-Norm (Norm competition in minutes)"
+    """Write a demonstration."""
+    return (write_demo(tmp_path_factory.mktemp("together") / "a"),)
 
 
 def test_a_string_in_the_report_is_one_name(folders, tmp_path):
@@ -82,43 +48,6 @@ def test_a_string_in_the_report_is_one_name(folders, tmp_path):
     assert study.hero == listed.hero == ("mixed",) and study.shown == listed.shown == ("high-pre",)
     figure = paper_figures(study)[0]
     assert figure.arms == paper_figures(listed)[0].arms == ("mixed",)
-    joined = read([tmp_path / "named", folders[2]]).study
-    assert joined.hero == ("mixed",) and joined.shown == ("high-pre",)
-    assert paper_figures(joined)[0].arms == ("mixed",)
-    assert joined.report["commands"][0] == "make demo"
-
-
-def test_a_run_given_twice_counts_once(folders):
-    demo = folders[0]
-    arm = next(demo.glob("mixed-0*"))
-    found = read([demo, arm, arm / "seed1", demo])
-    assert len(found.study.runs) == len(load_study(demo).runs)
-    assert records(found.verdicts) == records(judge(load_study(demo)))
-
-
-@pytest.mark.slow
-def test_a_joint_page_holds_everything_and_is_the_same_twice(folders, tmp_path):
-    forks, replays = write_forks(tmp_path / "runs" / "forks"), write_replays(tmp_path / "runs" / "replays")
-    together = [folders[0], forks, replays]
-    for out in ("one", "two"):
-        write_report(together, tmp_path / out)
-    one, two = (
-        {p.name: p.read_bytes() for p in (tmp_path / out).rglob("*") if p.is_file()} for out in ("one", "two")
-    )
-    assert one == two
-    page = one["index.html"].decode()
-    ids = re.findall(r'\bid="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
-    for href in re.findall(r'href="#([^"]+)"', page):
-        assert href in ids
-    for run in read(together).study.runs:
-        assert f"<code>{run.name}</code>" in page
-    assert "Forks" in page and "Replays" in page
-
-
-def test_names_of_reports():
-    assert default_name([Path("runs/a")]) == "a" and default_name([Path("x/a"), Path("y/b")]) == "a-b"
-    assert default_name([Path(str(n)) for n in range(9)]) == "0-and-8-others"
 
 
 def test_thinning_keeps_spikes_and_ends():
@@ -183,57 +112,9 @@ def test_forks_are_a_tree(tmp_path):
     assert ends[0].steps.tolist() == [70, 90] and ends[0].diverged
 
 
-def test_forks_of_two_folders_stay_below_their_own_parents(tmp_path):
-    """All names and ids of the second folder are those of the first."""
-    alone = fork_tree(load_study(write_forks(tmp_path / "a" / "forks")))
-    joined = fork_tree(read([tmp_path / "a" / "forks", write_forks(tmp_path / "b" / "forks")]).study)
-    for folder, name in (("a", "forks"), ("b", "forks-2")):
-        nodes = [node for node in joined if node.run and tmp_path / folder in node.run.path.parents]
-        found = [(n.name, n.depth, joined[n.parent].name) for n in nodes if n.parent >= 0]
-        expected = [(n.name, n.depth, alone[n.parent].name) for n in alone if n.parent >= 0]
-        assert found == [
-            (f"{name}/{fork}", depth, parent if parent.isdigit() else f"{name}/{parent}")
-            for fork, depth, parent in expected
-        ]
-
-
-def test_a_fork_is_found_below_a_parent_in_another_folder(tmp_path):
-    forks = write_forks(tmp_path / "forks")
-    (tmp_path / "parents").mkdir()
-    (forks / "plain").rename(tmp_path / "parents" / "plain")
-    nodes = fork_tree(read([forks, tmp_path / "parents"]).study)
-    below = [node.name for node in nodes if node.parent >= 0 and nodes[node.parent].name == "parents/plain"]
-    assert below == ["forks/cold", "forks/late"]
-
-
 def test_runs_without_forks_have_no_tree(folders):
     study = load_study(folders[0])
     assert fork_tree(study) == [] and fork_figure(study, []) is None
-
-
-@pytest.mark.parametrize(("fp32", "label"), [("diverged", "dynamics"), ("completed", "numerics")])
-def test_replays_have_their_label(tmp_path, without_figures, fp32, label):
-    write_report(write_replays(tmp_path / "hot", fp32=fp32), tmp_path / "report")
-    page = (tmp_path / "report" / "report.md").read_text()
-    assert f"**too hot, seed 1: {label}.**" in page
-    assert "| 20 % | 64 | bf16-fused | 81, 82, 83 | 0 of 3 | 112 |" in page
-    assert page.count("Replay of hot-ffffffffff/seed1 in") == 18 and "Control replay of" in page
-    assert fork_tree(load_study(tmp_path / "hot")) == []
-
-
-@pytest.mark.parametrize(("fp32", "label"), [("diverged", "dynamics"), ("completed", "numerics")])
-def test_replays_beside_another_folder_keep_their_label(folders, tmp_path, fp32, label):
-    replays, forks = write_replays(tmp_path / "hot", fp32=fp32), write_forks(tmp_path / "forks")
-    alone, joined = read([replays]), read([forks, replays])
-    (one,), (two,) = alone.replays, joined.replays
-    assert (one.label, one.sentence) == (two.label, two.sentence) and one.label == label
-    assert (two.of, two.rows[0].runs[0]) == (f"hot/{one.of}", f"hot/{one.rows[0].runs[0]}")
-    assert f"{label} according to its replays" in headline(joined.study, joined.verdicts)
-
-
-def test_pages_without_replays_say_nothing_of_them(report):
-    page = report[1]
-    assert "Replays" not in page and "Forks" not in page
 
 
 def test_every_value_of_a_claim_links_to_its_run(report):

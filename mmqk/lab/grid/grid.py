@@ -36,7 +36,6 @@ from mmqk.lab.grid.arms import LR, Arm, Job, read_arm
 from mmqk.lab.grid.axes import read_axes
 from mmqk.lab.grid.claims import check_arms, check_directions, check_report, read_claims
 from mmqk.lab.grid.forks import inherit, match
-from mmqk.lab.grid.hypotheses import read_hypotheses
 from mmqk.lab.grid.record import SHAPE, misfit
 from mmqk.lab.grid.rules import read_lr, read_replay
 from mmqk.store import UserError, named_config
@@ -145,7 +144,6 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
     every = {*names, *(arm.name for arm in arms)}
     claims = read_claims(raw.get("claims"), every, common.grid, path)
     check_directions(claims, raw.get("claims") or (), raw.get("direction"), path)
-    read_hypotheses(raw.get("hypotheses"), (c.id for c in claims if c.status != "control"), path)
     if wrong := misfit(raw, SHAPE["grid"]):  # ablation.json stores the raw grid
         raise UserError(f"{path}: {wrong}: correct it")
     check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)

@@ -36,7 +36,7 @@ _ARM = {
 }  # fmt: skip
 REPORT = {
     "hero": _WORDS, "shown": _WORDS, "headline": _WORDS, "cannot_tell": _WORDS, "command": _WORDS, "question": _WORDS,
-    "ranking": _WORDS, "specification": _WORDS, "outcomes": (None, bool, str, [str]),
+    "ranking": _WORDS, "outcomes": (None, bool, str, [str]),
     "figures": (None, [{"kind": str, "arms": _WORDS, "like": (None, str)}]),
 }  # fmt: skip
 SHAPE = {

@@ -2,18 +2,18 @@
 
 A name is a key of `METRICS` (metrics of one run) or `FAMILY_METRICS` (metrics of the runs of a family at one seed).
 The suffix ``/modality`` selects one modality. Examples: ``largest_attention_logit``,
-``largest_attention_logit/text`` (text queries), ``final_loss/image``, ``lr_sensitivity/text``,
-``dose_response(q_norm/image, data.dial.entropy.image)``. `docs/metrics.md` lists all metrics.
+``largest_attention_logit/text`` (text queries), ``final_loss/image``, ``lr_sensitivity/text``.
+`docs/metrics.md` lists all metrics.
 
 metric        the classes of metrics
 probes        attention logits, entropy, norms and their slopes
 losses        initial, best and final loss; learned modalities
-stability     spikes, divergence, warnings
+stability     spikes, divergence
 late          failures after long training
 departure     the step at which a statistic leaves the range of healthy runs
 growth_order  the order in which the statistics of one run grew
 outcome       diverged, stalled, regime not reached
-rates         learning-rate sensitivity, first unstable learning rate, dose response
+rates         learning-rate sensitivity, first unstable learning rate
 scaling       model size, extrapolation of the largest logit
 table         all metrics by name
 """

@@ -1,13 +1,10 @@
-"""Metrics of a family over learning rates and other axes."""
+"""Metrics of a family over learning rates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from scipy import stats
 
 from mmqk.lab.metrics.losses import final_loss, has_floor, initial_loss, trained_modalities, weight_of
 from mmqk.lab.metrics.metric import Measured
@@ -112,84 +109,21 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
     return Measured(sum(loss - lowest for loss in clipped) / len(clipped))
 
 
-def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Return the lowest learning rate at which the run diverged (`divergence_step`).
-
-    If no run diverged, the result is a bound (`Measured.towards` is 1): the learning rate that would come next if the
-    grid were continued.
-    """
-    ended_runs, why = ends(runs, modality)
-    return Measured(math.nan, why) if why else _first(ended_runs, "diverged", lambda end: end.diverged)
-
-
 def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """Return the lowest unstable learning rate.
 
     A learning rate is unstable if the run diverged, or if it exceeds the best learning rate and its final loss
     exceeds the lowest final loss by more than 0.1 nat. A higher loss counts, because small models stall more often
     than they diverge. It does not count below the best learning rate, where it means slower learning. If no learning
-    rate is unstable, the result is the bound of `first_diverging_lr`.
+    rate is unstable, the result is a bound: the learning rate that would come next if the grid were continued.
     """
     ended_runs, why = ends(runs, modality)
     if why:
         return Measured(math.nan, why)
     best = min(ended_runs, key=lambda end: end.final)
-    return _first(
-        ended_runs,
-        "was unstable",
-        lambda end: end.diverged or (end.rate > best.rate and end.final > best.final + UNSTABLE_NATS),
-    )
-
-
-def _first(ended_runs: Sequence[Ended], failed: str, fails: Callable[[Ended], bool]) -> Measured:
     for end in ended_runs:
-        if fails(end):
+        if end.diverged or (end.rate > best.rate and end.final > best.final + UNSTABLE_NATS):
             return Measured(end.rate)
     highest, before = ended_runs[-1].rate, ended_runs[-2].rate
-    return Measured(
-        highest * highest / before,
-        f"no run up to the learning rate {highest:g} {failed}: the bound is the learning rate that would come next",
-        1,
-    )
-
-
-FEWEST_DOSES = 3
-
-
-def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str, slope: bool) -> Measured:
-    """Return how a metric of the runs of a family at one seed depends on one axis.
-
-    Args:
-        runs: at least three, one per value of the axis.
-        measure: returns the metric of a run on the scale of the fit; infinite if the run ranks worst, NaN if the
-            metric was not measured.
-        axis: the dotted field that varies; if empty, the only axis of the runs.
-        slope: True for the least-squares slope per unit of the axis, which needs finite responses. False for
-            Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere).
-    """
-    varied = sorted({name for run in runs for name in run.point})
-    if not axis and len(varied) != 1:
-        return Measured(math.nan, f"the axes are {', '.join(varied) or 'none'}: name one axis")
-    axis = axis or varied[0]
-    responses: dict[float, float] = {}
-    for run in runs:
-        dose, response = axis_value(run, axis), measure(run)
-        if math.isnan(dose):
-            return Measured(math.nan, f"{axis} is not a number in {run.name}")
-        if dose in responses:
-            why = f"several runs have the same {axis}: give the runs of one point of the other axes"
-            return Measured(math.nan, why)
-        if math.isnan(response):
-            return Measured(math.nan, f"{run.name} has no value of the metric")
-        responses[dose] = response
-    if len(responses) < FEWEST_DOSES:
-        why = f"{len(responses)} values of {axis} are too few for a response: {FEWEST_DOSES} are needed"
-        return Measured(math.nan, why)
-    x, y = (np.array(column) for column in zip(*sorted(responses.items()), strict=True))
-    if not slope:
-        if len(set(y)) == 1:
-            return Measured(math.nan, "all responses are equal, so they have no order")
-        return Measured(float(stats.kendalltau(x, y).statistic))
-    if not np.isfinite(y).all():
-        return Measured(math.nan, "a response is not finite, so there is no slope: use dose_monotonicity")
-    return Measured(float(stats.linregress(x, y).slope))
+    why = f"no run up to the learning rate {highest:g} was unstable: the bound is the next learning rate"
+    return Measured(highest * highest / before, why, 1)

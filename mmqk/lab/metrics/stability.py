@@ -1,4 +1,4 @@
-"""Spikes, divergence, and warnings before a divergence, from the losses and alarms of a run.
+"""Spikes and divergence, from the losses of a run.
 
 The rules are those of `mmqk.store.alarms`, which training also applies.
 """
@@ -6,18 +6,14 @@ The rules are those of `mmqk.store.alarms`, which training also applies.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import numpy as np
 
 from mmqk.lab.metrics.losses import has_floor, trained_modalities
 from mmqk.lab.metrics.metric import planned_steps, warmup_steps
 from mmqk.lab.runs.load import Run
-from mmqk.store import Alarm, DivergenceRule
-from mmqk.store.alarms.steps import ABOVE_MEDIAN_NATS, MEDIAN_WINDOW, SPIKE_FEWEST, Spike
-
-# Alarms that can precede a failure; the other alarms report the failure itself.
-WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
+from mmqk.store import DivergenceRule
+from mmqk.store.alarms.steps import SPIKE_FEWEST, Spike
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
@@ -42,21 +38,6 @@ def _spike_score(run: Run, name: str) -> float:
         spikes += rule.on
     checked = len(values) - SPIKE_FEWEST
     return 100 * spikes / checked if checked > 0 else math.nan
-
-
-def spike_rate(run: Run, modality: str | None = None) -> float:
-    """Return the number of loss spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); without a modality,
-    use the loss over all targets.
-
-    A spike is a loss more than 0.1 nat above the median of the 201 steps around it. If the batches are small, it also
-    counts noise. NaN with fewer than 201 steps.
-    """
-    import pandas as pd  # slow to import
-
-    losses = pd.Series(_finite(run, _loss(modality)))
-    checked = len(losses) - MEDIAN_WINDOW + 1
-    spikes = losses > losses.rolling(MEDIAN_WINDOW, center=True).median() + ABOVE_MEDIAN_NATS
-    return 1e4 * int(spikes.sum()) / checked if checked > 0 else math.nan
 
 
 def _finite(run: Run, name: str) -> np.ndarray:
@@ -112,34 +93,3 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
         return step / planned_steps(run) if planned_steps(run) else math.nan
     return 1.0 if run.status.status == "completed" else math.nan
 
-
-def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> float:
-    """Return the optimizer steps from the first warning to the divergence.
-
-    Args:
-        run: the run.
-        modality: count only warnings about series of this modality (of the queries, for a modality pair).
-        names: the alarms that count as warnings.
-
-    Returns:
-        0 if no warning preceded the divergence. An alarm at the step of the divergence does not count. NaN for a run
-        that did not diverge.
-    """
-    end = divergence_step(run)
-    if end is None:
-        return math.nan
-    first = first_warning(run, modality, names)
-    return float(end - first) if first is not None and first < end else 0.0
-
-
-def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
-    """Return the step of the first alarm with one of these names; None if there is none."""
-    steps = [alarm.step for alarm in run.alarms if alarm.name in names and _is_of(alarm, modality)]
-    return min(steps, default=None)
-
-
-def _is_of(alarm: Alarm, modality: str | None) -> bool:
-    if modality is None:
-        return True
-    parts = alarm.tag.split("/")
-    return len(parts) > 1 and parts[1].partition("-")[0] == modality

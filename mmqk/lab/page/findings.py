@@ -10,7 +10,6 @@ from mmqk.lab.grid.claims import CHECKS
 from mmqk.lab.metrics import METRICS, Metric, final_loss
 from mmqk.lab.metrics.rates import learning_rate
 from mmqk.lab.page.figures.captions import of_medians, verb
-from mmqk.lab.runs.replays import ReplayVerdict, replay_verdicts
 from mmqk.lab.stats import AnyEffect
 from mmqk.lab.stats.auroc import Auroc
 from mmqk.lab.stats.effects import Effect
@@ -252,8 +251,6 @@ def _threshold(verdict: Verdict) -> str:
 
 
 def _plain_headline(study: Study) -> str:
-    if replayed := [_of_replays(study, verdict) for verdict in replay_verdicts(study.runs)]:
-        return "; ".join(replayed)
     metric = METRICS["largest_attention_logit"]
     ends = {arm: middle(metric.measure(run, None) for run in study.ended(arm)) for arm in study.arms}
     measured = {arm: value for arm, value in ends.items() if not math.isnan(value)}
@@ -276,13 +273,6 @@ def _plain_headline(study: Study) -> str:
         f"Over {runs} the largest attention logit {verb(study, measured)} between {number(measured[low])} "
         f"({study.label(low)}) and {number(measured[high])} ({study.label(high)}){of_medians(study, measured)}"
     )
-
-
-def _of_replays(study: Study, verdict: ReplayVerdict) -> str:
-    name, run = verdict.of, next((run for run in study.runs if run.name == verdict.of), None)
-    if run is not None:
-        name = f"{capital(study.label(run.arm))}, seed {run.seed}, diverged at step {run.status.step}"
-    return f"{name}: {verdict.label} according to its replays. {verdict.sentence.rstrip('.')}"
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:

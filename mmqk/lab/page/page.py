@@ -29,17 +29,14 @@ from mmqk.lab.page.figures.standard import figures
 from mmqk.lab.page.figures.style import arm_colors
 from mmqk.lab.page.figures.survival import survival_figure
 from mmqk.lab.page.findings import about_numbers, cannot_tell, finding, headline, lead
-from mmqk.lab.page.hypotheses import hypothesis_table
 from mmqk.lab.page.ranking import ABOUT, ranking_csv, ranking_figure, ranking_rows
 from mmqk.lab.page.render import css, render, scripts, themed
 from mmqk.lab.page.run_table import anchor, run_rows, totals
 from mmqk.lab.page.single import single
-from mmqk.lab.page.specification import specification_csv, specification_figure
 from mmqk.lab.page.tables import arm_rows, data_rows, environment, used_marks, verdict_rows
-from mmqk.lab.verdicts.combined import Findings, read
 from mmqk.lab.verdicts.failure_order import FailureOrder, failure_order
+from mmqk.lab.verdicts.findings import Findings, read
 from mmqk.lab.verdicts.ranking import Ranking, ranking
-from mmqk.lab.verdicts.specification import specifications
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.verdicts import Verdict
 from mmqk.store import relative_word, without_roots, write_folder
@@ -58,15 +55,15 @@ LOST = "Claims were registered after runs had begun, without an earlier registra
 MOST_COMMANDS = 4
 
 
-def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
-    """Read the runs of one or several folders and write their report into ``out``, which is created if missing.
+def write_report(folder: str | Path, out: str | Path) -> tuple[Study, list[Verdict]]:
+    """Read the runs of a folder or pack and write their report into ``out``, which is created if missing.
 
     Figures and tables of an earlier report in ``out`` that this report does not have are removed.
 
     Raises:
-        UserError: a folder has no runs or an unreadable record; ``out`` cannot be written.
+        UserError: the folder has no runs or an unreadable record; ``out`` cannot be written.
     """
-    findings = read([folders] if isinstance(folders, str | Path) else folders)
+    findings = read(folder)
     out = Path(out)
     with writing(out):
         write_folder(out, {})  # fail before the figures are drawn
@@ -83,7 +80,7 @@ def _linked_files(out: Path) -> set[str]:
         page = read_regular(out / "index.html").decode()
     except (OSError, UnicodeDecodeError):
         return set()
-    return set(re.findall(r'href="(figures/[\w-]+\.(?:csv|png|svg)|(?:ranking|specification)\.csv)"', page))
+    return set(re.findall(r'href="(figures/[\w-]+\.(?:csv|png|svg)|ranking\.csv)"', page))
 
 
 def _files(findings: Findings) -> dict[str, str | bytes]:
@@ -91,7 +88,6 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     study = findings.study
     nodes = fork_tree(study)
     ranked = ranking(study)
-    specified = specifications(study)
     order = failure_order(study)
     papers = paper_figures(study)
     others = (
@@ -102,7 +98,6 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
         *papers,
         fork_figure(study, nodes),
         ranking_figure(study, ranked) if ranked else None,
-        specification_figure(study, specified),
     )
     drawn = [*figures(study), *filter(None, others)]
     brush = Brush.of(study)
@@ -118,8 +113,6 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
             files[f"figures/{figure.name}.{kind}"] = data
     if ranked:
         files["ranking.csv"] = ranking_csv(study, ranked)
-    if specified:
-        files["specification.csv"] = specification_csv(specified)
     content = page_content(findings, drawn, papers, nodes, ranked, order)
     files["report.md"] = render("report.md", content)
     files["index.html"] = render("index.html", content | {"css": css()})
@@ -210,12 +203,10 @@ def page_content(
         "losses": study.losses,
         "environment": environment(study),
         "forks": _fork_rows(study, nodes, colors),
-        "replays": _replay_rows(findings),
         "compared": compared(study, rows),
         "ranking": ranking_rows(study, ranked) if ranked else [],
         "unfinished": [study.label(arm) for arm in ranked.unfinished] if ranked else [],
         "about_ranking": ABOUT,
-        "hypotheses": hypothesis_table(study, verdicts),
         "failure_order": order_table(study, order),
     }
     if ranked:
@@ -305,35 +296,6 @@ def _fork_rows(study: Study, nodes: Sequence[Node], colors: dict[str, str]) -> l
     ]
 
 
-def _replay_rows(findings: Findings) -> list[dict[str, Any]]:
-    by_name = {run.name: run for run in findings.study.runs}
-    shown = []
-    for replay in findings.replays:
-        original = by_name.get(replay.of)
-        label = f"{findings.study.label(original.arm)}, seed {original.seed}" if original else replay.of
-        shown.append(
-            {
-                "label": label,
-                "href": f"#{anchor(original)}" if original else "",
-                "verdict": replay.label,
-                "sentence": replay.sentence,
-                "rows": [
-                    {
-                        "depth": f"{100 * row.depth:g} %",
-                        "step": f"{row.step:,}",
-                        "numerics": row.numerics,
-                        "diverged": ", ".join(f"{step:,}" for step in row.diverged) or "none",
-                        "survived": f"{row.survived} of {row.count}",
-                        "horizon": f"{row.horizon:,}",
-                        "runs": [f"#{anchor(by_name[name])}" for name in row.runs if name in by_name],
-                    }
-                    for row in replay.rows
-                ],
-            }
-        )
-    return shown
-
-
 def _about_data(rows: list[dict[str, Any]], sample: bool) -> str:
     """Return the note below the table of the data. Runs of older versions have two more estimates."""
     older = bool(rows) and "model" in rows[0]
@@ -391,13 +353,11 @@ def _commands(findings: Findings) -> list[str]:
     """Return the commands that train the runs and write the page."""
     study = findings.study
     # An absolute path is valid on one machine only.
-    folders = [
-        f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
-        for folder in findings.folders
-    ]
-    if len(folders) == 1 and study.registered:
-        folders = [f"runs/{study.name}"]
-    report = f"python -m mmqk.report {' '.join(folders)} --out reports/{study.name}"
+    folder = study.folder
+    source = f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
+    if study.registered:
+        source = f"runs/{study.name}"
+    report = f"python -m mmqk.report {source} --out reports/{study.name}"
     if named := study.named("commands") or study.named("command"):
         return [*dict.fromkeys(named), f"{report}   # the page only, from finished runs"]
     commands = [run.details.get("command") for run in study.runs]

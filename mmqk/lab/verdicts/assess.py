@@ -33,7 +33,6 @@ from mmqk.lab.verdicts.compared import (
 from mmqk.lab.verdicts.controls import (
     Control,
     enough_seeds,
-    numerics_agree,
     only_declared_differences,
     rates,
     regime_reached,
@@ -217,7 +216,6 @@ def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
         "seeds" not in unchecked and enough_seeds(compared),
         within_bound(compared.runs),
         *rate_controls,
-        (compared.claim.test == "count" or compared.claim.metric in EVENTS) and numerics_agree(compared),
     ]
     return tuple(check for check in checks if check), [rate_note] if rate_note else []
 
@@ -259,7 +257,7 @@ def _predicted(compared: Compared) -> Assessment:
     medians = {name: middle(metric_value(run, claim.metric) for run in of.all) for name, of in groups}
     failed = {run.name: end.kind != "well" for run, end in zip(runs, outcome.outcomes(runs), strict=True)}
     counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
-    controls = tuple(filter(None, [within_bound(runs), numerics_agree(compared)]))
+    controls = tuple(filter(None, [within_bound(runs)]))
     assessment = Assessment(claim, compared, None, None, medians, controls, counts=counts)
     scores = [metric_value(run, claim.metric) for run in runs]
     if unmeasured := [run for run, score in zip(runs, scores, strict=True) if math.isnan(score)]:

@@ -15,7 +15,6 @@ from mmqk.lab.grid.claims import CHECKS
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned
 from mmqk.lab.metrics.rates import RATE, learning_rate
 from mmqk.lab.runs.load import Run, once_per_run
-from mmqk.lab.runs.replays import replay_verdicts
 from mmqk.lab.verdicts.compared import Compared, Group, metric_value
 from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.study import Claim, Study
@@ -254,18 +253,6 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
         )
     condition = f"{metric.label} {'at least' if reached else 'below'} {control.at_least:g}"
     return Control(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")
-
-
-def numerics_agree(compared: Compared) -> Control | None:
-    """Return the check that no compared divergence has the replay verdict "numerics"; None if no run diverged."""
-    diverged = [run.name for run in compared.runs if run.status.status == "diverged"]
-    if not diverged:
-        return None
-    labels = {replayed.of: replayed.label for replayed in replay_verdicts(compared.study.runs)}
-    counts = Counter(labels.get(name, "not replayed") for name in diverged)
-    by_label = listed([f"{n} {label}" for label, n in counts.items()])
-    detail = f"of {plural(len(diverged), 'divergence')}: {by_label}"
-    return Control("no divergence due to numerics", not counts["numerics"], detail)
 
 
 def rates(compared: Compared) -> tuple[list[Control], str]:

@@ -8,15 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmqk.lab.grid.claims import Claim, claims_hash, read_claims
-from mmqk.lab.grid.hypotheses import Hypothesis, read_hypotheses
+from mmqk.lab.metrics.probes import logit_series
 from mmqk.lab.metrics.rates import RATE
 from mmqk.lab.runs.load import Run, load_runs, read_ablation
 from mmqk.lab.verdicts.claims import at, check_claims
+from mmqk.store.pack import unpacked
 
 __all__ = ["Claim", "Study", "StudyArm", "load_study"]
 
 HERO_ARMS_AT_MOST = 6
+# Without a grid, arms are sorted by their largest logit if there are more of them than colors.
+MANY_ARMS = 8
 RATE_METRIC = "final_excess"
 
 
@@ -55,7 +60,6 @@ class Study:
         registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
         families: arms of the grid without the values of the axes, in the order of the grid.
         rate_metrics: the metric that selected the learning rate, by arm; the key "" has the default.
-        hypotheses: hypotheses in the order of the grid.
     """
 
     folder: Path
@@ -71,7 +75,6 @@ class Study:
     registration_lost: bool = False
     families: Mapping[str, StudyArm] = field(default_factory=dict)
     rate_metrics: Mapping[str, str] = field(default_factory=dict)
-    hypotheses: tuple[Hypothesis, ...] = ()
 
     @cached_property
     def modalities(self) -> tuple[str, ...]:
@@ -156,16 +159,23 @@ def as_list(value: Any) -> list[str]:
 
 
 def load_study(folder: str | Path) -> Study:
-    """Return the study of a folder. If the folder has no grid, the study has runs and arms only.
+    """Return the study of a folder or pack. Without a grid, the study has runs and arms only; many arms are sorted by
+    their largest attention logit.
 
     Raises:
         UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
     """
-    folder = Path(folder)
+    folder = unpacked(Path(folder))
     runs = tuple(load_runs(folder))
     ablation = read_ablation(folder)
     if ablation is None:
         arms = {run.arm: StudyArm(run.arm, run.arm, family=run.arm) for run in runs}
+        if len(arms) > MANY_ARMS:
+            highest: dict[str, float] = {}
+            for run in runs:
+                logits = logit_series(run)[1][-1:]
+                highest[run.arm] = max(highest.get(run.arm, -1.0), *logits[~np.isnan(logits)].tolist(), -1.0)
+            arms = {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (-highest[arm], arm))}
         name = folder.resolve().name
         return Study(folder, name, name, arms, (), {}, runs, (), False, families=arms)
     return study_of(folder, ablation, runs)
@@ -213,7 +223,6 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
         registration_lost=lost,
         families=families,
         rate_metrics=rate_metrics,
-        hypotheses=read_hypotheses(grid.get("hypotheses"), (claim.id for claim in claims), where),
     )
 
 
