@@ -56,7 +56,7 @@ def by_remedy(peers: Iterable[Peer], remedies: Sequence[Remedy] = REMEDIES) -> P
     for peer in peers:
         for key in peer.remedies:
             if key not in found:
-                raise ValueError(f"the peer {peer.name!r} names {key!r}, which is not in mmqk.remedies.")
+                raise ValueError(f"the peer {peer.name!r} names {key!r}, which is not in remedies.yaml.")
             found[key].append(peer)
     for key, its in found.items():
         if not its:
@@ -120,66 +120,32 @@ def cost(remedy: Remedy, control: Size, its: Size) -> str:
 HEAD = """\
 # Remedies
 
-Every published remedy is a switch that is off in the control, and most can be combined. This page is written by
-`python -m tests.remedies_page` from `mmqk.remedies`, from measured training steps and from the tests; do not edit it.
-`python -m mmqk.remedies` prints the same switches in a terminal. [add_a_norm.md](add_a_norm.md) shows how to add one.
+Every published remedy is a switch that is off in the control: add its flags to `mmqk train demo`. The values are
+those of the source or of its order of magnitude; choose your own. The control is pre-norm with RMSNorm, softmax
+attention with scale 1 / √head_dim, and AdamW. `mmqk remedies` prints the purpose and the formula of each remedy,
+[which_remedy.md](which_remedy.md) compares them, and [add_a_norm.md](add_a_norm.md) adds one. `python -m
+tests.remedies_page` writes this page from `mmqk/remedies.yaml` and the tests.
 
-## Columns
-
-- **Switch**: the flags to add to `python -m mmqk.train --config configs/demo.yaml`, and what they are for. The
-  control is pre-norm with RMSNorm, softmax attention with scale 1 / √head_dim, and AdamW. Values are those of the
-  source, or of the same order of magnitude: choose your own.
-- **Formula**: in the symbols of the code. q, k and v are the queries, keys and values of a head, x is the residual
-  stream, W a matrix and g its gradient. eps and the initial values of gains are fields too.
+- **Cost**: change in parameters and in floating-point operations of the matrix products of a training step, then
+  other costs. The control has {parameters:,} parameters and {gflops:.2f} GFLOP with dense attention (d_model
+  {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids, {sequences} times {tokens} tokens).
 - **Source**: {marks}.
-- **Acts on**: see the two softmaxes below.
-- **Cost**: the change in parameters and in floating-point operations of all matrix products of a training step
-  (forward, backward, update). The control has {parameters:,} parameters and {gflops:.2f} GFLOP, measured with dense
-  attention at the size of `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,}
-  ids, {sequences} times {tokens} tokens). Other costs are described in words. Times are left out,
-  because they depend on the machine.
-- **Equals**: the outside implementation, or the formula in the test, that the remedy was compared with. The
-  brackets give the largest difference that the test allows, and the precision of the computation. The test compares
-  values and gradients of a forward pass with random gains and biases, the weights after an update, or the standard
-  deviations of initial weights. Each comparison has negative controls: wrong variants that must fail it.
+- **Equals**: the outside implementation, or the formula in a test, that values and gradients, updates or initial
+  weights were compared with; in brackets the largest difference that the test allows, and the precision. Wrong
+  variants must fail each test.
 
-Two remedies can be combined, or the combination is refused with a sentence that names both. For example, QK-Clip is
-refused with QK-Norm or σReparam, which cancel its scaling. An option of QK-Norm is refused with a kind of QK-Norm
-that does not use it. Fields without a row here (shape, data, schedule) are not remedies.
+Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip is refused with QK-Norm
+or σReparam, which cancel its scaling. A copy of a layer for one modality (Untying) gets the gradient 0, not None,
+from a batch without that modality, so DDP does not wait for it and AdamW goes on decaying it.
 
-A copy of a layer for one modality (Untying) gets the gradient 0, not None, from a batch without that modality. So DDP
-does not wait for it, and AdamW goes on decaying it.
-
-## Two softmaxes
-
-There is an **attention softmax** over the keys in every head, and one **output softmax** over the vocabulary. A
-bound on the logits of one does not affect the other.
-
-| switch | attention softmax | output softmax |
-| --- | --- | --- |
-{softmaxes}
-
-z-loss does *not* act on attention logits, and QK-Norm does not bound log Z of the output: Chameleon uses both
-(arXiv 2405.09818, section 2.3 [V]). Residual dropout acts on neither softmax. Attention dropout acts on the weights
-after the attention softmax, so they no longer sum to 1. `--model.attention=sigmoid` has no attention softmax, and
-adding a constant to a row of logits changes the output.
-
-## Rounding order of the norms
+The **attention softmax** is over the keys in every head, the **output softmax** over the vocabulary. A bound on the
+logits of one does not affect the other: z-loss does not act on attention logits, and QK-Norm does not bound log Z
+of the output. `attn_softcap` bounds the logits before the mask. With attention dropout the weights do not sum to 1.
+`model.attention=sigmoid` has no attention softmax: adding a constant to a row of logits changes the output.
 
 {rounding}
 """
-SOFTMAXES = (
-    ("`attn_scale`", "factor on its logits", "–"),
-    ("QK-Norm, cosine attention", "bounds its logits, by the gains or the scale", "–"),
-    ("`attn_softcap`", "bounds its logits, before the mask", "–"),
-    ("QK-Clip", "scales its logits to below the threshold", "–"),
-    ("`attention=sigmoid`", "replaces it", "–"),
-    ("`attn_dropout`", "acts on its weights", "–"),
-    ("`final_softcap`", "–", "bounds its logits"),
-    ("`z_loss`", "–", "regularizes its log Z to 0"),
-    ("`residual_dropout`, LayerScale, norm placement", "–", "–"),
-)
-COLUMNS = ("switch", "formula", "source", "acts on", "cost", "equals")
+COLUMNS = ("remedy", "acts on", "cost", "source", "equals")
 
 
 def row(cells: Iterable[str]) -> str:
@@ -198,26 +164,14 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
         vocabulary=REFERENCE.vocab_size,
         sequences=SEQUENCES,
         tokens=TOKENS,
-        softmaxes="\n".join(row(cells) for cells in SOFTMAXES),
         rounding="\n\n".join((mmqk.model.norms.__doc__ or "").strip().split("\n\n")[1:]),
     )
     lines = [head]
     for group in dict.fromkeys(remedy.group for remedy in REMEDIES):
         lines += [f"## {group[0].upper()}{group[1:]}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
         for r in (remedy for remedy in REMEDIES if remedy.group == group):
-            switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)} {r.purpose}"
-            lines.append(
-                row(
-                    [
-                        switch,
-                        r.formula,
-                        r.source,
-                        r.acts_on,
-                        cost(r, control, sizes[r.key]),
-                        equals(peers[r.key]),
-                    ]
-                )
-            )
+            switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)}"
+            lines.append(row((switch, r.acts_on, cost(r, control, sizes[r.key]), r.source, equals(peers[r.key]))))
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
 
