@@ -10,30 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mmqk.distributed import rank, summed, world_size
+from mmqk.distributed import rank, summed
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import (
-    Inputs,
-    LastCall,
-    Modalities,
-    Modality,
-    find_ids,
-    named_inputs,
-    padding_mask,
-    tensors,
-)
-from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
-from mmqk.monitors.foreign.layers import Layers, add_matrices
-from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
-from mmqk.monitors.foreign.origins import Origins, Tracing
-from mmqk.monitors.foreign.output import find_logits, targets_of
-from mmqk.monitors.foreign.ranks import FailedElsewhereError, ProbeError, agreed, failed_here
-from mmqk.monitors.foreign.rows import batch_size, first_rows
-from mmqk.monitors.foreign.sides import Side, Sides, check_sides, sides_of_batch
-from mmqk.monitors.record import Probe, over_layers
+from mmqk.monitors.foreign.inputs import LastCall, Modalities, Modality, find_ids, named_inputs
+from mmqk.monitors.foreign.isolate import copied, unwrapped
+from mmqk.monitors.foreign.layers import Layers
+from mmqk.monitors.foreign.probing import Prober
+from mmqk.monitors.foreign.sides import Sides, check_sides
+from mmqk.monitors.record import FailedElsewhereError, Probe, agreed, over_layers
 from mmqk.monitors.summary import (
     WatchFolder,
     missing_series,
@@ -41,7 +27,6 @@ from mmqk.monitors.summary import (
     summary_line,
     warn_of_absent,
     warn_of_mask,
-    warn_of_padding,
 )
 from mmqk.store.errors import UserError
 
@@ -101,18 +86,10 @@ def attach(
     if sequences < 1:
         raise UserError(f"sequences is {sequences}: a probe needs at least 1")
     modalities = Modalities(modality, names)
-    return Watch(
-        model,
-        modalities,
-        every_n_steps,
-        sequences,
-        None if out is None else Path(out),
-        log,
-        adapter or adapter_for(unwrapped(model)),
-        check_sides(sides or {}, modalities.names),
-        matrices,
-        strict,
-    )
+    checked_sides = check_sides(sides or {}, modalities.names)
+    adapter = adapter or adapter_for(unwrapped(model))
+    prober = Prober(model, modalities, sequences, adapter, checked_sides, matrices)
+    return Watch(model, prober, every_n_steps, None if out is None else Path(out), log, strict)
 
 
 @dataclass
@@ -121,41 +98,35 @@ class Watch:
 
     Attributes:
         steps: optimizer steps so far. Set it before the first step of a resumed run.
-        layers: layers with and without measured attention in the last probe.
+        prober: runs the probes, and has the results of the last one.
     """
 
     model: nn.Module
-    modalities: Modalities
+    prober: Prober
     every_n_steps: int
-    sequences: int
     out: Path | None
     log: Log | None
-    adapter: Adapter | None
-    sides: dict[str, tuple[str, Modalities | None]] = field(default_factory=dict)
-    matrices: bool = False
     strict: bool = False
     steps: int = 0
-    layers: Layers | None = None
     _last_call: LastCall = field(default_factory=LastCall)
     _folder: WatchFolder | None = None
     _started: int = 0  # value of ``steps`` before the first step
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
     _tried: bool = False  # a probe was due and had a batch
-    _whole_batch: bool = False  # a probe of the first sequences failed, and one of the whole batch did not
     _failures: set[str] = field(default_factory=set)
     _overdue: bool = False  # a probe was due, but the batch was empty
-    _changed: set[str] = field(default_factory=set)  # what a probe's forward changed, and was restored
     _outgrown: bool = False  # whether the warning about a mask that logits outgrow was shown
-    # Results of the last probe; the token counts and names cover the modalities of all sides.
-    _records: list[SiteRecord] = field(default_factory=list)
-    _tokens_M: Tensor | None = None
-    _names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._last_call.copying = self.every_n_steps > 0
         self._hook = self.model.register_forward_pre_hook(self._last_call, with_kwargs=True)
         self._last_call.wrap(self.model)
+
+    @property
+    def layers(self) -> Layers | None:
+        """Layers with and without measured attention in the last probe; None before the first probe."""
+        return self.prober.layers
 
     def step(self, number: int | None = None) -> None:
         """Count a step, and probe if a probe is due. Call this after each optimizer step, on every rank.
@@ -230,151 +201,8 @@ class Watch:
     # The probe
 
     def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
-        """Probe the first sequences of a batch, or the whole batch if a probe of the first ones fails."""
-        B = batch_size(named_inputs(self.model, args, kwargs))
-        sequences = B if self._whole_batch else self.sequences
-        try:
-            return self._probe_rows(args, kwargs, sequences)
-        except ProbeError as error:
-            if error.is_final or not agreed(self._device, sequences < B)[0]:
-                raise
-            reason = error
-        probe = self._probe_rows(args, kwargs, B)
-        self._whole_batch = True
-        if rank() == 0:
-            print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
-        return probe
-
-    def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
-        """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.
-
-        Raises:
-            UserError: what a user has to change.
-            ProbeError: another error, or an error on another rank.
-        """
-        root, device = unwrapped(self.model), self._device
-        in_forward = False
-        try:
-            inputs = named_inputs(self.model, args, kwargs)
-            _check_inputs(inputs, root)
-            B = batch_size(inputs)
-            rows = min(B, sequences)
-            dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
-            # Several dtypes need autocast, and so does a half-precision model that was called under autocast.
-            one_dtype = len(dtypes) <= 1 and (dtypes <= {torch.float32} or not self._last_call.autocast)
-            dtype = torch.float32 if dtypes == {torch.float32} else None
-            args, kwargs = first_rows((args, kwargs), inputs, root, rows, dtype)
-            inputs = named_inputs(self.model, args, kwargs)
-            with torch.no_grad():
-                modality_BT, sources = self._modality_and_sources(inputs)
-            if rows < B == len(modality_BT):
-                raise UserError(
-                    f"the modality function returned {B} rows, but the probe uses {rows} of the batch's {B} "
-                    f"sequences: use only the inputs that the function gets, or call attach with sequences={B}"
-                )
-            agreed(device)
-            in_forward = True
-            for source in sources:
-                measurement = self._measurement(inputs, modality_BT.to(device), source, world_size() > 1)
-                capture = Capture(root, rows, measurement, Origins(inputs, root))
-                isolation = isolated(root, device, inputs, one_dtype, self._last_call.autocast)
-                with isolation as state, watching(capture):
-                    output = root(*args, **kwargs)
-                self._changed |= state.changed
-                if measurement.main_used:
-                    break
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                return self._finished(measurement, capture, output, inputs, rows)
-        except FailedElsewhereError as error:
-            raise ProbeError(str(error), error.is_final) from error
-        except Exception as error:
-            # With FSDP the other ranks wait for this rank's weights, so they cannot end the probe.
-            is_fatal = in_forward and world_size() > 1 and any(hasattr(m, "unshard") for m in root.modules())
-            is_user_error = isinstance(error, UserError)
-            is_final = is_fatal or failed_here(device, is_user_error or isinstance(error, torch.OutOfMemoryError))
-            if is_user_error and not is_fatal:
-                raise
-            where = f"the probe's forward of {type(root).__name__} (evaluation mode, {rows} of {B} sequences) failed"
-            message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
-            raise ProbeError(message, is_final, is_fatal) from error
-
-    def _finished(
-        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
-    ) -> Probe:
-        """Return the probe after the forward pass, merged over ranks, and store its layers, records and tokens."""
-        measurement.residual_stream(capture.stream)
-        self._output(measurement, output, inputs, capture.root, capture.origins)
-        if self.matrices:
-            add_matrices(measurement.main.collector.probe, capture.root, measurement.main_sites())
-        probe = measurement.finished()
-        probe.add(
-            ["probe_sequences"],
-            {"sum": torch.tensor([float(rows)], device=measurement.device)},
-            lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
-        )
-        agreed(measurement.device)
-        probe = probe.merged()
-        reason = "cross-attention written with matmul and softmax"
-        measurement.records += [
-            SiteRecord(path, not_measured=reason, other_tokens=True)
-            for path in sorted(
-                capture.cross_products - capture.products - {record.path for record in measurement.records}
-            )
-        ]
-        self.layers = capture.layers()
-        # Keep no reference to the measurement: it holds masks of shape (B, T, T).
-        self._records = measurement.records
-        sides = [side for side in measurement.sides if side.modality_BT is not None]
-        self._tokens_M = torch.cat([side.collector.selected_MBT.sum((1, 2)) for side in sides])
-        self._names = tuple(name for side in sides for name in side.names)
-        return probe
-
-    def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Return the modality of each token (B, T), and the sets of inputs that these tokens may come from.
-
-        The most likely set comes first. None stands for any input.
-        """
-        ids = find_ids(inputs)
-        sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
-        if self.modalities.ranges is not None:
-            return self.modalities.of(inputs), sources
-        origins = Origins(inputs, bools=True)
-        with Tracing(origins):
-            modality_BT = self.modalities.of(inputs)
-        origin = origins.of(modality_BT)
-        if origin is not None and origin.inputs and origin.inputs not in sources:
-            sources.insert(0, origin.inputs)
-        return modality_BT, [*sources, None]
-
-    def _measurement(
-        self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
-    ) -> Measurement:
-        mask = padding_mask(inputs, source)
-        if mask is not None and mask.shape != modality_BT.shape:
-            warn_of_padding(mask.shape, modality_BT.shape)
-        main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask)
-        others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
-        return Measurement(main, others, self.adapter, collective)
-
-    def _output(
-        self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins
-    ) -> None:
-        """Add statistics of the output softmax if the model returns logits and the target ids are known.
-
-        The targets are the next tokens, so a model in which every token sees all others has none.
-        """
-        if self.modalities.ranges is None or find_ids(inputs) is None:
-            return
-        if agreed(measurement.device, measurement.main.sees_all)[0]:
-            return
-        least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
-        logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
-        # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
-        if logits_BTV is not None and (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
-            return
-        if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
-            return
-        measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
+        self.prober.autocast = self._last_call.autocast
+        return self.prober.probe(args, kwargs)
 
     def _values(
         self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool
@@ -384,7 +212,7 @@ class Watch:
             self._last_call.check(*call)
         ids = None if call is None else find_ids(named_inputs(self.model, *call))
         is_empty = ids is not None and not ids[1].is_nested and not ids[1].numel()
-        uncalled, self._overdue = agreed(self._device, call is None, is_empty or not is_copy)
+        uncalled, self._overdue = agreed(self.prober.device, call is None, is_empty or not is_copy)
         if uncalled or call is None:
             raise UserError(
                 f"the watched {type(self.model).__name__} was not called with gradients before step {self.steps}: "
@@ -426,33 +254,19 @@ class Watch:
             flush=True,
         )
 
-    @property
-    def _device(self) -> torch.device:
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
     def _synchronized_time(self) -> float:
         """Wait until the device has finished its work, and return the time in seconds."""
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
+        if self.prober.device.type != "cpu":
+            torch.get_device_module(self.prober.device).synchronize(self.prober.device)
         return time.perf_counter()
 
     def _print_summary(self, seconds: float, values: dict[str, float]) -> None:
-        assert self._tokens_M is not None and self.layers is not None and self._step_times is not None
-        tokens_M = summed(self._tokens_M)
+        assert self.prober.tokens_M is not None and self.layers is not None and self._step_times is not None
+        tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:
-            tokens = dict(zip(self._names, tokens_M.tolist(), strict=True))
+            tokens = dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
-            line = summary_line(self.layers, tokens, self._records, seconds, step_seconds, self.every_n_steps)
-            line += restored_note(self._changed)
-            print(line + missing_series(values, self.modalities.names), flush=True)
+            line = summary_line(self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps)
+            line += restored_note(self.prober.changed)
+            print(line + missing_series(values, self.prober.modalities.names), flush=True)
             warn_of_absent(tokens)
-
-
-def _check_inputs(inputs: Inputs, root: nn.Module) -> None:
-    """Raise UserError for inputs with which a probe cannot run."""
-    for name, x in tensors(inputs):
-        if x.is_nested:
-            raise UserError(
-                f"input {name} of {type(root).__name__} is a nested tensor, which a probe cannot measure: pass "
-                "padded tensors and an attention_mask, or call attach with every_n_steps=0"
-            )

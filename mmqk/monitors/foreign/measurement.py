@@ -21,10 +21,9 @@ from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
 from mmqk.monitors.foreign.origins import Origin, Stream
-from mmqk.monitors.foreign.ranks import agreed
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.formulas.pairs import Pairs
-from mmqk.monitors.record import Probe
+from mmqk.monitors.record import Probe, agreed
 
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
 # Largest accepted difference between the weights that a call returned and the softmax of its logits.

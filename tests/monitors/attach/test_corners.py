@@ -144,7 +144,7 @@ def test_a_mask_of_pairs_marks_the_padding_that_no_token_sees(kind, side):
         warnings.simplefilter("error")
         measured = watch.probe(ids=ids, attention_mask=pairs_of(keep, kind)).flat()
         assert measured == watch.probe(ids=ids, attention_mask=keep).flat()
-        assert int(watch._tokens_M.sum()) == int(keep.sum()) == 43
+        assert int(watch.prober.tokens_M.sum()) == int(keep.sum()) == 43
         whole = watch.probe(ids=ids, attention_mask=pairs_of(torch.ones_like(ids), kind)).flat()
     assert whole == watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat() != measured  # the control
 
@@ -162,9 +162,9 @@ def test_padding_that_sees_itself_is_unclear_on_the_right_only():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.probe(ids=ids, attention_mask=pairs_of(keep.flip(1), "padding sees itself"))
-        assert int(watch._tokens_M.sum()) == 44
+        assert int(watch.prober.tokens_M.sum()) == 44
         watch.probe(ids=ids, attention_mask=packed)
-        assert int(watch._tokens_M.sum()) == 48
+        assert int(watch.prober.tokens_M.sum()) == 48
 
 
 def test_a_modality_function_over_the_whole_batch_is_refused():

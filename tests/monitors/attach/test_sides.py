@@ -78,7 +78,7 @@ def of_weights(weights, of_q, of_k, q_names, k_names, cross="") -> dict[str, flo
 
 
 def summary(watch) -> str:
-    return summary_line(watch.layers, {}, watch._records, 0.1, [1.0], 100)
+    return summary_line(watch.layers, {}, watch.prober.records, 0.1, [1.0], 100)
 
 
 def layers_in(measured) -> set[str]:
@@ -185,7 +185,7 @@ def test_a_vision_tower_is_no_part_of_the_text():
 
     watch = attach(model, modality=IMAGE, sides={"patch": "pixel_values"})
     with_vision = watch.probe(input_ids=ids, pixel_values=images).flat()
-    zero, places = np.zeros((3, 17), int), [s.path.startswith("vision") for s in watch._records if s.is_call]
+    zero, places = np.zeros((3, 17), int), [s.path.startswith("vision") for s in watch.prober.records if s.is_call]
     first = 0 if places[0] else LAYERS
     weights = {n + first: x for n, x in enumerate(outputs.vision_model_output.attentions)}
     vision = of_weights(weights, zero, zero, ["patch"], ["patch"])
@@ -221,7 +221,7 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
     assert f"attention over the tokens of {other}; modality describes {watched}" in line and "from tgt to src" in line
     assert watch.layers.numbers == list(range(LAYERS))
     stack = "encoder" if watched == "src" else "decoder"
-    paths = [s.path for s in watch._records if s.is_call and s.not_measured is None]
+    paths = [s.path for s in watch.prober.records if s.is_call and s.not_measured is None]
     assert paths == [f"inner.{stack}.layers.{n}.self_attn" for n in range(LAYERS)]
     # Compare with inputs of different lengths, which cannot be confused.
     longer = {"src": src, "tgt": tgt} | {other: torch.cat([{"src": src, "tgt": tgt}[other]] * 2, 1)}
@@ -306,7 +306,7 @@ def test_a_call_of_another_length_than_its_side_is_named_by_its_own_numbers():
 
     watch = attach(Shorter([]), modality=IMAGE, sides={"patch": "pixels"})
     watch.probe(ids=batches(1, B=3)[0], pixels=torch.randn(3, 9, D))
-    (record,) = [record for record in watch._records if record.not_measured is not None]
+    (record,) = [record for record in watch.prober.records if record.not_measured is not None]
     assert "3 sequences of 16 queries and 7 keys; modality describes 3 sequences of 16 and 9 tokens" in (
         record.not_measured or ""
     )
@@ -368,7 +368,7 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
     monkeypatch.setattr(ranks, "summed", lambda flags: agreements.append(flags) or flags)
     monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
     assert watch.probe(ids=ids, pixels=pixels).flat() == alone
-    assert sum(record.other_tokens for record in watch._records) == 3
+    assert sum(record.other_tokens for record in watch.prober.records) == 3
     # The ranks agree before the forward, before the statistics of the output and before they are merged, and at each
     # layer, also the one whose mask differs between heads. They sum the pairs of each measured layer.
     assert len(agreements) == 3 + len(calls) and len(sums) == len(watch.layers.numbers) == calls.count("sdpa")

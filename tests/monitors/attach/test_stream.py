@@ -230,7 +230,7 @@ def test_what_an_adapter_names_is_taken_from_there_and_nothing_is_missing(capsys
     watch.step()
     assert "not measured" not in capsys.readouterr().out
     named = watch.probe(input_ids=ids).flat()
-    watch.adapter = None
+    watch.prober.adapter = None
     detected = watch.probe(input_ids=ids).flat()
     assert detected.keys() < named.keys() and same(detected, {name: named[name] for name in detected})
     # Control: final_norm differs from the resid_norm of the first layer.

@@ -1,0 +1,253 @@
+"""Runs the probe of a third-party model: one forward pass over the first sequences of a batch, on every rank.
+
+Shapes: B batch, T tokens, V vocabulary, M modalities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.distributed import rank, world_size
+from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.foreign.capture import Capture, watching
+from mmqk.monitors.foreign.inputs import Inputs, Modalities, find_ids, named_inputs, padding_mask, tensors
+from mmqk.monitors.foreign.isolate import isolated, unwrapped
+from mmqk.monitors.foreign.layers import Layers, add_matrices
+from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
+from mmqk.monitors.foreign.origins import Origins, Tracing
+from mmqk.monitors.foreign.rows import batch_size, first_rows
+from mmqk.monitors.foreign.sides import Side, sides_of_batch
+from mmqk.monitors.record import FailedElsewhereError, Probe, ProbeError, agreed, failed_here
+from mmqk.monitors.summary import warn_of_padding
+from mmqk.store.errors import UserError
+
+
+@dataclass
+class Prober:
+    """Probes a model with the options of `attach`.
+
+    Attributes:
+        autocast: whether the training step calls the model under autocast.
+        whole_batch: whether a probe of the first sequences failed, and one of the whole batch did not.
+        changed: what the forward of a probe changed, and was restored.
+        layers: layers with and without measured attention in the last probe.
+        records: the attention calls of the last probe.
+        tokens_M: number of tokens of each modality of all sides in the last probe.
+        names: names of these modalities.
+    """
+
+    model: nn.Module
+    modalities: Modalities
+    sequences: int
+    adapter: Adapter | None
+    sides: dict[str, tuple[str, Modalities | None]]
+    matrices: bool
+    autocast: bool = False
+    whole_batch: bool = False
+    changed: set[str] = field(default_factory=set)
+    layers: Layers | None = None
+    records: list[SiteRecord] = field(default_factory=list)
+    tokens_M: Tensor | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
+        """Probe the first sequences of a batch, or the whole batch if a probe of the first ones fails."""
+        B = batch_size(named_inputs(self.model, args, kwargs))
+        sequences = B if self.whole_batch else self.sequences
+        try:
+            return self._probe_rows(args, kwargs, sequences)
+        except ProbeError as error:
+            if error.is_final or not agreed(self.device, sequences < B)[0]:
+                raise
+            reason = error
+        probe = self._probe_rows(args, kwargs, B)
+        self.whole_batch = True
+        if rank() == 0:
+            print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
+        return probe
+
+    def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
+        """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.
+
+        Raises:
+            UserError: what a user has to change.
+            ProbeError: another error, or an error on another rank.
+        """
+        root, device = unwrapped(self.model), self.device
+        in_forward = False
+        try:
+            inputs = named_inputs(self.model, args, kwargs)
+            _check_inputs(inputs, root)
+            B = batch_size(inputs)
+            rows = min(B, sequences)
+            dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
+            # Several dtypes need autocast, and so does a half-precision model that was called under autocast.
+            one_dtype = len(dtypes) <= 1 and (dtypes <= {torch.float32} or not self.autocast)
+            dtype = torch.float32 if dtypes == {torch.float32} else None
+            args, kwargs = first_rows((args, kwargs), inputs, root, rows, dtype)
+            inputs = named_inputs(self.model, args, kwargs)
+            with torch.no_grad():
+                modality_BT, sources = self._modality_and_sources(inputs)
+            if rows < B == len(modality_BT):
+                raise UserError(
+                    f"the modality function returned {B} rows, but the probe uses {rows} of the batch's {B} "
+                    f"sequences: use only the inputs that the function gets, or call attach with sequences={B}"
+                )
+            agreed(device)
+            in_forward = True
+            for source in sources:
+                measurement = self._measurement(inputs, modality_BT.to(device), source, world_size() > 1)
+                capture = Capture(root, rows, measurement, Origins(inputs, root))
+                isolation = isolated(root, device, inputs, one_dtype, self.autocast)
+                with isolation as state, watching(capture):
+                    output = root(*args, **kwargs)
+                self.changed |= state.changed
+                if measurement.main_used:
+                    break
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                return self._finished(measurement, capture, output, inputs, rows)
+        except FailedElsewhereError as error:
+            raise ProbeError(str(error), error.is_final) from error
+        except Exception as error:
+            # With FSDP the other ranks wait for this rank's weights, so they cannot end the probe.
+            is_fatal = in_forward and world_size() > 1 and any(hasattr(m, "unshard") for m in root.modules())
+            is_user_error = isinstance(error, UserError)
+            is_final = is_fatal or failed_here(device, is_user_error or isinstance(error, torch.OutOfMemoryError))
+            if is_user_error and not is_fatal:
+                raise
+            where = f"the probe's forward of {type(root).__name__} (evaluation mode, {rows} of {B} sequences) failed"
+            message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
+            raise ProbeError(message, is_final, is_fatal) from error
+
+    def _finished(
+        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
+    ) -> Probe:
+        """Return the probe after the forward pass, merged over ranks, and store its layers, records and tokens."""
+        measurement.residual_stream(capture.stream)
+        self._output(measurement, output, inputs, capture.root, capture.origins)
+        if self.matrices:
+            add_matrices(measurement.main.collector.probe, capture.root, measurement.main_sites())
+        probe = measurement.finished()
+        probe.add(
+            ["probe_sequences"],
+            {"sum": torch.tensor([float(rows)], device=measurement.device)},
+            lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
+        )
+        agreed(measurement.device)
+        probe = probe.merged()
+        reason = "cross-attention written with matmul and softmax"
+        measurement.records += [
+            SiteRecord(path, not_measured=reason, other_tokens=True)
+            for path in sorted(
+                capture.cross_products - capture.products - {record.path for record in measurement.records}
+            )
+        ]
+        self.layers = capture.layers()
+        # Keep no reference to the measurement: it holds masks of shape (B, T, T).
+        self.records = measurement.records
+        sides = [side for side in measurement.sides if side.modality_BT is not None]
+        self.tokens_M = torch.cat([side.collector.selected_MBT.sum((1, 2)) for side in sides])
+        self.names = tuple(name for side in sides for name in side.names)
+        return probe
+
+    def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
+        """Return the modality of each token (B, T), and the sets of inputs that these tokens may come from.
+
+        The most likely set comes first. None stands for any input.
+        """
+        ids = find_ids(inputs)
+        sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
+        if self.modalities.ranges is not None:
+            return self.modalities.of(inputs), sources
+        origins = Origins(inputs, bools=True)
+        with Tracing(origins):
+            modality_BT = self.modalities.of(inputs)
+        origin = origins.of(modality_BT)
+        if origin is not None and origin.inputs and origin.inputs not in sources:
+            sources.insert(0, origin.inputs)
+        return modality_BT, [*sources, None]
+
+    def _measurement(
+        self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
+    ) -> Measurement:
+        mask = padding_mask(inputs, source)
+        if mask is not None and mask.shape != modality_BT.shape:
+            warn_of_padding(mask.shape, modality_BT.shape)
+        main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask)
+        others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
+        return Measurement(main, others, self.adapter, collective)
+
+    def _output(
+        self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins
+    ) -> None:
+        """Add statistics of the output softmax if the model returns logits and the target ids are known.
+
+        The targets are the next tokens, so a model in which every token sees all others has none.
+        """
+        if self.modalities.ranges is None or find_ids(inputs) is None:
+            return
+        if agreed(measurement.device, measurement.main.sees_all)[0]:
+            return
+        least = max((part.stop for parts in self.modalities.ranges.values() for part in parts), default=0)
+        logits_BTV = find_logits(output, measurement.modality_BT.shape, least, root)
+        # Chameleon's forward replaces the logits of image ids by the smallest number of the dtype.
+        if logits_BTV is not None and (logits_BTV == torch.finfo(logits_BTV.dtype).min).any():
+            return
+        if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
+            return
+        measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
+
+
+def _check_inputs(inputs: Inputs, root: nn.Module) -> None:
+    """Raise UserError for inputs with which a probe cannot run."""
+    for name, x in tensors(inputs):
+        if x.is_nested:
+            raise UserError(
+                f"input {name} of {type(root).__name__} is a nested tensor, which a probe cannot measure: pass "
+                "padded tensors and an attention_mask, or call attach with every_n_steps=0"
+            )
+
+
+def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
+    """Return the logits (B, T, V) in the output of a model, or None.
+
+    The logits are the tensor named ``logits``, or a tensor whose last axis has as many entries as an
+    embedding has rows.
+
+    Args:
+        output: the output of the model.
+        shape: (B, T).
+        least: the smallest possible V.
+        root: the model.
+    """
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    rows = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
+    candidates = (
+        [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
+    )
+    for x in candidates:
+        fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point()
+        if fits and x.shape[-1] >= least and (x is named or x.shape[-1] in rows):
+            return x
+    return None
+
+
+def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
+    """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
+    target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
+    if type(output).__module__.partition(".")[0] == "transformers":
+        for name, x in tensors(inputs):
+            if name == "labels" and x.shape == target_mask_BT.shape:
+                target_mask_BT = target_mask_BT & (x.to(valid_BT.device).roll(-1, 1) != -100)
+    target_mask_BT[:, -1] = False
+    return target_mask_BT
