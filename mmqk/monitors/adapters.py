@@ -123,15 +123,13 @@ ADAPTERS = (
 )
 
 
-def _original(kind: type) -> type:
-    """Return the class of a module, which ``fully_shard`` replaces with a subclass."""
-    return next(base for base in kind.__mro__ if not base.__module__.startswith("torch.distributed."))
-
-
 def adapter_for(model: nn.Module) -> Adapter | None:
     """Return the adapter for the layers of a transformers or timm model, limited to these layers; None if there is
     none."""
-    types = {clean(path): _original(type(module)) for path, module in model.named_modules()}
+    types = {  # fully_shard replaces the class of a module with a subclass
+        clean(path): next(x for x in type(module).__mro__ if not x.__module__.startswith("torch.distributed."))
+        for path, module in model.named_modules()
+    }
     names = {path: f"{kind.__module__}.{kind.__qualname__}" for path, kind in types.items()}
     for adapter in ADAPTERS:
         layers = frozenset(path for path, name in names.items() if re.fullmatch(adapter.layer, name))

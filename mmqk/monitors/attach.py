@@ -204,9 +204,7 @@ class Watch:
         self.prober.autocast = self._last_call.autocast
         return self.prober.probe(args, kwargs)
 
-    def _values(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool
-    ) -> dict[str, float] | None:
+    def _values(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool) -> dict[str, float] | None:
         """Return the numbers of a probe of the last call; None if its batch is empty or no copy on any rank."""
         if call is not None:
             self._last_call.check(*call)

@@ -116,8 +116,7 @@ class Collector:
         selected_MNBT = self.selected_MBT[:, None] & torch.stack(nonzero)
         total_MN = torch.where(selected_MNBT, torch.stack(ratios), 0.0).sum((2, 3))
         self._probe.add_means(
-            [t for names in zip(*tags, strict=True) for t in names],
-            Sums(selected_MNBT.sum((2, 3)).float(), total_MN),
+            [t for names in zip(*tags, strict=True) for t in names], Sums(selected_MNBT.sum((2, 3)).float(), total_MN)
         )
 
     def final(self, tensor: Tensor) -> None:
@@ -134,11 +133,7 @@ class Collector:
         )
 
     def output(
-        self,
-        logits_BTV: Tensor,
-        target_modality_BT: Tensor,
-        target_mask_BT: Tensor,
-        vocab_sizes: Mapping[str, int],
+        self, logits_BTV: Tensor, target_modality_BT: Tensor, target_mask_BT: Tensor, vocab_sizes: Mapping[str, int]
     ) -> None:
         """Add the statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
@@ -158,9 +153,7 @@ class Collector:
         A block is left out if its modality has no token in the batch.
         """
         self._probe.add(
-            tags,
-            {"max": values_M.float(), "present": self.count_M.clone()},
-            lambda raw: (raw["max"], raw["present"]),
+            tags, {"max": values_M.float(), "present": self.count_M.clone()}, lambda raw: (raw["max"], raw["present"])
         )
 
     def attention(
@@ -278,10 +271,7 @@ class Collector:
         statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
         count_P = statistics.count.flatten().float()
         self._probe.add(
-            [
-                *self._pair_tags("attn_logit_max", layer, head),
-                *self._pair_tags("attn_logit_absmax", layer, head),
-            ],
+            [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
             {"max": torch.stack([statistics.max, statistics.absmax]).flatten(), "count": count_P.repeat(2)},
             lambda raw: (raw["max"], raw["count"]),
         )
@@ -296,13 +286,7 @@ class Collector:
         return statistics
 
     def _rows(
-        self,
-        layer: int,
-        head: int | None,
-        rows: Sums,
-        count_MM: Tensor,
-        logits: bool = False,
-        weights: bool = False,
+        self, layer: int, head: int | None, rows: Sums, count_MM: Tensor, logits: bool = False, weights: bool = False
     ) -> None:
         """Add the means over rows of the logit statistics, the weight statistics, or both.
 

@@ -194,7 +194,9 @@ class ByHand:
         left, right = operands
         equation = args[0].replace(" ", "") if name == "einsum" and isinstance(args[0], str) else None
         if right in self._weights and equation is not None:
-            left, right, equation = right, left, _swapped(equation)
+            operands_of, arrow, result = equation.partition("->")
+            equation = ",".join(reversed(operands_of.split(","))) + arrow + result
+            left, right = right, left
         if left in self._weights:
             scores, z = self._weights[left]
             self.pending = [x for x in self.pending if x is not scores]
@@ -259,11 +261,6 @@ def _changed(name: str, scores: Scores, args: Sequence[Any], kwargs: Any) -> Sco
     if scores.softcap is not None:
         return replace(scores, softcap=scores.softcap * number)
     return replace(scores, scale=scores.scale * number)
-
-
-def _swapped(equation: str) -> str:
-    operands, arrow, out = equation.partition("->")
-    return ",".join(reversed(operands.split(","))) + arrow + out
 
 
 def _factors(left: Tensor, right: Tensor, equation: str | None, is_scores: bool) -> tuple[Tensor, Tensor]:

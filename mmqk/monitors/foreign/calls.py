@@ -119,11 +119,6 @@ def of_head(tensor: Tensor, head: int) -> Tensor:
     return tensor[:, head if tensor.shape[1] > 1 else 0]
 
 
-def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """Return the causal mask (1, 1, T, S), aligned to the upper left corner as with torch's ``is_causal``."""
-    return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]
-
-
 def of_sdpa(
     rows: int,
     query: Tensor,
@@ -149,7 +144,7 @@ def of_sdpa(
     call = Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale))
     T, S = query.shape[2], key.shape[2]
     if is_causal or type(attn_mask).__name__ == "CausalBias":
-        call.mask = causal_mask(T, S, query.device)
+        call.mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril()[None, None]  # upper left
     elif attn_mask is not None:
         set_mask(call, attn_mask)
     return call
@@ -206,11 +201,7 @@ def of_flex(
     over_bts = torch.vmap(over_ts, (0, 0, None, None, None))
 
     def of_one_head(z_BTS: Tensor, head: int) -> Tensor:
-        h, t, s = (
-            torch.tensor(head, device=device),
-            torch.arange(T, device=device),
-            torch.arange(S, device=device),
-        )
+        h, t, s = (torch.tensor(head, device=device), torch.arange(T, device=device), torch.arange(S, device=device))
         with indexing():
             return over_bts(z_BTS, torch.arange(len(z_BTS), device=device), h, t, s)
 
@@ -321,9 +312,7 @@ def of_flash_varlen(
     if not rows or len(q) % rows or len(k) != len(q):
         raise NotMeasured(f"its {len(q)} packed tokens cannot be split into {rows} sequences of equal length")
     call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
-    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(
-        rows, -1
-    )
+    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(rows, -1)
     same_document = document_BT[:, None, :, None] == document_BT[:, None, None, :]
     call.mask = same_document if call.mask is None else same_document & call.mask
     return call

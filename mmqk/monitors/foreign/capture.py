@@ -175,9 +175,7 @@ class Capture(TorchFunctionMode):
             call.set_sinks(getattr(module, "sinks", None))
         return call, self._measure(path, module, call, origins)
 
-    def _measure(
-        self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins
-    ) -> Origin | None:
+    def _measure(self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins) -> Origin | None:
         """Measure a call of this module and return the origin of its output."""
         self.attention_types.add(type(module))
         number = self.measurement.attention(path, call, origins)
@@ -313,9 +311,7 @@ def _run_eager(
         return out, NotMeasured(str(error))
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
-        return out, NotMeasured(
-            f"its attention function takes {parameters}, not module, query, key and value"
-        )
+        return out, NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
     call = calls.of_transformers(rows, **{"attention_mask": None, **named})
     call.weights_BHTS = out[1] if isinstance(out, tuple) and len(out) > 1 else None
     return out, call
@@ -364,9 +360,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
         if callable(forward):
-            _replace(
-                stack, sys.modules[name], "eager_attention_forward", capture.wrapped(forward, _run_eager)
-            )
+            _replace(stack, sys.modules[name], "eager_attention_forward", capture.wrapped(forward, _run_eager))
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     if table is not None:
         entries = getattr(table, "_global_mapping", table)

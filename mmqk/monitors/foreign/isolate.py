@@ -271,9 +271,7 @@ def isolated(
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        if any(
-            getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()
-        ):
+        if any(getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()):
             _disable_cache(root, stack)
         stack.enter_context(evaluation_mode(root))
         state = State(root, inputs)

@@ -70,11 +70,7 @@ class Measurement:
     """
 
     def __init__(
-        self,
-        main: Side,
-        others: Sequence[Side] = (),
-        adapter: Adapter | None = None,
-        collective: bool = False,
+        self, main: Side, others: Sequence[Side] = (), adapter: Adapter | None = None, collective: bool = False
     ):
         self.main, self.sides, self.collective = main, [main, *others], collective
         self.modality_BT, self.valid_BT = main.tokens
@@ -106,8 +102,8 @@ class Measurement:
         """
         self.main_used = self.main_used or self.main.has(origin)
         for side in self.sides:
-            if side.has(origin):
-                side.set_ids(ids)
+            if side.has(origin) and side.modality_BT is None and side.modalities is not None and ids.ndim == 2:
+                side.modality_BT = side.modalities.of_ids(ids)
 
     def _sides_of(self, call: Call | NotMeasured, origins: CallOrigins) -> tuple[Side, Side]:
         """Return the sides of the queries and of the keys.
@@ -221,9 +217,7 @@ class Measurement:
             return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), flags
         own = [record.not_measured is not None, record.no_weights is not None, *flags]
         not_measured, no_weights, *any_flags = agreed(self.device, *own)
-        record.not_measured = record.not_measured or (
-            "not measured on another rank" if not_measured else None
-        )
+        record.not_measured = record.not_measured or ("not measured on another rank" if not_measured else None)
         record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
         if not_measured or pairs is None:
             return [0] * n, any_flags
@@ -337,10 +331,6 @@ class Measurement:
                     self.main.collector.norms(site, i, norm_BT1)
         if stream.final is not None and "final" not in self._sites:
             self.main.collector.final(stream.final)
-
-    def main_sites(self) -> list[tuple[int, str]]:
-        """Return the index in `records` and the path of each measured self-attention call of the main side."""
-        return [(i, record.path) for i, record in enumerate(self.records) if record.number in self.main_calls]
 
     def finished(self) -> Probe:
         """Return the probe of all sides, with layer numbers instead of record indices in the tags."""

@@ -134,9 +134,7 @@ class Origins:
         inputs = frozenset().union(*(origin.inputs for origin in full))
         calls = [origin.call for origin in full]
         # x + attention(x) is still the residual stream, so an addition keeps the earlier call.
-        return Origin(
-            inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs)
-        )
+        return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
 
 
 def flat(value: Any) -> Iterator[Tensor]:
@@ -200,12 +198,7 @@ class Stream:
             were detected.
     """
 
-    def __init__(
-        self,
-        origins: Origins,
-        is_stream: Callable[[Tensor], bool],
-        calls: Callable[[], list[int]],
-    ):
+    def __init__(self, origins: Origins, is_stream: Callable[[Tensor], bool], calls: Callable[[], list[int]]):
         self.origins, self.is_stream, self.calls = origins, is_stream, calls
         self.layers: dict[int, dict[str, Tensor]] = {}
         # Input of the last norm on a layer's output, number of that layer's call, and paths of the numbered modules

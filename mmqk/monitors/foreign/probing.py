@@ -129,14 +129,13 @@ class Prober:
             message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
             raise ProbeError(message, is_final, is_fatal) from error
 
-    def _finished(
-        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
-    ) -> Probe:
+    def _finished(self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int) -> Probe:
         """Return the probe after the forward pass, merged over ranks, and store its layers, records and tokens."""
         measurement.residual_stream(capture.stream)
         self._output(measurement, output, inputs, capture.root, capture.origins)
         if self.matrices:
-            add_matrices(measurement.main.collector.probe, capture.root, measurement.main_sites())
+            main = [(i, r.path) for i, r in enumerate(measurement.records) if r.number in measurement.main_calls]
+            add_matrices(measurement.main.collector.probe, capture.root, main)
         probe = measurement.finished()
         probe.add(
             ["probe_sequences"],
@@ -232,9 +231,7 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     rows = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
-    candidates = (
-        [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
-    )
+    candidates = [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
     for x in candidates:
         fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point()
         if fits and x.shape[-1] >= least and (x is named or x.shape[-1] in rows):

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from mmqk.monitors.foreign.inputs import Inputs, fields_of, find_ids, tensors
 
 # Prefix of the inputs that belong to images or videos, and the fields of a transformers config with their token id.
-_VISION = {
-    "image": ("image_token_id", "image_token_index"),
-    "video": ("video_token_id", "video_token_index"),
-}
+_VISION = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
 
 
 class UncuttableError(Exception):

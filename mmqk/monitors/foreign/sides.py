@@ -83,11 +83,6 @@ class Side:
         """Return whether a tensor of this origin has the tokens of this side."""
         return origin is not None and bool(self.inputs) and self.inputs <= origin.inputs  # type: ignore[operator]
 
-    def set_ids(self, ids: Tensor) -> None:
-        """Set the modalities from the first ids (B, T) that an embedding gets."""
-        if self.modality_BT is None and self.modalities is not None and ids.ndim == 2:
-            self.modality_BT = self.modalities.of_ids(ids)
-
     def set_length(self, x_BHTK: Tensor) -> None:
         """Set the number of tokens of a side with one modality from its first attention call."""
         if self.modality_BT is None and self.modalities is None:

@@ -114,7 +114,8 @@ def attention_statistics(
         if sink_HBC is not None:
             chunk_sink = sums(sink_HBC.transpose(0, 1), chunk.selected_FMBC[-1])  # rows with at least 8 keys
             sink = chunk_sink if sink is None else sink + chunk_sink
-        square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
+        of_query_MHBMC = torch.where(chunk.queries_MBC[:, None, :, None], square_HBMC, 0.0)
+        square_MMH = square_MMH + of_query_MHBMC.sum((2, 4)).transpose(1, 2)
         selected_FMHBC = chunk.selected_FMBC[:, :, None]
         # torch.where, because a product would spread a NaN to other modalities.
         selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
@@ -232,8 +233,3 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
         square_HBT = block_HBTC.square_().sum(-1)
         square_HB = square_HB + 2 * square_HBT.sum(-1) - square_HBT[..., : block_HBTC.shape[-1]].sum(-1)
     return sum_of_squares(weight_HBTS).square() / square_HB
-
-
-def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
-    """Return the sums by query modality, key modality and head, (M, M, H)."""
-    return torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0).sum((2, 4)).transpose(1, 2)

@@ -112,9 +112,7 @@ class Pairs:
     @cached_property
     def token_MBT(self) -> Tensor:
         """True at the tokens of each modality, including padding."""
-        return selection(
-            self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool), self.n_modalities
-        )
+        return selection(self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool), self.n_modalities)
 
     @cached_property
     def key_BMS(self) -> Tensor:

@@ -49,8 +49,7 @@ def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
     # torch.where, since a product would spread a NaN from another modality's token.
     return Sums(
-        count=selected_MBHT.sum(dim=(1, 2, 3)).float(),
-        sum=torch.where(selected_MBHT, values, 0.0).sum(dim=(1, 2, 3)),
+        count=selected_MBHT.sum(dim=(1, 2, 3)).float(), sum=torch.where(selected_MBHT, values, 0.0).sum(dim=(1, 2, 3))
     )
 
 

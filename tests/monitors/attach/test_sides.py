@@ -3,16 +3,14 @@ two inputs have the same length."""
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmqk.monitors import attach
-from mmqk.monitors.foreign import ranks
+from mmqk.monitors import attach, record
+from mmqk.monitors.foreign import probing
 from mmqk.monitors.foreign.origins import NO_INPUTS, Origins
 from mmqk.monitors.summary import summary_line
 from mmqk.store import UserError
@@ -363,12 +361,13 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
     watch = attach(model, modality=IMAGE)
     pixels = torch.randn(3, 9, D)
     alone = watch.probe(ids=ids, pixels=pixels).flat()
-    monkeypatch.setattr(sys.modules[attach.__module__], "world_size", lambda: 2)
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
-    monkeypatch.setattr(ranks, "summed", lambda flags: agreements.append(flags) or flags)
+    for module in (probing, record):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
+    monkeypatch.setattr(record, "summed", lambda flags: agreements.append(flags) or flags)
+    monkeypatch.setattr(record.Probe, "merged", lambda probe: probe)
     monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
     assert watch.probe(ids=ids, pixels=pixels).flat() == alone
-    assert sum(record.other_tokens for record in watch.prober.records) == 3
+    assert sum(call.other_tokens for call in watch.prober.records) == 3
     # The ranks agree before the forward, before the statistics of the output and before they are merged, and at each
     # layer, also the one whose mask differs between heads. They sum the pairs of each measured layer.
     assert len(agreements) == 3 + len(calls) and len(sums) == len(watch.layers.numbers) == calls.count("sdpa")

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from mmqk.monitors import attach
-from mmqk.monitors.foreign.calls import Call, causal_mask, of_transformers, of_transformers_flash
+from mmqk.monitors.foreign.calls import Call, of_transformers, of_transformers_flash
 from tests.monitors.attach.nets import Net, SelfAttention, V, alibi, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 from tests.monitors.attach.test_sides import random_, summary
+
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
 
 
 def gpt_oss():
@@ -72,14 +74,14 @@ def test_dense_attention_in_place_of_a_kernel_has_the_sink():
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 6, 8, generator=random) for _ in range(3))
     sinks = torch.randn(4, generator=random)
-    z = (q @ k.mT * 8**-0.5).masked_fill(~causal_mask(6, 6, q.device), -torch.inf)
+    z = (q @ k.mT * 8**-0.5).masked_fill(~CAUSAL, -torch.inf)
     rest = sinks.exp()[:, None, None]
     expected = (z.exp() / (z.exp().sum(-1, keepdim=True) + rest)) @ v
     flash = of_transformers_flash(2, Sinks(None), q, k, v, None, s_aux=sinks)
     torch.testing.assert_close(flash.output(), expected)
-    eager = of_transformers(2, Sinks(sinks), q, k, v, causal_mask(6, 6, q.device))
+    eager = of_transformers(2, Sinks(sinks), q, k, v, CAUSAL)
     torch.testing.assert_close(eager.output(), expected)
-    plain = Call(q, k, v, 8**-0.5, causal_mask(6, 6, q.device))
+    plain = Call(q, k, v, 8**-0.5, CAUSAL)
     assert not torch.allclose(plain.output(), expected, rtol=1e-2)
 
 
