@@ -18,19 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.lab.grid.claims import check_arms
-from mmqk.lab.grid.grid import Grid
-from mmqk.lab.grid.merge import load_grids
+from mmqk.lab.grid.grid import Grid, load_grids
 from mmqk.lab.grid.record import read_ablation
-from mmqk.lab.grid.rules import ReplayRule
-from mmqk.lab.runner.devices import cores, gpus
-from mmqk.lab.runner.estimate import time_left
-from mmqk.lab.runner.plan import plan
+from mmqk.lab.runner.plan import Resolver, plan
 from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
-from mmqk.lab.runner.progress import PoolProgress, table
-from mmqk.lab.runner.record import check_out, take_runs
-from mmqk.lab.runner.replays import arm_of, plan_of_run
-from mmqk.lab.runner.resolver import Resolver
-from mmqk.lab.runner.session import Session
+from mmqk.lab.runner.session import Session, check_out, take_runs
+from mmqk.lab.runner.task import cores, gpus, outcome_table, time_left
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
 from mmqk.store.formatting import plural
 
@@ -65,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     devices = gpus()
     jobs = options.jobs or len(devices) or min(2, cores())
     grid = _grid(options)
-    out = Path(options.out) if options.out else _default_out(options, grid)
+    out = Path(options.out or f"runs/{grid.name}")
     check_out(out, grid)
-    if not options.replay and (added := _added(options, out)):
+    if added := _added(options, out):
         grid = _grid(options, added)
     only = _only(options, grid)
     if options.pack is not None:
@@ -81,21 +74,15 @@ def main(argv: list[str] | None = None) -> int:
         # Start the server now, so that it imports torch at the same time as the resolver in this process.
         start_server(PRELOAD)
     resolver = Resolver(max(1, cores() // jobs))
-    replayed = options.replay
     session = Session(
-        grid,
-        out,
-        lambda: plan_of_run(replayed, out, resolver, ReplayRule()) if replayed else plan(grid, out, resolver),
-        resolver.threads,
-        options.slice,
-        only,
+        grid, out, lambda: plan(grid, out, resolver), resolver.threads, options.slice, only
     )
     session.look()
     for sentence in _check_claims(grid, session):
         print(sentence, flush=True)
     if options.dry_run:
         outcomes = session.outcomes()
-        print("\n".join([table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
+        print("\n".join([outcome_table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
         return 0
 
     tasks = session.begin()
@@ -103,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     slice_label = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
     runs = plural(len(session.tasks) + len(session.waiting), "run")
     print(f"{grid.title}: {slice_label}{runs} in {out}, {todo} to train, {jobs} at a time", flush=True)
+    from mmqk.lab.runner.table import PoolProgress  # imports rich
+
     with contextlib.closing(PoolProgress()) as progress:
         pool = Pool(
             tasks,
@@ -119,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         pool.run()
     session.more()
     outcomes = session.outcomes(pool.outcomes)
-    print("\n".join([table(outcomes), *session.remarks(), dashboards(out)]), flush=True)
+    print("\n".join([outcome_table(outcomes), *session.remarks(), dashboards(out)]), flush=True)
     if pool.signal_received is not None:
         print("interrupted: run the same command again to resume", file=sys.stderr)
         return 128 + pool.signal_received
@@ -146,12 +135,10 @@ def _check_claims(grid: Grid, session: Session) -> list[str]:
     from mmqk.lab.verdicts.decidable import check_decidable, few_seeds
     from mmqk.lab.verdicts.study import study_of
 
-    assert session.plan is not None
     record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
     study = study_of(session.out, record, (), grid.path)
-    jobs = grid.jobs if grid.arms else ()
-    check_decidable(study.claims, jobs, grid.path)
-    return few_seeds(study.claims, jobs)
+    check_decidable(study.claims, grid.jobs, grid.path)
+    return few_seeds(study.claims, grid.jobs)
 
 
 def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -178,12 +165,6 @@ def _only(options: argparse.Namespace, grid: Grid) -> frozenset[str]:
 
 
 def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -> Grid:
-    if options.replay:
-        arm = arm_of(options.replay)
-        name, title = f"{arm}-replays", f"Replays of {relative(options.replay)}"
-        return Grid(
-            options.replay, name, title, (), {"name": name, "title": title, "arms": {arm: {"label": arm}}}
-        )
     grid = load_grids(options.config, added)
     if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
         from mmqk.lab.verdicts.learning_rates import selection_metric  # slow to import
@@ -197,36 +178,23 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
     return replace(grid, raw={**grid.raw, "report": {**report, "command": command}})
 
 
-def _default_out(options: argparse.Namespace, grid: Grid) -> Path:
-    if options.replay:
-        run = Path(os.path.abspath(options.replay)) if options.replay.name in ("", "..") else options.replay
-        return run.with_name(f"{run.name}-replays")
-    return Path("runs") / grid.name
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="python -m mmqk.ablate",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    grid_or_run = parser.add_mutually_exclusive_group(required=True)
-    grid_or_run.add_argument(
+    parser.add_argument(
         "--config",
         action="append",
+        required=True,
         metavar="YAML",
         help="the grid, or the name of a shipped one (demo); repeat the flag for several grids that share runs",
-    )
-    grid_or_run.add_argument(
-        "--replay",
-        type=Path,
-        metavar="RUN",
-        help="replay this diverged run of mmqk.train, without a grid",
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="folder of all runs (default: runs/NAME with the name of the grids; RUN-replays with --replay)",
+        help="folder of all runs (default: runs/NAME with the name of the grids)",
     )
     parser.add_argument(
         "--from",

@@ -83,10 +83,7 @@ def main(argv):
         writer = MetricsWriter(run.metrics_path)
         first = run.status().step if run.state == "resume" else a.parent.step if a.parent else 0
         steps = c["trainer.max_steps"]
-        # "numerics" runs diverge in bf16. "chaos" runs diverge, except the control of a replay.
-        bad = c["bad"] if act == "diverge" or (act == "numerics" and "bf16" in c["trainer.precision"]) else 0
-        bad = c["bad"] if act == "numerics" and not c["fork_noise"] else bad
-        bad = c["bad"] if act == "chaos" and "control" not in c["out"] else bad
+        bad = c["bad"] if act == "diverge" else 0
         try:
             for step in range(first + 1, steps + 1):
                 lr = c["optim.lr"]
@@ -149,8 +146,7 @@ def world(fake, tmp_path, monkeypatch):
         for name, text in {"toy": grid, **more}.items():
             if text is not None:
                 (tmp_path / f"{name}.yaml").write_text(text)
-        configs = [] if "--replay" in argv else ["--config", "toy.yaml"]
-        configs += [part for name in more for part in ("--config", f"{name}.yaml")]
+        configs = ["--config", "toy.yaml"] + [part for name in more for part in ("--config", f"{name}.yaml")]
         return cli_main(ablate.main)([*configs, *argv])
 
     return run

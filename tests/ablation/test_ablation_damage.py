@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runner.record import write_record
-from mmqk.lab.runner.resolver import Plan
+from mmqk.lab.runner.plan import Plan
+from mmqk.lab.runner.session import write_record
 from mmqk.lab.verdicts.study import load_study
 from mmqk.store import UserError, identity_hash
 

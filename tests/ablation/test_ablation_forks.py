@@ -73,7 +73,7 @@ def test_a_checkpoint_that_was_removed_is_said_and_no_run_made_in_vain(world, tm
     assert world(grid=FORKS) == 0
 
 
-def test_forks_and_replays_have_the_threads_of_the_run_that_they_leave(world, tmp_path):
+def test_forks_have_the_threads_of_the_run_that_they_leave(world, tmp_path):
     """The number of threads changes the order of sums, and so their rounding. A run that is trained again must equal
     the first one bit for bit."""
     out = tmp_path / "runs/toy"

@@ -138,21 +138,15 @@ def test_a_pack_of_another_grid_is_refused_and_nothing_is_written(toy, pack, cap
     assert not Path("runs").exists()
 
 
-def test_a_pack_cannot_take_a_run_from_outside_of_it(toy, tmp_path, monkeypatch):
-    """Only an `ablation.json` without claims may name a run outside its folder, as the original run of a replay."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    elsewhere, packed = tmp_path / "temporary/made/seed0", tmp_path / "packed"
-    for folder in (elsewhere, packed / "good/seed0"):
-        folder.mkdir(parents=True)
-        (folder / "status.json").write_text('{"status": "completed"}')
-        (folder / "run.json").write_text("{}")
-    entries = [
-        {"arm": "good", "seed": 0, "folder": "../../made/seed0"},
-        {"arm": "good", "seed": 0, "folder": "good/seed0"},
-        {"arm": "r", "seed": 0, "folder": "r/seed0",
-         "replay": {"of": "../../made/seed0", "step": 1, "numerics": "control"}},
-    ]  # fmt: skip
-    (packed / "ablation.json").write_text(json.dumps({"name": "toy", "grid": {}, "runs": entries}))
-    write_pack(packed, Path("toy.zip"))
-    assert toy("--from", "toy.zip") == 0
-    assert not (tmp_path / "made").exists() and (OUT / "good/seed0/run.json").exists() and len(trained()) == 3
+@pytest.mark.parametrize("outside", ["../../made/seed0", "/made/seed0"])
+def test_a_pack_cannot_take_a_run_from_outside_of_it(toy, tmp_path, outside):
+    packed = tmp_path / "packed"
+    (packed / "good/seed0").mkdir(parents=True)
+    (packed / "good/seed0/status.json").write_text('{"status": "completed"}')
+    (packed / "good/seed0/run.json").write_text("{}")
+    for folder, code in ((outside, 2), ("good/seed0", 0)):
+        entries = [{"arm": "good", "seed": 0, "folder": folder}]
+        (packed / "ablation.json").write_text(json.dumps({"name": "toy", "grid": {}, "runs": entries}))
+        write_pack(packed, Path("toy.zip"))
+        assert toy("--from", "toy.zip") == code
+    assert (OUT / "good/seed0/run.json").exists() and len(trained()) == 3

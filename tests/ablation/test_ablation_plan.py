@@ -1,13 +1,12 @@
-"""Plans in which runs depend on other runs: selected learning rates, forks, replays, and grids that share runs."""
+"""Plans in which runs depend on other runs: selected learning rates, forks, and grids that share runs."""
 
 import json
 import shutil
 
 import pytest
 
-from mmqk.lab.grid.merge import load_grids
-from mmqk.lab.runner.plan import plan
-from mmqk.lab.runner.resolver import Resolver
+from mmqk.lab.grid.grid import load_grids
+from mmqk.lab.runner.plan import Resolver, plan
 from mmqk.store import read_json, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"
@@ -182,89 +181,6 @@ def test_a_fork_of_a_checkpoint_has_the_seed_that_is_in_it(world, tmp_path):
     assert others["goes", 7]["id"] == runs["late", 7]["id"], "the id does not depend on the grid"
 
 
-REPLAY = (
-    HEAD + "seeds: [1]\nreplay: {depths: [0.1, 0.5], replays: 2}\narms:\n"
-    "  plain: {set: {act: ACT, bad: 20, trainer.max_steps: 30}}\n  calm: {}\n"
-)
-
-
-def test_a_run_that_diverged_is_replayed_from_a_control_in_three_numerics(world, tmp_path, capsys):
-    out = tmp_path / "runs/toy"
-    assert world("--jobs", "2", grid=REPLAY.replace("ACT", "numerics")) == 0
-    _, runs = record_of(out)
-    of = runs["plain", 1]["folder"]
-    replays = {arm: run for (arm, _), run in runs.items() if run["role"] == "replay"}
-    assert len(runs) == 2 + 1 + 2 * 3 * 2 and len(replays) == 13
-    control = replays.pop("plain-replay-control")
-    assert control["replay"] == {"of": of, "depth": None, "step": 0, "numerics": "control", "number": 0}
-    assert control["id"] == runs["plain", 1]["id"] and control["folder"] != of
-    assert read_status(out / control["folder"]).step == 20
-    for arm, run in replays.items():
-        said = run["replay"]
-        step = {0.1: 18, 0.5: 10}[said["depth"]]
-        assert said["of"] == of and said["step"] == step and run["family"] == "plain"
-        assert arm == f"plain-replay-d{said['depth']:g}-{said['numerics']}-{said['number']}"
-        record = identity_of(out, run)
-        assert record["fork"] == {
-            **{"parent": control["id"], "step": step},
-            **{"skip_batches": 0, "noise": 1e-6, "seed": said["number"]},
-        }
-        assert record["trainer"]["max_steps"] == step + 3 * (20 - step)
-        assert record["optim.schedule_steps"] == 30
-        precision, backend = record.get("trainer.precision", "32-true"), record["backend"]
-        assert (precision, backend) == {
-            "bf16-fused": ("bf16-mixed", "sdpa"),
-            "bf16-math": ("bf16-mixed", "math"),
-            "fp32": ("32-true", "math"),
-        }[said["numerics"]]
-        wanted = "completed" if said["numerics"] == "fp32" else "diverged"
-        assert read_status(out / run["folder"]).status == wanted
-    capsys.readouterr()
-    assert world(grid=REPLAY.replace("ACT", "numerics")) == 0
-    assert "15 runs in runs/toy, 0 to train" in capsys.readouterr().out
-
-
-def test_a_run_that_does_not_repeat_itself_is_not_replayed(world, tmp_path, capsys):
-    assert world(grid=REPLAY.replace("ACT", "chaos")) == 0
-    _, runs = record_of(tmp_path / "runs/toy")
-    assert [run["replay"]["numerics"] for run in runs.values() if run["replay"]] == ["control"]
-    said = capsys.readouterr().out
-    assert "diverged at step 20, but its control replay completed at step 30: the run is not reproducible" in said
-
-
-def test_a_control_begins_at_the_nearest_checkpoint_before_every_depth(world, tmp_path):
-    grid = REPLAY.replace("ACT", "diverge").replace("bad: 20", "bad: 20, checkpoint.at: [5, 9, 15]")
-    assert world(grid=grid) == 0
-    out = tmp_path / "runs/toy"
-    _, runs = record_of(out)
-    control = runs["plain-replay-control", 1]
-    assert control["replay"]["step"] == 9
-    assert identity_of(out, control)["fork"] == {
-        **{"parent": runs["plain", 1]["id"], "step": 9},
-        **{"skip_batches": 0, "noise": 0.0, "seed": 0},
-    }
-    assert json.loads((out / control["folder"] / "metrics.jsonl").open().readline())["step"] == 10
-
-
-def test_one_run_is_replayed_without_a_grid(world, tmp_path, capsys):
-    grid = REPLAY.replace("replay:", "title: x #").replace("ACT", "diverge")
-    assert world(grid=grid) == 0
-    _, runs = record_of(tmp_path / "runs/toy")
-    run = "runs/toy/" + runs["plain", 1]["folder"]
-    assert world("--replay", "runs/toy/" + runs["calm", 1]["folder"]) == 2
-    assert "is completed: give a run that diverged" in capsys.readouterr().err
-    assert world("--replay", run, "--out", "again") == 0
-    record, replays = record_of(tmp_path / "again")
-    # 1 % and 5 % of 20 steps are both 1 step, and 20 % are 4 steps, so there are two depths.
-    assert len(replays) == 1 + 1 + 2 * 3 * 3
-    of = next(run for run in record["runs"] if run["role"] == "verdict")
-    assert (tmp_path / "again" / of["folder"]).resolve() == (tmp_path / run).resolve()
-    assert {r["replay"]["of"] for r in record["runs"] if r["replay"]} == {of["folder"]}
-    capsys.readouterr()
-    assert world("--replay", run, "--out", "again") == 0
-    assert "19 runs in again, 0 to train" in capsys.readouterr().out
-
-
 def test_grids_share_the_runs_that_they_have_in_common(world, tmp_path, capsys):
     one = HEAD + "seeds: [1]\narms: {plain: {set: {size: 2}}, odd: {set: {size: 3}}}\n"
     two = (
@@ -283,21 +199,6 @@ def test_grids_share_the_runs_that_they_have_in_common(world, tmp_path, capsys):
     renamed = one.replace("plain", "bare")
     assert world("--out", "alone", grid=renamed) == 0
     assert "2 runs in alone, 0 to train" in capsys.readouterr().out
-
-
-def test_a_shared_run_is_replayed_if_any_of_its_grids_asks_for_it(world, tmp_path):
-    one = REPLAY.replace("ACT", "diverge").replace("replay:", "title: x #")
-    two = (
-        REPLAY.replace("ACT", "diverge")
-        .replace("toy", "two")
-        .replace("plain", "alias")
-        .replace("calm", "still")
-    )
-    assert world("--out", "both", grid=one, two=two.replace("still: {}", "still: {set: {size: 9}}")) == 0
-    _, runs = record_of(tmp_path / "both")
-    assert sum(run["role"] == "replay" for run in runs.values()) == 13
-    assert world("--out", "one", grid=one) == 0
-    assert not any(run["replay"] for run in record_of(tmp_path / "one")[1].values())
 
 
 def test_a_plan_depends_on_the_disk_alone(world, tmp_path):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.runner.pool import Pool
-from mmqk.lab.runner.progress import PoolProgress, table
-from mmqk.lab.runner.task import Task, TaskOutcome, standing
+from mmqk.lab.runner.table import PoolProgress
+from mmqk.lab.runner.task import Task, TaskOutcome, outcome_table, standing
 from mmqk.store import MetricsWriter, write_json
 
 
@@ -74,7 +74,7 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     assert line(progress, pool).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")
     pool.to_come = lambda: 3
     assert line(progress, pool).startswith("run 3 of 9")
-    pool._signals = 1
+    pool.signal_received = 2
     assert line(progress, pool).endswith("2 running · stopping (press Ctrl-C again to kill the runs)")
 
 
@@ -84,7 +84,7 @@ def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, 
     assert line(progress, pool) == "run 1 of 1 · a seed 0 · starting · 1 running"
     pool = make(tmp_path, {"a": (TaskOutcome("waiting"), None), "b": (TaskOutcome("completed", 100), None)})
     assert line(progress, pool) == "about to start a seed 0"
-    monkeypatch.setattr("mmqk.lab.runner.progress.is_locked", lambda folder: folder == tmp_path / "a")
+    monkeypatch.setattr("mmqk.lab.runner.table.is_locked", lambda folder: folder == tmp_path / "a")
     assert line(progress, pool) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
 
 
@@ -126,7 +126,7 @@ def test_a_terminal_shows_the_table_of_the_running_runs_and_redraws_it(tmp_path,
 
 def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_path):
     task, bad = (Task(arm, 3, (), tmp_path, "id", 100) for arm in ("mixed-qk", "bad"))
-    text = table(
+    text = outcome_table(
         {
             task: TaskOutcome("completed", 100, seconds=61.4, loss=2.3456),
             bad: TaskOutcome("diverged", 7, "loss became nan", 3.0),
@@ -149,4 +149,4 @@ def test_a_loss_that_is_no_number_is_left_out_of_the_table(tmp_path, text, loss)
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 7, "loss": {text}}}\n')
     task = Task("a", 0, (), tmp_path, "id", 100)
     assert standing(task) == TaskOutcome("completed", 7, loss=loss)
-    assert "7/100" in table({task: standing(task)}).splitlines()[1]
+    assert "7/100" in outcome_table({task: standing(task)}).splitlines()[1]

@@ -6,7 +6,6 @@ import yaml
 
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.claims import claims_hash
-from mmqk.lab.grid.record import SHAPE, misfit
 from mmqk.store import UserError
 
 GRID = """
@@ -120,16 +119,16 @@ def test_a_mistake_in_a_grid_is_one_sentence_that_names_it(write, old, new, sent
 @pytest.mark.parametrize(
     ("old", "wrong", "right", "sentence"),
     [
-        ("label: QK-Norm", "label: null", "label: 3", r"arms\.qk\.label is null and not text"),
-        ("block: shown", "block: null", "block: 1", r"arms\.shown\.block is null and not text"),
-        ("title: A demonstration", "title: null", "title: 2026", "title is null and not text"),
-        ("set: {model.post_norm: true}", "set: []", "set: {}", r"arms\.shown\.set is \[\] and not an object"),
-        ("command: make demo", "headline: [3]", "headline: [C2]", r"report\.headline\[0\] is 3 and not text"),
+        ("label: QK-Norm", "label: null", "label: 3", r"arms\.qk\.label must be text"),
+        ("block: shown", "block: null", "block: 1", r"arms\.shown\.block must be text"),
+        ("title: A demonstration", "title: null", "title: 2026", "title must be text"),
+        ("set: {model.post_norm: true}", "set: []", "set: {}", r"arms\.shown\.set must be a mapping"),
+        ("command: make demo", "headline: [3]", "headline: [C2]", r"report\.headline must be a name"),
         (
             "command: make demo",
             "cannot_tell: [Late drift: these runs are short.]",
             "cannot_tell: ['Late drift: these runs are short.']",
-            r"report\.cannot_tell\[0\] is .* and not text",
+            r"report\.cannot_tell must be a name",
         ),
     ],
 )
@@ -138,7 +137,7 @@ def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(write
     with pytest.raises(UserError, match=sentence) as refusal:
         load_grid(write(GRID.replace(old, wrong)))
     assert "\n" not in str(refusal.value)
-    assert misfit(load_grid(write(GRID.replace(old, right))).raw, SHAPE["grid"]) == ""
+    load_grid(write(GRID.replace(old, right)))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(write
         ("{kind: pie}", r"report\.figures\[1\]: kind is 'pie': use one of output_norm, training_loss, "),
         ("{arms: [qk]}", r"report\.figures\[1\]: kind is None: use one of "),
         ("{kind: training_loss, arms: [qx]}", r"report\.figures\[1\]: there is no arm 'qx' \(arms: plain, "),
-        ("training_loss", r"report\.figures\[1\] is .training_loss. and not an object"),
+        ("training_loss", r"report\.figures\[1\] must be a mapping"),
     ],
 )
 def test_a_wrong_figure_of_a_grid_is_refused_before_the_runs(write, wrong, sentence):

@@ -1,4 +1,4 @@
-"""Test the grid language: axes, learning rates, forks, replays and merged grids."""
+"""Test the grid language: axes, learning rates, forks and merged grids."""
 
 import itertools
 import json
@@ -9,10 +9,7 @@ import pytest
 
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.claims import claims_hash
-from mmqk.lab.grid.grid import GRID_KEYS
-from mmqk.lab.grid.merge import load_grids
-from mmqk.lab.grid.rules import ReplayRule
-from mmqk.lab.runner.replays import steps_before
+from mmqk.lab.grid.grid import GRID_KEYS, load_grids
 from mmqk.store import UserError
 
 HEAD = "name: toy\nbase: base.yaml\n"
@@ -160,15 +157,8 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}",
             "the rule own_best also selects it",
         ),
-        ("replay: {noise: 5}\narms: {a: }", r"replay: noise is 5.0: it must be a number from 1e-07 to 1"),
-        ("replay: {noise: 1.0e-9}\narms: {a: }", r"replay: noise is 1e-09: it must be"),
         ("claims: [{id: [1]}]\narms: {a: }", r"claims\[0\] has no unique id"),
         ("claims: [{id: x, treatment: [a]}]\narms: {a: }", "claim x: treatment is .*valid string"),
-        ("replay: {depth: [0.1]}\narms: {a: }", "replay: there is no field 'depth': did you mean 'depths'"),
-        ("replay: {depths: 0.1}\narms: {a: }", r"replay: depths is 0.1: it must be a valid tuple"),
-        ("replay: {depths: [1.5]}\narms: {a: }", r"replay: depths\[0\] is 1.5: it must be a number"),
-        ("replay: {horizon: 1}\narms: {a: }", r"replay: horizon is 1.0: it must be a number from 1.001"),
-        ("replay: {replays: 0}\narms: {a: }", "replay: replays is 0: it must be a whole number from 1"),
         ("arms: {on: }", "line 3: the key on is not text in YAML: put it in quotes"),
         ("claim: {metric: x}\nclaims: []\narms: {a: }", "both claim and claims"),
     ],
@@ -221,18 +211,10 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     assert {name: record["block"] for name, record in grid.raw["arms"].items()} == blocks
     alone = load_grids([tmp_path / "toy.yaml"])
     assert {arm.block for arm in alone.arms} == {""}
-    text = (tmp_path / "toy.yaml").read_text()
-    # If only one of the grids has a replay rule, the merged arm uses this rule.
-    (tmp_path / "toy.yaml").write_text(f"{text}\nreplay: {{}}\n")
-    assert load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"]).arms[0].replay is not None
     assert alone.name == "toy" and alone.raw["claims"][0]["grid"] == "toy"
     assert claims_hash(alone.raw) == claims_hash(load_grid(tmp_path / "toy.yaml").raw)
     for text, sentence in (
         (other.replace("{a: ,", "{a: {set: {x: 3}},"), "arm a differs from the one in .*toy.yaml"),
-        (
-            other.replace("seeds: [1, 2]", "replay: {replays: 2}"),
-            "arm a has another replay rule in .*toy.yaml",
-        ),
         (other.replace("two", "toy"), "another grid has the name toy"),
         (other + "claims: [{id: A, arms: [c]}]", "claim A differs from the one in toy"),
     ):
@@ -253,24 +235,14 @@ def test_merged_grids_keep_the_quick_arms_of_each(load, tmp_path):
     assert "quick" not in load_grids(paths).raw
 
 
-def test_replays_begin_at_shares_of_the_run_before_its_divergence():
-    rule = ReplayRule()
-    assert steps_before(1000, rule) == {0.01: 990, 0.05: 950, 0.2: 800}
-    assert steps_before(30, rule) == {0.01: 29, 0.05: 28, 0.2: 24}
-    assert steps_before(5, rule) == {0.01: 4}, "each step is used once"
-    assert steps_before(1000, rule, first=900) == {0.01: 990, 0.05: 950}, "only steps after the fork"
-    assert steps_before(1, rule) == {}
-
-
 def test_every_example_of_the_page_can_be_read(load):
     page = (Path(__file__).parents[2] / "docs/ablations.md").read_text()
     examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
     grids = {grid.name: grid for grid in map(load, examples)}
-    assert len(grids) == len(examples) == 7
+    assert len(grids) == len(examples) == 5
     assert len(grids["sizes"].jobs) == 2 * (2 * 3 * 2 + 1 + 2)
     assert len(grids["best"].jobs) == 2 * 4 * 2 + 2 * 3
     assert {job.parent for job in grids["late"].jobs} == {"", "plain"}
-    assert grids["replayed"].arms[0].replay == ReplayRule()
     assert grids["judged"].raw["claims"][0]["id"] == "judged"
 
 

@@ -65,6 +65,6 @@ def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(study):
 
 def test_an_arm_that_does_not_exist_is_refused():
     for right in (True, ["a"], "b"):
-        check_report({"outcomes": right}, "ab", (), "g.yaml")
+        check_report({"outcomes": right}, "ab", "g.yaml")
     with pytest.raises(UserError, match=r"report.outcomes: there is no arm 'c'"):
-        check_report({"outcomes": ["c"]}, "ab", (), "g.yaml")
+        check_report({"outcomes": ["c"]}, "ab", "g.yaml")

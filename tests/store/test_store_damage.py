@@ -84,7 +84,7 @@ FORK = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Write a grid of finished runs: two arms with two seeds, a fork and a replay."""
+    """Write a grid of finished runs: two arms with two seeds, and a fork."""
     folder = tmp_path_factory.mktemp("whole") / "grid"
     grid = {
         "title": "Grid", "arms": {"hot": {"label": "hot", "set": {"optim.lr": 0.1}}, "cold": None, "late": None},
@@ -103,8 +103,6 @@ def whole(tmp_path_factory):
     runs.append(
         ({"arm": "late", "seed": 0, "id": "1" * 10, "fork": fork}, Planted(10.0), {"fork": {"step": 20}})
     )
-    replay = {"of": "hot-0000000000/seed0", "depth": 0.05, "step": 20, "numerics": "fp32", "number": 1}
-    runs.append(({"arm": "hot-replay", "seed": 0, "role": "replay", "replay": replay}, Planted(10.0), {}))
     write_grid(folder, grid, runs)
     (folder / "late-0000000004/seed0/fork.json").write_text(json.dumps(FORK))
     for path in folder.glob("*/seed*/run.json"):
@@ -156,9 +154,3 @@ def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
         )
         assert cli_main(command)(argv) == 2
         assert "runs[0].folder is " in capsys.readouterr().err
-    # The control: in a record without claims, the original run of replays may be outside the folder.
-    if name == "../other/seed0":
-        record["grid"]["claims"] = []
-        record["runs"][-1]["replay"]["of"] = name
-        (folder / "ablation.json").write_text(json.dumps(record))
-        assert cli_main(watch.main)(["--once", str(folder)]) == 0

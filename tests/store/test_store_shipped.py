@@ -59,8 +59,8 @@ def test_several_names_are_merged_in_their_order(empty):
     both = ["--config", demo, "--config", recipe, "seed=1"]
     assert with_configs(["demo", "recipes/chameleon_34b", "seed=1"]) == both
     assert with_configs(["demo", "mine.yaml"]) == ["--config", demo, "--config", "mine.yaml"]
-    grids = [str(ROOT / f"configs/ablations/{name}.yaml") for name in ("demo", "replay")]
-    assert with_configs(["demo", "replay"], shipped.GRIDS) == ["--config", grids[0], "--config", grids[1]]
+    grids = [str(ROOT / f"configs/ablations/{name}.yaml") for name in ("demo", "tournament")]
+    assert with_configs(["demo", "tournament"], shipped.GRIDS) == ["--config", grids[0], "--config", grids[1]]
     # The controls: a word that names no config, and a word after a flag.
     for unchanged in (["optim.lr", "0.02"], ["seed=1", "cpu"], ["--out", "cpu"]):
         assert with_configs(["demo", *unchanged]) == ["--config", demo, *unchanged]

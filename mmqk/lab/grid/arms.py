@@ -1,24 +1,60 @@
-"""Arms of a grid: their fields, forks and runs."""
+"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mmqk.lab.grid import language as read
-from mmqk.lab.grid.axes import Axis, read_axes
-from mmqk.lab.grid.rules import LrRule, ReplayRule
-from mmqk.ranges import MOST_SEED, MOST_STEPS, check_fields, number, ranged
+from mmqk.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
 from mmqk.store import UserError
 
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
 LR = "optim.lr"
+# With the rule "matched", each arm sets its learning rate itself.
+LrChoice = Literal["matched", "own_best"]
 # Fields that an arm cannot set, because the grid sets them.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments")
+# YAML reads 1e-3 as text, because it has no decimal point. On an axis, such text is converted to a number.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Fields whose values are combined with every arm. Each value is a suffix for the arm's name, and the fields to
+    set."""
+
+    name: str
+    values: tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+@dataclass(frozen=True)
+class LrRule:
+    """How arms get their learning rates: each arm sets its own learning rate, or selection runs with other seeds
+    choose it.
+
+    Attributes:
+        grid: learning rates to try, ascending.
+        seeds: seeds of the selection runs.
+        metric: a metric of `mmqk.lab.metrics`; the learning rate with the best mean over seeds is selected.
+    """
+
+    rule: LrChoice = "matched"
+    grid: tuple[float, ...] = number((), SMALLEST, LARGEST)
+    seeds: tuple[int, ...] = number((0,), 0, MOST_SEED)
+    metric: str = "final_excess"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        for name, values in (("grid", self.grid), ("seeds", self.seeds)):
+            if self.rule == "own_best" and (not values or len(set(values)) < len(values)):
+                raise ValueError(f"{name} must be a list of different numbers, not {list(values)}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +94,6 @@ class Arm:
     fork: ArmFork | None = None
     base: tuple[Path, ...] = ()
     lr: LrRule | None = None
-    replay: ReplayRule | None = None
     grid: str = ""
     path: Path = Path()
 
@@ -105,14 +140,9 @@ class Job:
         """Unique key among the jobs of a grid."""
         return self.arm, self.seed, self.role
 
-    @property
-    def chosen(self) -> bool:
-        """Whether the learning rate of the run is selected by other runs."""
-        return self.role == "verdict" and self.family.lr is not None
-
 
 def read_arm(name: Any, value: Any, common: Arm) -> Arm:
-    """Read an arm; ``common`` has the defaults of the grid. `inherit` later sets the axes and seeds of a fork.
+    """Read an arm; ``common`` has the defaults of the grid. A fork later inherits axes and seeds from its parent.
 
     Raises:
         UserError: an unknown key, a field that an arm cannot set, or a missing checkpoint.
@@ -126,10 +156,10 @@ def read_arm(name: Any, value: Any, common: Arm) -> Arm:
     arm = replace(
         common,
         name=read.name(name, where),
-        label=str(record.get("label", name)),
-        block=str(record.get("block", "")),
+        label=read.text(record.get("label", name), f"{where}.label"),
+        block=read.text(record.get("block", ""), f"{where}.block"),
         seeds=read.seeds(record["seeds"], f"{where}.seeds") if "seeds" in record else common.seeds,
-        fields=read.mapping(record.get("set") or {}, f"{where}.set"),
+        fields=read.mapping({} if record.get("set") is None else record["set"], f"{where}.set"),
         axes=read_axes(record["axes"] or {}, f"{where}.axes") if "axes" in record else common.axes,
     )
     check_settings(arm, where)
@@ -144,8 +174,7 @@ def check_settings(arm: Arm, where: str) -> None:
             raise UserError(f"{where}: {key!r} cannot be set by an arm: the grid sets it")
         if key in _OF_A_FORK and arm.fork is None:
             raise UserError(f"{where}: {key!r} is for forks only, and this arm is not a fork: remove it")
-        group = next((other for other in arm.fields if f"{key}.".startswith(f"{other}.")), None)
-        if key in crossed and group is not None:
+        if key in crossed and any(f"{key}.".startswith(f"{other}.") for other in arm.fields):
             raise UserError(f"{where}: {key} is both set and an axis: remove it, or give the arm 'axes: {{}}'")
     if arm.lr and any(f"{LR}.".startswith(f"{key}.") for key in (*arm.fields, *crossed)):
         raise UserError(f"{where}: {LR} is set, but the rule own_best also selects it: remove one of the two")
@@ -166,6 +195,62 @@ def _fork(value: Any, where: str, path: Path) -> ArmFork:
     if not file.exists():
         raise UserError(f"{where}.fork: there is no {fork.checkpoint} (looked in {path.parent})")
     return ArmFork(checkpoint=file)
+
+
+def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
+    """Return the axes of a grid or an arm.
+
+    ``optim.lr: [0.01, 0.03]`` sets one field and adds ``lr0.01`` to the name.
+    ``size: {small: {model.width: 64, …}, …}`` sets several fields and adds ``small``.
+
+    Raises:
+        UserError: values that are not a list, a repeated value, or a field on two axes.
+    """
+    record = read.mapping(value, where)
+    short = [name.rpartition(".")[2] for name in record]
+    axes, seen = [], set[str]()
+    for (name, values), last in zip(record.items(), short, strict=True):
+        place = f"{where}.{name}"
+        if isinstance(values, dict):
+            pairs = [(key, read.mapping(fields, f"{place}.{key}")) for key, fields in values.items()]
+            if not pairs or any(fields.keys() != pairs[0][1].keys() or not fields for _, fields in pairs):
+                raise UserError(f"{place}: every group must set the same fields")
+        elif isinstance(values, list) and values:
+            values = [float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for v in values]
+            prefix = last if short.count(last) == 1 else name
+            pairs = [(f"{prefix}{_suffix(v)}", {name: v}) for v in values]
+        else:
+            raise UserError(f"{place} must be a list of values, or named groups of fields, not {values!r}")
+        names = [read.name(key, place) for key, _ in pairs]
+        if twice := next((key for key in names if names.count(key) > 1), None):
+            raise UserError(f"{place} has two values with the name {twice}: remove one")
+        if both := sorted(seen & pairs[0][1].keys()):
+            raise UserError(f"{where}: {both[0]} is on two axes: remove it from one")
+        seen |= pairs[0][1].keys()
+        axes.append(Axis(name, tuple(pairs)))
+    return tuple(axes)
+
+
+def _suffix(value: Any) -> str:
+    """Return a value as part of a folder name."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_-")
+
+
+def read_lr(value: Any, where: str) -> LrRule | None:
+    """Return the rule for learning rates; None if the arms set their learning rates.
+
+    Raises:
+        UserError: an unknown rule or key, or invalid learning rates or seeds.
+    """
+    record = read.mapping({} if value is None else value, where)
+    rule = read.build(LrRule, record, where)
+    if rule.rule == "matched":
+        read.known(record, ("rule",), f"{where} with rule 'matched'")
+        return None
+    return replace(rule, grid=tuple(sorted(rule.grid)))
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:

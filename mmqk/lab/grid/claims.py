@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mmqk.lab.grid.arms import LrChoice
 from mmqk.lab.grid.language import build, known, mapping, strings
-from mmqk.lab.grid.record import REPORT
-from mmqk.lab.grid.rules import LrChoice
 from mmqk.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
@@ -22,6 +21,10 @@ CHECKS = {
 }
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
+# Keys of ``report``.
+REPORT_KEYS = (
+    "hero", "shown", "headline", "cannot_tell", "command", "question", "ranking", "outcomes", "figures",
+)  # fmt: skip
 # Values of ``kind`` under ``report.figures``.
 FIGURE_KINDS = ("output_norm", "training_loss", "lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
 # Fields that name another claim, whose verdict must be computed first.
@@ -222,22 +225,22 @@ def check_directions(claims: Sequence[Claim], values: Sequence[Any], default: An
             )
 
 
-def check_report(
-    report: Mapping[str, Any], names: Iterable[str], claims: Sequence[Claim], path: object
-) -> None:
-    """Refuse an unknown key of the report, and the name of an arm or a claim that does not exist."""
-    known(report, tuple(REPORT), f"{path}: report")
-    for key in ("hero", "shown", "ranking"):
-        where = f"{path}: report.{key}"
-        check_arms(strings(report.get(key) or [], where), set(names), where)
+def check_report(report: Mapping[str, Any], names: Iterable[str], path: object) -> None:
+    """Refuse an unknown key of the report, a value that is not text, and the name of an arm that does not exist."""
+    known(report, REPORT_KEYS, f"{path}: report")
+    arms = set(names)
+    for key in ("hero", "shown", "ranking", "headline", "cannot_tell", "command", "question", "outcomes"):
+        value = report.get(key) or []
+        if key == "outcomes" and value is True:
+            continue
+        texts = strings(value, f"{path}: report.{key}")
+        if key in ("hero", "shown", "ranking", "outcomes"):
+            check_arms(texts, arms, f"{path}: report.{key}")
     for place, entry in enumerate(report.get("figures") or []):
         where = f"{path}: report.figures[{place}]"
         if (kind := mapping(entry, where).get("kind")) not in FIGURE_KINDS:
             raise UserError(f"{where}: kind is {kind!r}: use one of {', '.join(FIGURE_KINDS)}")
-        check_arms(strings(entry.get("arms") or [], f"{where}.arms"), set(names), where)
-    if not isinstance(outcomes := report.get("outcomes") or [], bool):
-        where = f"{path}: report.outcomes"
-        check_arms(strings(outcomes, where), set(names), where)
+        check_arms(strings(entry.get("arms") or [], f"{where}.arms"), arms, where)
 
 
 def check_arms(named: Sequence[str], arms: set[str], where: str) -> None:

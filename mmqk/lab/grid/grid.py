@@ -1,4 +1,4 @@
-"""The grid language: base configs, arms that set fields, axes that are crossed with them, seeds and claims.
+"""The grid file: base configs, arms that set fields, axes that are crossed with them, seeds and claims.
 
     name: demo
     base: [../demo.yaml]            relative to this file, merged in order
@@ -9,40 +9,32 @@
       plain: {label: no QK-Norm, block: decided, set: {model.qk_norm.kind: none}}
       qk:    {label: QK-Norm,    block: decided, set: {model.qk_norm.kind: rms}}
       late:  {label: QK-Norm from step 300, fork: {arm: plain, step: 300}, set: {model.qk_norm.kind: rms}}
-    replay: {depths: [0.01, 0.05, 0.2], replays: 3, noise: 1.0e-6, horizon: 3}
     quick: [plain, qk]              the arms of --quick
     claims:
       - {id: C2, statement: ..., metric: ..., treatment: plain, control: qk, min_effect: 0.69}
-    hypotheses:
-      - {id: H1, statement: ..., predicts: {C2: above}}
     report: {hero: [plain, qk]}
 
 docs/ablations.md has examples. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``, whose
-parser refuses unknown fields. `mmqk.lab` uses the claims and the report; this package only reads them and checks
-the names of their arms. This package does not import torch, because `mmqk.lab` imports it and must work without
-torch.
+parser refuses unknown fields. ``hypotheses`` is text that is registered with the claims. This package does not import
+torch, because the report reads grids and must work without torch.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmqk.lab.grid import language as read
-from mmqk.lab.grid.arms import LR, Arm, Job, read_arm
-from mmqk.lab.grid.axes import read_axes
-from mmqk.lab.grid.claims import check_arms, check_directions, check_report, read_claims
-from mmqk.lab.grid.forks import inherit, match
-from mmqk.lab.grid.record import SHAPE, misfit
-from mmqk.lab.grid.rules import read_lr, read_replay
-from mmqk.store import UserError, named_config
+from mmqk.lab.grid.arms import LR, Arm, Job, check_settings, read_arm, read_axes, read_lr
+from mmqk.lab.grid.claims import REPORT_KEYS, check_arms, check_directions, check_report, read_claims
+from mmqk.store import UserError, canonical, named_config
 
 GRID_KEYS = (
-    "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "replay", "claims", "claim", "direction",
-    "hypotheses", "report",
+    "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "claims", "claim", "direction", "hypotheses",
+    "report",
 )  # fmt: skip
 
 
@@ -57,38 +49,40 @@ class Grid:
     raw: Mapping[str, Any]
 
     @property
+    def points(self) -> list[tuple[Arm, str, dict[str, Any]]]:
+        """Each arm with each combination of its axis values: the arm, the name with the values, and the values."""
+        return [(arm, name, point) for arm in self.arms for name, point in arm.points.items()]
+
+    @property
     def jobs(self) -> list[Job]:
-        """All runs of the grid without replays: first those that select a learning rate, then all others by seed.
+        """All runs of the grid: first those that select a learning rate, then all others by seed.
 
         With this order, the arms can be compared even if the grid is interrupted.
         """
-        crossed = [(arm, name, point) for arm in self.arms for name, point in arm.points.items()]
-        return [*self._selection(crossed), *self._verdict(crossed)]
+        return [*self._selection(), *self._verdict()]
 
-    def _selection(self, crossed: Iterable[tuple[Arm, str, dict[str, Any]]]) -> Iterable[Job]:
-        for arm, name, point in crossed:
+    def _selection(self) -> Iterable[Job]:
+        for arm, name, point in self.points:
             for seed in arm.lr.seeds if arm.lr else ():
                 for lr in arm.lr.grid if arm.lr else ():
                     at = {**point, LR: lr}
                     args = (*_base(arm), *read.flags({**arm.fields, **at}), f"--seed={seed}")
                     yield Job(f"{name}-lr{lr:.12g}", seed, args, arm, at, "selection")
 
-    def _verdict(self, crossed: Sequence[tuple[Arm, str, dict[str, Any]]]) -> Iterable[Job]:
+    def _verdict(self) -> Iterable[Job]:
         families = {arm.name: arm for arm in self.arms}
-        parents = {name: (arm, point) for arm, name, point in crossed}
+        points = {name: point for _, name, point in self.points}
         for i in range(max(max(len(arm.seeds), 1) for arm in self.arms)):
-            for arm, name, point in crossed:
+            for arm, name, point in self.points:
                 if i >= max(len(arm.seeds), 1):
                     continue
                 seed = arm.seeds[i] if arm.seeds else None
-                parent, start = "", arm.fork and arm.fork.arm
-                fields = dict(point)
-                if start:
-                    parent = match(start, families, point)
-                    shared = parents[parent][1].items()
-                    fields = {k: v for k, v in point.items() if (k, v) not in shared}
+                parent, fields = "", dict(point)
+                if arm.fork and arm.fork.arm:
+                    parent = parent_of(arm.fork.arm, families, point)
+                    fields = {k: v for k, v in point.items() if (k, v) not in points[parent].items()}
                 args = (*_base(arm), *read.flags({**arm.fields, **fields}))
-                if seed is not None and not start:
+                if seed is not None and not parent:
                     args = (*args, f"--seed={seed}")
                 yield Job(name, seed, args, arm, point, parent=parent)
 
@@ -113,15 +107,13 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         if "claims" in raw:
             raise UserError(f"{path}: it has both claim and claims: put them into one list under claims")
         raw["claims"] = [{"id": raw["name"], **read.mapping(raw.pop("claim"), f"{path}: claim")}]
-    named = read.mapping(raw["arms"], f"{path}: arms")
-    if not named:
+    if not read.mapping(raw["arms"], f"{path}: arms"):
         raise UserError(f"{path}: arms is empty: name at least one arm")
     for name in added or ():
-        if name in named:
+        if name in raw["arms"]:
             raise UserError(f"{path} has an arm {name}: give the added arm another name")
     if added:
         raw |= {"arms": {**raw["arms"], **added}, "added": list(added)}
-        named = raw["arms"]
     common = Arm(
         name="",
         label="",
@@ -129,31 +121,29 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
         seeds=read.seeds(raw.get("seeds", [0]), f"{path}: seeds"),
         fields={},
         axes=read_axes(raw.get("axes") or {}, f"{path}: axes"),
-        base=_bases(raw["base"], path),
+        base=tuple(_base_file(name, path) for name in read.strings(raw["base"], f"{path}: base")),
         lr=read_lr(raw.get("lr"), f"{path}: lr"),
-        replay=read_replay(raw["replay"], f"{path}: replay") if "replay" in raw else None,
         grid=read.name(raw["name"], f"{path}: name"),
         path=path,
     )
-    arms = inherit([read_arm(name, value, common) for name, value in named.items()], named, path)
-    names = [crossed for arm in arms for crossed in arm.points]
-    for twice in (name for i, name in enumerate(names) if name in names[:i]):
-        raise UserError(
-            f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one"
-        )
-    every = {*names, *(arm.name for arm in arms)}
-    claims = read_claims(raw.get("claims"), every, common.grid, path)
+    arms = _inherit([read_arm(name, value, common) for name, value in raw["arms"].items()], raw["arms"], path)
+    title = read.text(raw.get("title", common.grid), f"{path}: title")
+    grid = Grid(path, common.grid, title, tuple(arms), raw)
+    _check_names(grid)
+    return grid
+
+
+def _check_names(grid: Grid) -> None:
+    """Refuse two arms with one name, and a claim, a report or a list that names an arm that does not exist."""
+    path, raw = grid.path, grid.raw
+    names = [name for _, name, _ in grid.points]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise UserError(f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one")
+    every = {*names, *(arm.name for arm in grid.arms)}
+    claims = read_claims(raw.get("claims"), every, grid.name, path)
     check_directions(claims, raw.get("claims") or (), raw.get("direction"), path)
-    if wrong := misfit(raw, SHAPE["grid"]):  # ablation.json stores the raw grid
-        raise UserError(f"{path}: {wrong}: correct it")
-    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)
+    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, path)
     check_arms(read.strings(raw.get("quick") or [], f"{path}: quick"), every, f"{path}: quick")
-    return Grid(path, common.grid, str(raw.get("title", common.grid)), tuple(arms), raw)
-
-
-def _bases(value: Any, path: Path) -> tuple[Path, ...]:
-    names = read.strings(value, f"{path}: base")
-    return tuple(_base_file(name, path) for name in names)
 
 
 def _base_file(name: str, path: Path) -> Path:
@@ -169,3 +159,155 @@ def _base_file(name: str, path: Path) -> Path:
 
 def _base(arm: Arm) -> Iterable[str]:
     return (part for base in arm.base for part in ("--config", str(base)))
+
+
+# Forks ----------------------------------------------------------------------------------------------------
+
+
+def _inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[Arm]:
+    """Give each fork the seeds and axes of its parent, unless the fork sets its own.
+
+    Raises:
+        UserError: the parent of a fork does not exist, does not have a seed of the fork, or has several runs per
+            seed.
+    """
+    done: dict[str, Arm] = {}
+    left = {arm.name: arm for arm in arms}
+
+    def parent(arm: Arm) -> Arm | None:
+        start = arm.fork.arm if arm.fork else ""
+        return done.get(start) or next((a for a in done.values() if start in a.points), None)
+
+    while left:
+        ready = [arm for arm in left.values() if not (arm.fork and arm.fork.arm) or parent(arm)]
+        if not ready:
+            name, start = next((arm.name, arm.fork.arm) for arm in left.values() if arm.fork)
+            where = f"{path}: arms.{name}.fork"
+            if start in left or any(start in other.points for other in left.values()):
+                raise UserError(
+                    f"{where}: it is a fork of {start}, which is a fork of it: fork one of them from an arm that is"
+                    " not a fork"
+                )
+            every = sorted({*(a.name for a in arms), *(point for a in done.values() for point in a.points)})
+            raise UserError(f"{where}: there is no arm {start!r} (arms: {', '.join(every)})")
+        for arm in ready:
+            del left[arm.name]
+            family = parent(arm)
+            done[arm.name] = _as_child(arm, family, named[arm.name] or {}) if family else arm
+    return [done[arm.name] for arm in arms]
+
+
+def _as_child(arm: Arm, parent: Arm, record: Mapping[str, Any]) -> Arm:
+    assert arm.fork is not None
+    where = f"{arm.path}: arms.{arm.name}"
+    if strangers := set(arm.seeds) - set(parent.seeds):
+        raise UserError(f"{where}.seeds: {min(strangers)} is not a seed of its parent {parent.name}")
+    axes = arm.axes if "axes" in record or arm.fork.arm != parent.name else parent.axes
+    child = replace(arm, seeds=arm.seeds or parent.seeds, axes=axes)
+    check_settings(child, where)
+    for point in child.points.values():
+        if not parent_of(arm.fork.arm, {parent.name: parent}, point):
+            raise UserError(
+                f"{where}.fork: {parent.name} has several runs per seed: name one of"
+                f" {', '.join(parent.points)}, or cross {arm.name} with the same axes"
+            )
+    return child
+
+
+def parent_of(start: str, families: Mapping[str, Arm], point: Mapping[str, Any]) -> str:
+    """Return the name of the arm (with the values of its axes) that is the parent of a fork with the axis values
+    ``point``. Return an empty string if there is none."""
+    for family in families.values():
+        if start in family.points:
+            return start
+        if start == family.name:
+            return next((n for n, p in family.points.items() if p.items() <= point.items()), "")
+    return ""
+
+
+# Several grids --------------------------------------------------------------------------------------------
+
+
+def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = None) -> Grid:
+    """Load and merge grids; the name of the result joins their names.
+
+    An arm with the same definition in two grids becomes one arm with the seeds of both grids. If arms with different
+    names have equal runs, the planner detects this when it resolves the configurations. Claims and report settings
+    are joined; each claim records its grid. An arm without a block gets the name of its grid as its block, so that
+    the seed spread is not pooled over several grids. ``added`` has further arms for the first grid.
+
+    Raises:
+        UserError: a file is refused by `load_grid`, two grids have the same name, or two arms or claims with the
+            same name differ.
+    """
+    grids = [load_grid(path, added if path == paths[0] else None) for path in paths]
+    first, names = grids[0], [grid.name for grid in grids]
+    for grid in grids[1:]:
+        if names.count(grid.name) > 1:
+            raise UserError(f"{grid.path}: another grid has the name {grid.name}: rename one")
+    claims = _joined_claims(grids)
+    if len(grids) == 1:
+        return replace(first, raw={**first.raw, "claims": claims} if claims else first.raw)
+    arms: dict[str, Arm] = {}
+    records: dict[str, Any] = {}
+    for grid in grids:
+        for arm in grid.arms:
+            arm = replace(arm, block=arm.block or grid.name)
+            arms[arm.name] = _together(arms.get(arm.name, arm), arm)
+            record = records.setdefault(arm.name, dict(grid.raw["arms"][arm.name] or {}) | {"block": arm.block})
+            record["seeds"] = list(arms[arm.name].seeds)
+            if arm.axes:
+                record["axes"] = {axis.name: [fields for _, fields in axis.values] for axis in arm.axes}
+    name, title = "+".join(names), " · ".join(grid.title for grid in grids)
+    raw = {"name": name, "title": title, "arms": records, "claims": claims, "report": _joined_report(grids)}
+    for key in ("quick", "hypotheses"):
+        if joined := [value for grid in grids for value in _as_list(grid.raw.get(key))]:
+            raw[key] = joined
+    crossed: dict[str, str] = {}
+    for arm in arms.values():
+        for point in arm.points:
+            if crossed.setdefault(point, arm.name) != arm.name:
+                raise UserError(f"{arm.path}: another grid has an arm {point}: rename one")
+    return Grid(first.path, name, title, tuple(arms.values()), raw)
+
+
+def _together(one: Arm, other: Arm) -> Arm:
+    def definition(arm: Arm) -> str:
+        """Return everything that determines the runs of an arm, except the seeds."""
+        base = [str(path.resolve()) for path in arm.base]
+        return canonical([base, arm.fields, arm.points, str(arm.fork), asdict(arm.lr) if arm.lr else None])
+
+    if definition(one) != definition(other):
+        raise UserError(
+            f"{other.path}: arm {other.name} differs from the one in {one.path}: rename one, or make them equal"
+        )
+    return replace(one, seeds=(*one.seeds, *(seed for seed in other.seeds if seed not in one.seeds)))
+
+
+def _joined_claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
+    claims: dict[str, dict[str, Any]] = {}
+    for grid in grids:
+        for claim in grid.raw.get("claims") or []:
+            old = claims.setdefault(claim["id"], {**claim, "grid": grid.name})
+            if {**claim, "grid": ""} != {**old, "grid": ""}:
+                raise UserError(
+                    f"{grid.path}: claim {claim['id']} differs from the one in {old['grid']}: rename one"
+                )
+    return list(claims.values())
+
+
+def _joined_report(grids: Sequence[Grid]) -> Mapping[str, Any]:
+    """Merge the report settings: lists are joined, and any other value is taken from the first grid that sets it."""
+    joined: dict[str, Any] = {}
+    for key in REPORT_KEYS:
+        for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):
+            old = joined.get(key, [])
+            if isinstance(value, list) and isinstance(old, list):
+                joined[key] = [*old, *(v for v in value if v not in old)]
+            elif value is not None:
+                joined.setdefault(key, value)
+    return joined
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value else []

@@ -83,6 +83,13 @@ def strings(value: Any, where: str) -> list[str]:
     return values
 
 
+def text(value: Any, where: str) -> str:
+    """Return a word or a number as text."""
+    if not isinstance(value, str | int | float):
+        raise UserError(f"{where} must be text, not {value!r}")
+    return str(value)
+
+
 def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the fields as arguments of a command line."""
     return tuple(

@@ -2,29 +2,31 @@
 
 The server (multiprocessing's *forkserver*) uses no device and starts no thread, so it can be forked safely. A run
 starts in a fraction of a second, because it does not import torch again. If a run fails or is killed, the pool
-records the outcome, and the other runs continue. `concurrent.futures.ProcessPoolExecutor` is not used, because it
-stops all workers when one is killed, hides exit codes, and cannot send a signal to one run.
+records the outcome, and the other runs continue. `concurrent.futures.ProcessPoolExecutor` ends all of its workers
+when one is killed (a run that is out of memory would end the others) and cannot send a signal to one run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from mmqk.lab.runner.child import BLOCKED, GRACE_SECONDS, run_job
 from mmqk.lab.runner.task import Task, TaskOutcome, standing
-from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_status
+from mmqk.store import DamagedFile, Status, cli_main, is_locked, last_metrics, mark_ended, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
 TRAIN = "mmqk.train:process"
@@ -32,6 +34,9 @@ TRAIN = "mmqk.train:process"
 PRELOAD = ("mmqk.lab.runner.preload",)
 LOG_NAME = "train.log"
 POLL_SECONDS = 0.2
+# Seconds that an interrupted run has to write its checkpoint and status.
+GRACE_SECONDS = 30.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
@@ -39,7 +44,7 @@ _INTERRUPTED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT,
 class Running:
     """The process of a run, and the content of its status.json before the process started."""
 
-    process: ForkServerProcess
+    process: BaseProcess
     before: Status | None
     device: str | None = None
 
@@ -78,65 +83,58 @@ class Pool:
     signal_received: int | None = field(default=None, init=False)
     running: dict[Task, Running] = field(default_factory=dict, init=False)
     outcomes: dict[Task, TaskOutcome] = field(default_factory=dict, init=False)
-    _signals: int = field(default=0, init=False)
+    _pending: list[Task] = field(default_factory=list, init=False)
     _deadline: float | None = field(default=None, init=False)
-    _asked: int = field(default=0, init=False)
+    _kills: bool = field(default=False, init=False)
     _news: bool = field(default=False, init=False)
 
     @property
     def stopping(self) -> bool:
         """Whether the pool no longer starts runs."""
-        return self._signals > 0 or self._deadline is not None or time.monotonic() > self.until
+        return self.signal_received is not None or time.monotonic() > self.until
 
     def run(self) -> dict[Task, TaskOutcome]:
         """Train until all tasks have ended, or until the runs have stopped after SIGINT or SIGTERM."""
-        self.outcomes = {task: standing(task) for task in self.tasks}
-        pending = [task for task in self.tasks if not self.outcomes[task].finished]
-        for task in pending:
-            self.outcomes[task] = replace(self.outcomes[task], status="waiting", reason="")
+        self._add(self.tasks)
         with self._handlers():
-            if pending:
+            if self._pending:
                 start_server(self.preload)
             try:
-                while self.running or (pending and not self.stopping):
-                    if self.stopping:
-                        self._stop()
-                    else:
-                        pending = self._start_some(pending)
+                while self.running or (self._pending and not self.stopping):
+                    self._stop() if self.stopping else self._start_some()
                     wait([run.process.sentinel for run in self.running.values()], timeout=POLL_SECONDS)
-                    pending += self._reap()
-                    pending += self._new()
+                    self._reap()
+                    # Plan again if a run has ended, or if it has written the checkpoint that a fork needs.
+                    if not self.stopping and (self._news or (len(self.running) < self.jobs and self.ready())):
+                        self._news = False
+                        self._add(self.more())
                     self.tick(self)
             finally:
-                # A run is alive here only after an unexpected exception.
-                self._kill()
-        self.outcomes.update({task: standing(task) for task in pending})
+                self._kill()  # a run is alive here only after an unexpected exception
+        self.outcomes.update({task: standing(task) for task in self._pending})
         return self.outcomes
 
-    def _start_some(self, pending: list[Task]) -> list[Task]:
-        """Start tasks until ``jobs`` runs train, and return the tasks that were not started. Skip locked folders."""
-        left = []
-        for task in pending:
-            if len(self.running) >= self.jobs or is_locked(task.folder):
-                left.append(task)
-            elif (now := standing(task)).finished:
+    def _add(self, tasks: Sequence[Task]) -> None:
+        """Enter tasks that are new; those that are not finished wait for their start."""
+        for task in (task for task in tasks if task not in self.outcomes):
+            now = standing(task)
+            self.outcomes[task] = now if now.finished else replace(now, status="waiting", reason="")
+            if not now.finished:
+                self._pending.append(task)
+
+    def _start_some(self) -> None:
+        """Start tasks until ``jobs`` runs train. Skip locked folders."""
+        for task in list(self._pending):
+            if len(self.running) >= self.jobs:
+                return
+            if is_locked(task.folder):
+                continue
+            self._pending.remove(task)
+            if (now := standing(task)).finished:
                 self.outcomes[task] = now
                 self._news = True
             else:
                 self._start(task)
-        return left
-
-    def _new(self) -> list[Task]:
-        """Plan again after a run has ended or has written the checkpoint that a fork needs; return the new tasks."""
-        room = len(self.running) < self.jobs
-        if self.stopping or not (self._news or (room and self.ready())):
-            return []
-        self._news = False
-        new = [task for task in self.more() if task not in self.outcomes]
-        for task in new:
-            now = standing(task)
-            self.outcomes[task] = now if now.finished else replace(now, status="waiting", reason="")
-        return [task for task in new if not self.outcomes[task].finished]
 
     def _start(self, task: Task) -> None:
         log = task.folder / LOG_NAME
@@ -148,34 +146,28 @@ class Pool:
             return
         before = _status(task.folder)
         args = [*task.args, "--out", str(task.folder), "--quiet"]
-        device = None
-        if self.devices:
-            used = [run.device for run in self.running.values()]
-            device = min(self.devices, key=used.count)
+        used = [run.device for run in self.running.values()]
+        device = min(self.devices, key=used.count) if self.devices else None
         # Not a daemon: a daemon may not have child processes, and runs have loader workers.
-        process = get_context("forkserver").Process(
+        process = multiprocessing.get_context("forkserver").Process(
             target=run_job, args=(self.entry, args, str(log), device), name=task.name, daemon=False
         )
         process.start()
         self.running[task] = Running(process, before, device)
         self.outcomes[task] = TaskOutcome("running")
 
-    def _reap(self) -> list[Task]:
-        """Record the outcomes of ended runs; return the tasks to try again because another process locked their
-        folder."""
-        again = []
+    def _reap(self) -> None:
+        """Record the outcomes of ended runs. A run whose folder another process locked first waits for it."""
         for task, run in list(self.running.items()):
             if (code := run.process.exitcode) is not None:
-                run.process.join()
                 run.process.close()
                 del self.running[task]
                 if code == USER_ERROR_EXIT and is_locked(task.folder):
                     self.outcomes[task] = replace(standing(task), status="waiting", reason="")
-                    again.append(task)
+                    self._pending.append(task)
                 else:
                     self.outcomes[task] = self._outcome(task, code, run.before)
                     self._news = True
-        return again
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
         """Return the outcome that the run wrote; if it wrote none, derive one from the exit code and record it."""
@@ -192,33 +184,33 @@ class Pool:
         return TaskOutcome(status, step, reason, now.seconds, loss=now.loss)
 
     def _stop(self) -> None:
-        """Interrupt the runs at the first signal. Kill them at the second signal, or ``grace`` seconds after the
-        interruption."""
+        """Interrupt the runs. Kill them at the next signal, or ``grace`` seconds after the interruption."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            # If the pool stops because of ``until``, this is 0, and the first signal kills the runs.
-            self._asked = min(self._signals, 1)
-            for run in self.running.values():
-                with contextlib.suppress(ProcessLookupError):
-                    if run.process.exitcode is None and run.process.pid is not None:
-                        os.kill(run.process.pid, signal.SIGINT)
-        elif self._signals > self._asked or time.monotonic() > self._deadline:
+            self._send(signal.SIGINT)
+        elif self._kills or time.monotonic() > self._deadline:
             self._kill()
+
+    def _send(self, number: int) -> None:
+        for run in self.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                if run.process.exitcode is None and run.process.pid is not None:
+                    os.kill(run.process.pid, number)
 
     def _kill(self) -> None:
         for run in self.running.values():
-            pid = run.process.pid
+            # The process leads its process group, which has its loader workers too, unless it has just started.
             with contextlib.suppress(ProcessLookupError):
-                if run.process.exitcode is None and pid is not None:
-                    # If the process leads its process group, kill its loader workers too.
-                    os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else run.process.kill()
+                if run.process.exitcode is None and run.process.pid is not None:
+                    os.killpg(run.process.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
 
     @contextlib.contextmanager
     def _handlers(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread can set handlers
             return
-        before = {number: signal.signal(number, self._on_signal) for number in BLOCKED}
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
         finally:
@@ -226,22 +218,49 @@ class Pool:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only count the signal here, because the handler may interrupt the loop while it reads an exit code.
-        self._signals += 1
+        # Only note the signal here, because the handler may interrupt the loop while it reads an exit code.
+        self._kills = self.stopping
         self.signal_received = self.signal_received or number
 
 
 def start_server(preload: Sequence[str]) -> None:
     """Start the fork server, once per process; it imports ``preload`` while the caller continues."""
-    get_context("forkserver").set_forkserver_preload(list(preload))
-    resource_tracker.ensure_running()
-    # The server inherits the signal mask, so that neither Ctrl-C nor a SIGTERM to the process group ends the server
-    # before its runs. A signal to a run that is being forked stays pending until the run unblocks it.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["mmqk.lab.runner.detach", *preload])
+    forkserver.ensure_running()
+
+
+def run_job(entry: str, args: list[str], log: str, device: str | None = None) -> None:
+    """Train one run in a process of the fork server: call ``entry`` with the command line ``args``, and write its
+    output to ``log``.
+
+    ``entry`` is "module:function"; the function returns an exit code, and the process ends with this code.
+    CUDA_VISIBLE_DEVICES is set to ``device``. The variable takes effect because the fork server has not initialized
+    CUDA.
+    """
+    os.setsid()  # a group of its own, so that the pool can kill the run with its loader workers
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.close(descriptor)
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=_end_with_parent, name="mmqk-parent-watch", daemon=True).start()
+    module, _, function = entry.partition(":")
+    sys.exit(cli_main(lambda argv: getattr(importlib.import_module(module), function)(argv))(args))
+
+
+def _end_with_parent() -> None:
+    """Interrupt this process when the mmqk.ablate process ends, even if SIGKILL ended it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    print("mmqk: the process that started this run has ended", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(GRACE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _status(folder: Path) -> Status | None:

@@ -3,15 +3,24 @@ end."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from filelock import FileLock
+
+from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.grid.grid import Grid
-from mmqk.lab.runner.record import write_record
-from mmqk.lab.runner.resolver import BlockedJob, Plan, checkpoint_of
+from mmqk.lab.grid.record import ABLATION_NAME, read_ablation
+from mmqk.lab.runner.plan import BlockedJob, Plan, checkpoint_of
 from mmqk.lab.runner.task import Task, TaskOutcome, standing
-from mmqk.store import UserError
+from mmqk.store import UserError, new_folder, read_run, read_status, write_json
+from mmqk.store.files import writing
+from mmqk.store.pack import unpacked
+
+LOCK_NAME = "ablation.lock"
 
 
 @dataclass
@@ -98,3 +107,109 @@ class Session:
         k, n = self.part
         named = not self.only or bool({task.arm, task.entry.get("family")} & self.only)
         return named and task.part % n == k - 1
+
+
+def check_out(out: Path, grid: Grid) -> None:
+    """Check the output folder.
+
+    Raises:
+        UserError: ``out`` is a file, the folder of another grid, or has an unreadable ablation.json.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: give another --out")
+    record = read_ablation(out)
+    if record is not None and record.get("name") != grid.name:
+        raise UserError(
+            f"{out} has the runs of grid {record.get('name')!r}, not {grid.name!r}: give another --out"
+        )
+
+
+def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
+    """Write ablation.json for the plan that ``make`` returns, under a lock, so that no other process writes it at the
+    same time.
+
+    The record keeps the hash of the claims at their first registration and, for each run, the hash of the claims when
+    the run was first planned. An unreadable record is not overwritten. If the record is missing but runs have begun,
+    the claims are registered too late: the new record has the field "lost", and the analysis treats all claims as
+    exploratory.
+
+    Raises:
+        UserError: the folder cannot be written, or its ablation.json cannot be read.
+    """
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out / LOCK_NAME):
+            first = read_ablation(out) or {}
+            plan = make()
+            now = claims_hash(grid.raw)
+            registered = _registered(first) if first else now
+            before = {
+                (run.get("id"), run.get("arm")): run.get("claims", registered)
+                for run in first.get("runs") or []
+                if run.get("id")
+            }
+            runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
+            record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
+            begun = (read_run(task.folder) is not None for task in plan.tasks)
+            if first.get("lost") or (not first and grid.raw.get("claims") and any(begun)):
+                record["lost"] = True
+            record |= {"runs": runs, "threads": threads}
+            if plan.choices:
+                record["lr"] = [choice.record() for choice in plan.choices]
+            if record != first:
+                write_json(out / ABLATION_NAME, record)
+            return plan
+
+
+def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
+    """Copy the finished runs of a pack that ``out`` does not have, with their registration, and return their folders.
+
+    Unfinished runs are not copied, because a pack has no checkpoints to resume them from. Each copied run keeps the
+    hash of the claims under which it was planned, so its claims are not registered again.
+
+    Raises:
+        UserError: the file is not a pack of this grid, or ``out`` cannot be written.
+    """
+    if not pack.exists():
+        raise UserError(f"{pack} does not exist: --from takes a pack of the grid's runs (mmqk.pack)")
+    source = unpacked(pack)
+    packed = read_ablation(source)
+    if not pack.is_file() or packed is None or packed.get("name") != grid.name:
+        raise UserError(
+            f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk.pack)"
+        )
+    new: list[str] = []
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out / LOCK_NAME):
+            first = read_ablation(out)
+            begun = first is None and any(out.glob("*/*/run.json"))
+            for name in dict.fromkeys(run["folder"] for run in packed["runs"]):
+                inside = (source / name).resolve().is_relative_to(source.resolve())
+                status = read_status(source / name) if inside else None
+                if status is not None and status.finished and not (out / name).exists():
+                    with new_folder(out / name) as folder:
+                        shutil.copytree(source / name, folder, dirs_exist_ok=True)
+                    new.append(name)
+            first = first or {**packed, "runs": []}
+            registered, now = _registered(packed), claims_hash(grid.raw)
+            # If the folder's registered hash differs from that of the grid, its claims have changed: keep its
+            # registration.
+            if _registered(first) == now:
+                first["registered"] = registered
+            entries = [
+                {**run, "claims": run.get("claims", registered)}
+                for run in packed["runs"]
+                if run["folder"] in new
+            ]
+            first["runs"] = [run for run in first["runs"] if run["folder"] not in new] + entries
+            if packed.get("lost") or begun:
+                first["lost"] = True
+            write_json(out / ABLATION_NAME, first)
+    return new
+
+
+def _registered(record: dict[str, Any]) -> str:
+    """Return the hash of the claims at their first registration. If the record does not have this hash, compute it
+    from its claims."""
+    return record.get("registered") or claims_hash(record["grid"])

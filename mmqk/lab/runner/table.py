@@ -1,16 +1,20 @@
-"""A table of runs that fits the width of the terminal."""
+"""A table of runs that fits the width of the terminal, and the progress of a grid."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TextIO
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmqk.lab.runner.views import Extreme, View, worst
-from mmqk.store import Alarm, clock, parsed_tag
+from mmqk.lab.runner.pool import Pool
+from mmqk.lab.runner.task import Task
+from mmqk.lab.runner.views import Extreme, Follow, View, worst
+from mmqk.progress import Progress
+from mmqk.store import Alarm, clock, is_locked, last_metrics, parsed_tag
 
 ALARMS_SHOWN = 8
 STYLES = {
@@ -178,3 +182,65 @@ def _formatted(value: float | None, form: str) -> str:
 
 def _width(columns: dict[str, list[str]]) -> int:
     return sum(max(len(title), *map(len, cells)) + 2 for title, cells in columns.items())
+
+
+class PoolProgress:
+    """Shows the progress of a pool: one line, and on a terminal also a table of the running runs.
+
+    ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
+
+    The time left is estimated from the steps of all runs together, counted from the first logged loss of any run.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self.progress = Progress(stream)
+        self._follows: dict[Task, Follow] = {}
+
+    def __call__(self, pool: Pool) -> None:
+        """Show the progress if the display interval has passed."""
+        if self.progress.due():
+            self.progress.show(*self.state(pool), above=lambda width: self._table(pool, width))
+
+    def close(self) -> None:
+        """Clear the display."""
+        self.progress.close()
+
+    def state(self, pool: Pool) -> tuple[str, float | None, float | None]:
+        """Return the progress line, the number of steps done and the total number of steps. The numbers are None if
+        unknown."""
+        last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
+        steps = {
+            task: max(task.first, last[task].get("step", 0) if task in last else out.step)
+            for task, out in pool.outcomes.items()
+        }
+        unfinished = [task for task, out in pool.outcomes.items() if not out.ended]
+        if not pool.running:
+            locked = [
+                f"another process trains {t.name} in {t.folder}" for t in unfinished if is_locked(t.folder)
+            ]
+            starting = f"about to start {unfinished[0].name}" if unfinished else "all runs have ended"
+            return f"waiting: {locked[0]}" if locked else starting, None, None
+        task = next(iter(pool.running))
+        number = list(pool.outcomes).index(task) + 1
+        parts = [f"run {number} of {len(pool.outcomes) + pool.to_come()}", task.name]
+        if record := last[task]:
+            length = f"/{task.max_steps}" if task.max_steps else ""
+            parts += [f"step {record['step']}{length}", f"loss {record['loss']:.2f}"]
+        else:
+            parts.append("starting")
+        parts.append(f"{len(pool.running)} running")
+        if pool.stopping:
+            parts.append("stopping (press Ctrl-C again to kill the runs)")
+        if pool.stopping or not any(last.values()):
+            return " · ".join(parts), None, None
+        done = sum(steps.values())
+        return " · ".join(parts), done, done + sum(t.max_steps - steps[t] for t in unfinished)
+
+    def _table(self, pool: Pool, width: int) -> RenderableType:
+        views = []
+        for task in pool.running:
+            view = self._follows.setdefault(task, Follow(task.name, task.folder)).look()
+            # The status file may still be from an earlier start of the run.
+            view.status, view.max_steps = "running", task.max_steps
+            views.append(view)
+        return runs_table(views, width)
