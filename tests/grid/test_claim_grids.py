@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from mmqk.lab.grid.claims import Claim, read_claims
-from mmqk.lab.grid.grid import Grid
-from mmqk.lab.grid.grid import load_grids
+from mmqk.lab.grid.grid import Grid, load_grids
 from mmqk.lab.stats.auroc import FEWEST_OF_EACH
 from mmqk.lab.stats.effects import quantile_t
 from mmqk.lab.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims

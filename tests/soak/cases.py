@@ -16,8 +16,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.runner.child import BLOCKED
-
 SLOW = 4.0  # factor of the time limit, because a busy machine is slower
 
 
@@ -28,7 +26,6 @@ def rng(seed: int, part: str, number: int) -> random.Random:
 def run_case(part: str, number: int, seed: int, seconds: float, shared: Path, work: Path) -> None:
     """Run a case in this process, which was forked for it, and write the outcome to ``{work}.json``."""
     os.setpgid(0, 0)  # so that processes that the case leaves behind are killed with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks these signals
     output = os.open(f"{work}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from mmqk.lab.runner.child import BLOCKED
 from mmqk.lab.runner.pool import PRELOAD, start_server
 
 SECONDS = 120.0
@@ -72,7 +70,6 @@ def start(args: list[str], folder: Path, place: str = "", step: int = 0) -> Fork
 def _run(args: list[str], folder: Path, place: str, step: int) -> None:
     sys.stdout = sys.stderr = open(folder / "log", "w", buffering=1)  # noqa: SIM115 (until the process ends)
     os.dup2(sys.stderr.fileno(), 2)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks these signals
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.store import cli_main
     from mmqk.train import process

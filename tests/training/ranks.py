@@ -6,7 +6,6 @@ The processes are forked from a process with all imports, so each starts in a se
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from mmqk.lab.runner.child import BLOCKED
 from mmqk.lab.runner.pool import PRELOAD, start_server
 
 RANKS = 2
@@ -73,7 +71,6 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: in
         "SLURM_LOCALID": str(rank % local),
     }  # fmt: skip
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks these signals
     from mmqk.store import cli_main
     from mmqk.train import process
     from mmqk.training.module import TrainingModule
