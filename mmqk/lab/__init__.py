@@ -1,7 +1,19 @@
-"""Metrics and verdicts from run folders. Imports no torch and no matplotlib."""
+"""Grids, their runs, and the numbers, verdicts and pages of run folders. Imports neither torch nor matplotlib."""
 
-from mmqk.lab.runs.load import Run, load_runs
-from mmqk.lab.verdicts.study import Study, load_study
-from mmqk.lab.verdicts.verdicts import Verdict, judge
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmqk.lab.runs.load import Run, load_runs
+    from mmqk.lab.verdicts.study import Study, load_study
+    from mmqk.lab.verdicts.verdicts import Verdict, judge
 
 __all__ = ["Run", "Study", "Verdict", "judge", "load_runs", "load_study"]
+_MODULES = {"Run": "runs.load", "load_runs": "runs.load", "Study": "verdicts.study", "load_study": "verdicts.study"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the names above at their first use: they need numpy, which the runner and ``mmqk watch`` do not."""
+    if name not in __all__:
+        raise AttributeError(f"module 'mmqk.lab' has no attribute {name!r}")
+    return getattr(import_module(f"mmqk.lab.{_MODULES.get(name, 'verdicts.verdicts')}"), name)
