@@ -74,9 +74,7 @@ def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_ca
 @pytest.mark.parametrize("swin", [False, True])
 def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
     """For both placements of the norms, attn_out and mlp_out are the tensors added to the residual stream."""
-    model = hugging_face(
-        "chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin}
-    )
+    model = hugging_face("chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin})
     adapter, (ids,), recorded = adapter_for(model), batches(1, B=2), {}
     assert adapter is not None
     for path, module in model.named_modules():

@@ -87,9 +87,7 @@ def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     plain = llama()
     mask = torch.zeros(3, 1, 20, 20, dtype=torch.bool)
     mask[..., :8, :8], mask[..., 8:, 8:] = (torch.ones(n, n, dtype=torch.bool).tril() for n in (8, 12))
-    apart = (
-        attach(plain, modality=IMAGE).probe(input_ids=ids, position_ids=packed, attention_mask=mask).flat()
-    )
+    apart = attach(plain, modality=IMAGE).probe(input_ids=ids, position_ids=packed, attention_mask=mask).flat()
     assert logged["attn_entropy/image/layer01"] == pytest.approx(apart["attn_entropy/image/layer01"], rel=1e-4)
     # Control: with the cache of evaluation mode the numbers differ.
     whole = attach(llama().eval(), modality=IMAGE).probe(input_ids=ids, position_ids=packed).flat()
@@ -219,24 +217,3 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
     images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
     attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
     assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of tensors that each have the whole batch is not cut
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges of ids"),
-        ({"modality": {"image": 5}}, r"image is \[5\]: give ranges of ids"),
-        ({"modality": lambda inputs: 0, "names": "text"}, "give one or more different names"),
-        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give one or more different names"),
-        ({"modality": lambda inputs: 0, "names": ()}, "give one or more different names"),
-        ({"modality": IMAGE, "every_n_steps": 2.5}, "give a whole number of steps"),
-    ],
-)
-def test_mistakes_of_a_call_are_one_sentence(options, message):
-    with pytest.raises(UserError, match=message):
-        attach(Net(["sdpa"]), **options)
-
-
-def test_a_model_that_is_none_is_one_sentence():
-    with pytest.raises(UserError, match=r"model is 'net': pass the nn\.Module"):
-        attach("net", modality=IMAGE)

@@ -157,9 +157,7 @@ def test_pytorchs_own_module_is_seen_as_a_plain_call_is(call):
     for layer, torch_layer in zip(plain.layers, net.layers, strict=True):
         inner = torch_layer.attention.inner
         weight, bias = inner.in_proj_weight.chunk(3), inner.in_proj_bias.chunk(3)
-        for part, w, b in zip(
-            (layer.attention.q, layer.attention.k, layer.attention.v), weight, bias, strict=True
-        ):
+        for part, w, b in zip((layer.attention.q, layer.attention.k, layer.attention.v), weight, bias, strict=True):
             part.weight.data, part.bias.data = w.data, b.data
         layer.attention.out.load_state_dict(torch_layer.attention.inner.out_proj.state_dict())
     measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
@@ -188,9 +186,7 @@ def hugging_face(family: str, model: str, config: str, options: dict, layers: in
                                "num_res_blocks": 1, "resolution": 8, "latent_channels": 8},
                  "vocabulary_map": {"<image>": 3, **{f"IMGIMG{'ABCDEFGHIJKLMNO'[i]}Z": 10 + i
                                                      for i in range(15)}}}  # fmt: skip
-    built = getattr(transformers, model)(
-        getattr(transformers, config)(**size | options, attn_implementation="eager")
-    )
+    built = getattr(transformers, model)(getattr(transformers, config)(**size | options, attn_implementation="eager"))
     with torch.no_grad():
         for name, p in built.named_parameters():
             p.mul_(8 if "_proj" in name else 1)
@@ -235,9 +231,7 @@ def test_a_hugging_face_model_equals_brute_force(name, monkeypatch):
         trained[:, -1] = False
         expected |= output_of(logits, modality, trained)
     assert len(recorded) == 2 and same(measured, expected)
-    assert not same(
-        measured, brute_force.attention(q, k, scale, modality, causal, NAMES, 0, cap, valid=valid_mask)
-    )
+    assert not same(measured, brute_force.attention(q, k, scale, modality, causal, NAMES, 0, cap, valid=valid_mask))
 
 
 INTERFACES = [("llama", "sdpa"), *((name, kind) for name in ("llama", "gemma 2")  # Gemma 2 with sdpa has no softcap
@@ -264,8 +258,7 @@ OWN = [{}, {"n_kv_heads": 1, "qk_norm": QKNormConfig("rms")}, {"window": 9}]
 
 
 @pytest.mark.parametrize(
-    ("changes", "backend"),
-    [*((x, "sdpa") for x in OWN), *((x, "math") for x in (*OWN, *DENSE_ONLY))],
+    ("changes", "backend"), [*((x, "sdpa") for x in OWN), *((x, "math") for x in (*OWN, *DENSE_ONLY))]
 )
 def test_our_own_model_attached_says_what_its_probe_says(changes, backend):
     config = ModelConfig(vocab_sizes={"text": 30, "image": 12}, d_model=16, n_layers=8, n_heads=2, **changes)
@@ -292,9 +285,7 @@ def test_our_own_model_attached_says_what_its_probe_says(changes, backend):
 def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its_adapter(names):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=64, depth=8, embed_dim=32, num_heads=4, num_classes=5
-    )
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=8, embed_dim=32, num_heads=4, num_classes=5)
     images = torch.randn(2, 3, 64, 64)
 
     # The class token has no modality; each half of the image, or the whole image, is a modality.
@@ -314,9 +305,7 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     assert len(expected) == 14 * len(names) and same(measured, expected)
     both = brute_force.attention(q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True, names, 3)
     logits = {
-        name: x
-        for name, x in both.items()
-        if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
+        name: x for name, x in both.items() if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
     }
     assert len(logits) == 2 * len(names) ** 2 and same(measured, logits)
     assert watch.layers.total == len(watch.layers.numbers) == L and watch.layers.hidden == [] and H == 4

@@ -64,18 +64,6 @@ def test_strict_raises_the_error():
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_the_callbacks_take_strict():
-    pytest.importorskip("lightning")
-    pytest.importorskip("transformers")
-    from mmqk.monitors import NormMonitor
-    from mmqk.monitors.transformers import NormCallback
-
-    for callback in (NormMonitor("net", IMAGE, strict=True), NormCallback(IMAGE, strict=True)):
-        assert callback.options["strict"]
-    with pytest.raises(TypeError):  # the control
-        NormCallback(IMAGE, strickt=True)
-
-
 @pytest.mark.parametrize("broken", ["modality", "call", "sides"])
 def test_a_user_error_is_a_line_too(broken, capsys):
     model, (ids,) = Net(["sdpa"]), batches(1)

@@ -13,7 +13,6 @@ from mmqk.monitors import attach, record
 from mmqk.monitors.foreign import probing
 from mmqk.monitors.foreign.origins import NO_INPUTS, Origins
 from mmqk.monitors.summary import summary_line
-from mmqk.store import UserError
 from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 
@@ -105,9 +104,7 @@ def test_a_decoder_as_long_as_its_encoder_is_not_counted_with_it(build):
     assert not any(name.startswith(("out_", "cross_")) for name in measured)
     source, line = next(iter(decoder)), summary(watch)
     assert f"not measured (attention over the tokens of {source}; modality describes input_ids)" in line
-    assert (
-        f"not measured (cross-attention from {source} to input_ids; declare the other input with sides=)" in line
-    )
+    assert f"not measured (cross-attention from {source} to input_ids; declare the other input with sides=)" in line
 
 
 @pytest.mark.parametrize("build", [t5, bart])
@@ -394,18 +391,3 @@ def test_names_tell_tokens_from_what_describes_them():
     watch = attach(Masked(["sdpa"] * 2), modality=modality)
     assert watch.probe(masked_tokens=ids).flat() == plain.probe(ids=ids).flat()
     assert watch.layers.numbers == [0, 1] and "not measured" not in summary(watch)
-
-
-@pytest.mark.parametrize(
-    ("sides", "message"),
-    [
-        ({"decoder": "labels"}, "the model has no tensor input 'labels' for side 'decoder': use one of ids"),
-        ({"other": "ids"}, "input 'ids' of side 'other' is already described by modality"),
-        ({"image": "ids"}, "'image' is already the name of a modality"),
-        ({"a-side": "ids"}, "a modality's name"),
-        ({"other": 3}, "give the name of an input of the model"),
-    ],
-)
-def test_mistakes_in_sides_are_one_sentence(sides, message):
-    with pytest.raises(UserError, match=message):
-        attach(Net(["sdpa"]), modality=IMAGE, sides=sides).probe(ids=batches(1)[0])

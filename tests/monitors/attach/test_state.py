@@ -107,11 +107,6 @@ def test_losses_are_the_same_with_and_without_probes_of_a_model_with_state(kind,
     assert losses_of(build(), another_forward) != plain  # the control: another forward changes the state
 
 
-def test_a_model_without_state_has_no_note(capsys):
-    losses_of(Net(["sdpa"]), watched)
-    assert "mmqk" in (printed := capsys.readouterr().out) and "restored" not in printed
-
-
 class Cache:
     """A cache that a user wrote."""
 

@@ -145,9 +145,7 @@ def test_however_it_is_added(kind, wrapped):
     valid = np.ones(ids.shape, bool)
     expected = brute_force.streams(arrays, modality_of(ids), valid, NAMES)
     assert same(measured, expected) and len(expected) == 12 * L
-    swapped = {
-        ({"attn_out": "mlp_out", "mlp_out": "attn_out"}.get(s, s), n): x for (s, n), x in arrays.items()
-    }
+    swapped = {({"attn_out": "mlp_out", "mlp_out": "attn_out"}.get(s, s), n): x for (s, n), x in arrays.items()}
     assert not same(measured, brute_force.streams(swapped, modality_of(ids), valid, NAMES))
 
 
@@ -206,9 +204,7 @@ def test_a_model_without_a_residual_stream_has_none_and_the_line_says_so(capsys)
     for kinds in ([Straight] * 2, [Layer, Half], [Layer] * 2):
         net, (ids,), logged = Net(["sdpa"] * 2), batches(1), []
         net.layers = nn.ModuleList(kind(SelfAttention()) for kind in kinds)
-        watch = attach(
-            net, modality=IMAGE, every_n_steps=1, log=lambda values, step, to=logged: to.append(values)
-        )
+        watch = attach(net, modality=IMAGE, every_n_steps=1, log=lambda values, step, to=logged: to.append(values))
         net(ids)
         watch.step()
         watch.close()

@@ -44,9 +44,7 @@ def test_lightning_names_a_module_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights(
-    compiled, tmp_path, monkeypatch
-):
+def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights(compiled, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     from transformers.integrations import TensorBoardCallback
 

@@ -42,9 +42,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     for watched in (False, True):
         model = called = Net("sdpa", dropout=0.2)
         if way in ("compiled", "its module attached"):
-            called = torch.compile(
-                model, backend="aot_eager" if way == "compiled" else "eager", fullgraph=True
-            )
+            called = torch.compile(model, backend="aot_eager" if way == "compiled" else "eager", fullgraph=True)
         elif way == "compiled in place":
             model.compile(backend="eager", fullgraph=True)
         watch = None
@@ -56,9 +54,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
         if watch is not None:
             watch.close()
     assert all(torch.equal(x, runs[1][name]) for name, x in runs[0].items())
-    assert not any(
-        torch.equal(x, Net("sdpa").state_dict()[name]) for name, x in runs[1].items() if "mlp" in name
-    )
+    assert not any(torch.equal(x, Net("sdpa").state_dict()[name]) for name, x in runs[1].items() if "mlp" in name)
     lines = read_metrics(tmp_path / "mine" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [step for step, _ in logged] == [10, 20, 40]
     last = {k: v for k, v in lines[-1].items() if k != "step"}
@@ -100,9 +96,7 @@ class Stateful(nn.Module):
         self.cache[: len(ids)] = ids
         self.calls = self.calls + 1
         noise = (
-            torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum()
-            + random.random()
-            + np.random.rand()
+            torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum() + random.random() + np.random.rand()
         )
         y = self.frozen(self.norm(self.net(ids).transpose(1, 2)[:, :16])).mean() + 0 * noise
         return self.net(ids) + y
@@ -153,10 +147,7 @@ def test_autocast_that_a_model_enters_itself_is_off():
     wrapped = Wrapped()
     wrapped.load_state_dict(net.state_dict())
     assert wrapped(ids).dtype == torch.bfloat16
-    assert (
-        attach(wrapped, modality=IMAGE).probe(ids=ids).flat()
-        == attach(net, modality=IMAGE).probe(ids=ids).flat()
-    )
+    assert attach(wrapped, modality=IMAGE).probe(ids=ids).flat() == attach(net, modality=IMAGE).probe(ids=ids).flat()
 
 
 def test_a_failing_forward_is_told_and_everything_put_back(capsys):
@@ -174,9 +165,7 @@ def test_a_failing_forward_is_told_and_everything_put_back(capsys):
     assert capsys.readouterr().out.count(said) == 1
     with pytest.raises(RuntimeError, match=r"6 of 6 sequences\) failed \(ValueError: all 7 or none"):
         watch.probe(ids=ids, size=7)
-    assert (
-        model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
-    )
+    assert model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
@@ -217,34 +206,12 @@ def test_a_modality_without_tokens_warns(capsys):
     assert capsys.readouterr().out.count("tokens 0 text, 64 image") == 1
 
 
-def test_a_folder_is_one_run(tmp_path):
-    model, (ids,) = Net(), batches(1)
-
-    def run(start=0):
-        watch = attach(model, modality=IMAGE, every_n_steps=1, out=tmp_path)
-        watch.steps = start
-        for _ in range(3):
-            model(ids)
-            watch.step()
-        watch.close()
-
-    run()
-    for every in (1, 3):  # the first step refuses the folder; a probe every 3 steps has not run by then
-        watch = attach(model, modality=IMAGE, every_n_steps=every, out=tmp_path)
-        model(ids)
-        with pytest.raises(UserError, match=r"has a run up to step 3: give another folder"):
-            watch.step()
-        watch.close()
-    run(start=2)
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_a_folder_is_one_run_if_the_trainers_steps_do_not_start_at_1(first, tmp_path):
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_folder_is_one_run(first, tmp_path):
     model, (ids,) = Net(["sdpa"]), batches(1)
 
-    def run(numbers, start=0):
-        watch = attach(model, modality=IMAGE, every_n_steps=1, out=tmp_path)
+    def run(numbers, start=0, every=1):
+        watch = attach(model, modality=IMAGE, every_n_steps=every, out=tmp_path)
         watch.steps = start
         try:
             for number in numbers:
@@ -255,8 +222,9 @@ def test_a_folder_is_one_run_if_the_trainers_steps_do_not_start_at_1(first, tmp_
 
     run(range(first, first + 3))
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=rf"has a run up to step {first + 2}: give another folder"):
-        run(range(first, first + 3))
+    for every in (1, 3):  # the first step refuses the folder; a probe every 3 steps has not run by then
+        with pytest.raises(UserError, match=rf"has a run up to step {first + 2}: give another folder"):
+            run(range(first, first + 1), every=every)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     run(range(first + 2, first + 5), start=first + 1)  # the control: a resumed run
     steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
@@ -276,20 +244,30 @@ def test_a_folder_with_a_run_of_many_layers_is_refused_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("modality", "message"),
+    ("options", "message"),
     [
-        ({"image": range(4, 4)}, "not empty"),
-        ({"image": range(4, 9), "audio": range(8, 12)}, "both image and audio"),
-        ({"image": range(4, 9, 2)}, "step 1"),
-        ({"an-image": range(4, 9)}, "a modality's name"),
-        ({"text": range(4)}, "modality has only text"),
-        (7, "give ranges of ids"),
-        (lambda inputs: torch.zeros(3), r"returned shape \(3,\)"),
+        ({"modality": {"image": range(4, 4)}}, "not empty"),
+        ({"modality": {"image": range(4, 9), "audio": range(8, 12)}}, "both image and audio"),
+        ({"modality": {"image": range(4, 9, 2)}}, "step 1"),
+        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges of ids"),
+        ({"modality": {"an-image": range(4, 9)}}, "a modality's name"),
+        ({"modality": {"text": range(4)}}, "modality has only text"),
+        ({"modality": 7}, "give ranges of ids"),
+        ({"modality": lambda inputs: torch.zeros(3)}, r"returned shape \(3,\)"),
+        ({"modality": lambda inputs: 0, "names": "text"}, "give one or more different names"),
+        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give one or more different names"),
+        ({"modality": lambda inputs: 0, "names": ()}, "give one or more different names"),
+        ({"every_n_steps": 2.5}, "give a whole number of steps"),
+        ({"model": "net"}, r"model is 'net': pass the nn\.Module"),
+        ({"sides": {"decoder": "labels"}}, "no tensor input 'labels' for side 'decoder': use one of ids"),
+        ({"sides": {"other": "ids"}}, "input 'ids' of side 'other' is already described by modality"),
+        ({"sides": {"image": "ids"}}, "'image' is already the name of a modality"),
+        ({"sides": {"other": 3}}, "give the name of an input of the model"),
     ],
 )
-def test_mistakes_in_modality_are_one_sentence(modality, message):
+def test_user_errors_are_one_sentence(options, message):
     with pytest.raises(UserError, match=message):
-        attach(Net(), modality=modality).probe(ids=batches(1)[0])
+        attach(**({"model": Net(["sdpa"]), "modality": IMAGE} | options)).probe(ids=batches(1)[0])
 
 
 def test_three_modalities_and_several_ranges():
@@ -332,9 +310,7 @@ def test_activation_checkpointing_counts_nothing_twice():
         model = Net("sdpa")
         if again:
             model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
-        watch = attach(
-            model, modality=IMAGE, every_n_steps=5, log=lambda values, step: numbers[-1].append(values)
-        )
+        watch = attach(model, modality=IMAGE, every_n_steps=5, log=lambda values, step: numbers[-1].append(values))
         numbers.append([])
         ends.append(list(train(model, model, steps=10, watch=watch).values()))
         watch.close()
