@@ -10,7 +10,7 @@ import pytest
 
 from mmqk.config import resolve
 from mmqk.store import AlarmConfig, AlarmRules
-from mmqk.store.alarms import NAMES, divergence, probes, steps
+from mmqk.store.alarms import NAMES, divergence, series
 
 PAGE = Path(__file__).parents[2] / "docs/alarms.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -29,10 +29,10 @@ def test_every_alarm_has_a_row():
 def test_the_words_of_a_rule_have_its_numbers():
     said = {alarm: cells[1] for alarm, cells in rows(TEXT).items()}
     for alarm, numbers in {
-        "spike": (steps.SPIKE_STDS, steps.SPIKE_FEWEST),
-        "spike_median": (steps.MEDIAN_WINDOW, steps.ABOVE_MEDIAN_NATS, steps.ABOVE_MEDIAN_STDS),
-        "stall": (steps.STALL_MEDIAN, steps.STALL_FEWEST_STEPS, steps.STALL_NATS, steps.STALL_ABOVE_NATS),
-        "growth": (probes.GROWTH_PROBES, probes.GROWTH_ERRORS, probes.GROWTH_FACTOR, probes.GROWTH_LOGIT),
+        "spike": (series.SPIKE_STDS, series.SPIKE_FEWEST),
+        "spike_median": (series.MEDIAN_WINDOW, series.ABOVE_MEDIAN_NATS, series.ABOVE_MEDIAN_STDS),
+        "stall": (series.STALL_MEDIAN, series.STALL_FEWEST_STEPS, series.STALL_NATS, series.STALL_ABOVE_NATS),
+        "growth": (series.GROWTH_PROBES, series.GROWTH_ERRORS, series.GROWTH_FACTOR, series.GROWTH_LOGIT),
         "divergence": (divergence.ABOVE_INITIAL_NATS, divergence.WINDOW, divergence.ABOVE_BEST_NATS),
     }.items():
         assert all(re.search(rf"(?<![\d.]){n:g}(?![\d.])", said[alarm]) for n in numbers), alarm

@@ -23,8 +23,7 @@ from mmqk.store import (
     truncate_alarms,
 )
 from mmqk.store.alarms import NAMES
-from mmqk.store.alarms.probes import Collapse, Growth
-from mmqk.store.alarms.steps import Spike, SpikeOfMedian, Stall
+from mmqk.store.alarms.series import Collapse, Growth, Spike, SpikeOfMedian, Stall
 
 
 def noise(n, seed=0, mean=3.0, std=0.02):

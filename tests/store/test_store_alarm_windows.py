@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from mmqk.store.alarms.steps import Spike
+from mmqk.store.alarms.series import Spike
 from mmqk.store.alarms.window import RunningMoments, Window
 from tests.store.test_store_alarm_rules import fed, noise
 

@@ -10,7 +10,7 @@ import pytest
 from mmqk.lab.formatting import count
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.summary import summary_line
-from mmqk.store.alarms.probes import Growth
+from mmqk.store.alarms.series import Growth
 from mmqk.store.formatting import percent, plain
 
 POWER = re.compile(r"\de[+-]\d")

@@ -25,7 +25,7 @@ from mmqk.store import (
     read_metrics,
     read_status,
 )
-from mmqk.store.alarms import probes, steps
+from mmqk.store.alarms import series
 from mmqk.train import main
 from mmqk.training.loop import Lifecycle
 from mmqk.training.module import TrainingModule
@@ -58,7 +58,7 @@ def planted(self: TrainingModule, *rest):
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainingModule, "training_step", planted)
-    patch.setattr(steps, "SPIKE_FEWEST", 20)
+    patch.setattr(series, "SPIKE_FEWEST", 20)
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +108,8 @@ def test_a_healthy_run_of_60_steps_has_no_growth_alarm_live_or_afterwards(report
     assert not any(alarm.name == "growth" for alarm in read_alarms(folder)) and "growth" not in said
     assert "growth" not in afterwards(folder)
     # The control: the norms of the run grow fast enough for an alarm of a rule that needs fewer steps.
-    monkeypatch.setattr(probes, "GROWTH_START_STEPS", 1)
-    monkeypatch.setattr(probes, "GROWTH_STEPS", 0)
+    monkeypatch.setattr(series, "GROWTH_START_STEPS", 1)
+    monkeypatch.setattr(series, "GROWTH_STEPS", 0)
     assert "growth" in afterwards(folder)
 
 

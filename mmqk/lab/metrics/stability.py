@@ -13,7 +13,7 @@ from mmqk.lab.metrics.losses import has_floor, trained_modalities
 from mmqk.lab.metrics.metric import planned_steps, warmup_steps
 from mmqk.lab.runs.load import Run
 from mmqk.store import DivergenceRule
-from mmqk.store.alarms.steps import SPIKE_FEWEST, Spike
+from mmqk.store.alarms.series import SPIKE_FEWEST, Spike
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:

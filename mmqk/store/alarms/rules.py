@@ -9,8 +9,17 @@ from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.divergence import DivergenceRule
-from mmqk.store.alarms.probes import GROWTH_LOGIT, LOGITS, NORMS, Collapse, Growth
-from mmqk.store.alarms.steps import STALL_ABOVE_NATS, Spike, SpikeOfMedian, Stall
+from mmqk.store.alarms.series import (
+    GROWTH_LOGIT,
+    LOGITS,
+    NORMS,
+    STALL_ABOVE_NATS,
+    Collapse,
+    Growth,
+    Spike,
+    SpikeOfMedian,
+    Stall,
+)
 from mmqk.store.tags import parsed_tag, tag
 
 

@@ -1,15 +1,49 @@
-"""Sliding windows over a series: median and quartiles, mean and standard deviation, updated with each value.
+"""The base class of rules over one series, and sliding windows: median and quartiles, mean and standard deviation.
 
-The state of both classes is plain data. Results after a resume from this state are bit-identical.
+Their state is plain data. Results after a resume from this state are bit-identical.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+
+
+class Rule:
+    """A rule over one series.
+
+    Attributes:
+        STATE: names of the attributes that form the state. Each is plain data, or an object with a `state_dict`.
+        on: whether the condition held at the last value.
+    """
+
+    STATE: tuple[str, ...] = ("on",)
+    on = False
+
+    def begins(self, holds: bool) -> bool:
+        """Return whether an alarm begins: the condition holds now and did not hold at the previous value."""
+        began, self.on = holds and not self.on, holds
+        return began
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resume, as plain data."""
+        values = {name: getattr(self, name) for name in self.STATE}
+        return {
+            k: v.state_dict() if hasattr(v, "state_dict") else copy.deepcopy(v) for k, v in values.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        for name in self.STATE:
+            if hasattr(value := getattr(self, name), "load_state_dict"):
+                value.load_state_dict(state[name])
+            else:
+                setattr(self, name, copy.deepcopy(state[name]))
+
 
 # Ratio of the interquartile range to the standard deviation of a normal distribution.
 QUARTILES_TO_STD = 1.349
