@@ -16,7 +16,7 @@ from mmqk.lab.metrics import (
     scaling,
 )
 from mmqk.lab.stats.auroc import FEWEST_OF_EACH
-from mmqk.store.alarms import divergence, steps
+from mmqk.store.alarms import divergence, series
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
@@ -48,9 +48,9 @@ def test_a_row_says_what_the_metric_is(name):
         (r"never fell ([\d.]+) nat below", losses.LEARNED_NATS),
         (r"per ([\d,]+) steps \| linear \| high \| 3 probes", probes.SLOPE_STEPS),
         (r"\| (\d+) probes in the window", probes.FEWEST_PROBES),
-        (r"at least (\d+) standard deviations", steps.SPIKE_STDS),
-        (r"mean of the (\d+) before them", steps.SPIKE_WINDOW),
-        (r"with at least (\d+) losses before them", steps.SPIKE_FEWEST),
+        (r"at least (\d+) standard deviations", series.SPIKE_STDS),
+        (r"mean of the (\d+) before them", series.SPIKE_WINDOW),
+        (r"with at least (\d+) losses before them", series.SPIKE_FEWEST),
         (r"has been more than ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),
         (r"first value for (\d+) steps", divergence.WINDOW),
         (r"median more than ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
