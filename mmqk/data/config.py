@@ -137,12 +137,12 @@ def layout(config: DataConfig) -> Layout:
         return Layout(Dial(config.dial).vocab_sizes)
     if "tokens" in config.family:
         header = read_header(config.tokens)
-        if header["kind"] != "tokens":
+        if header.kind != "tokens":
             raise UserError(
                 f"{config.tokens} has documents of kind {header['kind']}: name it in the field of that kind, not in"
                 " data.tokens."
             )
-        return Layout(**header["layout"])
+        return header.layout
     return layout_of(config.tokenizers_folder)
 
 

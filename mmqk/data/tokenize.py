@@ -23,7 +23,7 @@ from mmqk.data.shards.samples import DOTTED, ReasonCounts, Unread, document_of, 
 from mmqk.data.shards.tars import TarIndex, expand, index_tar
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.source import add_sample_arguments
-from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
+from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.data.tokens.worker import ShardPart, TokenizeJob, run_shards
 from mmqk.progress import track
 from mmqk.store import (
@@ -141,7 +141,7 @@ def _share(args: argparse.Namespace, job: TokenizeJob, paths: list[Path]) -> flo
         return float(args.val_fraction)
     begun: Any = None
     if is_token_folder(job.out):
-        begun = read_header(job.out)["about"].get("command")
+        begun = read_header(job.out).about.get("command")
     else:
         with suppress(DamagedFile):  # `_claimed` raises it again
             begun = read_json(job.out / UNFINISHED / OPTIONS)
@@ -199,7 +199,7 @@ def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, An
 
 def _already_finished(out: Path, options: Mapping[str, Any], paths: list[Path]) -> int:
     header = read_header(out)
-    about = header["about"]
+    about = header.about
     command = about.get("command")
     if not isinstance(command, dict):
         raise UserError(f"{out} holds tokens that another command made: give another --out")
@@ -210,7 +210,7 @@ def _already_finished(out: Path, options: Mapping[str, Any], paths: list[Path]) 
             raise UserError(
                 f"{path} differs from the shard that {out} was made of: give another --out, or remove {out}"
             )
-    print(f"{out} is finished: " + _counts(header["splits"]))
+    print(f"{out} is finished: " + _counts(header.splits))
     return 0
 
 
@@ -329,15 +329,15 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
     about = {"command": dict(options), "shards": shards, "examples": dropped.examples, "unread": asdict(unread)}
     writer.finish(dropped.by_count(), about)
     shutil.rmtree(job.out / UNFINISHED)
-    print(f"{job.out}: " + _counts(read_header(job.out)["splits"]))
+    print(f"{job.out}: " + _counts(read_header(job.out).splits))
     if dropped.total:
         print(f"{dropped.total:,} of {samples:,} samples were dropped:")
     for line in (*dropped.reason_lines(), *unread.lines(files)):
         print(line)
 
 
-def _counts(splits: Mapping[str, list[dict[str, Any]]]) -> str:
-    count = {what: [sum(p[what] for p in splits[s]) for s in SPLITS] for what in ("documents", "tokens")}
+def _counts(splits: Mapping[str, list[Part]]) -> str:
+    count = {what: [sum(getattr(p, what) for p in splits[s]) for s in SPLITS] for what in ("documents", "tokens")}
     return ", ".join(
         f"{split} {documents:,} documents of {tokens:,} tokens"
         for split, documents, tokens in zip(SPLITS, count["documents"], count["tokens"], strict=True)

@@ -6,18 +6,22 @@ The same configuration gives the same bytes: a page contains no time and no abso
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
-from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.mixture import CYCLE
+from mmqk.data.datamodule import TokenDataModule, documents, targets_by_modality
+from mmqk.data.mixture import CYCLE, SLOTS
 from mmqk.data.order.order import Content
-from mmqk.inspection.decode import IdDecoder, Originals, Pictures
-from mmqk.inspection.reading import WINDOW, read
-from mmqk.inspection.views import SequenceView, Viewer
+from mmqk.data.statistics import describe
+from mmqk.data.synthetic.dial import Dial
+from mmqk.data.tokens.folder import is_token_folder, read_header
+from mmqk.inspection.views import IdDecoder, Originals, SequenceView, Viewer
 from mmqk.lab.formatting import listed, nats, number, plural
 from mmqk.lab.page import render as report
 from mmqk.store import find_file, without_roots
@@ -34,8 +38,7 @@ def percent(share: float) -> str:
     return f"{number(100 * share)} %"
 
 
-LARGEST_PAGE = 5_000_000
-PICTURE_BYTES = 2_500_000  # limit for all images of a page, before base64 encoding
+WINDOW = 300  # consecutive sequences over which the mixture is compared with its configured shares
 TEMPLATES = Path(__file__).parent / "templates"
 FILTERS: dict[str, Callable[..., str]] = {
     "percent": percent,
@@ -94,25 +97,13 @@ def inspect(
         "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
         **_sequences(run, data, decoder, plain, min(sequences, plain["run_sequences"])),
     }
-    files = {"index.html": render(content), "statistics.json": plain}
+    content["css"] = (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
+    files = {"index.html": report.render("inspect.html", content, TEMPLATES, FILTERS), "statistics.json": plain}
     first = [line for line in (data.few_held_out(), subtitle(plain)[0]) if line]
     cells = [["", *plain["modalities"]], *([row["label"], *row["cells"]] for row in rows)]
     notes = ["", *(row["note"] for row in rows)]
     table = [f"{line}  {note}".rstrip() for line, note in zip(text_table(cells, {0}), notes, strict=True)]
     return files, [*first, "", *table]
-
-
-def render(content: dict[str, Any]) -> str:
-    """Render the page, with fewer sequences if it would exceed `LARGEST_PAGE` bytes."""
-    css = (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
-    sequences = content["sequences"]
-    while True:
-        missing = len(content["sequences"]) - len(sequences)
-        shown = {**content, "sequences": sequences, "missing": missing, "css": css}
-        page = report.render("inspect.html", shown, TEMPLATES, FILTERS)
-        if len(page.encode()) <= LARGEST_PAGE or len(sequences) == 1:
-            return page
-        sequences = sequences[: len(sequences) // 2]
 
 
 def title(plain: dict[str, Any]) -> str:
@@ -172,9 +163,8 @@ def _sequences(
 ) -> dict[str, Any]:
     """Return the sequences of the page, from a batch made with the batch builder that training uses."""
     layout, order = data.builder.layout, data.order
-    pictures = Pictures(PICTURE_BYTES)
     dial = run.data.dial if "dial" in run.data.family else None
-    viewer = Viewer(layout, plain["loss_weights"], pictures, decoder, dial.grid if dial else None, dial is not None)
+    viewer = Viewer(layout, plain["loss_weights"], decoder, dial.grid if dial else None)
     originals = Originals(find_file(run.data.pairs)) if decoder and run.data.pairs else None
     batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
     sequences = []
@@ -185,23 +175,17 @@ def _sequences(
             pictured = ((n, c.item) for n, c in enumerate(contents) if c.kind in ("pair", "image"))
             images = {n: originals.image(item, decoder.image_size) for n, item in pictured}
         view = viewer.view(batch, index, images)
-        heads = [_head(data, decoder, c) for c in contents] or [("", "")] * len(view.documents)
+        heads = [_head(data, c) for c in contents] or [""] * len(view.documents)
         sequences.append(
             {
                 "index": index,
                 "slot": SLOT_WORDS[order.mixture.draw(index).slot],
                 "facts": _facts(view, run.data.seq_len),
                 "strip": view.strip,
-                "lane": view.lane,
                 "documents": list(zip(heads, view.documents, strict=True)),
             }
         )
-    return {
-        "sequences": sequences,
-        "colors": viewer.colors,
-        "specials": bool(layout.specials),
-        "left_out": pictures.left_out,
-    }
+    return {"sequences": sequences, "colors": viewer.colors, "specials": bool(layout.specials)}
 
 
 def _facts(view: SequenceView, length: int) -> list[str]:
@@ -215,19 +199,126 @@ def _facts(view: SequenceView, length: int) -> list[str]:
     return [*facts, f"targets: {listed(counts) or 'none'}"]
 
 
-def _head(data: TokenDataModule, decoder: IdDecoder | None, content: Content) -> tuple[str, str]:
-    """Return the label of a document with its index in the source, and the part of its caption that was cut."""
+def _head(data: TokenDataModule, content: Content) -> str:
+    """Return the label of a document with its index in the source and what of it is cut."""
     kind, item = content.kind, content.item
     if kind == "image":
-        return f"Image of pair {item:,}", ""
+        return f"Image of pair {item:,}"
     store = data.builder.stores[kind]
     if kind == "pair":
-        words, room = store[item][store.image_tokens : -1], data.builder.caption_room
-        if len(words) <= room:
-            return f"Pair {item:,}", ""
-        cut = "".join(decoder.words(words[room:])) if decoder else ""
-        return f"Pair {item:,}, caption cut: {room:,} of its {len(words):,} tokens fit", cut
+        words, room = len(store[item]) - store.image_tokens - 1, data.builder.caption_room
+        return f"Pair {item:,}" + (f", caption cut: {room:,} of its {words:,} tokens fit" if words > room else "")
     length = int(store.lengths_N[item])
     whole = content.end - content.start >= length
-    part = "" if whole else f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
-    return f"Document {item:,}{part}", ""
+    return f"Document {item:,}" + (
+        "" if whole else f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
+    )
+
+
+def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
+    """Read the first sequences of a run, up to ``tokens`` tokens or to the end of the run.
+
+    Args:
+        run: configuration of the run.
+        data: data module of the run, after its setup.
+        tokens: number of tokens to read.
+
+    Returns:
+        The content of statistics.json. ``modalities`` has the statistics of each modality. Repeated documents would
+        bias them, so they are computed only over the sequences in the first epoch of their source;
+        ``fresh_sequences`` is the number of these sequences. ``share``, the share of the targets, is computed over
+        all sequences. ``dial.met`` is the mean -log p of the targets under the synthetic source, in nats.
+    """
+    order, layout = data.order, data.builder.layout
+    total = int(run.trainer["max_steps"]) * run.data.batch_size
+    rows, fresh, left = [], [], tokens
+    for index in range(total):
+        row = order.row(index)
+        rows.append(row)
+        if order.is_fresh(index):
+            fresh.append(row)
+        left -= len(row.ids)
+        if left <= 0:
+            break
+    targets, known = targets_by_modality(rows, layout)
+    statistics = describe(documents(fresh), documents(data.val_rows), layout.vocab_sizes)
+    share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
+    draws = [order.mixture.draw(i).slot for i in range(max(len(rows), 4 * WINDOW))]
+    filled = sum(len(row.ids) for row in rows)
+    dropped = {k: read_header(f).dropped for k, f in _folders(run).items() if is_token_folder(f)}
+    if data.skipped:  # samples skipped in the sequences read so far
+        dropped["pair"] = dict(Counter(data.skipped.values()))
+    plain: dict[str, Any] = {
+        "data": {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family},
+        "seed": run.seed,
+        "vocab_sizes": dict(run.model.vocab_sizes),
+        "sequences": len(rows),
+        "fresh_sequences": len(fresh),
+        "run_sequences": total,
+        "targets": targets,
+        "loss_weights": dict(zip(run.model.vocab_sizes, run.loss.weights_of(run.model.modalities), strict=True)),
+        "padding": 1 - filled / (len(rows) * data.builder.seq_len),
+        "padding_of_packing": order.padding,
+        "captions_cut": data.builder.captions_cut,
+        "modalities": {name: asdict(replace(s, share=share[name])) for name, s in statistics.items()},
+        "mixture": _mixture(run, draws),
+        "sources": _sources(run, data, total),
+        "dropped": dropped,
+    }
+    if "dial" in run.data.family:
+        dial = Dial(run.data.dial)
+        table = dial.describe(filled * total // len(rows))
+        plain["dial"] = {"floors": dial.floors(), "met": known, "table": table}
+    return plain
+
+
+def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
+    """Return for each slot (kind of sequence) its configured share, its share in the first `CYCLE` sequences, and its
+    lowest and highest share in any `WINDOW` sequences in a row."""
+    mix, total = run.data.mix, sum(run.data.mix.values())
+    pair = mix.get("pair", 0.0)
+    weights = {SLOTS[0]: pair * run.data.image_first_prob, SLOTS[1]: pair * (1 - run.data.image_first_prob)}
+    weights |= {kind: mix.get(kind, 0.0) for kind in SLOTS[2:]}
+    rows = []
+    for slot, weight in weights.items():
+        if weight > 0:
+            counts = np.cumsum([0, *(d == slot for d in draws)])
+            windows = (counts[WINDOW:] - counts[:-WINDOW]) / WINDOW
+            rows.append(
+                {
+                    "slot": slot,
+                    "configured": weight / total,
+                    f"first {CYCLE}": float(counts[CYCLE] / CYCLE),
+                    "least": float(windows.min()),
+                    "most": float(windows.max()),
+                }
+            )
+    return rows
+
+
+def _sources(run: RunConfig, data: TokenDataModule, total: int) -> list[dict[str, Any]]:
+    """Return for each kind its documents and tokens by split, its sequences per epoch, and its epochs in the run.
+
+    ``total`` is the number of sequences of the run.
+    """
+    if "dial" in run.data.family:
+        return []
+    share = {kind: weight / sum(run.data.mix.values()) for kind, weight in run.data.mix.items()}
+    epoch_rows = data.order.rows_of_an_epoch
+    rows = []
+    for kind, stores in data.stores.items():
+        entry: dict[str, Any] = {"kind": kind, "folder": str(_folders(run)[kind])}
+        for split in ("train", "val"):
+            entry |= {f"{split}_documents": len(stores[split]), f"{split}_tokens": stores[split].tokens}
+        # A folder of pairs serves two kinds: pairs, and images without captions.
+        entry["read_as"] = {
+            k: {"sequences_an_epoch": epoch_rows[k], "epochs": share[k] * total / epoch_rows[k]}
+            for k in (("pair", "image") if kind == "pair" else (kind,))
+            if share.get(k, 0) > 0
+        }
+        rows.append(entry)
+    return rows
+
+
+def _folders(run: RunConfig) -> dict[str, Path]:
+    return {"tokens": Path(run.data.tokens)} if "tokens" in run.data.family else run.data.sources

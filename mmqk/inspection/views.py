@@ -1,22 +1,137 @@
-"""Views of one sequence of a TokenBatch for the page: strips over its T positions, and the parts of its documents.
+"""Views of one sequence of a TokenBatch for the page: a strip of its T positions, and the parts of its documents.
 
-The strips show only the content of the batch: modality and padding of each position, trained targets, and the
-beginnings of documents.
+The strip shows only the content of the batch: modality and padding of each position, trained targets, and the
+beginnings of documents. Ids are decoded with mmqk's tokenizers, and images stand beside their originals.
 """
 
 from __future__ import annotations
 
+import base64
 import html
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from mmqk.data.batch import TokenBatch
+from mmqk.data.shards.images import Dropped, load_image
+from mmqk.data.shards.manifest import MANIFEST, load_manifest
+from mmqk.data.shards.samples import pair_of
+from mmqk.data.shards.tars import index_tar
+from mmqk.data.tokenizers.files import SPECIALS as OWN_SPECIALS
+from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.image import ImageTokenizer
+from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
-from mmqk.inspection.decode import IdDecoder, Pictures, shaded
+
+BROKEN_CHARACTER = "\ufffd"
+LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens
+LARGEST_PICTURE = 160  # longest side of an image on a page, in pixels
+# An image counts as the original if the tokenizer encodes it to at least this share of the codes in the data. Some
+# codes may differ: the batch size affects the rounding, which matters if a vector is almost as close to another code.
+SAME_CODES = 0.9
+# Five colors of Viridis, which color-blind readers can tell apart.
+_SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
+
+
+class IdDecoder:
+    """Decodes joint ids with mmqk's tokenizers.
+
+    Args:
+        tokenizers: folder of the tokenizers.
+
+    Raises:
+        UserError: a tokenizer file is missing or damaged.
+    """
+
+    def __init__(self, tokenizers: Path | str) -> None:
+        self._text, self._image = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
+        self._first_code = vocab_sizes_of(tokenizers)["text"]
+        self.grid, self.image_size = self._image.grid[0], self._image.image_size
+
+    def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        """Return the text of each token. If a character has several tokens, they give one text."""
+        words, pending = [], list[int]()
+        for i in ids:
+            pending.append(int(i) - len(OWN_SPECIALS))
+            word = self._text.decode(pending)
+            if BROKEN_CHARACTER not in word or len(pending) == LONGEST_CHARACTER:
+                words.append(word)
+                pending = []
+        return [*words, self._text.decode(pending)] if pending else words
+
+    def picture(self, ids: np.ndarray) -> Image.Image | None:
+        """Decode joint ids to an image; return None if they are not a whole image."""
+        if len(ids) != self.grid**2:
+            return None
+        codes_1N = torch.from_numpy(np.asarray(ids - self._first_code, dtype=np.int64))[None]
+        pixels_HWC = self._image.decode(codes_1N)[0].permute(1, 2, 0)
+        return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
+
+    def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
+        """Return whether the tokenizer encodes this image to these ids, up to the tolerance `SAME_CODES`."""
+        pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+        codes = self._image.encode(pixels_1CHW)[0].numpy()
+        return bool((codes == ids - self._first_code).mean() >= SAME_CODES)
+
+
+class Originals:
+    """The training images of a folder of image-caption shards, by index of the pair.
+
+    Args:
+        folder: folder of shards with a manifest. Any other folder gives no images.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        is_shards = (Path(folder) / MANIFEST).exists()
+        shards = load_manifest(folder).splits.get("train", ()) if is_shards else ()
+        self._paths = [Path(folder) / shard.file for shard in shards]
+        self._first = np.cumsum([0, *(shard.samples for shard in shards)])
+        self._index = cache(index_tar)
+
+    def image(self, item: int, size: int) -> Image.Image | None:
+        """Return the image of pair ``item`` in the size that the tokenizer encodes; None if it is not available."""
+        if not 0 <= item < self._first[-1]:
+            return None
+        shard = int(np.searchsorted(self._first, item, side="right")) - 1
+        index = self._index(self._paths[shard])
+        try:
+            sample = index.read(item - int(self._first[shard]))
+            return load_image(pair_of(sample)[0], size)
+        except (Dropped, IndexError):
+            return None
+
+
+def picture_uri(image: Image.Image) -> str:
+    """Return the image as ``data:image/png;base64,...``, scaled down if it is large."""
+    image = image.copy()
+    image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def shaded(ids: Iterable[int] | np.ndarray, block: int, width: int = 0) -> Image.Image:
+    """Return an image with one pixel per id, colored by the id within its block, in rows of ``width`` (0: one row).
+
+    Args:
+        ids: 0 to block - 1.
+        block: number of ids in the block.
+    """
+    ids_N = np.asarray(ids, dtype=float)
+    share_N, places = ids_N / max(block - 1, 1), np.linspace(0, 1, len(_SHADES))
+    rgb_N3 = np.stack([np.interp(share_N, places, channel) for channel in _SHADES.T], axis=1)
+    rows = -(-len(ids_N) // width) if width else 1
+    full = np.full((rows * (width or len(ids_N)), 3), 255.0)
+    full[: len(ids_N)] = rgb_N3
+    return Image.fromarray(full.reshape(rows, -1, 3).round().astype(np.uint8))
+
 
 # The Okabe-Ito palette for color-blind readers; the first two colors also differ in gray.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -66,14 +181,12 @@ class SequenceView:
         documents: segments of each document of the sequence.
         targets: number of targets in the batch's mask by modality, and how many of them have a weight above 0.
         strip: an ``<svg>`` of the positions: tokens, targets, and beginnings of documents.
-        lane: an ``<svg>`` of the positions: tokens and beginnings of documents.
     """
 
     filled: int
     documents: tuple[tuple[Segment, ...], ...]
     targets: dict[str, tuple[int, int]]
     strip: str
-    lane: str
 
 
 class Viewer:
@@ -82,23 +195,18 @@ class Viewer:
     Args:
         layout: layout of the ids.
         weights: loss weight by modality.
-        pictures: makes the data URIs.
         decoder: mmqk's tokenizers; if None, the page shows ids instead of text and images.
         widths: columns by modality, for ids that form a grid.
-        by_rank: whether ids are sorted by decreasing frequency.
     """
 
     def __init__(
         self,
         layout: Layout,
         weights: Mapping[str, float],
-        pictures: Pictures,
         decoder: IdDecoder | None = None,
         widths: Mapping[str, int] | None = None,
-        by_rank: bool = False,
     ) -> None:
-        self.layout, self.pictures, self.decoder = layout, pictures, decoder
-        self.weights, self.widths, self.by_rank = weights, widths or {}, by_rank
+        self.layout, self.decoder, self.weights, self.widths = layout, decoder, weights, widths or {}
         self.names = list(layout.vocab_sizes)
         self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(self.names)}
         self._edges = layout.edges
@@ -128,7 +236,7 @@ class Viewer:
             if of_modality_T.any():
                 targets[name] = (int(of_modality_T.sum()), int((of_modality_T & trained_T).sum()))
         shown_T = np.where(valid_T, modality_T, -1)
-        lane, edges = self._lane(shown_T, ids_T), _edges(document_T)
+        bars = [*self._lane(shown_T, ids_T), *self._targets(masked_T, trained_T, target_T), *_edges(document_T)]
         counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
         padding = f"{int((shown_T < 0).sum())} padding; {int(trained_T.sum())} trained"
         label = f"{len(shown_T)} positions: {', '.join(counts)}, {padding}"
@@ -136,8 +244,7 @@ class Viewer:
             filled=int(valid_T.sum()),
             documents=tuple(documents),
             targets=targets,
-            strip=_svg(len(ids_T), 30, [*lane, *self._targets(masked_T, trained_T, target_T), *edges], label),
-            lane=_svg(len(ids_T), 14, [*lane, *edges], label),
+            strip=_svg(len(ids_T), 30, bars, label),
         )
 
     def _part(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> Segment:
@@ -150,14 +257,17 @@ class Viewer:
         image = None if decoder is None else decoder.picture(ids)
         if decoder is None or image is None:
             width = self.widths.get(name, 0)
-            codes = self.pictures.uri(shaded(local, block, width, self.by_rank))
+            codes = picture_uri(shaded(local, block, width))
             listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
             return replace(segment, codes=codes, grid=width > 0, ids=listed, more=max(0, len(ids) - MOST_IDS))
-        codes = self.pictures.uri(shaded(local, block, decoder.grid, self.by_rank))
-        decoded = self.pictures.uri(image)
+        codes = picture_uri(shaded(local, block, decoder.grid))
         same = original is not None and decoder.agrees(original, ids)
         return replace(
-            segment, codes=codes, grid=True, decoded=decoded, original=self.pictures.uri(original if same else None)
+            segment,
+            codes=codes,
+            grid=True,
+            decoded=picture_uri(image),
+            original=picture_uri(original) if original is not None and same else "",
         )
 
     def _words(self, ids: np.ndarray, decoder: IdDecoder) -> list[tuple[str, str]]:

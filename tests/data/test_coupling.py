@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mmqk.data.synthetic.coupling import UNITS, Coupling, Edge, Quantile, coupling, unigram_entropy, zipf
+from mmqk.data.synthetic.coupling import UNITS, Coupling, Edge, coupling, unigram_entropy, zipf
 
 SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
 
@@ -75,40 +75,6 @@ def test_information_rises_from_0_and_is_solved_for(a, b):
         assert c.information(c.solve(wanted)) == pytest.approx(wanted, abs=1e-13)
         assert c.information(c.solve(wanted * 1.01)) != pytest.approx(wanted, rel=1e-3)
     assert c.solve(0) == 0 and c.solve(c.greatest) == 1
-
-
-def test_a_permutation_inside_level_sets_says_everything():
-    for vocabulary in (8, 100, 1000):  # 100 does not divide `UNITS`: pairs that only rounding creates must not count
-        c = coupling((vocabulary, 0.0), (vocabulary, 0.0), 0, 0)
-        assert c.greatest == pytest.approx(np.log(vocabulary), abs=1e-10) and c.transitions == vocabulary
-    copy = Coupling(zipf(50, 1.0), zipf(50, 1.0), np.arange(50), np.arange(50))
-    assert copy.greatest == pytest.approx(unigram_entropy(zipf(50, 1.0))) and copy.transitions == 50
-    skewed = coupling((50, 1.0), (50, 1.0), 0, 0)
-    assert skewed.greatest < copy.greatest - 0.3 and skewed.transitions == 99
-
-
-@pytest.mark.parametrize(("vocabulary", "skew"), [(2, 0.0), (5, 0.3), (128, 0.7), (1000, 3.0), (70_000, 1.0)])
-def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
-    random = np.random.default_rng(0)
-    order = random.permutation(vocabulary)
-    ends = np.cumsum(zipf(vocabulary, skew)[order])
-    edges = ends[:-1] / UNITS
-    places = np.concatenate(
-        [
-            [0.0, np.nextafter(1, 0), 1.0],
-            edges,
-            np.nextafter(edges, 0),
-            np.nextafter(edges, 1),
-            random.random(5000),
-        ]
-    )
-    expected = order[np.minimum(np.searchsorted(edges, places, side="right"), vocabulary - 1)]
-    quantile = Quantile(ends, order)
-    assert (quantile(places) == expected).all()
-    assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
-    # The control: ``places`` includes the numbers at which one interval ends and the next begins. For these numbers a
-    # search with side="left" gives another token.
-    assert (order[np.searchsorted(edges, places, side="left")] != expected).any()
 
 
 @pytest.mark.parametrize("a", [(9, 0.0), (64, 1.0), (5000, 1.5)])

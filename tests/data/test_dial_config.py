@@ -85,24 +85,6 @@ def test_parents_stand_where_the_configuration_says(tokens, lag, width):
     )
 
 
-def test_the_table_adds_up():
-    dial = Dial(THREE)
-    rows = {row["modality"]: row for row in dial.describe(460_000)}
-    assert list(rows) == ["text", "image", "audio"]
-    assert sum(row["token share"] for row in rows.values()) == pytest.approx(1)
-    forward = Dial(replace(THREE, order="forward")).floors()
-    for name, row in rows.items():
-        assert row["predictability"] == pytest.approx(row["unigram entropy"] - row["entropy"], abs=1e-12)
-        # This is the mutual information inside the modality plus that with the previous modality.
-        information = row["tokens"] * (row["unigram entropy"] - forward[name])
-        assert information == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
-        assert row["floor"] == dial.floors()[name]
-        seen = THREE.tokens[name] * 10_000
-        assert row["transitions a token"] == pytest.approx(row["transitions"] / seen)
-    assert rows["text"]["mutual information"] == 0 and rows["image"]["mutual information"] == 1.2
-    assert rows["text"]["transitions"] == 2 * 12 - 1 and rows["audio"]["transitions"] == 8
-
-
 def test_a_run_too_short_for_a_source_gets_a_warning():
     config = DialConfig(vocabulary={"text": 128, "image": 4096})
     dial = Dial(config)

@@ -25,8 +25,7 @@ from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
-from mmqk.inspection import page as inspect_page
-from mmqk.inspection.decode import IdDecoder, Originals, Pictures, shaded
+from mmqk.inspection.views import IdDecoder, Originals
 from mmqk.store import cli_main
 
 TEXT, IMAGE, PADDING = "#0072B2", "#E69F00", "#d5dae0"
@@ -253,19 +252,6 @@ def test_the_mixture_is_as_asked_for_and_as_met(tiny_args, tmp_path):
     assert {s["kind"]: s["val_documents"] for s in page.numbers["sources"]} == {"pair": 12, "text": 8}
 
 
-def test_a_target_of_weight_0_is_seen_to_count_for_nothing(page, tiny_args, tmp_path, batch):
-    off = inspected(tmp_path, tiny_args, *LONG, "--loss.weights", '{"image": 0}')
-    seen = 0
-    for i in range(SHOWN):
-        images = int((batch.modality_BT[i] == 1).sum())
-        seen += images
-        assert off.widths(i, "trained")[IMAGE] == 0 and off.widths(i, "weight 0")[IMAGE] == images
-        assert off.widths(i, "trained")[TEXT] == page.widths(i, "trained")[TEXT] > 0
-        assert ("64 image (0 of them trained)" in off.section(i)) == (images > 0)
-    assert seen and "of them trained" not in page.source and ", weight 0<" not in page.source
-    assert ", weight 0<" in off.source and off.numbers["loss_weights"] == {"text": 1.0, "image": 0}
-
-
 @pytest.mark.parametrize("mask", ["true", "false"])
 def test_packed_documents_are_told_apart(tiny_args, tmp_path, mask, page):
     more = [
@@ -285,21 +271,6 @@ def test_packed_documents_are_told_apart(tiny_args, tmp_path, mask, page):
     assert ("attention stays inside each document" in packed.text) == (mask == "true")
     assert ("attention crosses from one document" in packed.text) == (mask == "false")
     assert "<line" not in page.section(0) and "attention" not in page.text
-
-
-def test_what_is_cut_off_a_caption_is_shown(page, tiny_args, tmp_path, tiny_data):
-    cut = inspected(tmp_path, tiny_args, "--data.seq_len=76", "--data.mix", '{"pair": 1}')
-    captions = {pair.caption for pair in read_pairs(tiny_data / "pairs", "train")}
-    assert cut.numbers["captions_cut"] > 0.9
-    shown = 0
-    for i in range(8):
-        if missing := re.search(r"Not in the sequence: (.*?)</p>", cut.section(i), re.S):
-            assert re.search(r"caption cut: 8 of its \d+ tokens fit", cut.section(i))
-            assert cut.read(i) + html.unescape(missing[1]) in captions
-            shown += 1
-    assert shown and "do not fit beside their image" in cut.text
-    longer = inspected(tmp_path / "longer", tiny_args, "--data.seq_len=160")
-    assert longer.numbers["captions_cut"] == 0 and "caption cut" not in longer.source
 
 
 def tokenized(folder: Path, tiny_data: Path, kind: str, documents, dropped=None) -> Path:
@@ -333,24 +304,6 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     assert "tokens 0 to" not in page.text
 
 
-def test_text_of_a_document_cannot_be_markup(tiny_args, tiny_data, tmp_path):
-    text = TextTokenizer.load(tiny_data / "tokenizers")
-    evil = "<script>alert(1)</script> 日本 🦊 naïve"
-    documents = [np.array([*(i + 5 for i in text.encode(evil)), EOS])] * 400
-    folder = tokenized(tmp_path / "tokens", tiny_data, "text", documents)
-    more = ["--data.mix", '{"text": 1}', f"--data.text={folder}", "--data.pairs="]
-    page = inspected(
-        tmp_path / "page",
-        tiny_args,
-        *more,
-        "--data.pack=documents",
-        "--data.val_sequences=1",
-        "--monitor.probe_sequences=1",
-    )
-    assert page.tags["script"] == 0 and page.read(0).startswith(evil)
-    assert page.tags["img"] == 0 and "image" not in page.numbers["modalities"]
-
-
 def test_words_are_whole_characters_and_lose_nothing(tiny_data):
     decoder, text = IdDecoder(tiny_data / "tokenizers"), TextTokenizer.load(tiny_data / "tokenizers")
     for sample in ("the people shall see", "日本 🦊 naïve\n\ttrade", ""):
@@ -382,7 +335,7 @@ def test_the_dial_shows_ids_and_what_is_known_of_them(tiny_args, tmp_path):
     assert page.pictures(0, "ids as shades") and page.pictures(0, "decoded from its codes") == []
     grids = [p for p in page.pictures(0, "ids as shades") if p.size == (8, 4)]
     assert len(grids) == 1
-    assert "Mutual information" in page.text and "The sources" not in page.text
+    assert "Redundancy inside" in page.text and "The sources" not in page.text
     assert page.numbers["dial"]["table"][1]["modality"] == "image"
 
 
@@ -407,53 +360,6 @@ def test_ids_of_other_tokenizers_are_shown_as_ids(tiny_args, tmp_path):
     assert "<i>" not in page.source
 
 
-def test_shades_are_even_and_in_place():
-    image = np.array(shaded([0, 9, 3, 9, 0], 10, width=3))
-    assert image.shape == (2, 3, 3)
-    assert (image[0, 1] == image[1, 0]).all() and (image[0, 0] == image[1, 1]).all()
-    assert tuple(image[0, 0]) == (68, 1, 84) and tuple(image[0, 1]) == (253, 231, 37)
-    assert (image[1, 2] == 255).all()  # a place without an id is white
-    assert (np.array(shaded([3], 10, by_rank=True)) != np.array(shaded([3], 10))).any()
-
-
-def test_pictures_are_reduced_and_stop_at_their_room():
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 200, 3), dtype=np.uint8))
-    pictures = Pictures(room=50_000)
-    uri = pictures.uri(noise)
-    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (80, 160)
-    assert pictures.uri(noise) == "" and pictures.left_out == 1
-    assert pictures.uri(None) == "" and pictures.left_out == 1
-
-
-def test_a_page_too_large_shows_fewer_sequences(page, tiny_args, tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_page, "LARGEST_PAGE", len(page.source.encode()) - 1)
-    small = inspected(tmp_path, tiny_args, *LONG)
-    assert f"sequence-{SHOWN // 2 - 1}" in small.ids and f"sequence-{SHOWN // 2}" not in small.ids
-    assert "3 more sequences are left out, because the page would be too large" in small.text
-    assert "too large" not in page.text
-
-
-def test_the_same_configuration_gives_the_same_bytes(page, tiny_args, tmp_path):
-    again = inspected(tmp_path / "again", tiny_args, *LONG)
-    assert again.source == page.source and again.numbers == page.numbers
-    other = inspected(tmp_path / "other", tiny_args, *LONG, "--seed=1")
-    assert [other.read(i) for i in range(SHOWN)] != [page.read(i) for i in range(SHOWN)]
-
-
-def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, capsys):
-    page = inspected(tmp_path / "page", tiny_args)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == str(tmp_path / "page" / "index.html")
-    (targets,) = (line.split() for line in lines if line.startswith("targets"))
-    assert targets[1:3] == [f"{n:,}" for n in page.numbers["targets"].values()]
-    (entropy,) = (line.split() for line in lines if line.startswith("unigram entropy"))
-    assert entropy[2:4] == [f"{s['unigram']:.2f}" for s in page.numbers["modalities"].values()]
-    # The line above the estimates states their sample.
-    sizes = {name: f"{s['tokens']:,}" for name, s in page.numbers["modalities"].items()}
-    place = next(i for i, line in enumerate(lines) if line.startswith("unigram entropy"))
-    assert lines[place - 1].split()[:3] == ["sample", *sizes.values()]
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -473,23 +379,3 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tiny_args, tmp_path, c
     assert code == 2 and out == "" and says in err
     assert err.startswith("mmqk: ") and err.count("\n") == 1 and "Traceback" not in err
     assert not (tmp_path / "page").exists()
-
-
-def test_an_out_that_cannot_be_written_is_named(tiny_args, tmp_path, capsys):
-    (tmp_path / "file").write_text("kept")
-    assert cli_main(main)([*tiny_args, f"--out={tmp_path / 'file'}"]) == 2
-    assert "cannot be written" in capsys.readouterr().err and (tmp_path / "file").read_text() == "kept"
-
-
-def test_flags_of_training_keep_their_order(tiny_args, tmp_path):
-    """As in training, a file overrides the flags before it, even if flags of mmqk.inspect are between them."""
-    (tmp_path / "a.yaml").write_text("data: {seq_len: 120}\n")
-    args = [a for a in tiny_args if "seq_len" not in a]
-    first = inspected(
-        tmp_path / "1", args, "--data.seq_len=100", "--sequences", "2", "--config", f"{tmp_path}/a.yaml"
-    )
-    last = inspected(
-        tmp_path / "2", args, "--config", f"{tmp_path}/a.yaml", "--sequences", "2", "--data.seq_len=100"
-    )
-    assert first.numbers["data"]["seq_len"] == 120 and last.numbers["data"]["seq_len"] == 100
-    assert "a · seed 0" in first.text and "--sequences 2" in first.text

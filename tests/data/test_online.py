@@ -20,7 +20,6 @@ from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.online import online_hash, open_online
 from mmqk.data.tokens.worker import TokenizeJob, _samples, split_of
 from mmqk.store import UserError
-from tests.tiny import samples
 
 
 def write_tar(path, samples):
@@ -103,13 +102,6 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
     assert all(len(splits) == 1 for splits in by_image)
 
 
-def test_a_sample_without_image_is_dealt_out_by_its_key(tiny_data, tmp_path):
-    write_tar(tmp_path / "a.tar", [(f"k{n}", {"txt": b"a"}) for n in range(40)])
-    val = open_online(str(tmp_path / "a.tar"), tiny_data / "tokenizers", tmp_path, 0.3)["val"]
-    expected = [f"k{n}" for n in range(40) if split_of(b"k%d" % n, 0.3) == "val"]
-    assert [val.shards[s].keys[i] for s, i in val.samples_N2] == expected != []
-
-
 def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
     from mmqk.data.shards import manifest
 
@@ -181,21 +173,6 @@ def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
         assert kept.read_bytes() != damaged and list(kept.parent.iterdir()) == [kept]
 
 
-def test_two_processes_can_keep_the_same_index(tiny_data, tmp_path, monkeypatch):
-    argv = (str(tiny_data / "pairs/train-00000.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
-    written, savez = [], np.savez
-
-    def meanwhile(path, **arrays):
-        written.append(path)
-        if len(written) == 1:
-            open_online(*argv)  # the other process, which runs from start to end
-        savez(path, **arrays)
-
-    monkeypatch.setattr(np, "savez", meanwhile)
-    open_online(*argv)
-    assert len(set(written)) == 2 and len(list((tmp_path / "index").iterdir())) == 1
-
-
 def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
     fields = {name: str(tiny_data / name) for name in ("text", "tokenizers")}
     config = DataConfig(
@@ -243,29 +220,6 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
     whole = both_splits(tiny_shard(tiny_data, tmp_path / "b.tar"), tiny_data / "tokenizers", tmp_path)["train"]
     assert len({tuple(whole[i]) for i in range(40)}) > 10
     assert not whole.skipped and not capsys.readouterr().err
-
-
-def test_a_split_takes_the_place_of_its_own_samples_only(tiny_data, tmp_path):
-    """Both splits share the counts of unusable samples, but an unusable sample is replaced from its own split."""
-    path = tiny_shard(tiny_data, tmp_path / "a.tar", broken=(0, 7))
-    found = both_splits(path, tiny_data / "tokenizers", tmp_path, 0.3)
-    for split in found.values():
-        usable = [i for i, (_, k) in enumerate(split.samples_N2.tolist()) if k not in (0, 7)]
-        ids = {tuple(split._ids(i)) for i in usable}
-        assert {tuple(split[i]) for i in range(len(split))} == ids
-    assert sorted(n.split()[1] for s in found.values() for n in s.skipped) == ["k0", "k7"]
-    assert found["train"].account is found["val"].account and found["train"].account.read == 40
-
-
-@pytest.mark.parametrize("broken, refused", [((5,), False), ((5, 6), True), (range(8), True)])
-def test_one_sample_of_a_small_set_is_skipped_and_more_are_refused(tiny_data, tmp_path, broken, refused):
-    path = tiny_shard(tiny_data, tmp_path / "a.tar", 8, broken)
-    found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
-    if refused:
-        with pytest.raises(UserError, match="cannot be used"):
-            [found[i] for i in range(8)]
-    else:
-        assert all(len(found[i]) for i in range(8))
 
 
 def test_a_share_is_refused_before_all_are_read(tiny_data, tmp_path):
@@ -326,12 +280,6 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
     assert both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread() == []
 
 
-def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ValueError, match="lengths are unknown"):
-        DataConfig(read="shards", pack="documents")
-    assert DataConfig(read="shards").pack == "none"
-
-
 def test_a_small_set_holds_out_a_batch_and_a_large_one_keeps_its_identity(tiny_data, tmp_path):
     def config(**fields):
         pairs, tokenizers = str(tiny_data / "pairs/*.tar"), str(tiny_data / "tokenizers")
@@ -344,20 +292,3 @@ def test_a_small_set_holds_out_a_batch_and_a_large_one_keeps_its_identity(tiny_d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmqk.data.shards.held_out.FEW", 52)  # not small
         assert data_identity(config()) == data_identity(config(val_fraction=0.01))
-
-
-def test_a_stored_index_has_the_names_of_the_archive(tiny_data, tmp_path):
-    image = next(iter(samples(1, 0)))[1]
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
-        for name, content in ((f"{'k' * 4000}.jpg", image), ("a\0.jpg\0", image), ("b.jpg", image)):
-            member = tarfile.TarInfo("x")
-            member.size, member.pax_headers = len(content), {"path": name}
-            tar.addfile(member, io.BytesIO(content))
-    first, again = (
-        open_online(str(path), tiny_data / "tokenizers", tmp_path / "cache", 0.0)["train"] for _ in range(2)
-    )
-    assert again.shards[0].keys == first.shards[0].keys == ["k" * 4000, "a\0", "b"]
-    assert again.shards[0].fields == first.shards[0].fields == ["jpg", "jpg\0", "jpg"]
-    (stored,) = (tmp_path / "cache/index").iterdir()
-    assert stored.stat().st_size < 12_000  # the long key does not widen the other keys

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch.utils.data import Dataset
 
 from mmqk.data.config import DataConfig, data_identity
@@ -30,7 +28,7 @@ from mmqk.data.tokenizers.files import (
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.cache import open_source
-from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, layout_of
+from mmqk.data.tokens.folder import Layout, TokenStore, layout_of
 from mmqk.store import UserError, identity_hash
 
 
@@ -132,17 +130,6 @@ def test_epochs_visit_every_item_once_and_reshuffle():
 def test_impossible_mixtures_are_refused(weights, share, says):
     with pytest.raises(ValueError, match=says):
         Mixture(weights, share, seed=0)
-
-
-@pytest.mark.parametrize(("share", "slot"), [(0.999, "caption_first"), (0.001, "image_first")])
-def test_a_share_of_images_first_that_gives_no_row_is_named(share, slot):
-    weights = {"pair": 3.0, "text": 1.0}
-    with pytest.raises(ValueError, match=rf"^data\.image_first_prob {share} gives '{slot}' less than one row in 240"):
-        Mixture(weights, share, seed=0)
-    Mixture(weights, round(share), seed=0)
-    # The control: neither order of the pairs has a row.
-    with pytest.raises(ValueError, match=r"^data\.mix gives 'image_first' less than one row in 240"):
-        Mixture({"pair": 1.0, "text": 10000.0}, share, seed=0)
 
 
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
@@ -252,49 +239,6 @@ def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
         of({"pair": 3.0, "text": 1.0}, "d", text="nowhere")
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml")))
-def test_no_configuration_reads_token_arrays_through_workers(path):
-    data = yaml.safe_load(path.read_text()).get("data", {})
-    assert data.get("workers", DataConfig().workers) == 0 or data.get("read") == "shards"
-
-
-def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data):
-    from mmqk.data.shards.images import FORMATS
-    from mmqk.data.shards.samples import IMAGE_FIELDS
-
-    page = (Path(__file__).resolve().parents[2] / "docs/data.md").read_text()
-    assert all(f"`.{suffix}`" in page for suffix in IMAGE_FIELDS) and "`.gif`" not in page
-    section = " ".join(page.partition("Image files are those")[2].partition("##")[0].split()).upper()
-    assert all(name in section for name in FORMATS)
-    packing = " ".join(page.partition("## Packing")[2].partition("## ")[0].split())
-    assert "Positions count from the start of the row and do not restart" in packing
-    assert "attention crosses the `<eos>`" in packing
-    # A window crosses documents, and attention treats it as one document.
-    builder = builder_of(tiny_data)
-    windows = [Windows(builder, "text", 0).row(n) for n in range(len(Windows(builder, "text", 0)))]
-    assert any((row.ids[1:-1] == EOS).any() for row in windows) and {row.starts for row in windows} == {(0,)}
-
-
-def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
-    from mmqk.store import cli_main, read_metrics
-    from mmqk.train import main as train
-
-    args = [*tiny_args, "--trainer.max_steps=2"]
-    assert cli_main(train)([*args, "--data.val_sequences=100", f"--out={tmp_path / 'few'}"]) == 0
-    assert "validation uses 16 sequences; hold out more" in capfd.readouterr().err
-    assert "val_loss/text" in list(read_metrics(tmp_path / "few/metrics.jsonl"))[-1]
-    assert cli_main(train)([*args, "--data.val_sequences=16", f"--out={tmp_path / 'enough'}"]) == 0
-    assert "validation uses" not in capfd.readouterr().err
-    assert cli_main(train)([*args, "--data.seq_len=100000", f"--out={tmp_path / 'long'}"]) == 2
-    err = capfd.readouterr().err
-    assert "set data.seq_len to at most" in err and "val_sequences" not in err
-
-
-def test_too_short_a_sequence_is_refused(tiny_data):
-    with pytest.raises(ValueError, match="at least 76"):
-        builder_of(tiny_data, seq_len=70)
-
-
 def folders_in(path):
     return [p for p in path.iterdir() if p.is_dir() and p.name != "compared"]
 
@@ -373,14 +317,6 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data, fir
     assert found["image"] < np.log(32) + 0.5 < np.log(337)
 
 
-def test_cut_captions_are_counted(tiny_data, builder):
-    lengths = builder.stores["pair"].lengths_N - 67
-    assert builder_of(tiny_data, seq_len=68 + int(lengths.max())).captions_cut == 0
-    short = builder_of(tiny_data, seq_len=76)
-    assert short.captions_cut == np.mean(lengths > 8) > 0
-    assert max(len(short.pair(i, True).ids) for i in range(40)) <= 76
-
-
 def text_store(*sizes):
     parts = [np.arange(start, start + n) + 5 for start, n in zip(np.cumsum([0, *sizes]), sizes, strict=False)]
     return TokenStore("text", Layout({"text": 20000}, bos=0), parts, [np.array([n]) for n in sizes])
@@ -398,20 +334,6 @@ def test_text_is_one_stream_over_all_parts():
     epoch = orders[0].rows_of_an_epoch["text"]
     assert len({tuple(row) for row in rows[0][:epoch]}) == epoch == 7000 // 87 - 1
     assert [many.stream(140, 25).tolist()] == [list(range(145, 170))]
-
-
-def test_too_little_text_is_named():
-    store = text_store(100, 60)
-    with pytest.raises(ValueError, match=r"data\.text has 160 training tokens, too few .*seq_len 88"):
-        TrainingOrder(SequenceBuilder({"text": store}, store.layout, 88), {"text": 1.0}, 0.5, 0)
-    assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 2)) == 1
-    with pytest.raises(ValueError, match=r"data\.text holds out 160 tokens, .* data\.seq_len to at most 161"):
-        validation_rows(SequenceBuilder({"text": store}, store.layout, 162), 2)
-    # The length that the message gives is valid.
-    assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 161), 2)) == 1
-    TrainingOrder(SequenceBuilder({"text": store}, store.layout, 81), {"text": 1.0}, 0.5, 0)
-    with pytest.raises(ValueError, match=r"data\.seq_len to at most 81"):
-        TrainingOrder(SequenceBuilder({"text": store}, store.layout, 82), {"text": 1.0}, 0.5, 0)
 
 
 def test_validation_is_spread_over_what_is_held_out():
@@ -442,31 +364,6 @@ def test_fields_that_change_no_sample_are_no_part_of_the_identity(tiny_data):
     changed = [{"image_first_prob": 0.4}, {"seq_len": 96}, {"pack": "documents"}, {"mix": {"pair": 1.0}},
                {"pack": "documents", "document_mask": False}, {"val_sequences": 4}]  # fmt: skip
     assert len({same, *(identity(**more) for more in changed)}) == 1 + len(changed)
-
-
-def test_what_is_no_source_is_told_what_to_do(tiny_data, tmp_path):
-    for more, says in (
-        ({"pairs": "shards/*.tar"}, r"python -m mmqk\.data\.tokenize --shards .* --data\.read shards"),
-        ({"pairs": "shards/{00..09}.tar"}, r"python -m mmqk\.data\.tokenize --shards .* --data\.read shards"),
-        ({"pairs": "shards"}, r"shards does not exist: check the path"),
-        ({"interleaved": str(tmp_path), "mix": {"interleaved": 1.0}}, r"tokenize --interleaved --shards"),
-        ({"text": str(tmp_path)}, r"tokenize --text"),
-    ):
-        with pytest.raises(UserError, match=says):
-            data_identity(
-                DataConfig(**{"pairs": str(tiny_data / "pairs"), "text": str(tiny_data / "text"), **more})
-            )
-
-
-def test_a_kind_without_held_out_documents_is_refused(tmp_path):
-    writer = TokenWriter(tmp_path / "t", "tokens", Layout({"a": 9}))
-    writer.add_part("train", "00000", [np.arange(5)] * 8)
-    writer.finish()
-    config = DataConfig(
-        tokens=str(tmp_path / "t"), mix={"tokens": 1.0}, seq_len=8, batch_size=2, val_sequences=2
-    )
-    with pytest.raises(UserError, match="documents is held out"):
-        TokenDataModule(config, seed=0).setup()
 
 
 def test_pieces_without_a_first_token_lose_no_target():
@@ -520,3 +417,18 @@ def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):
             assert row[1:] == stream[start : start + windows.length]
             assert copy.row(nth).ids.tolist() == row
     assert len(set(begins)) > 1
+
+
+def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
+    from mmqk.store import cli_main, read_metrics
+    from mmqk.train import main as train
+
+    args = [*tiny_args, "--trainer.max_steps=2"]
+    assert cli_main(train)([*args, "--data.val_sequences=100", f"--out={tmp_path / 'few'}"]) == 0
+    assert "validation uses 16 sequences; hold out more" in capfd.readouterr().err
+    assert "val_loss/text" in list(read_metrics(tmp_path / "few/metrics.jsonl"))[-1]
+    assert cli_main(train)([*args, "--data.val_sequences=16", f"--out={tmp_path / 'enough'}"]) == 0
+    assert "validation uses" not in capfd.readouterr().err
+    assert cli_main(train)([*args, "--data.seq_len=100000", f"--out={tmp_path / 'long'}"]) == 2
+    err = capfd.readouterr().err
+    assert "set data.seq_len to at most" in err and "val_sequences" not in err

@@ -12,7 +12,7 @@ import torch
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import TrainingOrder
 from mmqk.data.order.packing import Packing, fit
-from mmqk.data.order.sequences import Row, SequenceBuilder, joined
+from mmqk.data.order.sequences import SequenceBuilder
 from mmqk.data.tokens.folder import Layout, TokenStore
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 
@@ -81,12 +81,6 @@ def test_an_epoch_is_every_document_once_and_the_next_is_another():
     assert np.mean(first_is_longest) < 0.6
 
 
-def test_a_row_is_a_function_of_seed_and_number():
-    one, other = (Packing(lengths(300, room=128), 128, seed=1, stream=9) for _ in range(2))
-    forwards = {i: one.items(i) for i in range(200)}
-    assert forwards == {i: other.items(i) for i in reversed(range(200))}
-
-
 @pytest.fixture(scope="module")
 def order():
     random = np.random.default_rng(0)
@@ -135,8 +129,3 @@ def test_a_packed_document_is_seen_as_if_alone(order, backend):
         torch.testing.assert_close(seen[start:end], alone, atol=1e-5, rtol=1e-5)
         differs = max(differs, float((open_[start:end] - alone).abs().max().detach()))
     assert differs > 1e-2
-
-
-def test_joined_rows_keep_their_documents():
-    both = joined([Row(np.array([0, 5, 6])), Row(np.array([0, 7, 0, 8]), (0, 2))])
-    assert both.ids.tolist() == [0, 5, 6, 0, 7, 0, 8] and both.starts == (0, 3, 5) and both.targets == 4

@@ -50,12 +50,6 @@ def test_captions_are_those_of_the_pairs_in_their_order():
     assert captions.tokens == sum(captions.lengths_N)
 
 
-def test_one_pair_cannot_be_shuffled():
-    with pytest.raises(ValueError, match="two pairs"):
-        ShuffledPairs(pairs_of(1))
-    assert not len(ShuffledPairs(TokenStore("pair", LAYOUT, [], [])))
-
-
 def module(tiny_data, **more) -> TokenDataModule:
     folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
     data = TokenDataModule(DataConfig(**{**folders, "seq_len": 112, "val_sequences": 8, **more}), seed=3)
@@ -103,21 +97,6 @@ def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
     # With images alone the training rows do not change, but the held-out pairs do.
     assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
-
-
-def test_a_configuration_without_the_field_is_matched(tmp_path):
-    old = tmp_path / "config.yaml"
-    old.write_text("data: {seq_len: 96, image_first_prob: 0.5}\n")
-    assert resolve(["--config", str(old), "--out", str(tmp_path / "run")]).data.pairing == "matched"
-
-
-def test_the_shortest_row_of_captions_counts_no_image(tiny_data):
-    with pytest.raises(UserError, match=r"^data\.seq_len 9 is too short for a caption: at least 10 is needed"):
-        module(tiny_data, pairing="captions", mix={"pair": 1.0}, seq_len=9)
-    module(tiny_data, pairing="captions", mix={"pair": 1.0}, seq_len=10)
-    # The control: matched pairs have images.
-    with pytest.raises(UserError, match="too short for an image of 64 codes and its caption: at least 76 is needed"):
-        module(tiny_data, mix={"pair": 1.0}, seq_len=10)
 
 
 def test_what_cannot_be_shuffled_is_refused(tiny_data):

@@ -195,17 +195,6 @@ def test_pairs_in_the_layout_of_img2dataset(
     assert not (folder / "unfinished").exists()
 
 
-def test_fit_and_caption_field(run: Any, shards: Path, tokenizers: Tokenizers) -> None:
-    folder, _ = run(*pattern(shards, 0), "--fit=pad", "--caption-field=key", "--val-fraction=0")
-    expected = [
-        (*tokenizers.picture(picture(seed), "pad"), *tokenizers.text(f"{seed:09d}"), 1) for seed in range(9)
-    ]
-    assert alike(documents(folder), expected)
-    cropped = documents(run(*pattern(shards, 0), "--caption-field=key", "--val-fraction=0", out="crop")[0])
-    assert not alike(cropped, expected) and len(cropped) == len(expected)
-    assert header(folder)["about"]["command"]["fit"] == "pad"
-
-
 def test_the_shipped_kind_of_shards_gives_the_same_tokens_as_the_cache(run: Any, tiny_data: Path) -> None:
     from mmqk.data.tokens.cache import open_source
 
@@ -256,26 +245,6 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     assert not (tmp_path.parent / "i").exists()
 
 
-def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
-    """One hundred pairs whose names are equal up to the first dot count as one sample, and a message reports it."""
-    dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")]
-    path = write_tar(tmp_path / "a.tar", [*pair(0), *dotted])
-    out, printed = run("--shards", str(path))
-    assert "1 of 2 samples were dropped" in printed and "200 of 203 files were not read" in printed
-    assert "with a second dot in the name: 200 (a.tar: photo.0000.jpg, a.tar: photo.0000.txt" in printed
-    assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
-    unread = header(out)["about"]["unread"]
-    assert unread["counts"] == {DOTTED: 200} and header(out)["about"]["shards"][0]["files"] == 203
-    # If the sample photo has an image, it is not dropped, and the files with a second dot are still counted.
-    path = write_tar(tmp_path / "b.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
-    out, printed = run("--shards", str(path), out="b")
-    assert "dropped" not in printed and "200 of 205 files were not read" in printed
-    # The negative control: with the suggested names, all pairs are samples, and no line on unread files is printed.
-    renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
-    out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
-    assert "not read" not in printed and len(documents(out)) == 101
-
-
 def test_every_file_of_an_archive_is_accounted_for(run: Any, tmp_path: Path) -> None:
     members = [*pair(0), ("README", b"r"), ("dir/plain", b"r"), (".hidden", b"h"), ("x/._a.jpg", b"h"),
                ("__a.b__", b"m"), ("000000000.cls", b"1"), *pair(1), ("000000001.mask.png", b"p"),
@@ -288,14 +257,6 @@ def test_every_file_of_an_archive_is_accounted_for(run: Any, tmp_path: Path) -> 
     }  # fmt: skip
     assert about["shards"][0]["files"] == len(members) and "8 of 14 files were not read" in printed
     assert "a.tar: README" in printed and "a.tar: .hidden" in printed and "a.tar: 000000000.cls" in printed
-
-
-def test_nothing_but_files_without_samples_is_an_error_that_counts_them(run: Any, tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", [(f"picture{i}", b"a") for i in range(3)])
-    assert "no samples (in no sample: the name has no dot: 3)" in refused(run, "--shards", str(path))
-    path = write_tar(tmp_path / "b.tar", [(f"p.{i}.jpg", picture(i)) for i in range(3)])
-    message = refused(run, "--shards", str(path))
-    assert "all 1 samples" in message and "name it p_0.jpg" in message
 
 
 def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> None:
@@ -443,14 +404,6 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
     assert content(folder) == expected and "continuing with 1 of 4 shards" in printed
 
 
-def test_the_first_three_broken_shards_are_named(run: Any, shards: Path) -> None:
-    for number in range(4):
-        (shards / f"{number:05d}.tar").write_bytes(b"x" * 3000)
-    message = refused(run, *pattern(shards))
-    assert "4 of 4 shards" in message and "; and 1 more" in message
-    assert "00002.tar" in message and "00003.tar" not in message
-
-
 def test_a_shard_that_changed_is_done_again(run: Any, shards: Path) -> None:
     whole = cut_short(shards / "00003.tar")
     refused(run, *pattern(shards), SHARE_OF_VAL)
@@ -569,24 +522,6 @@ def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path
     assert "2 of 4 shards are kept" in printed
 
 
-def test_an_interrupt_right_after_a_record_was_written_counts_its_shard(
-    run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ctrl-C can come between the write of a record and the next line of the command."""
-    write, written = tokenize.write_json, []
-
-    def interrupted(path: Path, record: Any) -> None:
-        write(path, record)
-        written.append(path.name)
-        if path.name == "00001.json":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenize, "write_json", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(*pattern(shards))
-    assert "2 of 4 shards are kept" in capsys.readouterr().out, written
-
-
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch
@@ -660,13 +595,6 @@ def test_other_shards_of_the_same_name_are_not_those_of_a_finished_folder(run: A
     assert content(folder) == before
     (shards / "00002.tar").write_bytes(whole)  # the control
     assert "is finished: train" in run(*pattern(shards))[1]
-
-
-def test_text_that_is_no_json_is_named(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "plain.txt").write_text("One line.\nAnother line.\n")
-    message = refused(run, "--text", str(tmp_path / "plain.txt"))
-    assert "each line must be a JSON object with its text in the field 'text'" in message
-    assert "--caption-field" not in message
 
 
 def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
@@ -759,3 +687,23 @@ def test_two_at_once(run: Any, shards: Path) -> None:
     assert "another process is writing" in refused(run, *pattern(shards))
     holder.communicate()
     assert "1 of 4 shards" in refused(run, *pattern(shards))
+
+
+def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
+    """One hundred pairs whose names are equal up to the first dot count as one sample, and a message reports it."""
+    dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")]
+    path = write_tar(tmp_path / "a.tar", [*pair(0), *dotted])
+    out, printed = run("--shards", str(path))
+    assert "1 of 2 samples were dropped" in printed and "200 of 203 files were not read" in printed
+    assert "with a second dot in the name: 200 (a.tar: photo.0000.jpg, a.tar: photo.0000.txt" in printed
+    assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
+    unread = header(out)["about"]["unread"]
+    assert unread["counts"] == {DOTTED: 200} and header(out)["about"]["shards"][0]["files"] == 203
+    # If the sample photo has an image, it is not dropped, and the files with a second dot are still counted.
+    path = write_tar(tmp_path / "b.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
+    out, printed = run("--shards", str(path), out="b")
+    assert "dropped" not in printed and "200 of 205 files were not read" in printed
+    # The negative control: with the suggested names, all pairs are samples, and no line on unread files is printed.
+    renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
+    out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
+    assert "not read" not in printed and len(documents(out)) == 101

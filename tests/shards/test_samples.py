@@ -88,36 +88,6 @@ def test_images_are_found_by_count_place_or_name(texts: list[str | None]) -> Non
     assert interleaved_of(address) == expected
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"0.webp": b""},
-        {"0.webp": b"", "2.webp": b""},
-        {"0.webp": b"", "0.png": b""},
-        {"0.webp": b"", "1.webp": b"", "2.webp": b""},
-        {"0.webp": b"", "1.webp": b"", "1.png": b""},
-        {"1.webp": b"", "2.webp": b""},
-        {"a.webp": b"", "b.webp": b""},
-        {"webp": b"", "0.gif": b""},
-    ],
-)
-def test_files_that_do_not_match_the_lists(files: dict[str, bytes]) -> None:
-    sample = document([None, URL, None, URL], ["a", None, "b", None]) | files
-    assert reason(interleaved_of, sample) == "image files do not match the lists" == samples.NO_MATCH
-    assert len(interleaved_of(document([None, URL, None, URL], ["a", None, "b", None]) | {
-        "0.webp": b"", "1.webp": b""})) == 4  # fmt: skip
-
-
-def test_documents_without_images_or_without_text() -> None:
-    assert interleaved_of(document([None], ["alone"])) == ["alone"]
-    assert interleaved_of(document([URL], [None], **{"0_webp": b"A"})) == [b"A"]
-    assert interleaved_of(document([URL, None], [None, ""], **{"0_webp": b"A"})) == [b"A", ""]
-    assert interleaved_of(document([{"src": 1}], [None], **{"0_webp": b"A"})) == [b"A"]
-    assert reason(interleaved_of, document([], [])) == samples.EMPTY_DOCUMENT
-    assert reason(interleaved_of, document([None, None], ["", ""])) == samples.EMPTY_DOCUMENT
-
-
 def test_documents_that_are_none() -> None:
     image = {"0_webp": b"A"}
     assert reason(interleaved_of, {}) == samples.NO_LISTS

@@ -117,14 +117,6 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
     assert "not read" not in images.summary
 
 
-def test_files_without_a_sample_are_counted(tmp_path):
-    good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
-    write_tar(tmp_path / "a.tar", {**good, "photo": {"0.jpg": b"", "1.jpg": b""}, "": {"hidden": b""}})
-    images = Source([str(tmp_path / "a.tar")], Selection(val_fraction=0.5)).images(32)
-    assert "1 dropped (no image file, only files with a second dot in their names: 1)" in images.summary
-    assert images.summary.endswith(", 1 files not read (in no sample: the name begins with a dot: 1)")
-
-
 def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
     pattern = write_shards(tmp_path / "s", 5, 8)
     place = {noise(1000 * s + k).tobytes(): (s, k) for s in range(5) for k in range(8)}
@@ -140,11 +132,6 @@ def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
     # the places differ between shards, unlike with a fixed step
     assert len({tuple(k for t, k in first if t == s) for s in range(5)}) > 1
     assert len(chosen(39)) == 39
-
-
-@pytest.mark.parametrize(("total", "most"), [(10, 10), (9, 10), (1, 1), (0, 5)])
-def test_all_are_taken_if_there_is_room(total, most):
-    assert spread(total, most).tolist() == list(range(total))
 
 
 @pytest.mark.parametrize(("total", "most"), [(11, 10), (1000, 7), (10**9, 20_000)])
@@ -185,13 +172,6 @@ def test_interleaved_documents_give_an_image_each_and_all_their_texts(tmp_path):
     assert sorted(n // 2 for n in taken) == list(range(12)) and {n % 2 for n in taken} == {0, 1}
     assert sorted(number[row] // 2 for row in rows(images.val_BCHW)) == val
     assert source.captions()[0] == [f"text {d}" for d in range(12) if d not in val]
-
-
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_a_share_that_leaves_a_split_empty_is_refused(tmp_path, share):
-    pattern = write_shards(tmp_path / "s", 1, 12)
-    with pytest.raises(UserError, match="give more images, or another --val-fraction"):
-        Source([pattern], Selection(val_fraction=share)).images(64)
 
 
 def test_shards_that_cannot_be_used_are_one_sentence(tmp_path):
@@ -247,16 +227,6 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
         Documents(str(tmp_path / "*.ndjson"))
     with pytest.raises(UserError, match=r"nowhere names no file"):
         Documents(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["plain.txt", "lines", "a.JSONL"])
-def test_a_file_of_documents_may_have_any_ending(tmp_path, name):
-    texts = [f"document {i}" for i in range(9)]
-    (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert Documents(tmp_path / name, Selection(val_fraction=1e-9)).read() == (texts, "9 documents read")
-    # The control: a folder of these files is not a folder of documents.
-    with pytest.raises(UserError, match=r"manifest\.json is missing"):
-        Documents(tmp_path)
 
 
 def test_lines_that_cannot_be_used_are_counted(tmp_path):

@@ -1,4 +1,3 @@
-import sys
 
 import pytest
 import torch
@@ -106,15 +105,6 @@ def test_an_existing_file_is_kept(small_data, tmp_path, capsys):
     assert cli_main(main)([*command, "--overwrite"]) == 0
     assert TextTokenizer.load(tmp_path).size == 270
     assert not (tmp_path / "log").exists()
-
-
-def test_a_missing_extra_is_one_sentence(small_data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vector_quantize_pytorch", None)
-    assert cli_main(main)(arguments(small_data, tmp_path, "--text-size", "270")) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.count("\n") == 0 and "pip install 'mmqk[vq]'" in error
-    assert not list(tmp_path.iterdir())  # not even the text tokenizer, which needs no extra
-    assert cli_main(main)(arguments(small_data, tmp_path, "--only", "text", "--text-size", "270")) == 0
 
 
 @pytest.mark.parametrize(

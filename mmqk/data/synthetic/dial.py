@@ -262,40 +262,26 @@ class Dial:
         return floors
 
     def describe(self, training_tokens: int) -> list[dict[str, str | int | float]]:
-        """Return one table row of statistics per modality; entropies in nats per token.
+        """Return one table row of derived statistics per modality; entropies in nats per token.
 
-        Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
-        (unigram entropy minus entropy); target noise; lag; tokens; token share; redundancy inside (mutual
-        information of the tokens of the modality, nats per document); mutual information (with the previous modality,
-        nats per document); floor; transitions (distinct pairs of the coupling); transitions a token (per training
-        token); seen (times that the average transition occurs in training).
+        Keys: modality; unigram entropy; predictability (unigram entropy minus the entropy given the parent); token
+        share; redundancy inside (mutual information of the tokens of the modality, nats per document); floor;
+        transitions (distinct pairs of the coupling); seen (times that the average transition occurs in training).
         """
         floors = self.floors()
-        rows: list[dict[str, str | int | float]] = []
-        for i, m in enumerate(self._modalities):
-            c, n, transitions = self.config, self.config.tokens[m.name], m.inner.coupling.transitions
-            trained = training_tokens * n / self.length
-            rows.append(
-                {
-                    "modality": m.name,
-                    "vocabulary": c.vocabulary[m.name],
-                    "skew": c.skew[m.name],
-                    "unigram entropy": m.entropy,
-                    "entropy": c.entropy[m.name],
-                    "predictability": m.inner.information,
-                    "target noise": m.noise,
-                    "lag": c.lag[m.name],
-                    "tokens": n,
-                    "token share": n / self.length,
-                    "redundancy inside": len(m.child_T) * m.inner.information,
-                    "mutual information": c.mutual_information if i else 0.0,
-                    "floor": floors[m.name],
-                    "transitions": transitions,
-                    "transitions a token": transitions / trained if trained else math.inf,
-                    "seen": self._seen(m.inner, len(m.child_T), training_tokens),
-                }
-            )
-        return rows
+        return [
+            {
+                "modality": m.name,
+                "unigram entropy": m.entropy,
+                "predictability": m.inner.information,
+                "token share": self.config.tokens[m.name] / self.length,
+                "redundancy inside": len(m.child_T) * m.inner.information,
+                "floor": floors[m.name],
+                "transitions": m.inner.coupling.transitions,
+                "seen": self._seen(m.inner, len(m.child_T), training_tokens),
+            }
+            for m in self._modalities
+        ]
 
     def unlearnable(self, training_tokens: int) -> list[str]:
         """Return a sentence for each distribution that a run with ``training_tokens`` tokens cannot learn.

@@ -70,9 +70,9 @@ def open_source(kind: str, folder: Path, tokenizers: Path, root: Path) -> dict[s
     made_by = tokenizers_hash(tokenizers)
     if is_token_folder(folder):
         header = read_header(folder)
-        if header["kind"] != kind:
+        if header.kind != kind:
             raise UserError(f"{folder} has documents of kind {header['kind']}, not {kind}: give another folder.")
-        if header["tokenizers"] != made_by:
+        if header.tokenizers != made_by:
             raise UserError(
                 f"The tokenizers of {folder} ({header['tokenizers'] or 'of another program'}) differ from those"
                 f" in {tokenizers} ({made_by}): set --data.tokenizers to the folder of the tokenizers that made"

@@ -91,6 +91,8 @@ def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int) -> I
     Raises:
         UserError: the tokenizers cannot be used, or a worker was killed.
     """
+    if not shards:
+        return
     if workers == 0:
         import torch
 
