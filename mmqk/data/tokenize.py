@@ -19,7 +19,7 @@ from mmqk.data.shards.held_out import SHARE, default_share, default_share_of_tar
 from mmqk.data.shards.images import MAX_PIXELS, Dropped
 from mmqk.data.shards.lines import read_lines
 from mmqk.data.shards.manifest import sha256_file
-from mmqk.data.shards.samples import DOTTED, ReasonCounts, Unread, document_of, printable, text_of
+from mmqk.data.shards.samples import ReasonCounts, Unread, document_of, text_of
 from mmqk.data.shards.tars import TarIndex, expand, index_tar
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.source import add_sample_arguments
@@ -145,7 +145,7 @@ def _share(args: argparse.Namespace, job: TokenizeJob, paths: list[Path]) -> flo
     else:
         with suppress(DamagedFile):  # `_claimed` raises it again
             begun = read_json(job.out / UNFINISHED / OPTIONS)
-    if isinstance(begun, dict) and isinstance(begun.get("val_fraction"), int | float):
+    if isinstance(begun, dict):
         return float(begun["val_fraction"])
     if job.kind == "text":
         return default_share(hash_fraction(text) for path in paths for text in _texts(path))
@@ -277,17 +277,15 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
 
 
 def _finished(unfinished: Path, states: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:
-    """Return the records of the finished shards by part; a shard that has changed since then is tokenized again."""
-    kept = {part: _kept_record(unfinished / f"{part}.json") for part in states}
-    return {part: k["record"] for part, k in kept.items() if k.get("state") == states[part] and "record" in k}
-
-
-def _kept_record(path: Path) -> dict[str, Any]:
-    """Return the record of a finished shard; empty if it is missing or unreadable, so that the shard is tokenized
-    again."""
-    with suppress(DamagedFile):
-        return read_json(path) or {}
-    return {}
+    """Return the records of the finished shards by part. A shard is tokenized again if it has changed, or if
+    its record is damaged."""
+    records = {}
+    for part, state in states.items():
+        with suppress(DamagedFile):
+            kept = read_json(unfinished / f"{part}.json") or {}
+            if kept.get("state") == state:
+                records[part] = kept["record"]
+    return records
 
 
 def _remove_parts(out: Path, parts: set[str]) -> None:
@@ -306,23 +304,15 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
         dropped.take(ReasonCounts(record["dropped"], record["examples"]), source)
         unread.take(Unread(**record.get("unread", {})), source)  # missing in records of older versions
     samples = sum(record["samples"] for record in records)
+    files = sum(record.get("files", 0) for record in records)
+    reasons = [*dropped.reason_lines(), *unread.lines(files)]
     if dropped.total == samples:
         shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options
-        if not samples:
-            why = ", ".join(f"{reason}: {count:,}" for reason, count in unread.counts.items())
-            raise UserError(f"the shards hold no samples{f' ({why})' * bool(why)}: check that these files are right")
-        most = ", ".join(f"{reason}: {count}" for reason, count in list(dropped.by_count().items())[:3])
-        example = printable(next(iter(dropped.examples.values()))[0])
+        why = "; ".join(line.strip() for line in reasons) or "the shards are empty"
         raise UserError(
-            f"all {samples:,} samples were dropped ({most}; such as {example}): "
-            + (
-                "each line must be a JSON object with its text in the field 'text'"
-                if job.kind == "text"
-                else "check the layout of the shards, --interleaved and --caption-field"
-            )
-            + (f"; {unread.key_rule()}" if DOTTED in unread.counts else "")
+            f"none of the {samples:,} samples can be used ({why}): check the layout of the shards, --interleaved and"
+            " --caption-field, or the field 'text' of each line"
         )
-    files = sum(record.get("files", 0) for record in records)
     hidden = ("examples", "unread")
     shards = [{name: value for name, value in record.items() if name not in hidden} for record in records]
     writer = TokenWriter(job.out, job.kind, layout_of(job.tokenizers), str(options["tokenizers"]))
@@ -332,8 +322,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
     print(f"{job.out}: " + _counts(read_header(job.out).splits))
     if dropped.total:
         print(f"{dropped.total:,} of {samples:,} samples were dropped:")
-    for line in (*dropped.reason_lines(), *unread.lines(files)):
-        print(line)
+    print(*reasons, sep="\n", end="\n" * bool(reasons))
 
 
 def _counts(splits: Mapping[str, list[Part]]) -> str:

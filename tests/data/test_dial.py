@@ -309,25 +309,6 @@ def test_no_other_predictor_beats_the_source():
         assert (Dial(other).log_prob(theirs) - Dial(config).log_prob(theirs)).mean() > 0, name
 
 
-def test_the_excess_of_a_learner_that_counts_falls_to_0_from_above():
-    config = chain(order="forward", tokens={"text": 24, "image": 2})
-    dial = Dial(config)
-    fresh = dial.documents(100, 0, 5_000)[:, :24]
-    floor = dial.log_prob(dial.documents(100, 0, 5_000))[:, 3:24].mean()
-    excess = []
-    for n in (0, 10, 100, 1_000, 10_000):
-        seen = dial.documents(9, 0, n)[:, :24]
-        counts = np.ones((12, 12))
-        np.add.at(counts, (seen[:, :-3].ravel(), seen[:, 3:].ravel()), 1)
-        p = counts / counts.sum(1, keepdims=True)
-        excess.append(floor - np.log(p[fresh[:, :-3], fresh[:, 3:]]).mean())
-    assert excess == sorted(excess, reverse=True) and 0 < excess[-1] < 0.002
-    assert excess[0] == pytest.approx(math.log(12) + floor, abs=1e-9) and excess[0] > 1
-    # The control: the wrong parent, two tokens back instead of three, gives a much higher loss.
-    wrong = np.log(p[fresh[:, 1:-2], fresh[:, 3:]]).mean()
-    assert floor - wrong > 1
-
-
 # Refusals
 
 
@@ -356,25 +337,6 @@ def test_an_entropy_outside_its_interval_is_refused_and_the_interval_works(skew)
     for h in (low - 2e-4, high + 2e-4, math.nan, math.inf):
         with pytest.raises(ValueError, match=r"data\.dial\.entropy\.image"):
             config(h)
-
-
-def test_mutual_information_outside_its_interval_is_refused_and_the_interval_works():
-    for lag, ties in (({"text": 3, "image": 2}, 2), ({"text": 24, "image": 5}, 5)):
-        with pytest.raises(
-            ValueError, match=rf"^data\.dial\.mutual_information is 99.*{ties} ties of text and image"
-        ) as e:
-            chain(lag=lag, mutual_information=99.0)
-        low, high = interval(str(e.value))
-        assert low == 0
-        dial = Dial(chain(lag=lag, mutual_information=high, order="forward"))
-        parts = by_modality(dial, dial.documents(0, 0, 20_000))
-        counted = [counted_information(parts["text"][:, k], parts["image"][:, k]) for k in range(ties)]
-        assert sum(counted) == pytest.approx(high, abs=0.02 * ties)
-        for wrong in (high + 2e-4, -0.01, math.nan):
-            with pytest.raises(ValueError, match=r"data\.dial\.mutual_information"):
-                chain(lag=lag, mutual_information=wrong)
-    with pytest.raises(ValueError, match="a single modality give a value between 0 and 0 nats"):
-        DialConfig({"a": 4}, {"a": 1.0}, {"a": 1.0}, {"a": 8}, {"a": 1}, mutual_information=0.1)
 
 
 # Order and determinism

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from mmqk.config import resolve
@@ -25,7 +24,7 @@ from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
-from mmqk.inspection.views import IdDecoder, Originals
+from mmqk.inspection.views import IdDecoder
 from mmqk.store import cli_main
 
 TEXT, IMAGE, PADDING = "#0072B2", "#E69F00", "#d5dae0"
@@ -127,13 +126,6 @@ def batch(tiny_args):
     return batch_of(tiny_args)
 
 
-def test_the_page_is_one_file_that_needs_nothing_else(page):
-    assert len(page.ids) == len(set(page.ids)) and page.tags["script"] == page.tags["link"] == 0
-    for reference in page.references:
-        assert reference.startswith("data:image/png;base64,") or reference[1:] in page.ids
-    assert len(page.source) < 5_000_000
-
-
 def facts(batch, i: int) -> str:
     filled = int(batch.valid_BT[i].sum())
     counts = [
@@ -196,18 +188,6 @@ def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(
     assert pictured >= 3
 
 
-def test_an_original_is_shown_only_where_its_codes_say_so(tiny_data):
-    decoder, originals = IdDecoder(tiny_data / "tokenizers"), Originals(tiny_data / "pairs")
-    offset = layout_of(tiny_data / "tokenizers").vocab_sizes["text"]
-    images = [originals.image(i, 64) for i in (0, 1, 30)]
-    pixels = torch.from_numpy(np.array(images[0])).permute(2, 0, 1)[None].float() / 255
-    codes = ImageTokenizer.load(tiny_data / "tokenizers").encode(pixels)[0].numpy() + offset
-    assert decoder.agrees(images[0], codes) and not decoder.agrees(images[1], codes)
-    pairs = list(read_pairs(tiny_data / "pairs", "train"))
-    assert np.array_equal(np.array(images[2]), np.array(pairs[30].image))  # in the second shard
-    assert originals.image(40, 64) is None
-
-
 def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     data = data_of(tiny_args, *LONG[1:])
     rows = [data.order.row(i) for i in range(48)]  # 12 steps of 4 sequences
@@ -223,18 +203,6 @@ def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     assert found["share"] == pytest.approx(len(image) / len(ids))
     assert found["held_out_tokens"] == sum((row.ids >= 305).sum() for row in data.val_rows) > 0
     assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
-
-
-def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):
-    few = inspected(tmp_path / "few", tiny_args, "--data.mix", '{"pair": 1}')
-    many = inspected(tmp_path / "many", tiny_args, "--data.mix", '{"pair": 1}', "--trainer.max_steps=60")
-    assert few.numbers["sequences"] == 48 and many.numbers["sequences"] == 240
-    assert few.numbers["fresh_sequences"] == many.numbers["fresh_sequences"] == 40
-    for name in ("image", "text"):
-        assert many.numbers["modalities"][name] == few.numbers["modalities"][name]
-    assert "200 sequences from the second or a later epoch of a source are not in the estimates" in many.text
-    (source,) = (s for s in many.numbers["sources"] if s["kind"] == "pair")
-    assert source["read_as"] == {"pair": {"sequences_an_epoch": 40, "epochs": 6.0}}
 
 
 def test_the_mixture_is_as_asked_for_and_as_met(tiny_args, tmp_path):

@@ -152,27 +152,6 @@ def test_identity_of_a_pattern_is_what_its_shards_hold(tmp_path):
     assert len(set(both)) == 4
 
 
-def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
-    argv = (str(tiny_data / "pairs/train-00000.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
-    expected = open_online(*argv)["val"].samples_N2
-    (kept,) = (tmp_path / "index").iterdir()
-    whole = kept.read_bytes()
-    turned = bytearray(whole)
-    turned[len(whole) // 3] ^= 255
-    # A flag or a compression method that zipfile does not know raises a RuntimeError.
-    method = bytearray(whole)
-    method[whole.index(b"PK\x01\x02") + 10] = 77
-    earlier = io.BytesIO()  # a file of an earlier version, which had an array of the keys
-    with np.load(kept) as arrays:
-        arrays_of_both = {name: array for name, array in arrays.items() if name != "about"}
-    np.savez(earlier, keys_json=np.zeros(2, dtype=np.uint8), **arrays_of_both)
-    parts = (whole[: len(whole) // 2], bytes(turned), bytes(method), earlier.getvalue())
-    for damaged in (*parts, b"", b"PK\x03\x04", b"no zip"):
-        kept.write_bytes(damaged)
-        assert (open_online(*argv)["val"].samples_N2 == expected).all()
-        assert kept.read_bytes() != damaged and list(kept.parent.iterdir()) == [kept]
-
-
 def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
     fields = {name: str(tiny_data / name) for name in ("text", "tokenizers")}
     config = DataConfig(
@@ -222,24 +201,6 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
     assert not whole.skipped and not capsys.readouterr().err
 
 
-def test_a_share_is_refused_before_all_are_read(tiny_data, tmp_path):
-    from mmqk.data.tokens.online import LEAST_UNUSABLE, Account
-
-    account = Account(10_000)
-    for number in range(50):
-        account.used(number)
-    for number in range(100, 100 + LEAST_UNUSABLE - 1):
-        account.skip(number, "no caption", "it")
-    with pytest.raises(UserError, match="10 of the 60"):
-        account.skip(200, "no caption", "it")
-    account = Account(10_000)
-    for number in range(500):
-        account.used(number)
-    for number in range(600, 640):  # 40 of 540 are fewer than a tenth
-        account.skip(number, "a reason of a later version", "it")
-    assert set(account.reasons(0, 10_000).values()) == {"another reason"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_path, capfd, workers):
@@ -280,15 +241,22 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
     assert both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread() == []
 
 
-def test_a_small_set_holds_out_a_batch_and_a_large_one_keeps_its_identity(tiny_data, tmp_path):
-    def config(**fields):
-        pairs, tokenizers = str(tiny_data / "pairs/*.tar"), str(tiny_data / "tokenizers")
-        return DataConfig(pairs=pairs, tokenizers=tokenizers, text="", mix={"pair": 1}, read="shards",
-                          cache=str(tmp_path), **fields)  # fmt: skip
-
-    split = open_online(config().pairs, tiny_data / "tokenizers", tmp_path, None)
-    assert (len(split["train"]), len(split["val"])) == (36, 16)
-    assert data_identity(config())["val_fraction"] > 0.1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmqk.data.shards.held_out.FEW", 52)  # not small
-        assert data_identity(config()) == data_identity(config(val_fraction=0.01))
+def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
+    argv = (str(tiny_data / "pairs/train-00000.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
+    expected = open_online(*argv)["val"].samples_N2
+    (kept,) = (tmp_path / "index").iterdir()
+    whole = kept.read_bytes()
+    turned = bytearray(whole)
+    turned[len(whole) // 3] ^= 255
+    # A flag or a compression method that zipfile does not know raises a RuntimeError.
+    method = bytearray(whole)
+    method[whole.index(b"PK\x01\x02") + 10] = 77
+    earlier = io.BytesIO()  # a file of an earlier version, which had an array of the keys
+    with np.load(kept) as arrays:
+        arrays_of_both = {name: array for name, array in arrays.items() if name != "about"}
+    np.savez(earlier, keys_json=np.zeros(2, dtype=np.uint8), **arrays_of_both)
+    parts = (whole[: len(whole) // 2], bytes(turned), bytes(method), earlier.getvalue())
+    for damaged in (*parts, b"", b"PK\x03\x04", b"no zip"):
+        kept.write_bytes(damaged)
+        assert (open_online(*argv)["val"].samples_N2 == expected).all()
+        assert kept.read_bytes() != damaged and list(kept.parent.iterdir()) == [kept]

@@ -8,21 +8,17 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from mmqk.data.config import DataConfig, data_identity
-from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
+from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.order.sequences import SequenceBuilder, pieces
-from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokenizers.files import (
     BEGIN_IMAGE,
     BOS,
     END_IMAGE,
     EOS,
-    PAD,
-    ImageTokenizerConfig,
     vocab_sizes_of,
 )
 from mmqk.data.tokenizers.image import ImageTokenizer
@@ -150,17 +146,6 @@ def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
         assert (begin == 1) is image_first
 
 
-def test_padding_is_no_target_and_no_token(builder, first_code):
-    batch = builder.batch([builder.image(0), builder.window("text", 0)])
-    length = len(builder.image(0).ids)
-    assert (batch.ids_BT[0, length:] == PAD).all() and not batch.valid_BT[0, length:].any()
-    assert batch.target_mask_BT[0].sum() == length - 1 and batch.target_mask_BT[1].sum() == 95
-    assert not batch.target_mask_BT[:, -1].any()
-    assert batch.step_targets == length - 1 + 95
-    assert (batch.modality_BT.bool() == (batch.ids_BT >= first_code)).all()
-    assert batch.modality_BT[0].sum() == 64
-
-
 def test_one_field_switches_a_modality_off(builder, first_code):
     text_only = TrainingOrder(builder, {"text": 1.0}, 0.5, seed=0)
     image_only = TrainingOrder(builder, {"image": 1.0}, 0.5, seed=0)
@@ -169,15 +154,6 @@ def test_one_field_switches_a_modality_off(builder, first_code):
         ((image_only.row(i).ids >= first_code).sum() == 64) and len(image_only.row(i).ids) == 68
         for i in range(50)
     )
-
-
-def test_a_sample_is_a_function_of_seed_and_index(builder):
-    def rows(seed, order):
-        made = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed)
-        return {i: made.row(i).ids.tolist() for i in order}
-
-    assert rows(0, range(60)) == rows(0, reversed(range(60)))
-    assert rows(0, range(60)) != rows(1, range(60))
 
 
 @pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (4, 1), (2, 2), (1, 4)])
@@ -253,48 +229,6 @@ def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path, caps
     np.save(made / "train/00000.ids.npy", np.zeros(10, dtype=np.uint16))
     with pytest.raises(UserError, match="does not match its shards and tokenizers: delete it"):
         open_source(*arguments)
-
-
-def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
-    import shutil
-
-    other = tmp_path / "tokenizers"
-    shutil.copytree(tiny_data / "tokenizers", other)
-    arguments = ("pair", tiny_data / "pairs", other, tmp_path / "cache")
-    open_source(*arguments)
-    tokenizer = ImageTokenizer.load(other)
-    tokenizer.codebook_VD.mul_(-1)
-    (other / "image.safetensors").write_bytes(tokenizer.to_bytes())
-    open_source(*arguments)
-    assert len(folders_in(tmp_path / "cache")) == 2
-
-
-def test_tokenizers_of_another_image_size_are_refused_before_they_are_used(tiny_data, tmp_path, capsys):
-    import shutil
-
-    other, pairs = tmp_path / "tokenizers", tiny_data / "pairs"
-    shutil.copytree(tiny_data / "tokenizers", other)
-    config = ImageTokenizerConfig(32, 4, codes=32, code_dim=8, decoder_width=16, decoder_depth=1)
-    (other / "image.safetensors").write_bytes(ImageTokenizer(config).to_bytes())
-    says = r"take images of 32 px, .* of 64 px: make a token folder with python -m mmqk\.data\.tokenize --shards"
-    with pytest.raises(UserError, match=says):
-        open_source("pair", pairs, other, tmp_path / "cache")
-    assert not (tmp_path / "cache").exists() and "tokenizing" not in capsys.readouterr().err
-    # The control: the program that the sentence names makes a folder with these tokenizers.
-    argv = ["--shards", f"{pairs}/train-*.tar", f"--tokenizers={other}", f"--out={tmp_path / 't'}"]
-    assert tokenize([*argv, "--workers=0", "--val-fraction=0.3"]) == 0
-    assert open_source("pair", tmp_path / "t", other, tmp_path / "cache")["train"].image_tokens == 4 * 4 + 2
-
-
-def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
-    import shutil
-
-    shutil.copytree(tiny_data / "pairs", tmp_path / "pairs")
-    shard = tmp_path / "pairs/train-00001.tar"
-    shard.write_bytes(shard.read_bytes()[:-4096])
-    with pytest.raises(UserError, match=r"train-00001\.tar differs from its manifest"):
-        open_source("pair", tmp_path / "pairs", tiny_data / "tokenizers", tmp_path / "cache")
-    assert not folders_in(tmp_path / "cache")
 
 
 def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data, first_code):
@@ -387,19 +321,6 @@ def test_statistics_leave_out_what_is_read_again(tiny_data):
     again = [row for row, first in zip(data.sample(), fresh, strict=True) if not first]
     seen = {row.ids.tobytes() for row, first in zip(data.sample(), fresh, strict=True) if first}
     assert again and any(row.ids.tobytes() in seen for row in again)
-
-
-def test_a_bad_sample_in_a_worker_is_one_sentence():
-    class Bad(Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, i):
-            raise UserError(f"sample {i} cannot be used: repair it")
-
-    with pytest.raises(UserError) as raised:
-        list(PositionedLoader(Bad(), 1, torch.device("cpu")))
-    assert str(raised.value) == "sample 0 cannot be used: repair it"
 
 
 def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):

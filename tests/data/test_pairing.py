@@ -7,12 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mmqk.config import resolve
 from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.tokens.folder import Layout, TokenStore
-from mmqk.data.tokens.pairing import Captions, ShuffledPairs
-from mmqk.store import UserError, identity_hash
+from mmqk.data.tokens.pairing import ShuffledPairs
+from mmqk.store import identity_hash
 
 LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
 
@@ -40,14 +39,6 @@ def test_shuffled_pairs_hold_the_same_images_and_captions_and_no_pair_of_before(
     assert after == halves(again)
     assert [len(shuffled[i]) for i in range(n)] == shuffled.lengths_N.tolist()
     assert shuffled.tokens == pairs.tokens and shuffled.image_tokens == 4
-
-
-def test_captions_are_those_of_the_pairs_in_their_order():
-    pairs = pairs_of(30)
-    captions = Captions(pairs)
-    assert [captions[n].tobytes() for n in range(30)] == [caption for _, caption in halves(pairs)]
-    assert captions.lengths_N.tolist() == [len(captions[n]) for n in range(30)]
-    assert captions.tokens == sum(captions.lengths_N)
 
 
 def module(tiny_data, **more) -> TokenDataModule:
@@ -97,12 +88,3 @@ def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
     # With images alone the training rows do not change, but the held-out pairs do.
     assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
-
-
-def test_what_cannot_be_shuffled_is_refused(tiny_data):
-    with pytest.raises(ValueError, match=r"set data\.read to tokens"):
-        DataConfig(pairing="shuffled", read="shards")
-    with pytest.raises(ValueError, match="removes the images"):
-        DataConfig(pairing="captions", mix={"image": 1.0, "pair": 1.0})
-    with pytest.raises((UserError, ValueError), match="pairing"):
-        resolve(["--data.pairing=other"])

@@ -144,28 +144,6 @@ def test_the_position_counts_what_was_handed_out_not_what_was_copied(monkeypatch
     assert again.position == 6
 
 
-def test_what_breaks_the_loader_is_said_and_counts_nothing(monkeypatch):
-    loader = loader_of(monkeypatch, breaks_at=3)
-    got = []
-    with pytest.raises(UserError, match=r"^a shard is damaged$"):
-        for batch in loader:
-            got.append(int(batch.ids_BT[0, 0]))
-    assert got == list(range(loader.position)) and 2 <= len(got) <= 3
-
-
-def test_record_stream_reaches_every_tensor_that_is_there(monkeypatch):
-    calls: list[tuple] = []
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda tensor, stream: calls.append((id(tensor), stream))
-    )
-    for i in (0, 1):
-        batch = batch_of(i)
-        batch.record_stream("step")  # type: ignore[arg-type]
-        tensors = [t for t in vars(batch).values() if t is not None]
-        assert calls == [(id(t), "step") for t in tensors] and len(tensors) == 6 - i
-        calls.clear()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA GPU: streams, pinned memory, the allocator"

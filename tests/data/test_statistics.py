@@ -217,18 +217,3 @@ def test_three_modalities_by_their_blocks(transitions):
     assert alone.unigram == pytest.approx(found["sound"].unigram, abs=0.1)
     assert found["image"].model < 0.8 * found["image"].unigram
     assert alone.model is alone.repeated_held_out is alone.model_error is None
-
-
-def test_duplicates_are_of_a_modality_and_of_whole_documents():
-    picture = np.random.default_rng(0).integers(10, 20, size=16)
-    rows = [np.array([0, *picture, 1, 2]), np.array([0, *picture, 3, 4]), np.array([0, 5, 6])]
-    found = describe(rows, [], {"text": 10, "image": 10})
-    assert found["image"].duplicates == 1 / 2 and found["text"].duplicates == 0
-    assert found["image"].documents == 2 and found["text"].documents == 3
-
-
-def test_what_cannot_be_described_is_refused():
-    with pytest.raises(ValueError, match="id 8, but the vocabulary has ids 0 to 7"):
-        one([np.array([1, 8])], size=8)
-    with pytest.raises(ValueError, match="id -1"):
-        one([np.array([1, 2])], [np.array([-1, 2])], size=8)

@@ -317,38 +317,6 @@ def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> Non
     assert sum(s["samples"] for s in record["about"]["shards"]) == 30 + 8
 
 
-@pytest.mark.parametrize("ending", ["gz", "xz", "bz2"])
-def test_a_text_file_that_is_cut_short_or_packed_otherwise(run: Any, tmp_path: Path, ending: str) -> None:
-    import bz2
-
-    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[ending]
-    random = np.random.default_rng(0)
-    whole = pack(b"".join(b'{"text": "%s"}\n' % random.bytes(40).hex().encode() for _ in range(3000)))
-    path = tmp_path / f"a.jsonl.{ending}"
-    if ending == "bz2":
-        path.write_bytes(whole)
-        assert "compressed with bzip2 or zstd" in refused(run, "--text", str(path))
-        return
-    for cut in (len(whole) // 2, len(whole) - 4):
-        path.write_bytes(whole[:cut])
-        assert "a.jsonl" in refused(run, "--text", str(path)) and not (tmp_path / "out/tokens.json").exists()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 0xFF
-    path.write_bytes(damaged)
-    assert "cannot be read" in refused(run, "--text", str(path))
-    path.write_bytes(whole)
-    assert len(documents(run("--text", str(path))[0])) == 3000
-
-
-def test_documents_of_a_broken_shard_do_not_enter_the_next(run: Any, tmp_path: Path) -> None:
-    lines = [json.dumps({"text": f"document {i} {'word ' * 50}"}).encode() + b"\n" for i in range(2000)]
-    whole = gzip.compress(b"".join(lines))
-    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:3]))
-    assert "1 of 2 shards" in refused(run, "--text", f"{tmp_path}/*.jsonl*", "--val-fraction=0")
-    assert len(np.load(tmp_path / "out/train/00001.lengths.npy")) == 3
-
-
 def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
     # Two shards have the same 40 images, under different names and with different captions.
     for shard in range(2):
@@ -597,30 +565,6 @@ def test_other_shards_of_the_same_name_are_not_those_of_a_finished_folder(run: A
     assert "is finished: train" in run(*pattern(shards))[1]
 
 
-def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"x") for i in range(12)])
-    message = refused(run, "--shards", f"{tmp_path}/a.tar")
-    assert "all 12 samples were dropped (no image file: 12; such as a.tar: 0)" in message
-    write_tar(tmp_path / "b.tar", [])
-    assert "hold no samples" in refused(run, "--shards", f"{tmp_path}/b.tar")
-    write_tar(tmp_path / "c.tar", pair(0))
-    assert len(documents(run("--shards", f"{tmp_path}/c.tar")[0])) == 1  # the errors left no unfinished folder
-
-
-def test_shares_of_val(run: Any, shards: Path, tmp_path: Path) -> None:
-    folder, printed = run(*pattern(shards), "--val-fraction=1e-9")
-    assert f"remove {folder} and run the command again without" in printed and len(open_tokens(folder)["val"]) == 0
-    shutil.rmtree(folder)  # the advice works
-    folder, printed = run(*pattern(shards))
-    assert "is held out for validation instead of 0.01" in printed and len(open_tokens(folder)["val"]) == 12
-    assert "is finished" in run(*pattern(shards))[1]  # a folder keeps its share
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(200)))
-    assert len(open_tokens(run("--text", f"{tmp_path}/a.jsonl", out="text")[0])["val"]) == 16
-    folder, _ = run(*pattern(shards), "--val-fraction=1e-9", out="own")
-    assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
-    assert len(open_tokens(folder)["train"]) == 36
-
-
 def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = documents(run(*pattern(shards), out="whole")[0])
     monkeypatch.setattr(tokenize_worker, "TOKENS_A_FILE", 200)
@@ -637,30 +581,6 @@ def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: 
     monkeypatch.undo()
     run(*pattern(shards), out="again")
     assert documents(out) == expected and len(header(out)["splits"]["train"]) == 4
-
-
-def test_mistakes_are_one_sentence(run: Any, shards: Path, tmp_path: Path) -> None:
-    text = ("--text", str(shards / "00000_stats.json"))
-    assert "--shards" in refused(run) and "--text" in refused(run, *pattern(shards), *text)
-    assert "give a share" in refused(run, *pattern(shards), "--val-fraction=1")
-    assert "give a share" in refused(run, *pattern(shards), "--val-fraction=nan")
-    assert "give 0 or more" in refused(run, *pattern(shards), workers=-1)
-    assert "--max-pixels is 0" in refused(run, *pattern(shards), "--max-pixels=0")
-    assert "--max-pixels is 9999999999" in refused(run, *pattern(shards), "--max-pixels=9999999999")
-    for flag in ("--interleaved", "--fit=pad", "--caption-field=x"):
-        assert "is for --shards" in refused(run, *text, flag)
-    assert "is for pairs" in refused(run, *pattern(shards), "--interleaved", "--caption-field=x")
-    assert "00004.tar, which does not exist" in refused(run, *pattern(shards, 4))
-    assert "compressed" not in refused(run, "--shards", str(shards / "00000_stats.json"))
-    with pytest.raises(UserError, match="tokenizer file"):
-        tokenize.main([*pattern(shards), "--out", str(tmp_path / "o"), "--tokenizers", str(tmp_path)])
-    assert not (tmp_path / "o").exists()
-    (tmp_path / "out2").mkdir()
-    (tmp_path / "out2" / "thesis.doc").touch()
-    assert "is not a token folder" in refused(run, *pattern(shards), out="out2")
-    (tmp_path / "file").touch()
-    assert "is not a token folder" in refused(run, *pattern(shards), out="file")
-    assert "cannot be written" in refused(run, *pattern(shards), out="file/below")
 
 
 def test_a_full_disk_is_no_broken_shard(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -707,3 +627,26 @@ def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: 
     renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
     out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
     assert "not read" not in printed and len(documents(out)) == 101
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2"])
+def test_a_text_file_that_is_cut_short_or_packed_otherwise(run: Any, tmp_path: Path, ending: str) -> None:
+    import bz2
+
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[ending]
+    random = np.random.default_rng(0)
+    whole = pack(b"".join(b'{"text": "%s"}\n' % random.bytes(40).hex().encode() for _ in range(3000)))
+    path = tmp_path / f"a.jsonl.{ending}"
+    if ending == "bz2":
+        path.write_bytes(whole)
+        assert "compressed with bzip2 or zstd" in refused(run, "--text", str(path))
+        return
+    for cut in (len(whole) // 2, len(whole) - 4):
+        path.write_bytes(whole[:cut])
+        assert "a.jsonl" in refused(run, "--text", str(path)) and not (tmp_path / "out/tokens.json").exists()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    path.write_bytes(damaged)
+    assert "cannot be read" in refused(run, "--text", str(path))
+    path.write_bytes(whole)
+    assert len(documents(run("--text", str(path))[0])) == 3000

@@ -84,15 +84,6 @@ def test_crop_keeps_the_centre_of_the_longer_side() -> None:
     assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(image)[2:66]).all()
 
 
-def test_pad_adds_white_and_stretch_takes_all() -> None:
-    black = encoded(Image.new("RGB", (100, 40)), "PNG")
-    padded = pixels(load_image(black, 20, "pad"))
-    assert (padded[6:14] == 0).all() and (padded[:6] == 255).all() and (padded[14:] == 255).all()
-    assert (pixels(load_image(black, 20, "stretch")) == 0).all()
-    thin = pixels(load_image(encoded(Image.new("RGB", (1, 5000)), "PNG"), 64, "pad"))
-    assert (thin[:, 31] == 0).all() and (np.delete(thin, 31, axis=1) == 255).all()
-
-
 def test_scaling_down_is_antialiased() -> None:
     # Stripes of one pixel, which are too fine for the result, become a uniform gray.
     stripes = np.zeros((640, 640), dtype=np.uint8)
@@ -302,25 +293,6 @@ def test_large_or_damaged_metadata_of_a_png_do_not_cost_the_picture(place: bytes
     damaged[whole.index(b"IDAT") + 200] ^= 255
     damaged[at:at] = chunk(b"iCCP", b"p\0\0" + packed(2))
     assert reason(bytes(damaged)) == images.BROKEN
-
-
-def test_a_text_of_a_png_may_hold_its_orientation() -> None:
-    image = noise(90, 64)
-    exif = Image.Exif()
-    exif[0x0112] = 3
-    raw = b"\nexif\n" + str(len(exif.tobytes())).encode() + b"\n" + exif.tobytes().hex().encode() + b"\n"
-    xmp = b'<x tiff:Orientation="3"/>'
-    whole = encoded(image, "PNG")
-    at = whole.index(b"IDAT") - 4
-    big = chunk(b"iCCP", b"p\0\0" + packed(2))
-    for text in (
-        chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp),
-        chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp)),
-        chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(raw)),
-        chunk(b"eXIf", exif.tobytes()[6:]),
-    ):
-        turned = load_image(whole[:at] + big + text + whole[at:], 64)
-        assert (pixels(turned) == pixels(load_image(whole, 64))[::-1, ::-1]).all(), text[:40]
 
 
 def app(number: int, data: bytes) -> bytes:

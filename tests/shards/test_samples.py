@@ -88,20 +88,6 @@ def test_images_are_found_by_count_place_or_name(texts: list[str | None]) -> Non
     assert interleaved_of(address) == expected
 
 
-def test_documents_that_are_none() -> None:
-    image = {"0_webp": b"A"}
-    assert reason(interleaved_of, {}) == samples.NO_LISTS
-    for broken in (b"", b"[]", b"{}", b"{", b'{"images": [], "texts": "ab"}', b'{"images": 1, "texts": 1}'):
-        assert reason(interleaved_of, {"json": broken}) == samples.NO_LISTS
-    assert reason(interleaved_of, document([None], ["a", "b"])) == samples.UNEQUAL
-    assert reason(interleaved_of, document([URL, None], ["a", None], **image)) == samples.NOT_ONE
-    assert reason(interleaved_of, document([URL], ["a"], **image)) == samples.NOT_ONE
-    assert reason(interleaved_of, document([None], [None])) == samples.NOT_ONE
-    assert reason(interleaved_of, document([None], [3])) == samples.NOT_ONE
-    sample = {"json": b'{"images": [null], "texts": ["\\udc00"]}'}
-    assert reason(interleaved_of, sample) == samples.NOT_UNICODE
-
-
 def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
     from mmqk.data.shards import samples
 
@@ -124,24 +110,6 @@ def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
         with pytest.raises(Dropped, match="longer than 4 MiB"):
             made(101, how)
         assert made(90 if how.startswith("padded") else 100, how)
-
-
-@pytest.mark.parametrize("ending", ["", ".gz", ".xz"])
-def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, ending):
-    import gzip
-    import lzma
-
-    from mmqk.data.shards import lines
-
-    monkeypatch.setattr(lines, "LONGEST_LINE", 64)
-    content = [b"a" * 63, b"b" * 64, b"c" * 1000, b"", b"d", b"e" * 200]
-    path = tmp_path / f"x.jsonl{ending}"
-    opened = {"": open, ".gz": gzip.open, ".xz": lzma.open}[ending]
-    with opened(path, "wb") as file:
-        file.write(b"\n".join(content))
-    found = list(lines.read_lines(path))
-    assert [number for number, _ in found] == [1, 2, 3, 4, 5, 6]
-    assert [line.rstrip(b"\n") for _, line in found] == [c[:65] for c in content]
 
 
 def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):

@@ -94,12 +94,6 @@ def test_shard_that_differs_from_its_manifest(folder: Path) -> None:
     assert "train-00000.tar differs from its manifest" in refusal(folder)
 
 
-def test_sample_count_that_disagrees(folder: Path) -> None:
-    write_shard(folder / "train-00001.tar", samples(5)[3:])
-    remanifest(folder)
-    assert "train-00001.tar has 2 samples, but the manifest lists 3" in refusal(folder)
-
-
 def test_bad_image_names_key_and_shard(folder: Path) -> None:
     image = webp((1, 2, 3))
     for broken, reason in (
@@ -113,20 +107,6 @@ def test_bad_image_names_key_and_shard(folder: Path) -> None:
         assert "v-bad" in message and "train-00001.tar" in message and reason in message
     write_shard(folder / "train-00001.tar", [*samples(5)[3:], ("v-bad", image, {"caption": "x"})])
     remanifest(folder)
-    assert len(list(read_pairs(folder, "train"))) == 6
-
-
-def test_missing_and_broken_manifest(folder: Path) -> None:
-    file = folder / "manifest.json"
-    text = file.read_text()
-    for broken in ("", "[]", "{}", '{"splits": {"train": [{}]}}', '{"splits": 1}', text[: len(text) // 2]):
-        file.write_text(broken)
-        assert "manifest.json cannot be read (" in refusal(folder)
-    file.unlink()
-    assert "manifest.json is missing" in refusal(folder)
-    with pytest.raises(UserError, match="is missing"):
-        manifest_hash(folder)
-    file.write_text(text)
     assert len(list(read_pairs(folder, "train"))) == 6
 
 

@@ -52,16 +52,6 @@ def own(folder: Path, change) -> Tokenizer:
     return tokenizer
 
 
-def test_added_tokens_outside_the_vocabulary_are_refused(tmp_path):
-    for change in (lambda t: t.add_special_tokens(["<|begin_of_text|>"]), lambda t: t.add_tokens(["bicycle"])):
-        assert own(tmp_path, change).get_vocab_size() == 1025
-        with pytest.raises(UserError, match=r"text\.json cannot be used \(model\.vocab does not have all ids"):
-            TextTokenizer.load(tmp_path)
-    # The control: an added token that is an entry of the vocabulary.
-    own(tmp_path, lambda t: t.add_special_tokens(["ent"]))
-    assert TextTokenizer.load(tmp_path).size == 1024
-
-
 @pytest.mark.parametrize(
     "change",
     [

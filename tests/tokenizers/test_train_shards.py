@@ -13,9 +13,9 @@ from PIL import Image
 from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokenizers.files import vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Documents, Selection, Source
+from mmqk.data.tokenizers.source import Source
 from mmqk.data.tokenizers.text import TextTokenizer
-from mmqk.data.tokenizers.train import main, train_text
+from mmqk.data.tokenizers.train import main
 from mmqk.data.tokens.folder import read_header
 from mmqk.store import cli_main, find_file
 
@@ -138,18 +138,3 @@ def test_the_default_holds_out_what_tokenize_holds_out(shards, tmp_path, capsys)
     assert read_header(tmp_path / "t").about["command"]["val_fraction"] == source.val_fraction
     printed = capsys.readouterr().out
     assert f"train {train} documents" in printed and f"val {val} documents" in printed
-
-
-@pytest.mark.parametrize("lines", [0, 4, 3000])
-def test_captions_and_documents_weigh_alike(shards, tmp_path, monkeypatch, lines):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "zebra " * 20}) + "\n")
-    with open(tmp_path / "b.jsonl", "w") as file:
-        for i in range(lines):
-            file.write(json.dumps({"text": f"zebra number {i} " * 5}) + "\n")
-    given: list[str] = []
-    monkeypatch.setattr(TextTokenizer, "train", lambda texts, size: given.extend(texts))
-    text = str(tmp_path / "*.jsonl") if lines else ""
-    train_text(Source([shards]), Documents(text, Selection(val_fraction=1e-9)), 300)
-    captions, documents = (sum(len(t) for t in given if ("zebra" in t) == side) for side in (False, True))
-    assert captions > 0 and (0.5 < documents / captions < 2 if lines else documents == 0)
-    assert len({t for t in given if "zebra" in t}) == (lines + 1 if lines else 0)

@@ -82,18 +82,6 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     assert len(other.val_BCHW) > len(images.val_BCHW)
 
 
-def test_copies_of_an_image_fall_on_one_side(tmp_path):
-    files = [plain(n)[1] for n in range(8)]
-    for s in range(2):
-        write_tar(
-            tmp_path / f"{s}.tar", {f"{s}{k}": {"png": f, "txt": b"a word"} for k, f in enumerate(files)}
-        )
-    images = Source([str(tmp_path / "*.tar")], Selection(val_fraction=0.5)).images(64)
-    train, val = set(rows(images.train_BCHW)), set(rows(images.val_BCHW))
-    assert (len(images.train_BCHW), len(images.val_BCHW)) == (2 * len(train), 2 * len(val))
-    assert train and val and not train & val
-
-
 def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path):
     good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
     gray = noise(7)[:, :, 0]
@@ -174,25 +162,6 @@ def test_interleaved_documents_give_an_image_each_and_all_their_texts(tmp_path):
     assert source.captions()[0] == [f"text {d}" for d in range(12) if d not in val]
 
 
-def test_shards_that_cannot_be_used_are_one_sentence(tmp_path):
-    write_tar(tmp_path / "bad.tar", {f"{i}": {"jpg": b"no", "txt": b"words"} for i in range(3)})
-    with pytest.raises(UserError, match=r"no image that can be used \(3 samples read, 3 dropped"):
-        Source([str(tmp_path / "bad.tar")], Selection()).images(64)
-    write_shards(tmp_path / "s", 1, 3)
-    whole = (tmp_path / "s" / "00000.tar").read_bytes()
-    (tmp_path / "cut.tar").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"cut\.tar is truncated"):
-        Source(str(tmp_path / "cut.tar")).images(64)
-    with pytest.raises(UserError, match=r"00001\.tar, which does not exist"):
-        Source([str(tmp_path / "s" / "{00000..00007}.tar")])
-    with pytest.raises(UserError, match=r"has no manifest.json: name its files, such as .*\*\.tar"):
-        Source(tmp_path / "s")
-    with pytest.raises(UserError, match=r"nowhere names no file"):
-        Source(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="GB: give a lower --images"):
-        Source(str(tmp_path / "s" / "00000.tar")).images(2**22)
-
-
 def test_a_folder_is_read_whole_and_in_order_or_spread(small_data):
     source = Source(small_data / "pairs")
     pairs = {split: list(read_pairs(small_data / "pairs", split)) for split in ("train", "val")}
@@ -227,18 +196,6 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
         Documents(str(tmp_path / "*.ndjson"))
     with pytest.raises(UserError, match=r"nowhere names no file"):
         Documents(tmp_path / "nowhere")
-
-
-def test_lines_that_cannot_be_used_are_counted(tmp_path):
-    lines = [b'{"text": "a whole document"}', b"{", b"[]", b'{"text": 3}', b'{"text": " "}', b"", b"\xff"]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    texts, summary = Documents(str(tmp_path / "a.jsonl"), Selection(val_fraction=1e-9)).read()
-    assert texts == ["a whole document"]
-    assert summary.startswith("1 documents read, 5 dropped (")
-    assert sum(map(int, re.findall(r": (\d+)", summary))) == 5
-    (tmp_path / "b.jsonl").write_bytes(b"{}\n[]\n")
-    with pytest.raises(UserError, match=r'has no documents .*a field "text"'):
-        Documents(str(tmp_path / "b.jsonl")).read()
 
 
 def test_a_bound_on_characters_takes_the_beginning_of_every_file(tmp_path):

@@ -35,7 +35,6 @@ from mmqk.store import UserError, identity_hash, replacing
 MOST_UNUSABLE = 0.1
 LEAST_UNUSABLE = 10
 NAMED = 5
-_OTHER = 253
 
 
 class Account:
@@ -43,22 +42,15 @@ class Account:
 
     Attributes:
         total: N, the number of samples in all splits.
+        state_N: 0 for a sample that was not read yet, 1 for one that was used, and 2 plus the number of its
+            reason in `REASONS` for an unusable one.
     """
 
     def __init__(self, total: int) -> None:
         import torch
 
         self.total = total
-        # 0: not read yet; 1: used; 2 and more: unusable, with the index of the reason plus 2.
-        self._state_N = torch.zeros(total, dtype=torch.uint8).share_memory_()
-
-    def used(self, number: int) -> None:
-        """Record that a sample was used."""
-        self._state_N[number] = 1
-
-    def is_unusable(self, number: int) -> bool:
-        """Return whether the sample is known to be unusable."""
-        return bool(self._state_N[number] > 1)
+        self.state_N = torch.zeros(total, dtype=torch.uint8).share_memory_()
 
     def skip(self, number: int, reason: str, name: str) -> None:
         """Record that a sample cannot be used; the first few such samples are named on stderr.
@@ -66,8 +58,8 @@ class Account:
         Raises:
             UserError: too many samples cannot be used.
         """
-        self._state_N[number] = 2 + (REASONS.index(reason) if reason in REASONS else _OTHER)
-        tried, bad = self.read, int((self._state_N > 1).sum())
+        self.state_N[number] = 2 + REASONS.index(reason)
+        tried, bad = int((self.state_N > 0).sum()), int((self.state_N > 1).sum())
         if bad > max(1, MOST_UNUSABLE * self.total) or (
             bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried
         ):
@@ -80,18 +72,10 @@ class Account:
             more = "; further ones are only counted" if bad == NAMED else ""
             print(f"{name} is skipped ({reason}){more}", file=sys.stderr, flush=True)
 
-    @property
-    def read(self) -> int:
-        """Number of samples that were read."""
-        return int((self._state_N > 0).sum())
-
     def reasons(self, start: int, end: int) -> dict[int, str]:
         """Return the reason for each skipped sample from ``start`` to ``end``, by its offset from ``start``."""
-        state_N = self._state_N[start:end].numpy()
-        return {
-            i: REASONS[c] if (c := int(state_N[i]) - 2) < len(REASONS) else "another reason"
-            for i in np.flatnonzero(state_N > 1).tolist()
-        }
+        state_N = self.state_N[start:end].numpy()
+        return {i: REASONS[state_N[i] - 2] for i in np.flatnonzero(state_N > 1).tolist()}
 
 
 class OnlinePairs:
@@ -159,14 +143,14 @@ class OnlinePairs:
         """
         for i in itertools.chain(range(n, len(self)), range(n)):
             number = self._number + i
-            if self.account.is_unusable(number):
+            if self.account.state_N[number] > 1:
                 continue
             try:
                 ids = self._ids(i)
             except Dropped as dropped:
                 self.account.skip(number, dropped.reason, self._name(i, printable))
                 continue
-            self.account.used(number)
+            self.account.state_N[number] = 1
             return ids
         raise UserError(
             f"none of the {len(self)} samples of a split can be used, such as {self._name(n, printable)}:"
@@ -279,18 +263,17 @@ def _samples_of(shards: Sequence[TarIndex]) -> np.ndarray:
 
 def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
     """Return the shards of a split. Each is compared with the manifest once, and again after the shard changes."""
-    indices = []
     shards = load_manifest(folder).splits.get(split, ())
     stored = [_load(folder / shard.file, cache) for shard in shards]
     if any(k is None or k.sha256 != shard.sha256 for k, shard in zip(stored, shards, strict=True)):
         checked_shards(folder, split)
+    indices = []
     for old, shard in zip(stored, shards, strict=True):
-        path = folder / shard.file
-        new = old or _read(path)
+        new = old or _read(folder / shard.file)
         if len(new.index) != shard.samples:
             raise UserError(
-                f"shard {path} has {len(new.index)} samples, but the manifest lists {shard.samples}: write the"
-                f" manifest again with python -m mmqk.data.shards {folder}"
+                f"shard {new.index.path} has {len(new.index)} samples, but the manifest lists {shard.samples}: write"
+                f" the manifest again with python -m mmqk.data.shards {folder}"
             )
         if new.sha256 != shard.sha256:
             _save(replace(new, sha256=shard.sha256), cache)
