@@ -280,7 +280,8 @@ class Capture(TorchFunctionMode):
         outermost = {path for path in hidden if not any(_within(path, p) for p in hidden - {path, ""})}
         measured_blocks = {block_of(path) for path in measured}
         places = {path if block_of(path) in measured_blocks else block_of(path) for path in outermost}
-        names = [place or "the model" for place in sorted(places, key=_sort_key)]
+        in_order = sorted(places, key=lambda s: [(int(x), "") if x.isdigit() else (-1, x) for x in s.split(".")])
+        names = [place or "the model" for place in in_order]  # layers.2 before layers.10
         seen = {path for path in measured if not any(_within(path, place) for place in places - {""})}
         return Layers(layer_numbers(measured), names, len(seen), bool(hidden - not_measured))
 
@@ -293,11 +294,6 @@ class Capture(TorchFunctionMode):
 
 def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".") or not outer
-
-
-def _sort_key(path: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layers.2 before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
 def _run_eager(

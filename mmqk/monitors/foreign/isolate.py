@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import pickle
 import random
 import sys
@@ -58,7 +59,11 @@ class State:
                     self._entries("", hooks, dict(hooks))
             own = [kind for kind in type(module).__mro__[:-1] if not kind.__module__.startswith("torch.")]
             if own:  # the modules of torch, such as the wrapper of FSDP, have no state of a model in attributes
-                self._attributes(f"{path}." if path else "", module)
+                prefix, self._seen[id(module)] = f"{path}." if path else "", module
+                saved = {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
+                self._entries(prefix, vars(module), saved, each=True)
+                for name, value in saved.items():
+                    self._save(prefix + name, value)
         for name, value in inputs.items():
             self._save(f"input {name}", value)
 
@@ -68,16 +73,6 @@ class State:
             for name, restore in self._restore:
                 if restore() and name:
                     self.changed.add(name)
-
-    def _add(self, name: str, restore: Callable[[], bool]) -> None:
-        self._restore.append((name, restore))
-
-    def _attributes(self, prefix: str, module: nn.Module) -> None:
-        self._seen[id(module)] = module
-        saved = {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
-        self._entries(prefix, vars(module), saved, each=True)
-        for name, value in saved.items():
-            self._save(prefix + name, value)
 
     def _save(self, name: str, x: Any, depth: int = 0) -> None:
         """Save one object and all that it holds."""
@@ -96,11 +91,9 @@ class State:
         elif isinstance(x, dict):
             self._entries(name, x, dict(x))
             parts = list(x.values())
-        elif isinstance(x, list | deque):
-            self._sequence(name, x)
-            parts = list(x)
-        elif isinstance(x, set):
-            self._set(name, x)
+        elif isinstance(x, list | deque | set):
+            self._contents(name, x)
+            parts = () if isinstance(x, set) else list(x)
         elif isinstance(x, tuple):
             parts = x
         elif depth < _DEEPEST and type(x).__module__.partition(".")[0] not in _MACHINERY and hasattr(x, "__dict__"):
@@ -123,7 +116,7 @@ class State:
                 x.copy_(saved)
             return True
 
-        self._add(name, restore)
+        self._restore.append((name, restore))
 
     def _getter(self, name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> None:
         saved = get()
@@ -136,7 +129,7 @@ class State:
             set_(saved)
             return True
 
-        self._add(name, restore)
+        self._restore.append((name, restore))
 
     def _numpy(self, name: str, x: Any) -> None:
         if isinstance(x, sys.modules["numpy"].ndarray):
@@ -152,7 +145,10 @@ class State:
         def restore() -> bool:
             now = {key: value for key, value in x.items() if not (each and key in _OF_MODULE)}
             added, kept = now.keys() - saved.keys(), [key for key in saved if now.get(key, self) is not saved[key]]
-            unlike = [*added, *(key for key in kept if not _equal(now.get(key), saved[key]))]
+            # A number or a string may be replaced by an equal one.
+            pairs = ((key, now.get(key), saved[key]) for key in kept)
+            equal = {key for key, a, b in pairs if isinstance(a, _PLAIN) and type(a) is type(b) and a == b}
+            unlike = [*added, *(key for key in kept if key not in equal)]
             for key in added:
                 del x[key]
             x.update((key, saved[key]) for key in kept)
@@ -160,35 +156,19 @@ class State:
                 self.changed.update(f"{name}{key}" for key in unlike)
             return bool(unlike) and not each
 
-        self._add(name, restore)
+        self._restore.append((name, restore))
 
-    def _sequence(self, name: str, x: Any) -> None:
-        saved = list(x)
-
-        def restore() -> bool:
-            if len(x) == len(saved) and all(a is b for a, b in zip(x, saved, strict=True)):
-                return False
-            x.clear()
-            x.extend(saved)
-            return True
-
-        self._add(name, restore)
-
-    def _set(self, name: str, x: set[Any]) -> None:
-        saved = set(x)
+    def _contents(self, name: str, x: Any) -> None:
+        saved, is_set = x.copy(), isinstance(x, set)
 
         def restore() -> bool:
-            if x == saved:
+            if len(x) == len(saved) and (x == saved if is_set else all(map(operator.is_, x, saved))):
                 return False
             x.clear()
-            x.update(saved)
+            (x.update if is_set else x.extend)(saved)
             return True
 
-        self._add(name, restore)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return isinstance(a, _PLAIN) and type(a) is type(b) and a == b
+        self._restore.append((name, restore))
 
 
 def is_object(x: Any) -> bool:

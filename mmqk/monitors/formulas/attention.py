@@ -97,7 +97,7 @@ def attention_statistics(
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
     largest: list[list[Tensor]] = [[] for _ in tail]
     signed: list[list[Tensor]] = [[] for _ in tail]
-    rows: Sums | None = None
+    rows = Sums(q_HBTK.new_zeros(()), q_HBTK.new_zeros(()))
     sink: Sums | None = None
     rank_HB: Tensor | None = None
     square_MMH = q_HBTK.new_zeros(M, M, H)
@@ -119,9 +119,7 @@ def attention_statistics(
         selected_FMHBC = chunk.selected_FMBC[:, :, None]
         # torch.where, because a product would spread a NaN to other modalities.
         selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
-        chunk_rows = Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
-        rows = chunk_rows if rows is None else rows + chunk_rows
-    assert rows is not None
+        rows += Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
     none = q_HBTK.new_full((), -torch.inf)
     tops = [_merged(parts, n, none) for parts, n in zip(largest, tail, strict=True)]
     return AttentionStatistics(

@@ -105,7 +105,10 @@ class BudgetWindow:
             clips = settings.pop("update_clip", False)
             update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **settings)
             if clips and p.grad is not None:
-                update = replace(update, lr=_clipped_lr(update, p.grad))
+                # The learning rate of `AdamVariant` with ``update_clip``, which scales both the step and the decay.
+                second = update.second_moment.double() / (1 - update.betas[1] ** update.step)
+                rms = (p.grad.double().square() / second.clamp_min(update.eps**2)).mean().sqrt()
+                update = replace(update, lr=update.lr / rms.clamp_min(1.0))
             if shared:
                 budget.add(self._clipped(p, gradients), update)
             else:
@@ -198,13 +201,6 @@ class BudgetWindow:
             budget = RadialBudget(None, len(self.names))
             vars(budget).update({name: _moved(saved[name], p.device) for name in vars(budget)})
             self.budgets.append(budget)
-
-
-def _clipped_lr(update: AdamUpdate, gradient: Tensor) -> Tensor:
-    """Return the learning rate of `AdamVariant` with ``update_clip``, which scales both the step and the decay."""
-    second = update.second_moment.double() / (1 - update.betas[1] ** update.step)
-    rms = (gradient.double().square() / second.clamp_min(update.eps**2)).mean().sqrt()
-    return update.lr / rms.clamp_min(1.0)
 
 
 def _sum(values: list[Tensor], like: Tensor) -> Tensor:
