@@ -13,8 +13,8 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.formulas.gradients import absorption
 from mmqk.monitors.formulas.reduce import selection
-from mmqk.monitors.own.callback import residual_absorption
 from mmqk.monitors.own.halves import gradient_agreement
+from mmqk.monitors.probe import residual_absorption
 
 NAMES = ("text", "image")
 
