@@ -1,4 +1,4 @@
-"""Write a report on a folder of runs: ``python -m mmqk.report runs/demo --out reports/demo``. Needs no torch."""
+"""Write a report on run folders: ``python -m mmqk.report runs/demo --out reports/demo``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from mmqk.store import OneSentenceParser, run_main
 
 DESCRIPTION = """\
-Write a report on the runs of a folder: verdicts on their registered claims, figures by modality, and a table
-of all runs. Reads a folder of mmqk.ablate and mmqk.train, finished or not."""
+Write a report on the runs of a folder: verdicts on their registered claims, figures by modality, and a table of all
+runs. Reads the folders of mmqk.ablate and mmqk.train, finished or not."""
 
 EPILOG = """\
 files in --out:
   index.html      the page, in one file without external resources
   report.md       the page as Markdown, for GitHub
-  figures/        each figure as PNG and SVG, and the plotted numbers as CSV
+  figures/        each figure as PNG, and the plotted numbers as CSV
   verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
   ranking.csv     the ranking of arms, if the grid defines one
 
@@ -36,24 +36,21 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs",
-        type=Path,
-        help="folder of a grid, an arm or a run, any folder that contains runs, or a pack of one",
+        "runs", type=Path, help="folder of a grid, an arm or a run, any folder that contains runs, or a pack of them"
     )
-    parser.add_argument("--out", type=Path, help="folder for the report (default: reports/NAME)")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the folder>)")
     args = parser.parse_args(argv)
 
-    from mmqk.lab.page.findings import headline
+    from mmqk.lab.page.claims import effect_in_cell
     from mmqk.lab.page.page import write_report
-    from mmqk.lab.verdicts.verdicts import effect_tested
 
     out = args.out or Path("reports") / args.runs.resolve().name.removesuffix(".zip")
     study, verdicts = write_report(args.runs, out)
-    print(headline(study, verdicts))
+    print(study.title)
     for verdict in verdicts:
         unchecked = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
-        tested = f"; tested: {words}" if (words := effect_tested(verdict.claim)) else ""
-        print(f"  {verdict.claim.id}: {verdict.badge}{unchecked}{tested}")
+        effect = f"; {cell}" if (cell := effect_in_cell(verdict)) else ""
+        print(f"  {verdict.claim.id}: {verdict.badge}{unchecked}{effect}")
     print(out / "index.html")
     return 0
 

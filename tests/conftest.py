@@ -16,11 +16,11 @@ from tests import tiny
 
 # The slowest test files. They start first, so that none of them is still running when the other workers are idle.
 SLOW = (
-    "report/test_shipped_pages.py", "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
+    "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
     "report/test_page.py", "store/test_store_damage.py", "training/test_run.py", "monitors/attach/test_fsdp.py",
     "analysis/test_null_arms.py", "model/test_transformer.py", "data/test_tokenize.py", "training/test_ending.py",
     "benchmarks/test_harness.py", "training/test_compiled_run.py", "test_config.py", "training/test_disk_errors.py",
-    "test_imports.py", "report/test_several_folders.py", "model/test_compiled.py", "monitors/attach/test_trainers.py",
+    "test_imports.py", "report/test_figures.py", "model/test_compiled.py", "monitors/attach/test_trainers.py",
     "test_add_a_norm.py", "training/test_own_trainer.py",
 )  # fmt: skip
 
@@ -45,32 +45,13 @@ def tiny_args(tiny_data: Path) -> list[str]:
 
 
 def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mmqk.lab.page.page.figure_files", lambda brush, figure: {})
-    patch.setattr("mmqk.lab.page.page.svg_panels", lambda brush, figure: [[""] * len(row) for row in figure.rows])
+    patch.setattr("mmqk.lab.page.page.png", lambda study, colors, figure: b"")
 
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Leave the figures out of reports, because they take most of the time. Use it to test text and tables."""
+    """Leave the PNGs of figures empty, because they take most of the time."""
     leave_figures_out(monkeypatch)
-
-
-def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mmqk.lab.page.page.figure_files", lambda brush, figure: {})
-
-
-@pytest.fixture
-def without_figure_files(monkeypatch):
-    """Draw the figures on the pages of reports, but write no figure files. Use it to test the pages."""
-    leave_figure_files_out(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def module_without_figure_files():
-    """Apply `without_figure_files` to a whole test module, including its fixtures."""
-    with pytest.MonkeyPatch.context() as patch:
-        leave_figure_files_out(patch)
-        yield
 
 
 @pytest.fixture(scope="module")

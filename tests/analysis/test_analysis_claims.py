@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.findings import p_values
+from mmqk.lab.page.claims import p_values
 from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_grid
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.findings import cannot_tell, finding
+from mmqk.lab.page.claims import cannot_tell
 from mmqk.lab.page.page import write_report
 from mmqk.report import main
 from mmqk.store import UserError
@@ -154,15 +154,14 @@ def test_a_check_is_turned_off_by_name_and_the_page_says_why(tmp_path, name, cap
     note = f"Not checked: “{called}” ({reason})."
     assert note in found.notes and note in found.as_record()["note"]
     study = load_study(tmp_path / "off/demo")
-    assert finding(study, found).endswith(f"; not checked: {called}.")
-    assert f"C2: not checked: “{called}” ({reason})." in cannot_tell(study, [found])
+    assert ("Not checked", f"C2: “{called}” ({reason})") in cannot_tell(study, [found])
     assert main([str(tmp_path / "off/demo"), "--out", str(tmp_path / "report")]) == 0
     assert f"C2: reproduced (not checked: {name})" in capsys.readouterr().out
     page, markdown = ((tmp_path / "report" / n).read_text() for n in ("index.html", "report.md"))
-    row = page[page.index('id="verdict') if 'id="verdict' in page else 0 :]
-    assert f"Not checked: “{called}” ({reason.replace('<', '&lt;').replace('>', '&gt;')})." in row
+    row = page[page.index('id="verdict') :]
+    assert f"not checked: “{called}” ({reason.replace('<', '&lt;').replace('>', '&gt;')})" in row
     [cell] = [line for line in markdown.splitlines() if line.startswith("| **C2**")]
-    assert f"**reproduced** Not checked: “{called}”" in cell
+    assert f"**reproduced**; not checked: “{called}”" in cell
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -172,8 +171,7 @@ def test_nothing_is_said_of_checks_that_are_on(tmp_path):
         (tmp_path / "report/index.html").read_text(),
         (tmp_path / "report/report.md").read_text(),
         (tmp_path / "report/verdicts.json").read_text(),
-        finding(study, found[0]),
-        *cannot_tell(study, found),
+        str(cannot_tell(study, found)),
     ):
         assert "not checked" not in text.lower()
 

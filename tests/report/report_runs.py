@@ -1,14 +1,11 @@
-"""Small run folders for tests of the page: sweeps over learning rate and size, forks.
-
-The files are written without mmqk's writers. ``python tests/report/report_runs.py FOLDER`` writes some examples.
-"""
+"""Small run folders for tests of the page: sweeps over learning rate and size, and forks. The files are written
+without mmqk's writers."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +191,3 @@ def write_forks(folder: Path) -> Path:
     )  # fmt: skip
     write(folder / "lost", id="eeeeeeeeee", start=10, fork=fork("elsewhere/gone", "0123456789", 10, []))
     return folder
-
-
-if __name__ == "__main__":
-    root = Path(sys.argv[1])
-    print(write_sweep(root / "sweep"), write_forks(root / "forks"))

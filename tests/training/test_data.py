@@ -122,7 +122,7 @@ def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
     )
 
 
-def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figure_files):
+def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figures):
     from mmqk.report import main as report
 
     names = ("text", "image", "audio")

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.lab.formatting import DASH, decimals, exp, fixed, listed, nats, number, plural, slug
-from mmqk.lab.page.figures.shapes import Figure, Key, Line, Panel
-from mmqk.lab.page.figures.style import GRAY, PALETTE
+from mmqk.lab.formatting import DASH, decimals, exp, fixed, nats, number, slug
+from mmqk.lab.page.draw import GRAY, PALETTE
+from mmqk.lab.page.figure import Figure, Line, Panel
+from mmqk.lab.page.tables import Cell, Row, Table
 from mmqk.lab.stats.effects import Effect
 from mmqk.lab.verdicts.ranking import TRAINS_NATS, Ranked, Ranking
 from mmqk.lab.verdicts.study import Study
 
-# A point near a labeled point gets no label. Near means that the loss differences are at most this far apart (in
-# nats), and the sensitivities at most four times as far.
-NEAR = 0.04
 ABOUT = (
     "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "
     "control, the arm without a remedy that has the same attention backend. Each arm runs at the best of the "
@@ -30,44 +28,45 @@ ABOUT = (
     "loss, loss at initialization) minus the lowest of these values (Wortsman et al., arXiv 2309.14322). Largest "
     "logit: at the end, and its ratio to that of the control. Growth: ratio of the last-layer output norm at the "
     "end to that at the start. Time: ratio of the time per step to that of the control, if both ran on the same "
-    "kind of processor with as many cores."
+    "kind of processor with as many cores. “Front”: on the Pareto front of loss and sensitivity; points that are "
+    "closer than the intervals are not told apart."
 )
 
 
-def ranking_rows(study: Study, ranking: Ranking) -> list[dict[str, Any]]:
-    """Return the rows of the table, the arms without a remedy last."""
-    return [_row(study, ranking, row) for row in [*ranking.rows, *ranking.controls]]
+def ranking_table(study: Study, ranking: Ranking) -> Table:
+    """Return the arms, best first; the arms without a remedy are last."""
+    heads = ["Remedy", "Difference (nats)", "Best learning rate", "Trains", "Sensitivity", "Largest logit", "Ratio"]
+    heads += [*(f"Growth, {m}" for m in study.modalities), "Failed", "Time", "Parameters", "Front"]
+    note = ABOUT
+    if ranking.unfinished:
+        arms = "; ".join(map(study.label, ranking.unfinished))
+        note += f" Not ranked, because their runs have not finished: {arms}."
+    rows = [Row(_cells(study, ranking, row)) for row in [*ranking.rows, *ranking.controls]]
+    return Table("Remedies by loss", heads, rows, heads[1:-1], sortable=True, note=note)
 
 
-def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
+def _cells(study: Study, ranking: Ranking, row: Ranked) -> list[Cell]:
     is_control = row.arm == row.control
-    value: float | str = row.difference.value if row.difference else 0.0 if is_control else ""
-    return {
-        "label": study.label(row.arm),
-        "anchor": f"arm-{slug(row.arm)}",
-        "front": row.arm in ranking.front,
-        "difference": f"loss {nats(row.loss)}" if is_control else interval(row.difference),
-        "rate": f"{row.rate:g}{'*' if row.at_edge else ''}",
-        "trains": f"{sum(row.trains.values())} of {len(row.trains)}",
-        "which": listed([f"{rate:g}" for rate, trains in row.trains.items() if trains]) or "none",
-        "sensitivity": nats(row.sensitivity),
-        "logit": number(row.logit),
-        "ratio": DASH if is_control else interval(row.logit_ratio, ratio=True),
-        "growth": [number(growth) if not math.isnan(growth) else DASH for growth in row.growth.values()],
-        "failed": f"{row.failed} of {row.runs}",
-        "time": DASH if is_control else interval(row.time, ratio=True),
-        "parameters": DASH if row.parameters is None else f"{row.parameters:+,}" if row.parameters else "0",
-        "raw": {
-            "difference": value,
-            "rate": row.rate,
-            "trains": sum(row.trains.values()),
-            "logit": row.logit,
-            "ratio": row.logit_ratio.value if row.logit_ratio else 0.0 if is_control else "",
-            "failed": row.failed,
-            "time": row.time.value if row.time else "",
-            "parameters": row.parameters or 0,
-        },
-    }
+
+    def effect(of: Effect | None, ratio: bool) -> Cell:
+        return Cell(DASH if is_control else interval(of, ratio), sort=of.value if of else "")
+
+    difference = Cell(f"loss {nats(row.loss)}", sort=0.0) if is_control else effect(row.difference, False)
+    parameters = DASH if row.parameters is None else f"{row.parameters:+,}" if row.parameters else "0"
+    return [
+        Cell(study.label(row.arm), f"#arm-{slug(row.arm)}"),
+        difference,
+        Cell(f"{row.rate:g}{'*' if row.at_edge else ''}", sort=row.rate),
+        Cell(f"{sum(row.trains.values())} of {len(row.trains)}", sort=sum(row.trains.values())),
+        Cell(nats(row.sensitivity)),
+        Cell(number(row.logit), sort=row.logit),
+        effect(row.logit_ratio, True),
+        *(Cell(DASH if math.isnan(growth) else number(growth)) for growth in row.growth.values()),
+        Cell(f"{row.failed} of {row.runs}", sort=row.failed),
+        effect(row.time, True),
+        Cell(parameters, sort=row.parameters or 0),
+        Cell("yes" if row.arm in ranking.front else ""),
+    ]
 
 
 def interval(effect: Effect | None, ratio: bool = False) -> str:
@@ -78,21 +77,18 @@ def interval(effect: Effect | None, ratio: bool = False) -> str:
     if not math.isfinite(effect.value):
         return "diverged"
     if ratio:
-        ends = f" ({_factor(effect.low)} to {_factor(effect.high)})" if effect.has_interval else ""
-        return f"×{_factor(effect.value)}{ends}"
+        value, low, high = (
+            f"{exp(log):.2f}" if exp(log) < 100 else number(exp(log))
+            for log in ((effect.value, effect.low, effect.high) if effect.has_interval else [effect.value] * 3)
+        )
+        return f"×{value} ({low} to {high})" if effect.has_interval else f"×{value}"
     places = decimals(effect.error) if effect.has_interval else 2
     ends = f" ({fixed(effect.low, places, '+')} to {fixed(effect.high, places, '+')})" if effect.has_interval else ""
     return f"{fixed(effect.value, places, '+')}{ends}"
 
 
-def _factor(log: float) -> str:
-    value = exp(log)
-    return f"{value:.2f}" if value < 100 else number(value)
-
-
 def ranking_figure(study: Study, ranking: Ranking) -> Figure:
-    """Draw the loss difference against learning-rate sensitivity and against time per step, with the Pareto front
-    marked."""
+    """Draw the loss difference against learning-rate sensitivity and against time per step."""
     shown = [
         row
         for row in ranking.rows
@@ -100,47 +96,26 @@ def ranking_figure(study: Study, ranking: Ranking) -> Figure:
     ]
     sensitivity = [(row, row.sensitivity) for row in [*shown, *ranking.controls]]
     time = [(row, exp(row.time.value)) for row in shown if row.time]
-    panels = [_panel(study, ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity")]
+    panels = [_panel(ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity")]
     if time:
-        panels.append(_panel(study, ranking, time, "time per step relative to no remedy", "time_ratio"))
-    best = [f"“{study.label(row.arm)}” ({row.difference.value:+.2f} nats)" for row in shown[:3] if row.difference]
-    least = min(shown, key=lambda row: row.sensitivity, default=None)
-    reading = f"Lowest losses of {plural(len(shown), 'arm')}, against no remedy: {listed(best) or 'none'}"
-    if least is not None:
-        reading += f"; lowest learning-rate sensitivity: “{study.label(least.arm)}” ({nats(least.sensitivity)})"
-    reading += "."
+        panels.append(_panel(ranking, time, "time per step relative to no remedy", "time_ratio"))
     caption = (
-        "One point per remedy, at its own best learning rate. Below 0 its final loss is lower than without a remedy;"
-        " further left, the loss depends less on the learning rate, or a step takes less time. The Pareto front is"
-        " exploratory: points that are closer than the intervals of the table are not told apart."
+        "One point per remedy, at its own best learning rate; a point under the pointer shows its name. Below 0 its "
+        "final loss is lower than without a remedy; further left, the loss depends less on the learning rate, or a "
+        "step takes less time."
     )
-    keys = (
-        Key("on the Pareto front of loss and sensitivity", PALETTE[1], marker="o"),
-        Key("other remedies", GRAY, marker="o"),
-        Key("no remedy", PALETTE[0], marker="D"),
-    )
-    return Figure("ranking", reading, caption, (tuple(panels),), tuple(row.arm for row in shown), keys)
+    return Figure("ranking", "Loss against sensitivity and time", caption, (tuple(panels),))
 
 
-def _panel(
-    study: Study, ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str
-) -> Panel:
+def _panel(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str) -> Panel:
     lines: list[Line] = []
-    notes: list[tuple[float, float, str, str]] = []
     for row, x in points:
-        y = row.difference.value if row.difference else 0.0
-        front = row.arm in ranking.front
-        color, marker = (PALETTE[0], "D") if not row.difference else (PALETTE[1] if front else GRAY, "o")
-        at, value = np.array([x]), np.array([y])
-        lines.append(Line(row.arm, "", None, at, value, "median", color=color, marker=marker))
-        if front and x_name == "lr_sensitivity" and all(
-            abs(y - other_y) > NEAR or abs(x - other_x) > 4 * NEAR for other_x, other_y, *_ in notes
-        ):
-            notes.append((x, y, row.arm, "right"))
+        group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
+        group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
+        y = np.array([row.difference.value if row.difference else 0.0])
+        lines.append(Line(row.arm, "", None, np.array([x]), y, color=color, marker="o", group=group))
     y_label = "loss minus loss without remedy (nats)"
-    return Panel(
-        "loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name, notes=tuple(notes), labeled=True
-    )
+    return Panel("loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name)
 
 
 def ranking_csv(study: Study, ranking: Ranking) -> str:

@@ -8,15 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
-
-from mmqk.lab.formatting import slug
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Colors of the drawings. The page replaces them with the colors of its theme (light or dark).
-_VARIABLES = {"#1b1f24": "ink", "#e6e9ec": "grid", "#8b929b": "faint", "#ffffff": "paper", "#000000": "black"}
-_NEUTRAL = re.compile(rf"(fill|stroke): ({'|'.join(_VARIABLES)})")
-
 # Markup anywhere in a line of GitHub's Markdown; the dollar begins mathematics, the ampersand an entity.
 _MARK = re.compile(r"[\\`*_\[\]<>|~$&]")
 # Markup at the beginning of a line: heading, list, rule.
@@ -39,7 +32,7 @@ def render(
         trim_blocks=False,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"claims": claims, "slug": slug, "shade": shade, **(filters or {})}
+    environment.filters |= {"shade": shade, **(filters or {})}
     if name.endswith(".md"):
         # Every expression is escaped unless the template marks it as raw, as in HTML.
         environment.finalize = markdown
@@ -61,14 +54,9 @@ def _joined(*files: str) -> str:
     return "\n".join((TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
 
 
-def themed(svg: str) -> str:
-    """Return a drawing with the page's colors for ink, grid and paper, which differ in dark mode."""
-    return _NEUTRAL.sub(lambda match: f"{match[1]}: var(--{_VARIABLES[match[2]]})", svg)
-
-
 def shade(color: str) -> str:
     """Return the color of an arm on the page: black becomes white in dark mode."""
-    return f"var(--{_VARIABLES[color]})" if color in _VARIABLES else color
+    return "var(--black)" if color == "#000000" else color
 
 
 class Raw(str):
@@ -107,16 +95,3 @@ def _one_line(text: object) -> str:
 def _longest(text: str) -> int:
     """Return the length of the longest sequence of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)
-
-
-def claims(text: object, ids: Mapping[str, str]) -> Markup:
-    """Return the text with the names of claims as links to their sections."""
-    if not ids:
-        return escape(str(text))
-    names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True))
-    out, last, plain = Markup(), 0, str(text)
-    for match in re.finditer(rf"(?<!\w)(?:{names})(?!\w)", plain):
-        out += escape(plain[last : match.start()])
-        out += Markup('<a class="n" href="#claim-{}">{}</a>').format(ids[match[0]], match[0])
-        last = match.end()
-    return out + escape(plain[last:])

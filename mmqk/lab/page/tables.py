@@ -1,231 +1,160 @@
-"""Compute the rows of the tables of the page, as text."""
+"""Tables of a page as plain data: results by arm, data, forks, runs, the environment, and the fields that two runs
+differ in. `templates` renders each table in the same way."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from mmqk.lab.formatting import DASH, capital, listed, nats, number, plural, slug
+from mmqk.lab.formatting import DASH, capital, count, duration, listed, nats, number, plural, slug
 from mmqk.lab.metrics import (
-    FamilyMetric,
-    Metric,
+    METRICS,
     best_loss,
     final_loss,
-    find_metric,
     initial_loss,
     is_trained,
     learned,
     unigram_entropy,
 )
-from mmqk.lab.page.compared import as_text
-from mmqk.lab.page.figures.claims import claim_arms, claim_runs, of_family
-from mmqk.lab.page.findings import MARKS, effect_in_cell, finding, medians, p_values
-from mmqk.lab.page.run_table import anchor
 from mmqk.lab.runs.load import Run
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import Verdict, effect_tested, middle
+from mmqk.lab.verdicts.verdicts import middle
+from mmqk.store import flatten, without_roots
 
-# A cell with more links to runs than MOST_LINKS, or with more arms than MOST_ARMS, has one link to the section of the
-# claim instead.
-MOST_LINKS, MOST_ARMS = 24, 4
-
-
-def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """Return one row per claim, with the values of its section: what was registered, and the result of each run."""
-    rows = []
-    for verdict in verdicts:
-        claim = verdict.claim
-        measured, by_arm = medians(study, verdict)
-        seeds, outcomes = outcome_rows(study, verdict)
-        registered = [
-            ("Registered as", claim.status),
-            ("Metric", claim.metric),
-            ("Estimand", claim.estimand),
-            ("Would contradict", claim.would_contradict),
-            ("Not checked", listed(claim.not_checked)),
-            ("Exclusions", claim.exclusions),
-        ]
-        rows.append(
-            {
-                "id": claim.id,
-                "slug": slug(claim.id),
-                "finding": finding(study, verdict) if claim.decided else "",
-                "statement": f"{capital(claim.statement).rstrip('.')}.",
-                "source": claim.source,
-                "source_access": claim.source_access,
-                "reference_value": claim.reference_value or DASH,
-                "effect": effect_in_cell(verdict),
-                "tested": effect_tested(claim),
-                "treatment": study.label(claim.treatment),
-                "control": study.label(claim.control),
-                "p": p_values(verdict),
-                "measured": measured,
-                "medians": by_arm,
-                "verdict": verdict.badge,
-                "css": verdict.badge.replace(" ", "-"),
-                "unchecked": listed(claim.not_checked) if claim.decided else "",
-                "why": verdict.why.rstrip("."),
-                "note": " ".join(note for note in verdict.notes if note != verdict.why),
-                "controls": verdict.controls,
-                "runs": _run_links(study, verdict),
-                "metric": claim.metric,
-                "seeds": seeds,
-                "outcomes": outcomes,
-                "registered": [(name, str(value).rstrip(".")) for name, value in registered if value],
-            }
-        )
-    return rows
+LOGIT = METRICS["largest_attention_logit"].measure
+# Fields that do not change what a run computes.
+PLACES = ("out", "data.cache", "quiet")
+ROLES = {"verdict": "", "parent": "parent of forks", "selection": "selects a learning rate, not in a verdict"}
 
 
-def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return (seeds, one row per arm): the result of each run of a claim, by seed.
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table.
 
-    For a family metric: one row per family with its number, then one row per arm with its final losses.
+    Attributes:
+        href: target of the link; empty for none.
+        sort: the value by which the table is sorted; empty for the text.
+        color: color of the arm, drawn before the text.
+        css: class of the cell.
+        code: name of a file or field, after the text.
     """
-    metric, modality = find_metric(verdict.claim.metric)
-    runs = claim_runs(study, verdict)
-    seeds = sorted({run.seed for run in runs})
-    by_arm: dict[str, dict[int, list[Run]]] = {}
-    for run in runs:
-        by_arm.setdefault(run.arm, {}).setdefault(run.seed, []).append(run)
-    rows: list[dict[str, Any]] = []
-    family = ""
-    for arm, by_seed in by_arm.items():
-        if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
-            family = study.arms[arm].family
-            members = [run for run in runs if run.family == family]
-            values = [of_family(study, verdict, members, seed) for seed in seeds]
-            cells = [[{"anchor": "", "text": number(value), "diverged": False}] for value in values]
-            rows.append({"label": f"{study.label(family)}: {metric.label}", "arm": arm, "cells": cells})
-        rows.append(
-            {
-                "label": study.label(arm),
-                "arm": arm,
-                "cells": [
-                    [
-                        {
-                            "anchor": anchor(run),
-                            "text": _outcome(run, metric, modality),
-                            "diverged": run.status.status == "diverged",
-                        }
-                        for run in by_seed.get(seed, ())
-                    ]
-                    for seed in seeds
-                ],
-            }
-        )
-    return seeds, rows
+
+    text: str
+    href: str = ""
+    sort: float | str = ""
+    color: str = ""
+    css: str = ""
+    code: str = ""
 
 
-def _outcome(run: Run, metric: Metric | FamilyMetric, modality: str | None) -> str:
-    if not isinstance(metric, FamilyMetric):
-        return number(metric.measure(run, modality))
-    value = final_loss(run, modality).value if modality else math.nan
-    return f"{nats(value)} nats" if math.isfinite(value) else run.status.status
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; ``ids`` are targets of links into it, and the first is that of the row."""
+
+    cells: Sequence[Cell]
+    ids: Sequence[str] = ()
 
 
-def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the links to the runs of a claim by arm; if there are too many, one link to the section of the claim."""
-    runs, arms = claim_runs(study, verdict), claim_arms(study, verdict)
-    if len(runs) > MOST_LINKS or len(arms) > MOST_ARMS:
-        section = {"seed": verdict.claim.id, "anchor": f"claim-{slug(verdict.claim.id)}"}
-        return [(f"{len(runs)} runs of {plural(len(arms), 'arm')}, listed in section", [section])]
-    return [
-        (f"{study.label(arm)}, seed", [{"seed": r.seed, "anchor": anchor(r)} for r in runs if r.arm == arm])
-        for arm in arms
-    ]
+@dataclass(frozen=True)
+class Table:
+    """A table with a caption; ``numbers`` are the columns that are aligned to the right, ``note`` stands below it."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    numbers: Sequence[str] = ()
+    sortable: bool = False
+    note: str = ""
 
 
-def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """Return the marks in the table that show how a source was read, with their meanings."""
-    used = {v.claim.source_access for v in verdicts}
-    return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
+def table(
+    caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell | str]], text: int = 1, note: str = ""
+) -> Table | None:
+    """Return a table whose columns after the first ``text`` ones are numbers; None without rows."""
+    made = [Row([cell if isinstance(cell, Cell) else Cell(cell) for cell in row]) for row in rows]
+    return Table(caption, heads, made, heads[text:], note=note) if rows else None
 
 
-def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
-    """Return one row per arm and modality: the first and final loss, and whether the runs learned."""
-    rows = []
+def anchor(run: Run) -> str:
+    """Return the HTML id of the row of a run."""
+    return f"run-{slug(run.name)}"
+
+
+def as_text(value: Any, missing: str = DASH) -> str:
+    """Return the value of a field as text for a table."""
+    return missing if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _nats(value: float) -> str:
+    """Return a loss in nats; a dash if there is none."""
+    return DASH if math.isnan(value) else nats(value)
+
+
+def arm_table(study: Study, colors: Mapping[str, str]) -> Table | None:
+    """Return a row per arm and modality: the first and final loss, and how many runs learned."""
+    rows: list[list[Cell | str]] = []
+    excess = any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values())
     for arm in study.arms:
         runs = [run for run in study.ended(arm) if run.tags]
         for modality in study.losses if runs else ():
             ends = [final_loss(run, modality) for run in runs]
             values = [end.value for end in ends if math.isfinite(end.value)]
             # If a monitored model has no recorded losses, it is unknown whether it learned.
-            losses = any(
-                len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss")
-            )
-            star = "" if all(end.held_out for end in ends) else "*"
+            losses = any(len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss"))
+            star = "" if all(end.held_out for end in ends) or not values else "*"
+            first = modality == study.losses[0]
+            trained = all(is_trained(run, modality) for run in runs)
             rows.append(
-                {
-                    "first": modality == study.losses[0],
-                    "label": study.label(arm),
-                    "anchor": f"arm-{slug(arm)}",
-                    "color": colors[arm],
-                    "modality": modality,
-                    "initial": _nats(middle(initial_loss(run, modality) for run in runs)),
-                    "unigram": _nats(middle(unigram_entropy(run, modality) for run in runs)),
-                    "final": _nats(middle(values)) + (star if values else ""),
-                    "excess": _nats(middle(final_loss(run, modality, "excess").value for run in runs)),
-                    "range": f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
-                    "learned": f"{sum(learned(run, modality) for run in runs)} of {len(runs)}"
-                    if losses
-                    else DASH,
-                    "trained": ("yes" if all(is_trained(run, modality) for run in runs) else "no")
-                    if losses
-                    else DASH,
-                }
+                [
+                    Cell(study.label(arm), f"#arm-{slug(arm)}", color=colors[arm]) if first else "",
+                    modality,
+                    _nats(middle(initial_loss(run, modality) for run in runs)),
+                    _nats(middle(unigram_entropy(run, modality) for run in runs)),
+                    _nats(middle(values)) + star,
+                    *([_nats(middle(final_loss(r, modality, "excess").value for r in runs))] if excess else ()),
+                    f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
+                    f"{sum(learned(run, modality) for run in runs)} of {len(runs)}" if losses else DASH,
+                    ("yes" if trained else "no") if losses else DASH,
+                ]
             )
-    return rows
+    heads = ["Arm", "Modality", "Loss at start", "Unigram loss", "Final loss", *(["Excess"] if excess else ())]
+    return table("First and final losses by arm and modality", [*heads, "Range", "Learned", "Trained"], rows, 2)
 
 
-def data_rows(study: Study, sample: bool = False) -> list[dict[str, Any]]:
-    """Return how predictable the tokens are: one row per modality and group of arms with the same data.
-
-    With ``sample``, a row also has the number of tokens from which the estimates were made.
-    """
-    import pandas as pd  # slow to import
-
-    rows = []
-    # Newer runs do not store these estimates.
+def data_table(study: Study) -> Table | None:
+    """Return how predictable the tokens are: one row per modality and group of arms with the same data."""
+    found: dict[tuple[str, ...], tuple[list[str], list[float]]] = {}
     older = [n for n in ("compressed", "model") if any(n in s for run in study.runs for s in run.data.values())]
     for modality, arm in itertools.product(study.modalities, study.arms):
         runs = [run for run in study.of_arm(arm) if modality in run.data]
-        if not runs:
-            continue
-        statistics = runs[0].data[modality]
-        losses = [best_loss(run, modality) for run in runs if is_trained(run, modality)]
-        rows.append(
-            {
-                "modality": modality,
-                "share": _share(statistics.get("share")),
-                "used": f"{statistics.get('used', 0):,} of {statistics.get('block', 0):,}",
-                **{name: _entropy(statistics.get(name)) for name in ("unigram", *older, "floor")},
-                "repeated": _share(statistics.get("repeated")),
-                **({"sample": _tokens(statistics.get("tokens"))} if sample else {}),
-                "arms": study.label(arm),
-                "best": min(filter(math.isfinite, losses), default=math.nan),
-            }
-        )
-    if not rows:
-        return []
-    same = [name for name in rows[0] if name not in ("arms", "best")]
-    table = pd.DataFrame(rows).groupby(same, sort=False).agg({"arms": list, "best": "min"}).reset_index()
-    quoted = (listed([f"“{arm}”" for arm in arms]) for arms in table["arms"])
-    table["arms"] = [
-        "all" if len(arms) == len(study.arms) else words for arms, words in zip(table["arms"], quoted, strict=True)
-    ]
-    table["best"] = [_nats(best) for best in table["best"]]
-    return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
-
-
-def _entropy(value: Any) -> str:
-    return nats(value) if isinstance(value, int | float) else DASH
-
-
-def _tokens(value: Any) -> str:
-    return f"{value:,} tokens" if isinstance(value, int) else DASH
+        if runs:
+            of = runs[0].data[modality]
+            cells = (
+                modality,
+                _share(of.get("share")),
+                f"{of.get('used', 0):,} of {of.get('block', 0):,}",
+                f"{tokens:,}" if isinstance(tokens := of.get("tokens"), int) else DASH,
+                *(_nats(of.get(name) or math.nan) for name in ("unigram", *older, "floor")),
+                _share(of.get("repeated")),
+            )
+            arms, losses = found.setdefault(cells, ([], []))
+            arms.append(study.label(arm))
+            losses += [best_loss(run, modality) for run in runs if is_trained(run, modality)]
+    rows = [
+        [cells[0], "all" if len(arms) == len(study.arms) else "; ".join(arms), *cells[1:],
+         _nats(min(filter(math.isfinite, losses), default=math.nan))]
+        for cells, (arms, losses) in found.items()
+    ]  # fmt: skip
+    heads = ["Modality", "Arms", "Tokens", "Ids used", "Sample", "Unigram"]
+    heads += [{"compressed": "Compressed", "model": "n-gram"}[name] for name in older]
+    heads += ["Floor", "Repeated", "Best loss"]
+    return table("How predictable the tokens are", heads, rows, 2)
 
 
 def _share(value: Any) -> str:
@@ -234,23 +163,209 @@ def _share(value: Any) -> str:
 
 def environment(study: Study) -> list[tuple[str, str]]:
     """Return the versions, machine, precision and code of the runs; if the runs differ, list all values."""
+
+    def pairs(record: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name} {as_text(value, '')}" for name, value in record.items())
+
     texts: dict[str, Callable[[Run], str]] = {
-        "Versions": lambda run: _pairs(run.details.get("versions", {})),
-        "Machine": lambda run: _pairs(run.details.get("machine", {})),
+        "Versions": lambda run: pairs(run.details.get("versions", {})),
+        "Machine": lambda run: pairs(run.details.get("machine", {})),
         "Precision": lambda run: as_text(run.setting("trainer.precision"), ""),
         "Attention backend": lambda run: as_text(run.setting("backend"), ""),
         "Threads per run": lambda run: as_text(run.setting("threads"), ""),
         "Code": lambda run: run.code,
     }
-    rows = [
-        (name, " / ".join(dict.fromkeys(filter(None, map(text, study.runs))))) for name, text in texts.items()
-    ]
+    rows = [(name, " / ".join(dict.fromkeys(filter(None, map(text, study.runs))))) for name, text in texts.items()]
     return [row for row in rows if row[1]]
 
 
-def _pairs(record: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {as_text(value, '')}" for name, value in record.items())
+def run_table(study: Study, colors: Mapping[str, str]) -> Table:
+    """Return one row per run, also for runs that have not started; a run that two arms share has one row."""
+    arms_of: defaultdict[str, list[str]] = defaultdict(list)
+    by_arm: defaultdict[str, list[Run]] = defaultdict(list)
+    for run in study.runs:
+        if run.name not in arms_of:
+            by_arm[run.arm].append(run)
+        arms_of[run.name].append(run.arm)
+    missing: defaultdict[str, list[int]] = defaultdict(list)
+    for arm, seed in study.missing:
+        missing[arm].append(seed)
+    rows: list[Row] = []
+    linked: set[str] = set()
+    for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
+        color = colors.get(arm, "#000000")
+        order = list(ROLES)
+        by_role = sorted(by_arm[arm], key=lambda r: (order.index(r.role) if r.role in order else 9, r.seed, r.name))
+        for run in by_role:
+            arms = list(dict.fromkeys(arms_of[run.name]))
+            targets = [anchor(run), *(f"arm-{slug(a)}" for a in arms if a not in linked)]
+            linked.update(arms)
+            rows.append(Row(_run_cells(study, run, listed(list(map(study.label, arms))), color), targets))
+        for i, seed in enumerate(missing[arm]):
+            dashes = [Cell(DASH)] * (len(study.losses) + 3)
+            cells = [Cell(study.label(arm), color=color), Cell(str(seed)), Cell("not started", css="not-started")]
+            rows.append(Row([*cells, Cell(DASH), *dashes, Cell("", code=arm)], [f"missing-{slug(arm)}-{seed}-{i}"]))
+    heads = ["Arm", "Seed", "Status", "Step", *(f"{capital(m)} loss" for m in study.losses)]
+    heads += ["Largest logit", "Tokens", "Time", "Remarks"]
+    numbers = [head for head in heads if head not in ("Arm", "Status", "Remarks")]
+    return Table("All runs, one per row", heads, rows, numbers, sortable=True)
 
 
-def _nats(value: float) -> str:
-    return DASH if math.isnan(value) else nats(value)
+def _run_cells(study: Study, run: Run, label: str, color: str) -> list[Cell]:
+    losses = [final_loss(run, m) for m in study.losses]
+    logit, read, seconds = LOGIT(run, None), tokens(run), run.status.seconds
+    texts = (ROLES.get(run.role, run.role), run.status.reason, *run.notes, _alarms(run))
+    remarks = [capital(text).rstrip(".") + "." for text in dict.fromkeys(texts) if text]
+    return [
+        Cell(label, color=color),
+        Cell(str(run.seed)),
+        Cell(run.status.status or DASH, css=run.status.status),
+        Cell(f"{max(run.status.step, run.last_step):,}"),
+        *(Cell(_nats(loss.value) + "*" * (not loss.held_out and loss.value == loss.value)) for loss in losses),
+        Cell(DASH if math.isnan(logit) else number(logit)),
+        Cell(count(read) if read else DASH, sort=read),
+        Cell(duration(seconds) if seconds else DASH, sort=round(seconds, 1)),
+        Cell(" ".join(remarks), css="wrap", code=run.name),
+    ]
+
+
+def tokens(run: Run) -> int:
+    """Return the number of tokens that the run itself processed, without those before a fork: steps × sequences per
+    step × length of a sequence; 0 if unknown."""
+    size, length = run.setting("data.batch_size", 0), run.setting("data.seq_len", 0)
+    steps = max(run.status.step, run.last_step) - ((run.fork or {}).get("step") or 0)
+    return max(0, steps) * size * length
+
+
+def _alarms(run: Run) -> str:
+    """Return the number of alarms by name, and the step of the first alarm."""
+    counts = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)
+    by_name = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+    return f"alarms: {by_name}; the first at step {min(a.step for a in run.alarms):,}" if run.alarms else ""
+
+
+def totals(study: Study) -> str:
+    """Return the number of runs by status, their time and tokens."""
+    runs = list({run.name: run for run in study.runs}.values())
+    by_status = Counter(run.status.status or "without a status" for run in runs)
+    if study.missing:
+        by_status["not started"] += len(study.missing)
+    parts = [f"{plural(sum(by_status.values()), 'run')}", *(f"{n} {status}" for status, n in by_status.most_common())]
+    parts.append(duration(sum(run.status.seconds for run in runs)))
+    return " · ".join([*parts, f"{count(sum(map(tokens, runs)))} tokens"])
+
+
+def compared(study: Study, runs: Table) -> str:
+    """Return JSON for the script of the page: the fields that differ between any two runs, and their values and
+    results in each run of `run_table`."""
+    fields_of = {anchor(run): flatten(run.config) | {"code": run.code} for run in study.runs}
+    names = sorted({name for fields in fields_of.values() for name in fields} - set(PLACES))
+    differing = [n for n in names if len({json.dumps(fields.get(n)) for fields in fields_of.values()}) > 1]
+    results = {
+        row.ids[0]: {head: cell.text for head, cell in list(zip(runs.heads, row.cells, strict=True))[2:-1]}
+        for row in runs.rows
+    }
+    content = {
+        "fields": differing,
+        "runs": {
+            anchor(run): {
+                "name": f"{study.label(run.arm)}, seed {run.seed}",
+                "values": [as_text(fields_of[anchor(run)].get(name)) for name in differing],
+                "results": results.get(anchor(run), {}),
+            }
+            for run in study.runs
+        },
+    }
+    return json.dumps(without_roots(content), ensure_ascii=False).replace("</", "<\\/")
+
+
+@dataclass
+class Fork:
+    """A run in a fork tree; ``run`` is None for a parent that is not among the runs."""
+
+    name: str
+    run: Run | None
+    depth: int
+    children: list[Fork] = field(default_factory=list)
+
+
+def fork_tree(study: Study) -> list[Fork]:
+    """Return all fork trees in one list: each run is followed by its forks, sorted by step."""
+    runs = {run.path.resolve(): run for run in study.runs}
+    by_name = {run.name: run for run in runs.values()}
+    by_parent: dict[str, list[Run]] = {}
+    for run in runs.values():
+        if run.fork:
+            by_parent.setdefault(_parent_name(run, runs), []).append(run)
+    forked = {run.name for children in by_parent.values() for run in children}
+    nodes: list[Fork] = []
+
+    def add(name: str, depth: int) -> None:
+        nodes.append(Fork(name, by_name.get(name), depth))
+        for child in sorted(by_parent.get(name, ()), key=lambda run: (_fork_step(run), run.name)):
+            add(child.name, depth + 1)
+
+    roots = [name for name in by_name if name in by_parent and name not in forked]
+    for name in [*roots, *(name for name in by_parent if name not in by_name)]:
+        add(name, 0)
+    return nodes
+
+
+def fork_table(study: Study, colors: Mapping[str, str]) -> Table | None:
+    """Return a row per run of the fork trees: where it began, what it changed, and how it ended."""
+    rows: list[list[Cell | str]] = []
+    for node in fork_tree(study):
+        indent = "\u2003" * node.depth
+        run = node.run
+        if run is None:
+            rows.append([f"{indent}{node.name}", "", "", "not among these runs", ""])
+            continue
+        changed, remarks = _changes(run) if node.depth else ("", "")
+        label = f"{indent}{study.label(run.arm)}, seed {run.seed}"
+        name = Cell(label, f"#{anchor(run)}", color=colors.get(run.arm, ""))
+        step = f"{_fork_step(run):,}" if node.depth else ""
+        end = f"{run.status.status} at step {max(run.last_step, run.status.step):,}"
+        rows.append([name, step, Cell(changed, css="wrap"), end, Cell(remarks, css="wrap")])
+    return table("A fork follows its parent", ["Run", "From step", "Changed", "End", "Remarks"], rows, text=5)
+
+
+def _fork_step(run: Run) -> int:
+    return (run.fork or {}).get("step") or 0
+
+
+def _parent_name(run: Run, runs: Mapping[Path, Run]) -> str:
+    """Return the name of a fork's parent. If the parent was not loaded with the fork, search ``runs`` for the id that
+    the fork recorded. If no run matches, return this id, or the recorded folder."""
+    recorded = [*filter(None, [run.forked.get("parent", {}).get("id"), (run.fork or {}).get("parent")])]
+    loaded = runs.get(run.parent.path.resolve()) if run.parent else None
+    found = loaded or next((one for one in runs.values() if one is not run and one.id in recorded), None)
+    return found.name if found else without_roots(next(iter(recorded), "an unnamed run"))
+
+
+def _changes(run: Run) -> tuple[str, str]:
+    """Return (changed fields, remarks) of a fork."""
+
+    def short(value: Any) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return f"{value:,}"
+        return f"{value:g}" if isinstance(value, float) else as_text(value, "none")
+
+    record = run.forked
+    changed = [f"{c.get('field')} {short(c.get('from'))} → {short(c.get('to'))}" for c in record.get("changed") or ()]
+    fork = run.identity.get("fork")
+    fork = fork if isinstance(fork, Mapping) else {}
+    if fork.get("skip_batches"):
+        changed.append(f"{fork['skip_batches']} batches left out")
+    if fork.get("new_moments"):
+        changed.append("new moments of the optimizer")
+    if fork.get("noise"):
+        changed.append(f"weights changed by {fork['noise']:g} times their RMS")
+    remarks = [
+        f"{plural(len(record[key]), 'parameter')} {key}" for key in ("added", "dropped") if record.get(key)
+    ]
+    shift = record.get("function", {}).get("logits_rms_relative")
+    if isinstance(shift, int | float):
+        remarks.append(f"change of the outputs before the first step: {number(shift)} times their RMS")
+    if optimizer := record.get("optimizer"):
+        remarks.append(f"optimizer state: {optimizer.rstrip('.')}")
+    return listed(changed) or "nothing", "; ".join(remarks)

@@ -1,5 +1,5 @@
-// Opens folded sections for links and for printing, sorts tables, compares two runs, and makes figures interactive.
-// Without this script the page shows the same content.
+// Opens folded sections for links and for printing, sorts tables, compares two runs, and draws the figures from their
+// data. Without this script the page shows the PNG of each figure.
 "use strict";
 (() => {
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
@@ -91,35 +91,38 @@
   }
 
   // Figures ----------------------------------------------------------------------------------------------
-  const ink = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  let paper = false;  // on paper the colors are those of the light theme
+  const LIGHT = { "--ink": "#1b1f24", "--grid": "#e6e9ec", "--faint": "#8b929b" };
+  const ink = name => paper ? LIGHT[name] : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = v => v == null ? "" : Math.abs(v) >= 1e5 || (v && Math.abs(v) < 1e-3) ? v.toExponential(2)
     : Number(v.toPrecision(4)).toLocaleString("en");
   const figures = [];
 
   function chart(host, panel, shown, log, width) {
     const lines = panel.lines.filter(shown);
+    if (!lines.length) { host.replaceChildren(make("p", "Nothing is selected.", { class: "note" })); return null; }
     const usable = y => log && !(y > 0) ? null : y;
-    const tables = lines.map(l => {  // rising and distinct x, as uPlot needs them
+    const data = uPlot.join(lines.map(l => {  // rising and distinct x, as uPlot needs them
       const points = new Map(l.at.map((x, i) => [x, usable(l.is[i])]));
       const xs = [...points.keys()].sort((a, b) => a - b);
       return [xs, xs.map(x => points.get(x))];
-    });
-    if (!lines.length) { host.replaceChildren(make("p", "Nothing is selected.", { class: "note" })); return null; }
-    const data = uPlot.join(tables);
+    }));
     const tip = make("div", [], { class: "tip", hidden: "" });
     const axis = { stroke: ink("--ink"), grid: { stroke: ink("--grid"), width: 1 }, ticks: { stroke: ink("--faint"), width: 1, size: 4 },
       font: "12px system-ui", labelFont: "12px system-ui", labelSize: 18 };
+    const names = panel.ticks, tall = names.some(t => t.includes("\n"));
+    const categories = names.length ? { splits: () => names.map((_, i) => i), values: () => names, size: tall ? 56 : 34, grid: { show: false } }
+      : { label: panel.x, size: 34 };
+    const x = names.length ? { time: false, range: [-.6, names.length - .4] } : { time: false, ...(panel.xlog ? { distr: 3 } : {}) };
+    const y = { distr: log ? 3 : 1, ...(panel.top && !log ? { range: (u, low, high) => uPlot.rangeNum(low, Math.min(high, panel.top), .05, true) } : {}) };
+    const place = v => names[v]?.replaceAll("\n", " ") ?? `${panel.x === "optimizer step" ? "step" : panel.x} ${short(v)}`;
     host.replaceChildren();
     const made = new uPlot({
-      width, height: Math.round(Math.max(200, width * .44)), title: panel.title, legend: { show: false },
-      scales: {
-        x: { time: false, ...(panel.xlog ? { distr: 3 } : {}) },
-        y: { distr: log ? 3 : 1, ...(panel.top && !log ? { range: (u, low, high) => [low, Math.min(high, panel.top)] } : {}) },
-      },
-      axes: [{ ...axis, label: panel.x, size: 34 }, { ...axis, label: panel.y, size: 54, values: (u, v) => v.map(short) }],
+      width, height: Math.round(Math.max(200, width * .44)), title: panel.title, legend: { show: false }, scales: { x, y },
+      axes: [{ ...axis, ...categories }, { ...axis, label: panel.y, size: 54, values: (u, v) => v.map(short) }],
       series: [{}, ...lines.map(l => ({
         label: l.name, stroke: l.color === "#000000" ? ink("--ink") : l.color, width: l.width, dash: l.dash,
-        spanGaps: true, points: { show: Boolean(l.marker) }, paths: l.marker ? () => null : undefined,
+        spanGaps: true, points: { show: l.marker, size: 7, fill: l.color }, paths: l.marker ? () => null : undefined,
       }))],
       cursor: { focus: { prox: 24 }, points: { size: 7 }, drag: { x: true, y: false } },
       focus: { alpha: .25 },
@@ -127,7 +130,7 @@
         setCursor: [u => {
           const i = u.cursor.idx, near = u.series.findIndex((s, n) => n && s._focus);
           if (i == null || near < 1 || u.data[near][i] == null) { tip.hidden = true; return; }
-          tip.textContent = `${lines[near - 1].name} · ${panel.x === "optimizer step" ? "step" : panel.x} ${short(u.data[0][i])} · ${short(u.data[near][i])}`;
+          tip.textContent = `${lines[near - 1].name} · ${place(u.data[0][i])} · ${short(u.data[near][i])}`;
           tip.hidden = false;
         }],
       },
@@ -138,14 +141,11 @@
 
   function enliven(figure) {
     const content = figure.querySelector("script.chart-data");
-    if (!content || figure.dataset.live || typeof uPlot === "undefined") return;
+    if (figure.dataset.live) return;
     figure.dataset.live = "1";
-    const { rows } = JSON.parse(content.textContent), panels = rows.flat();
-    const cells = all(".panels > div:not(.gap)", figure);
-    const drawn = cells.map(cell => [...cell.childNodes]);
-    const off = new Set(), values = name => [...new Set(panels.flatMap(p => p.lines.map(l => l[name])))].filter(v => v != null && v !== "");
-    const shown = l => !["arm", "seed", "modality", "layer"].some(name => off.has(`${name}:${l[name]}`));
-    const logs = panels.map(p => Boolean(p.log));
+    const panels = JSON.parse(content.textContent).rows.flat(), lines = panels.flatMap(p => p.lines);
+    const cells = all(".panels > div:not(.gap)", figure), off = new Set(), logs = panels.map(p => p.log);
+    const shown = l => !["group", "modality", "seed"].some(name => off.has(`${name}:${l[name]}`));
     let live = [];
     const draw = () => {
       live.forEach(u => u && u.destroy());
@@ -154,7 +154,7 @@
     const bar = make("div", [], { class: "controls", role: "group", "aria-label": "What the figure shows" });
     const toggle = (text, pressed, act, color) => {
       const button = make("button", text, { type: "button", "aria-pressed": String(pressed) });
-      if (color) button.prepend(make("span", [], { class: "swatch", style: `background:${color}` }));
+      if (color) button.prepend(make("span", [], { class: "swatch", style: `background:${color === "#000000" ? "var(--black)" : color}` }));
       button.addEventListener("click", () => {
         const now = button.getAttribute("aria-pressed") !== "true";
         button.setAttribute("aria-pressed", String(now));
@@ -163,33 +163,26 @@
       });
       bar.append(button);
     };
-    for (const name of ["arm", "modality", "seed", "layer"]) {
-      const found = values(name);
-      if (found.length < 2) continue;
+    for (const name of ["group", "modality", "seed"]) {
+      const found = [...new Set(lines.map(l => l[name]))].filter(Boolean);
+      if (found.length < 2 && name !== "group") continue;
       for (const value of found) {
-        const color = name === "arm" || name === "layer" ? panels.flatMap(p => p.lines).find(l => l[name] === value).color : "";
-        const dashed = name === "modality" && panels.some(p => p.lines.some(l => l.modality === value && l.seed !== "QK-Norm bound" && (l.dash ?? []).length));
-        const text = `${typeof value === "number" ? `${name} ${value}` : value}${dashed ? " (dashed)" : ""}`;
-        toggle(text, true, on => off[on ? "delete" : "add"](`${name}:${value}`), color);
+        const of = lines.filter(l => l[name] === value);
+        const dashed = name === "modality" && of.some(l => l.seed !== "QK-Norm bound" && l.dash.length) ? " (dashed)" : "";
+        toggle(value + dashed, true, on => off[on ? "delete" : "add"](`${name}:${value}`), name === "group" ? of.at(-1).color : "");
       }
     }
-    if (panels.some(p => p.lines.some(l => l.is.some(y => y > 0)))) {
-      toggle("logarithmic", logs.some(Boolean), on => logs.fill(on));
-    }
+    if (lines.some(l => l.is.some(y => y > 0))) toggle("logarithmic", logs.some(Boolean), on => logs.fill(on));
     figure.querySelector(".panels").before(bar);
-    figure.querySelector(".legend")?.setAttribute("hidden", "");
     draw();
-    figures.push({ draw, undraw: () => cells.forEach((cell, i) => cell.replaceChildren(...drawn[i])), width: () => cells[0].clientWidth, last: cells[0].clientWidth });
+    figures.push({ draw, width: () => cells[0].clientWidth, last: cells[0].clientWidth });
   }
-  const visible = figure => !figure.closest("details:not([open])");
-  const enlivenVisible = () => all("figure").filter(visible).forEach(enliven);
-  addEventListener("load", enlivenVisible);
-  document.addEventListener("toggle", event => { if (event.target.open) all("figure", event.target).filter(visible).forEach(enliven); }, true);
+  const enlivenIn = root => all("figure", root).filter(f => !f.closest("details:not([open])")).forEach(enliven);
+  addEventListener("load", () => enlivenIn(document));
+  document.addEventListener("toggle", event => { if (event.target.open) enlivenIn(event.target); }, true);
   addEventListener("resize", () => figures.forEach(f => { if (f.width() && f.width() !== f.last) { f.last = f.width(); f.draw(); } }));
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  dark.addEventListener("change", () => figures.forEach(f => f.draw()));
-  // Charts use the colors of the screen theme. In dark mode, print the drawings instead.
-  let undrawn = [];
-  addEventListener("beforeprint", () => { undrawn = dark.matches ? figures : []; undrawn.forEach(f => f.undraw()); });
-  addEventListener("afterprint", () => undrawn.forEach(f => f.draw()));
+  const redraw = () => figures.forEach(f => f.draw());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("beforeprint", () => { paper = true; enlivenIn(document); redraw(); });
+  addEventListener("afterprint", () => { paper = false; redraw(); });
 })();

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mmqk.lab.page.figures.shapes import Line
+from mmqk.lab.page.figure import Line
 from mmqk.lab.runs.columns import aligned
 from mmqk.lab.runs.load import EMPTY, Run, Series
 from mmqk.lab.verdicts.study import Study
@@ -16,7 +16,6 @@ from mmqk.lab.verdicts.study import Study
 # A line has at most POINTS points. If the lines of a panel (in the first figure, of all panels) would have more than
 # ALL_POINTS points, they are thinned further, but not below FEWEST points. A page with 300 runs is then below 5 MB.
 POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
-COLUMNS = 160
 
 
 def points_a_line(lines: int) -> int:
@@ -66,6 +65,11 @@ def bin_width(study: Study, points: int = POINTS) -> int:
     return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
 
 
+def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
+    """Return a function that returns a statistic of a run, reduced over layers, without its non-finite values."""
+    return lambda run: finite(run.combined(statistic, reduce, modality))
+
+
 def arm_lines(
     study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series], points: int = POINTS
 ) -> tuple[Line, ...]:
@@ -78,26 +82,19 @@ def arm_lines(
         curves = [(run, *series(run)) for run in study.of_arm(arm)]
         curves = [(run, steps, values) for run, steps, values in curves if len(steps)]
         for run, steps, values in curves:
-            lines.append(
-                Line(
-                    arm,
-                    modality,
-                    run.seed,
-                    *_as_line(steps, values, points),
-                    alone=len(curves) == 1,
-                    diverged=run.status.status == "diverged",
-                    run=run.name,
-                )
-            )
+            x, y = _as_line((steps, values), points)
+            diverged = run.status.status == "diverged"
+            alone = len(curves) == 1
+            lines.append(Line(arm, modality, run.seed, x, y, alone=alone, diverged=diverged, run=run.name))
         if len(curves) > 1:
-            steps, values = median_over([(s, v) for _, s, v in curves])
-            if len(steps):
-                lines.append(Line(arm, modality, None, *_as_line(steps, values, points), role="median"))
+            median = median_over([(s, v) for _, s, v in curves])
+            if len(median[0]):
+                lines.append(Line(arm, modality, None, *_as_line(median, points), role="median"))
     return tuple(lines)
 
 
-def _as_line(steps: NDArray, values: NDArray, points: int) -> tuple[NDArray, NDArray]:
-    steps, values = thinned((steps, values), points)
+def _as_line(series: Series, points: int) -> tuple[NDArray, NDArray]:
+    steps, values = thinned(series, points)
     return steps.astype(float), values
 
 
@@ -114,44 +111,26 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
     lines = []
     for arm in arms:
         series = [run.combined("attn_logit_bound", np.max) for run in study.of_arm(arm)]
-        steps, values = median_over([s for s in series if len(s[0])])
-        if len(steps):
-            lines.append(Line(arm, modality, None, *_as_line(steps, values, POINTS), role="bound"))
+        median = median_over([s for s in series if len(s[0])])
+        if len(median[0]):
+            lines.append(Line(arm, modality, None, *_as_line(median, POINTS), role="bound"))
     return tuple(lines)
 
 
-def layer_map(
-    study: Study, arm: str, statistic: str, modality: str
-) -> tuple[tuple[int, ...], NDArray, NDArray] | None:
-    """Return (layers, steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's
-    seeds. Only measured layers are returned.
-
-    The steps are those at which every seed has a measurement; None if there is no such step. The median is over the
-    seeds that measured the layer at that step, NaN if none did.
-    """
-    import pandas as pd  # slow to import
-
-    # A table has a row per step of a run and a column per layer. A probe without the tokens of a modality pair lacks
-    # some layers, and only the longest runs have the last steps.
-    tables = []
-    for run in study.of_arm(arm):
-        layers = {tag.layer for tag in run.tags.values() if tag.statistic == statistic and tag.layer is not None}
-        series = {layer: run.combined(statistic, np.max, modality, layer) for layer in layers}
-        if found := {layer: pd.Series(values, at) for layer, (at, values) in series.items() if len(at)}:
-            tables.append(pd.DataFrame(found))
-    if not tables:
-        return None
-    by_step = pd.concat(tables).sort_index(axis=1).groupby(level=0)
-    medians = by_step.median()[by_step.size() == len(tables)]
-    if medians.empty:
-        return None
-    return tuple(map(int, medians.columns)), *_columns(medians.index.to_numpy(float), medians.to_numpy().T)
-
-
-def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
-    """Return at most `COLUMNS` columns; each has the largest values of several columns and their last step."""
-    if len(steps) <= COLUMNS:
-        return steps, values_LS
-    parts = np.array_split(np.arange(len(steps)), COLUMNS)
-    largest = [np.fmax.reduce(values_LS[:, part], axis=1) for part in parts]
-    return steps[[part[-1] for part in parts]], np.stack(largest, axis=1)
+def layer_lines(
+    study: Study, arm: str, statistic: str, modality: str, colors: Callable[[int], Sequence[str]]
+) -> tuple[Line, ...]:
+    """Return a line per layer: the largest value of a statistic, median over the runs of an arm that measured the
+    layer, at the steps that all of them have."""
+    runs = study.of_arm(arm)
+    found = {tag.layer for run in runs for tag in run.tags.values() if tag.statistic == statistic}
+    layers = sorted(layer for layer in found if layer is not None)
+    lines = []
+    for layer, color in zip(layers, colors(len(layers)), strict=True):
+        series = [run.combined(statistic, np.max, modality, layer) for run in runs]
+        median = median_over([one for one in series if len(one[0])])
+        if len(median[0]):
+            x, y = _as_line(median, POINTS)
+            name = f"layer {layer}"
+            lines.append(Line(arm, modality, None, x, y, "median", layer, color=color, group=name))
+    return tuple(lines)

@@ -1,0 +1,329 @@
+"""The numbers of figures are those of the runs, in their CSV and in the charts of the page."""
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmqk.lab import load_study
+from mmqk.lab.grid.claims import FIGURE_KINDS, check_report
+from mmqk.lab.metrics import extrapolate
+from mmqk.lab.metrics.scaling import fit_quadratic
+from mmqk.lab.page.curves import ALL_POINTS, FEWEST, binned, layer_lines, points_a_line, thinned
+from mmqk.lab.page.draw import GRAY, arm_colors, png, ramp
+from mmqk.lab.page.figure import chart_data, keys
+from mmqk.lab.page.figures import by_layer, loss_and_logits, outcomes, outcomes_by_layer
+from mmqk.lab.page.page import write_report
+from mmqk.lab.page.sweeps import (
+    KINDS,
+    logit_by_size,
+    loss_and_logit_by_lr,
+    lr_sensitivity,
+    sweep_figures,
+    sweeps,
+)
+from mmqk.lab.verdicts.study import StudyArm
+from mmqk.store import UserError
+from tests.analysis.fake_runs import DEMO, write_demo
+from tests.analysis.small_runs import small_run
+from tests.report.report_runs import RATES, START, WIDTHS, write, write_sweep
+
+LAYERS, PROBES = 3, 5
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Return the folder of the demonstration's runs, and its study."""
+    folder = write_demo(tmp_path_factory.mktemp("demo") / "demo")
+    return folder, load_study(folder)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Load a study of two families over learning rate and width, with one seed."""
+    return load_study(write_sweep(tmp_path_factory.mktemp("sweep") / "sweep", seeds=(0,)))
+
+
+def rows_of(figure):
+    return list(csv.DictReader(io.StringIO(figure.csv())))
+
+
+# Curves of runs ----------------------------------------------------------------------------------------------------
+
+
+def test_binned_is_the_mean_of_its_steps():
+    steps, values = np.arange(1, 8), np.array([1.0, 2, 3, 4, 5, np.nan, 8])
+    at, means = binned((steps, values), 3)
+    assert at.tolist() == [2, 4.5, 7]
+    assert means.tolist() == [2, 4.5, 8]
+
+
+def test_thinning_keeps_spikes_and_ends():
+    rng = np.random.default_rng(0)
+    steps, values = np.arange(5000), rng.normal(size=5000)
+    values[1234], values[4321] = 50.0, -50.0
+    at, kept = thinned((steps, values), 60)
+    assert len(at) <= 60 and at[0] == 0 and at[-1] == 4999 and (np.diff(at) > 0).all()
+    assert {1234, 4321} <= set(at.tolist()) and (kept == values[at]).all()
+    same = thinned((steps[:50], values[:50]), 60)
+    assert (same[1] == values[:50]).all()
+    # The negative control: taking every 100th value loses the spike.
+    assert 50.0 not in values[::100]
+    assert points_a_line(1) == points_a_line(100) == 120 and points_a_line(10_000) == FEWEST
+    assert points_a_line(300) * 300 <= ALL_POINTS
+
+
+@pytest.mark.slow
+def test_hundreds_of_runs_fit_in_five_megabytes(tmp_path):
+    for number in range(200):
+        settings = {"optim.lr": 0.001 * (1 + number)}
+        folder = tmp_path / "runs" / f"arm{number:03d}"
+        write(folder, seed=number, logit=5.0 + number, settings=settings, every=4, end=40)
+    (tmp_path / "runs" / "arm000" / "status.json").unlink()
+    (tmp_path / "runs" / "arm001" / "metrics.jsonl").write_text('{"step": 1, "loss/te')
+    write_report(tmp_path / "runs", tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert len(page.encode()) < 5_000_000
+    assert sum(p.stat().st_size for p in (tmp_path / "report").rglob("*") if p.is_file()) < 8_000_000
+    assert all(f"<code>arm{number:03d}</code>" in page for number in range(200))
+    # Every run with numbers is in the CSV of the figure.
+    lines = (tmp_path / "report" / "figures" / "hero.csv").read_text().splitlines()
+    assert {line.rsplit(",", 1)[1] for line in lines[1:]} == {f"arm{n:03d}" for n in range(200)} - {"arm001"}
+
+
+def test_plotted_numbers_are_those_of_the_runs(demo):
+    runs, study = demo
+    figure = loss_and_logits(study, "hero", "", study.hero)
+    rows = rows_of(figure)
+    logits = {
+        (row["arm"], row["seed"]): float(row["value"])
+        for row in rows
+        if row["statistic"] == "attn_logit_absmax/text" and row["step"] == "200"
+    }
+    for seed in (0, 1, 2):
+        lines = (runs / "mixed-0000000000" / f"seed{seed}" / "metrics.jsonl").read_text().splitlines()
+        expected = max(v for k, v in json.loads(lines[-1]).items() if k.startswith("attn_logit_absmax/text-"))
+        assert logits["mixed", str(seed)] == pytest.approx(expected, rel=1e-5)
+    assert logits["mixed", "median"] == pytest.approx(60.0, rel=1e-5)
+    assert {row["arm"] for row in rows} == {"mixed", "mixed-qk", "image-off"}
+    assert {row["arm"] for row in rows if row["statistic"] == "attn_logit_bound"} == {"mixed-qk"}
+
+
+def test_charts_have_the_numbers_of_the_csv(demo):
+    study = demo[1]
+    figure = loss_and_logits(study, "hero", "", study.hero)
+    [[panel, *_], _] = json.loads(chart_data(study, arm_colors(study), figure))["rows"]
+    line = next(li for li in panel["lines"] if (li["seed"], li["group"]) == ("seed 1", study.label("mixed")))
+    points = [
+        (float(row["step"]), float(row["value"]))
+        for row in rows_of(figure)
+        if (row["statistic"], row["arm"], row["seed"]) == ("loss/text", "mixed", "1")
+    ]
+    drawn = list(zip(line["at"], line["is"], strict=True))
+    assert len(drawn) > 20 and np.array(drawn) == pytest.approx(np.array(points), rel=1e-4)
+
+
+def test_a_png_has_the_colors_of_its_arms(demo):
+    study, colors = demo[1], arm_colors(demo[1])
+    picture = Image.open(io.BytesIO(png(study, colors, loss_and_logits(study, "hero", "", study.hero)))).convert("RGB")
+    found = {color for _, color in picture.getcolors(1 << 20)}
+    for arm in ("mixed", "mixed-qk", "high-pre"):
+        red, green, blue = (int(colors[arm][i : i + 2], 16) for i in (1, 3, 5))
+        near = min(abs(r - red) + abs(g - green) + abs(b - blue) for r, g, b in found)
+        assert (near < 12) == (arm in study.hero), arm
+
+
+def test_of_many_arms_those_of_the_figures_have_a_color_of_their_own(demo):
+    assert len(set(arm_colors(demo[1]).values())) == len(DEMO)
+    arms = {f"arm{i:02d}": StudyArm(f"arm{i:02d}", f"arm {i}", family=f"arm{i:02d}") for i in range(25)}
+    study = replace(demo[1], arms=arms, claims=(), report={"hero": ["arm03"], "outcomes": ["arm23", "arm24"]})
+    colors = arm_colors(study)
+    assert len(set(colors.values()) - {GRAY}) == 21 and list(colors.values()).count(GRAY) == 4
+    assert colors["arm23"] != GRAY != colors["arm24"]
+    # The control: without these figures the last arms are gray.
+    assert arm_colors(replace(study, report={}))["arm24"] == GRAY
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_lines_of_layers_are_medians_of_the_layers_that_have_attention(tmp_path, seeds):
+    for seed in range(seeds):
+        logits = {layer: {step: v + step + 2 * seed for step in (0, 50, 100)} for layer, v in ((3, 10.0), (7, 300.0))}
+        series = {f"attn_logit_absmax/text-text/layer{layer:02d}": values for layer, values in logits.items()}
+        small_run(tmp_path / f"hybrid/seed{seed}", {"loss/text": {100: 3.0}, **series}, seed=seed)
+    study = load_study(tmp_path)
+    lines = layer_lines(study, "hybrid", "attn_logit_absmax", "text", ramp)
+    assert [line.layer for line in lines] == [3, 7]
+    assert [line.y.tolist() for line in lines] == [
+        [v + step + seeds - 1 for step in (0, 50, 100)] for v in (10.0, 300.0)
+    ]
+    assert [row["layer"] for row in rows_of(by_layer(study))] == ["3"] * 3 + ["7"] * 3
+    assert layer_lines(study, "hybrid", "attn_logit_absmax", "audio", ramp) == ()
+
+
+# Outcomes ----------------------------------------------------------------------------------------------------------
+
+
+def offset(arm, seed, layer, step):
+    return (2.0 if arm == "a" else 7.0) + seed + 0.1 * layer + 0.01 * step
+
+
+@pytest.fixture(scope="module")
+def offsets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for arm in "ab":
+        for seed in range(3):
+            series = {"loss/text": [5.0] * PROBES, "loss/image": [5.0] * PROBES}
+            for layer in range(LAYERS):
+                values = [offset(arm, seed, layer, step) for step in range(PROBES)]
+                series[f"attn_logit_offset_var/text/layer{layer:02d}"] = values
+            small_run(folder / arm / f"seed{seed}", series, seed=seed)
+    return load_study(folder)
+
+
+def test_a_line_of_outcomes_is_the_median_over_the_runs_of_an_arm(offsets):
+    study = replace(offsets, report={"outcomes": True})
+    rows = [row for row in rows_of(outcomes(study)) if row["statistic"] == "logit_offset/text"]
+    assert len(rows) == 2 * PROBES  # medians only
+    for row in rows:
+        step = int(row["step"]) - 1
+        of_seeds = [
+            math.sqrt(np.mean([offset(row["arm"], seed, layer, step) for layer in range(LAYERS)]))
+            for seed in range(3)
+        ]
+        assert float(row["value"]) == pytest.approx(np.median(of_seeds), rel=1e-4)
+    ends = rows_of(outcomes_by_layer(study))
+    assert len(ends) == 2 * LAYERS
+    for row in ends:
+        # The median over seeds of the median over the last three probes.
+        end = offset(row["arm"], 1, int(float(row["at_layer"])), PROBES - 2)
+        assert float(row["value"]) == pytest.approx(math.sqrt(end), rel=1e-4)
+
+
+def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(offsets):
+    for make in (outcomes, outcomes_by_layer):
+        assert make(offsets) is None and make(replace(offsets, report={"outcomes": False})) is None
+        assert {row["arm"] for row in rows_of(make(replace(offsets, report={"outcomes": ["b"]})))} == {"b"}
+    for right in (True, ["a"], "b"):
+        check_report({"outcomes": right}, "ab", (), "g.yaml")
+    with pytest.raises(UserError, match=r"report.outcomes: there is no arm 'c'"):
+        check_report({"outcomes": ["c"]}, "ab", (), "g.yaml")
+
+
+# Sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def parameters(width):
+    """Return the number of parameters of 2 layers: attention has 4 d², and a gated MLP has width 8/3 d, rounded up to
+    a multiple of 16."""
+    return 2 * (4 * width**2 + 3 * width * 16 * math.ceil(8 * width / 3 / 16))
+
+
+def test_quadratic_is_least_squares_in_logs():
+    sizes, values = [1e5, 4e5, 2e6, 9e6], [3.0, 8.0, 50.0, 90.0]
+    x, y = np.log(sizes), np.log(values)
+    powers = np.stack([x**2, x, np.ones(4)], axis=1)
+    brute = np.linalg.solve(powers.T @ powers, powers.T @ y)
+    at = np.array([5e4, 1e6, 5e7])
+    expected = np.exp(np.polyval(brute, np.log(at)))
+    assert fit_quadratic(sizes, values)(at) == pytest.approx(expected, rel=1e-6)
+    # Three points determine a quadratic. The fourth point is not on it.
+    through = fit_quadratic(sizes[:3], values[:3])(np.array(sizes))
+    assert through[:3] == pytest.approx(values[:3]) and through[3] != pytest.approx(values[3], rel=0.1)
+
+
+def test_sweeps_are_runs_that_differ_in_rate_and_size_alone(sweep, tmp_path):
+    found = {s.label: s for s in sweeps(sweep)}
+    assert set(found) == {"no QK-Norm", "QK-Norm"}
+    for one in found.values():
+        assert one.rates == list(RATES) and one.sizes == [parameters(w) for w in WIDTHS]
+        assert {run.setting("model.qk_norm.kind") for run in one.runs} in ({"none"}, {"rms"})
+    # Runs without a grid are also a sweep; runs with two learning rates are not.
+    for number, rate in enumerate(RATES):
+        write(tmp_path / "plain" / f"r{number}", settings={"optim.lr": rate})
+        if number < 2:
+            write(tmp_path / "two" / f"r{number}", settings={"optim.lr": rate})
+    assert [s.rates for s in sweeps(load_study(tmp_path / "plain"))] == [list(RATES)]
+    assert sweeps(load_study(tmp_path / "two")) == []
+
+
+def test_final_losses_by_rate_are_those_of_the_files_capped_at_initialization(sweep):
+    rows = [row for row in rows_of(lr_sensitivity(sweep, (), "Wortsman Fig. 1")) if row["run"]]
+    points = {row["run"]: row for row in rows if row["statistic"] == "final_loss/text"}
+    assert len(points) == 2 * len(RATES) * len(WIDTHS)
+    capped = 0
+    for run in sweep.runs:
+        last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
+        died = run.status.status == "diverged"
+        capped += died
+        assert float(points[run.name]["x"]) == run.setting("optim.lr")
+        expected = START["text"] if died else last["val_loss/text"]
+        assert float(points[run.name]["value"]) == pytest.approx(expected, rel=1e-5)
+    assert capped == 2
+
+
+def test_sensitivity_is_the_mean_above_the_best_rate(sweep):
+    figure = lr_sensitivity(sweep, (), "Wortsman Fig. 1")
+    drawn = {
+        (float(row["x"]), float(row["value"]))
+        for row in rows_of(figure)
+        if row["statistic"] == "lr_sensitivity/text"
+    }
+    expected = []
+    for qk in (False, True):
+        for number, width in enumerate(WIDTHS):
+            losses = [4.5 - 0.2 * number + abs(math.log10(lr / 0.01)) * (0.2 if qk else 0.5) for lr in RATES]
+            if not qk and width >= 128:
+                losses[-1] = START["text"]
+            expected.append((parameters(width), sum(loss - min(losses) for loss in losses) / len(losses)))
+    assert np.array(sorted(drawn)) == pytest.approx(np.array(sorted(expected)), rel=1e-4)
+
+
+def test_largest_size_is_held_out_of_the_fit(sweep, tmp_path):
+    fits = [r for r in rows_of(logit_by_size(sweep, (), "")) if r["statistic"].endswith("(fit)")]
+    largest = pytest.approx(parameters(WIDTHS[-1]), rel=1e-4)
+    ends = sorted(float(r["value"]) for r in fits if float(r["parameters"]) == largest)
+    metric = []
+    for one in sweeps(sweep):
+        found, why = extrapolate([run for run in one.runs])
+        assert not why
+        metric += [e.predicted for e in found]
+    # With one seed, the fitted curve ends at the prediction behind `logit_extrapolation`, the metric of claims.
+    assert ends == pytest.approx(sorted(metric), rel=1e-4)
+    three = load_study(write_sweep(tmp_path / "three", seeds=(0,), widths=WIDTHS[:3]))
+    assert logit_by_size(three, (), "") is None and lr_sensitivity(three, (), "") is not None
+
+
+def test_lines_of_a_sweep_are_named_by_its_family(sweep):
+    figure = loss_and_logit_by_lr(sweep, (), "Wortsman Fig. 2")
+    rows = json.loads(chart_data(sweep, arm_colors(sweep), figure))["rows"]
+    names = {line["name"] for row in rows for panel in row for line in panel["lines"]}
+    assert {"no QK-Norm, median", "QK-Norm, median"} <= names and set(keys(sweep, {}, figure)) == {
+        "no QK-Norm",
+        "QK-Norm",
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"kind": "lr_sensitivity", "arms": ["gone"]}, "names the arm 'gone'"),
+        ({"kind": "lr_sensitivity"}, "no numbers"),
+    ],
+)
+def test_a_grid_names_its_figures(sweep, offsets, entry, words):
+    assert tuple(KINDS) == FIGURE_KINDS
+    named = {"kind": "training_loss", "arms": ["plain"], "like": "Chameleon Fig. 6c"}
+    figures = sweep_figures(replace(sweep, report={"figures": [named]}))
+    assert [f.name for f in figures] == ["chameleon-fig-6c", *(f"wortsman-fig-{n}" for n in (1, 2, 9))]
+    assert {sweep.arms[arm].family for arm in figures[0].arms} == {"plain"}
+    with pytest.raises(UserError, match=words):
+        sweep_figures(replace(offsets, report={"figures": [entry]}))
+    waiting = replace(offsets, report={"figures": [{"kind": "lr_sensitivity"}]}, missing=(("a", 9),))
+    assert sweep_figures(waiting) == []
+
+
