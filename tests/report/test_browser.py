@@ -229,16 +229,18 @@ def test_rows_are_labeled_blocks_on_a_phone(page, pages):
 
 def test_it_prints_what_is_folded_with_the_colors_of_paper(page, pages):
     show(page, pages["grid"], 720, scheme="dark")
-    entry, picture = "document.querySelector('#environment dd')", "document.querySelector('#fig-hero canvas').toDataURL()"
+    entry = "document.querySelector('#environment dd')"
+    picture = "document.querySelector('#fig-hero canvas').toDataURL()"
+    paper = base64.b64decode(page.call("Page.printToPDF", preferCSSPageSize=True)["data"])
+    assert paper.startswith(b"%PDF") and len(re.findall(rb"/Type ?/Page\b", paper)) > 5
     dark = page.value(picture)
     assert not page.value(f"{entry}.checkVisibility()")
     page.value("dispatchEvent(new Event('beforeprint'))")
     page.call("Emulation.setEmulatedMedia", media="print")
-    assert page.wait(f"{picture} !== '{dark}'") and page.value("document.querySelectorAll('figure:not([data-live])').length") == 0
+    assert page.wait(f"{picture} !== '{dark}'")
+    assert page.value("document.querySelectorAll('figure:not([data-live])').length") == 0
     assert page.value(OVERFLOW) <= 0 and page.value(f"{entry}.getBoundingClientRect().height") > 0
     assert page.value("getComputedStyle(document.querySelector('.skip')).display") == "none"
-    paper = base64.b64decode(page.call("Page.printToPDF", preferCSSPageSize=True)["data"])
-    assert paper.startswith(b"%PDF") and len(re.findall(rb"/Type ?/Page\b", paper)) > 5
     page.call("Emulation.setEmulatedMedia", media="")
     page.value("dispatchEvent(new Event('afterprint'))")
     assert not page.value(f"{entry}.checkVisibility()") and page.errors == []

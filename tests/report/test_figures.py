@@ -130,7 +130,8 @@ def test_charts_have_the_numbers_of_the_csv(demo):
 
 def test_a_png_has_the_colors_of_its_arms(demo):
     study, colors = demo[1], arm_colors(demo[1])
-    picture = Image.open(io.BytesIO(png(study, colors, loss_and_logits(study, "hero", "", study.hero)))).convert("RGB")
+    drawn = png(study, colors, loss_and_logits(study, "hero", "", study.hero))
+    picture = Image.open(io.BytesIO(drawn)).convert("RGB")
     found = {color for _, color in picture.getcolors(1 << 20)}
     for arm in ("mixed", "mixed-qk", "high-pre"):
         red, green, blue = (int(colors[arm][i : i + 2], 16) for i in (1, 3, 5))

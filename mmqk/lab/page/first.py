@@ -95,7 +95,7 @@ def _ratio(growth: Growth) -> str:
 
 def settings(run: Run) -> Table | None:
     """Return the fields that differ from their defaults."""
-    from mmqk.config.parse import defaults  # imports jsonargparse, which other pages do not need
+    from mmqk.config import defaults  # imports pydantic, which other pages do not need
 
     default = defaults()
     rows: list[list[Cell | str]] = [
