@@ -47,7 +47,7 @@ class Claim:
         id: short name, such as C2.
         statement: what is claimed, one sentence.
         source: where the claim was made, such as a paper and its figure.
-        source_access: how the source was read, a key of `mmqk.lab.page.findings.MARKS`.
+        source_access: how the source was read, a key of `mmqk.lab.page.claims.MARKS`.
         reference_value: the number in the source, as text.
         estimand: description of the quantity that the effect estimates.
         metric: the name of a metric of `mmqk.lab.metrics`.
