@@ -329,6 +329,4 @@ def _malformed(checkpoint: Path, reason: str) -> UserError:
 
 
 def _described(ranks: dict[str, Any]) -> str:
-    return (
-        "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
-    )
+    return "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"

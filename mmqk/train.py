@@ -78,7 +78,7 @@ def process(argv: list[str] | None = None) -> int:
     try:
         return main(argv)
     except Interrupted as stop:
-        print("interrupted before the run started; the same command starts it.", file=sys.stderr)
+        _say("interrupted before the run started; the same command starts it.")
         return 128 + stop.signum
     finally:
         ENDING.read = True  # the process is about to end
@@ -136,70 +136,33 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.checkpoint import last_checkpoint, restoring
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.monitors.own.callback import RunMonitor
-    from mmqk.training.alarms import Alarms
-    from mmqk.training.loggers import RunLogger, last_logged, open_integrations
-    from mmqk.training.loop import FLUSH_EVERY, Checkpoints, Lifecycle, ProgressLine, StepLog, Validation
+    from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
-    from mmqk.training.tensorboard import StoryLogger
 
     tune(ranks.trainer.strategy.root_device)
     set_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    resume_from = None
+    resume_from, logged = None, -1
     if folder is not None:
         _fork(run, folder, data)
         logged = last_logged(run)  # read before a resume removes the steps that it will repeat
         resume_from = last_checkpoint(run, folder, _first_step(run))
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # The run was killed after its last checkpoint, validation and probe, before it wrote its status.
-            step = step_of(resume_from)
-            folder.set_status("completed", step)
-            if "tensorboard" in run.logging:
-                layers = run.monitor.tensorboard_layers
-                StoryLogger(run.out, run.model.modalities, layers, resumed_at=step).finalize("success")
+            folder.set_status("completed", step_of(resume_from))
+            for logger in _tensorboard(run, step_of(resume_from)):
+                logger.finalize("success")
             return _ended(run, folder)
     has_steps_left, resume_from = ranks.start(resume_from)
     if not has_steps_left:
         return EXIT_CODES["completed"]
-    resumed_at = step_of(resume_from) if resume_from is not None else None
     set_threads(run.threads)  # Lightning has changed the number of threads
-    module = TrainingModule.of(run)
-    heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
-
-    every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
-    at_start: dict[str, float] = {}
+    module, trainer = TrainingModule.of(run), ranks.trainer
+    _attach(trainer, module, run, folder, data, None if resume_from is None else step_of(resume_from))
     if folder is not None:
-        at_start = _at_start(run, data)
-        sequences = run.trainer["max_steps"] * run.data.batch_size
-        write_json(folder.path / "data.json", data.statistics(sequences))
-    step_log = StepLog((FLUSH_EVERY, *every), at_start, _first_step(run), run.alarm.stop_diverged)
-    checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
-    monitor = RunMonitor(run.monitor, heldout, data.step_rows)
-    rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)
-    alarms = Alarms(run.out, run.alarm, rules, step_log, monitor, checkpoints)
-    callbacks = [  # the order matters: the values of a step are logged before its checkpoint
-        step_log,
-        monitor,
-        Validation(data.val_batches, run.data.val_every_n_steps),
-        alarms,
-        checkpoints,
-        Lifecycle(folder, step_log, checkpoints),
-    ]
-    if not run.quiet:
-        callbacks.append(ProgressLine(step_log))
-    loggers: list[Any] = [RunLogger(run.out / METRICS_NAME), alarms.tap]  # `RunLogger` must come before `Integration`
-    if "tensorboard" in run.logging:
-        layers = run.monitor.tensorboard_layers
-        loggers.append(StoryLogger(run.out, run.model.modalities, layers, resumed_at))
-    if folder is not None:
-        loggers += open_integrations(run, logged)
-    trainer = ranks.trainer
-    trainer.callbacks += callbacks  # type: ignore[attr-defined]
-    trainer.loggers = loggers
-    if folder is not None:
+        trainer.loggers = [*trainer.loggers, *open_integrations(run, logged)]
         folder.begin_training()
     try:
         with restoring(resume_from):
@@ -209,17 +172,58 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     finally:
         if folder is not None:
             _skipped(folder, data)
-    if folder is None:
-        return EXIT_CODES["completed"]
-    status = folder.status()
-    if status.status == "diverged":
-        print(f"diverged at step {status.step}: {status.reason}", file=sys.stderr)
-    return _ended(run, folder)
+    return EXIT_CODES["completed"] if folder is None else _ended(run, folder)
+
+
+def _attach(
+    trainer: Any, module: Any, run: RunConfig, folder: RunFolder | None, data: TokenDataModule, resumed_at: int | None
+) -> None:
+    """Give Lightning's Trainer the callbacks and loggers of the run."""
+    from mmqk.monitors.own.callback import RunMonitor
+    from mmqk.training.alarms import Alarms
+    from mmqk.training.loggers import RunLogger
+    from mmqk.training.loop import FLUSH_EVERY, Checkpoints, Lifecycle, ProgressLine, StepLog, Validation
+
+    steps, at_start = run.trainer["max_steps"], {}
+    if folder is not None:
+        at_start = _at_start(run, data)
+        write_json(folder.path / "data.json", data.statistics(steps * run.data.batch_size))
+    every = (FLUSH_EVERY, run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
+    step_log = StepLog(every, at_start, _first_step(run), run.alarm.stop_diverged)
+    checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
+    heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
+    monitor = RunMonitor(run.monitor, heldout, data.step_rows)
+    rules = AlarmRules(run.optim.warmup_steps, steps, module.trained_modalities)
+    alarms = Alarms(run.out, run.alarm, rules, step_log, monitor, checkpoints)
+    validation = Validation(data.val_batches, run.data.val_every_n_steps)
+    # The order matters: the values of a step are logged before its checkpoint.
+    trainer.callbacks += [
+        step_log,
+        monitor,
+        validation,
+        alarms,
+        checkpoints,
+        Lifecycle(folder, step_log, checkpoints),
+    ]
+    if not run.quiet:
+        trainer.callbacks.append(ProgressLine(step_log))
+    # `RunLogger` must come before `Integration`.
+    trainer.loggers = [RunLogger(run.out / METRICS_NAME), alarms.tap, *_tensorboard(run, resumed_at)]
+
+
+def _tensorboard(run: RunConfig, resumed_at: int | None) -> list[Any]:
+    from mmqk.training.tensorboard import StoryLogger
+
+    if "tensorboard" not in run.logging:
+        return []
+    return [StoryLogger(run.out, run.model.modalities, run.monitor.tensorboard_layers, resumed_at)]
 
 
 def _ended(run: RunConfig, folder: RunFolder) -> int:
     """Print the status and the folder, and return the exit code. With --quiet this is the only line."""
     status = folder.status()
+    if status.status == "diverged":
+        _say(f"diverged at step {status.step}: {status.reason}")
     print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
     if not run.quiet and "tensorboard" in run.logging:
         print(dashboards(folder.path), flush=True)
@@ -233,53 +237,49 @@ def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder) -> int:
     with contextlib.suppress(OSError):
         if not folder.status().finished:
             folder.set_status("interrupted", step, str(stop))
-    print(f"interrupted at step {step}; the same command continues from there.", file=sys.stderr)
+    _say(f"interrupted at step {step}; the same command continues from there.")
     if run.quiet:
         _ended(run, folder)
     return 128 + stop.signum
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     """Return the unigram losses and the share of captions that are cut, which are logged before step 1. Print
     warnings about the precision and the data."""
     if run.trainer["precision"] == "bf16-true":
-        print(
+        _say(
             "trainer.precision bf16-true is an experiment: a bf16 weight does not change if its update is below about"
             " 1/500 of it, so most weights stay as they are and weight decay does nothing (update_unchanged is their"
-            " share). Set bf16-mixed to train all weights.",
-            file=sys.stderr,
+            " share). Set bf16-mixed to train all weights."
         )
     builder = data.builder
     if data.dial is not None:
         per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1
         documents = run.trainer["max_steps"] * run.data.batch_size * per_row
         for sentence in data.dial.unlearnable(documents * data.dial.length):
-            print(sentence, file=sys.stderr)
-    if few := data.few_held_out():
-        print(few, file=sys.stderr)
-    for line in data.unread():
-        print(line, file=sys.stderr)
+            _say(sentence)
+    for line in (data.few_held_out(), *data.unread()):
+        if line:
+            _say(line)
     for kind, padding in data.order.padding.items():
         if padding > MOST_PADDING:
-            print(
+            _say(
                 f"{padding:.0%} of the tokens in packed sequences of kind {kind!r} are padding: raise data.seq_len to"
-                " pack more documents into each.",
-                file=sys.stderr,
+                " pack more documents into each."
             )
-    if builder.captions_cut:
-        print(
-            f"{builder.captions_cut:.1%} of the captions are longer than {builder.caption_room} tokens and are"
-            " cut: raise data.seq_len to keep them whole.",
-            file=sys.stderr,
-        )
-    if builder.captions_cut is None:
-        print(
-            f"Captions of more than {builder.caption_room} tokens are cut: raise data.seq_len to keep longer ones"
-            " whole.",
-            file=sys.stderr,
-        )
     floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
-    return floors if builder.captions_cut is None else {**floors, "captions_cut": builder.captions_cut}
+    cut, room = builder.captions_cut, builder.caption_room
+    if cut is None:
+        _say(f"Captions of more than {room} tokens are cut: raise data.seq_len to keep longer ones whole.")
+        return floors
+    if cut:
+        share = f"{cut:.1%} of the captions are longer than {room} tokens and are cut"
+        _say(f"{share}: raise data.seq_len to keep them whole.")
+    return {**floors, "captions_cut": cut}
 
 
 def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
@@ -296,7 +296,7 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
         named = str(damaged)
     except OSError as error:  # do not raise: the run has ended and its metrics are written
         named = f"{path}, which lists them, cannot be written ({error.strerror or error})"
-    print(f"{len(skipped)} samples were skipped because they cannot be used: {named}", file=sys.stderr)
+    _say(f"{len(skipped)} samples were skipped because they cannot be used: {named}")
 
 
 def _first_step(run: RunConfig) -> int:
@@ -307,32 +307,21 @@ def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
     from mmqk.training.fork import PROBE_SEQUENCES, make_fork
 
-    if run.fork is not None and not checkpoints_in(folder.checkpoints):
-        probe = data.probe_batch(PROBE_SEQUENCES)
-        print(make_fork(run, folder.path, probe), file=sys.stderr, flush=True)
-        parent = run.fork.parent.config
-        before = parent["optim"].get("schedule_steps") or parent["trainer"]["max_steps"]
-        after = run.optim.schedule_steps or run.trainer["max_steps"]
-        if run.optim.schedule != "constant" and after != before:
-            print(
-                f"the learning rate follows a schedule of {after} steps, but the parent's had {before} steps: set"
-                f" optim.schedule_steps={before} to keep it",
-                file=sys.stderr,
-                flush=True,
-            )
+    if run.fork is None or checkpoints_in(folder.checkpoints):
+        return
+    _say(make_fork(run, folder.path, data.probe_batch(PROBE_SEQUENCES)))
+    parent = run.fork.parent.config
+    before = parent["optim"].get("schedule_steps") or parent["trainer"]["max_steps"]
+    after = run.optim.schedule_steps or run.trainer["max_steps"]
+    if run.optim.schedule != "constant" and after != before:
+        _say(
+            f"the learning rate follows a schedule of {after} steps, but the parent's had {before} steps: set"
+            f" optim.schedule_steps={before} to keep it"
+        )
 
 
 def _environment() -> dict[str, Any]:
-    packages = (
-        "torch",
-        "torchvision",
-        "lightning",
-        "timm",
-        "webdataset",
-        "tokenizers",
-        "tensorboard",
-        "numpy",
-    )
+    packages = ("torch", "torchvision", "lightning", "timm", "webdataset", "tokenizers", "tensorboard", "numpy")
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cpus": os.cpu_count()},

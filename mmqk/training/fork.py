@@ -79,9 +79,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         lr,
         fork.new_moments,
     )
-    schedule = scheduler_state(
-        saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"])
-    )
+    schedule = scheduler_state(saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"]))
     before, after = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     touched += ["fork_new_moments"] * fork.new_moments
@@ -279,9 +277,7 @@ def optimizer_state(
     return state, "; ".join(parts)
 
 
-def _resplit(
-    moments: dict[str, Any], old: Sequence[str] | None, new: Sequence[str] | None
-) -> dict[str, Any]:
+def _resplit(moments: dict[str, Any], old: Sequence[str] | None, new: Sequence[str] | None) -> dict[str, Any]:
     """Convert moments between one shared set (None) and one set per modality. The moments of a new modality are
     zero."""
     first, second = moments["exp_avg"], moments["exp_avg_sq"]
@@ -316,12 +312,7 @@ def guards_state(
 
 def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
     """Return the scheduler state at the parent's step, with the fork's peak learning rate."""
-    return {
-        **saved,
-        "base_lrs": [config.lr] * groups,
-        "_last_lr": [lr] * groups,
-        "lr_lambdas": [None] * groups,
-    }
+    return {**saved, "base_lrs": [config.lr] * groups, "_last_lr": [lr] * groups, "lr_lambdas": [None] * groups}
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:

@@ -28,12 +28,7 @@ CHUNK_ELEMENTS = 2**24
 
 @torch.no_grad()
 def largest_logits(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    scale: float,
-    valid_BT: Tensor,
-    document_BT: Tensor | None = None,
-    window: int = 0,
+    q_BHTK: Tensor, k_BHSK: Tensor, scale: float, valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0
 ) -> Tensor:
     """Return the exact largest signed `scale * q.k` of each head over all visible pairs, in chunks of queries.
 
@@ -122,9 +117,7 @@ class QKClip:
 
         The maximum is over all ranks, so that all ranks scale by the same factor. This is a collective call.
         """
-        largest_LH = largest_of(
-            torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])
-        )
+        largest_LH = largest_of(torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))]))
         self._largest = dict(enumerate(largest_LH))
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 

@@ -149,14 +149,34 @@ class Integration(RunLogger):
     def __init__(self, folder: Path, name: str, logger: Any, step: int):
         super().__init__(folder / METRICS_NAME)
         self._folder, self._kind, self._logger, self._last = folder, name, logger, step
-        self._failed = False
+        self._failed, self._step = False, -1
+        self._values: dict[str, float] = {}
 
-    def _open(self) -> _Steps:
-        most = _MOST_METRICS if self._kind == "mlflow" else sys.maxsize
-        writer = _Steps(self._safely, self._logger, self._last, most)
+    def _open(self) -> Integration:
         for line in read_metrics(self._path):
-            writer.write(line.pop("step"), line)
-        return writer
+            self.write(line.pop("step"), line)
+        return self
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Collect the values of a step, like `MetricsWriter`; log them when a later step begins or on `flush`."""
+        if step != self._step:
+            self._emit()
+        self._step = step
+        self._values.update(values)
+
+    def flush(self) -> None:
+        """Log the collected values and save."""
+        self._emit()
+        self._safely(self._logger.save)
+
+    close = flush
+
+    def _emit(self) -> None:
+        values, self._values = self._values, {}
+        if self._step > self._last:
+            rest, most = iter(values.items()), _MOST_METRICS if self._kind == "mlflow" else len(values)
+            while part := dict(islice(rest, most)):
+                self._safely(lambda part=part: self._logger.log_metrics(part, self._step))
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -181,35 +201,6 @@ class Integration(RunLogger):
                     f"{self._kind} gets no further values ({_reason(error)}); {METRICS_NAME} has all values.",
                     file=sys.stderr,
                 )
-
-
-class _Steps:
-    """Collects the values of a step, like `MetricsWriter`, and logs them when a later step begins or on `flush`."""
-
-    def __init__(self, safely: Callable, logger: Logger, last: int, most: int):
-        self._safely, self._logger, self._last, self._most = safely, logger, last, most
-        self._step = -1
-        self._values: dict[str, float] = {}
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        if step != self._step:
-            self._emit()
-        self._step = step
-        self._values.update(values)
-
-    def flush(self) -> None:
-        self._emit()
-        self._safely(self._logger.save)
-
-    def close(self) -> None:
-        self.flush()
-
-    def _emit(self) -> None:
-        values, self._values = self._values, {}
-        if self._step > self._last:
-            rest = iter(values.items())
-            while part := dict(islice(rest, self._most)):
-                self._safely(lambda part=part: self._logger.log_metrics(part, self._step))
 
 
 def _csv(run: RunConfig, run_id: str | None) -> tuple[Logger, None, None]:

@@ -270,9 +270,7 @@ class _Chunks(torch.autograd.Function):
                     weight_N[rows, None],
                 )
                 logits_CV = torch.mm(hidden_CD, cast_VD.T, out=room_CV[: len(hidden_CD)])
-                ce_N[rows], log_z_N[rows], d_logits_CV = terms(
-                    logits_CV, index_C1, weight_C1, z_loss, softcap, train
-                )
+                ce_N[rows], log_z_N[rows], d_logits_CV = terms(logits_CV, index_C1, weight_C1, z_loss, softcap, train)
                 if d_logits_CV is None:
                     continue
                 torch.mm(d_logits_CV, cast_VD, out=d_hidden_ND[rows])

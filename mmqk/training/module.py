@@ -273,9 +273,7 @@ class TrainingModule(L.LightningModule):
             UserError: the Trainer clips by value.
         """
         if gradient_clip_algorithm == "value":
-            raise UserError(
-                "TrainingModule clips by norm: leave gradient_clip_algorithm of lightning.Trainer out."
-            )
+            raise UserError("TrainingModule clips by norm: leave gradient_clip_algorithm of lightning.Trainer out.")
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
         with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}

@@ -209,9 +209,7 @@ class Sharded(ModelParallelStrategy):
     """
 
     def __init__(self, processes: int) -> None:
-        super().__init__(
-            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
+        super().__init__(data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def setup_environment(self) -> None:
         if self.lightning_module is None:
@@ -233,8 +231,7 @@ class Sharded(ModelParallelStrategy):
         return {
             "state": {number[name]: state for name, state in full["state"].items()},
             "param_groups": [
-                {**group, "params": [number[name] for name in group["params"]]}
-                for group in full["param_groups"]
+                {**group, "params": [number[name] for name in group["params"]]} for group in full["param_groups"]
             ],
         }
 

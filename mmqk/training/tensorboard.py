@@ -97,8 +97,7 @@ def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
         return rf"^({'|'.join(chart.statistics)})(/({names})(-({names}))?)?{end}$"
 
     pages = {
-        page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts}
-        for page, charts in PAGES.items()
+        page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts} for page, charts in PAGES.items()
     }
     pages["Run"] = {title: ["Multiline", [f"^{name}$"]] for title, name in RUN_PAGE.items()}
     return pages
@@ -135,11 +134,7 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
     if status is None or not status.finished or record is None:
         return []
     # The page sorts the columns by name and shows the first few.
-    row: dict[str, Any] = {
-        "arm": arm_of(folder),
-        "as ended": status.status,
-        "at step": status.step,
-    }
+    row: dict[str, Any] = {"arm": arm_of(folder), "as ended": status.status, "at step": status.step}
     for name, value in flatten(record.get("identity") or {}).items():
         if name in FIELDS or name.startswith("loss.weights."):
             # torch would write true and false as 1 and 0.
@@ -172,9 +167,7 @@ class StoryLogger(TensorBoardLogger):
             events of earlier processes if ``resumed_at`` is None.
     """
 
-    def __init__(
-        self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
-    ):
+    def __init__(self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None):
         _silence_writer_thread()
         purge = 0 if resumed_at is None else resumed_at + 1  # without a checkpoint, the run starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
