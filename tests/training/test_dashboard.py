@@ -69,13 +69,6 @@ def logdir(tiny_args, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_command_is_that_of_make(tmp_path):
-    recipe = (ROOT / "Makefile").read_text()
-    command = dashboards("runs").removeprefix("dashboards: python ").partition(",")[0]
-    assert command in recipe and "/#custom_scalars" in recipe
-    assert shlex.split(dashboards("a b"))[5] == "a b"
-
-
 @pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
 def test_the_page_opens_on_the_story_and_draws_every_chart_without_an_error(logdir):
     titles = {chart.title for charts in PAGES.values() for chart in charts} | set(RUN_PAGE)

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.config import OptimConfig, RunConfig, resolve
-from mmqk.config.checks import check_shown, is_masked
-from mmqk.data.config import DataConfig
-from mmqk.model import ModelConfig
-from mmqk.model.backend_check import BACKENDS
+from mmqk.config import RunConfig, resolve
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
 from mmqk.training.fork import changes
@@ -53,10 +49,7 @@ def test_the_kernel_is_named(run, backend, model, kernel):
 
 def test_the_kernel_that_is_named_is_the_one_that_runs(run):
     """The profiler records the operation that torch calls."""
-    names = {
-        "flash": "_scaled_dot_product_flash_attention_for_cpu",
-        "math": "_scaled_dot_product_attention_math",
-    }
+    names = {"flash": "_scaled_dot_product_flash_attention_for_cpu", "math": "_scaled_dot_product_attention_math"}
     for model in ({}, {"attn_dropout": 0.1}):
         chosen = of(run, "sdpa", **model)
         from mmqk.model import EarlyFusionTransformer
@@ -67,21 +60,6 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(run):
         called = {event.key.removeprefix("aten::") for event in seen.key_averages()}
         kernel = resolve_device(chosen, CPU)["attention"].split()[0]
         assert {word for word, name in names.items() if name in called} == {kernel}
-
-
-@pytest.mark.parametrize(
-    ("config", "masked"),
-    [
-        (({}, {}), False),
-        (({"window": 4}, {}), True),
-        (({"window": 4, "global_every": 2}, {}), True),
-        (({}, {"pack": "documents"}), True),
-        (({}, {"pack": "documents", "document_mask": False}), False),
-    ],
-    ids=str,
-)
-def test_who_sees_less_than_all_before_it(config, masked):
-    assert is_masked(ModelConfig(n_layers=2, **config[0]), DataConfig(**config[1])) is masked
 
 
 # What is refused -------------------------------------------------------------------------------------------
@@ -126,16 +104,6 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
         )
 
 
-def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
-    for backend in BACKENDS:
-        check_shown(False, False, backend, OptimConfig(qk_clip=1.0))
-        check_shown(True, True, backend, OptimConfig())
-    check_shown(True, True, "flex", OptimConfig(qk_clip=1.0))
-    for word, on in (("compile", (True, False)), ("activation_checkpointing", (False, True))):
-        with pytest.raises(ValueError, match=rf"^optim\.qk_clip reads queries.*flex.*or leave {word} off"):
-            check_shown(*on, "sdpa", OptimConfig(qk_clip=1.0))
-
-
 FLEX = ["--backend=flex", "--data.seq_len=128"]
 REFUSED = {
     "efficient": (["--backend=sdpa_efficient"], "needs a CUDA GPU"),
@@ -149,10 +117,7 @@ REFUSED = {
     ),
     "flex, length": ([*FLEX, "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
     "flex, dropout": ([*FLEX, "--model.attn_dropout=0.1"], "cannot drop attention weights"),
-    "flash, documents": (
-        ["--backend=sdpa_flash", "--data.pack=documents"],
-        "sdpa_flash cannot apply model.window",
-    ),
+    "flash, documents": (["--backend=sdpa_flash", "--data.pack=documents"], "sdpa_flash cannot apply model.window"),
     "flash, window": (["--backend=sdpa_flash", "--model.window=4"], "sdpa_flash cannot apply model.window"),
     "flash, separated layers": (["--backend=sdpa_flash", "--model.separate_last=1"], "model.separate_last or"),
     "a cap": (["--model.attn_softcap=5"], "backend sdpa cannot apply model.attn_softcap"),

@@ -65,21 +65,6 @@ def test_a_fork_that_cannot_be(parent, tmp_path, capsys, fields, says):
     assert not (tmp_path / "fork").exists()
 
 
-def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
-    out = f"--out={tmp_path / 'fork'}"
-    assert "--fork nowhere.ckpt does not exist" in said(capsys, "--fork=nowhere.ckpt", out)
-    (tmp_path / "empty").mkdir()
-    assert "empty has no checkpoint" in said(capsys, f"--fork={tmp_path / 'empty'}", out)
-    (tmp_path / "text.ckpt").write_text("weights")
-    assert "text.ckpt is damaged or was not written" in said(capsys, f"--fork={tmp_path / 'text.ckpt'}", out)
-    content = torch.load(parent / "checkpoints/step00000004.ckpt", weights_only=True)
-    del content["mmqk_run"]
-    save_checkpoint(content, tmp_path / "old.ckpt")
-    assert "does not name the run that wrote it" in said(capsys, f"--fork={tmp_path / 'old.ckpt'}", out)
-    assert "fork_skip_batches belongs to a fork" in said(capsys, *tiny_args, "--fork_skip_batches=1", out)
-    assert not (tmp_path / "fork").exists()
-
-
 def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
     """A fork is refused in its parent's folder. A fork that skips one batch is refused in the folder of a fork that
     skips none."""

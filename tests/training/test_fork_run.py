@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.checkpoint import save_checkpoint
-from mmqk.config import Parent, resolve
+from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError, read_metrics
@@ -58,18 +58,6 @@ def fork(parent: Path, out: Path, *fields: str, step: int = STEP) -> dict:
     checkpoint = parent / f"checkpoints/step{step:08d}.ckpt"
     assert main([f"--fork={checkpoint}", *fields, "--quiet", f"--out={out}"]) == 0
     return json.loads((out / "fork.json").read_text())
-
-
-def test_a_fork_names_a_schedule_of_another_length(parent, tmp_path, capsys):
-    fork(parent, tmp_path / "longer", f"--trainer.max_steps={LAST + 4}")
-    sentence = (
-        f"schedule of {LAST + 4} steps, but the parent's had {LAST} steps: set optim.schedule_steps={LAST} to keep"
-    )
-    assert sentence in capsys.readouterr().err
-    # The controls: a schedule that is kept, and a constant one.
-    fork(parent, tmp_path / "kept", f"--trainer.max_steps={LAST + 4}", f"--optim.schedule_steps={LAST}")
-    fork(parent, tmp_path / "constant", f"--trainer.max_steps={LAST + 4}", "--optim.schedule=constant")
-    assert "a schedule of" not in capsys.readouterr().err
 
 
 def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
@@ -351,17 +339,6 @@ def test_perturbation_has_its_size_and_is_a_function_of_its_number(parent, tmp_p
             assert abs(float(cosine)) < 5 / weight.numel() ** 0.5
         else:
             assert float(change) == 0
-
-
-def test_identity_without_a_checkpoint_is_that_with_it(parent, tmp_path):
-    record = json.loads((parent / "run.json").read_text())
-    run = resolve(record["details"]["command"][3:])
-    fields = ["--model.qk_norm.kind=rms", "--fork_noise=1e-6", "--fork_seed=3", f"--out={tmp_path}"]
-    planned = resolve(["--fork=not/there/yet.ckpt", *fields], Parent(run.id, STEP, run.nested()))
-    made = resolve([f"--fork={parent}/checkpoints/step{STEP:08d}.ckpt", *fields])
-    assert planned.id == made.id != run.id
-    assert resolve([*fields[:-1], "--fork_seed=4"], Parent(run.id, STEP, run.nested())).id != made.id
-    assert resolve(fields, Parent(run.id, 4, run.nested())).id != made.id
 
 
 def test_checkpoints_at_named_steps_are_kept(tiny_args, tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mmqk.config import OptimConfig
-from mmqk.config.fork import ForkConfig, Parent
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule
 from mmqk.training.fork import callback_state, loops_state, optimizer_state, scheduler_state
@@ -113,11 +112,7 @@ def split_states(trained_before, trained_after, split_before=True, split_after=T
             sum(parts).backward()
         optimizer.step()
     state, said = optimizer_state(
-        optimizer.state_dict(),
-        (before, model, trained_before),
-        (after, model, trained_after),
-        carried(model),
-        1e-3,
+        optimizer.state_dict(), (before, model, trained_before), (after, model, trained_after), carried(model), 1e-3
     )
     return model, optimizer, named_state(after, model, state), said
 
@@ -183,11 +178,7 @@ def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, a
     saved = {
         "fit_loop": {
             "state_dict": {"combined_loader": [{"position": 8, "ahead": 6}]},
-            "epoch_loop.batch_progress": {
-                "total": counters(8),
-                "current": counters(8),
-                "is_last_batch": True,
-            },
+            "epoch_loop.batch_progress": {"total": counters(8), "current": counters(8), "is_last_batch": True},
         }
     }
     fit = loops_state(saved, 8, (4, 1), new, skip)["fit_loop"]
@@ -261,19 +252,3 @@ def test_what_alarms_and_the_budget_remember(changed, alarms, window):
     assert bool(kept["Alarms"]["rules"]["rules"]["spike"]) is alarms
     assert kept["Alarms"]["rules"]["unigram"] == {"text": 6.0}
     assert ("RunMonitor" in kept) is window
-
-
-def test_numbers_of_a_fork_are_checked():
-    parent = Parent("0" * 10, 8, {})
-    mistakes = {
-        "fork_skip_batches is -1": {"skip_batches": -1},
-        "fork_seed has no effect": {"seed": 2},
-        "fork_noise is 1e-09": {"noise": 1e-9},
-        "fork_noise is 2": {"noise": 2.0},
-    }
-    for says, wrong in mistakes.items():
-        with pytest.raises(ValueError, match=says):
-            ForkConfig(parent, **wrong)
-    assert ForkConfig(parent, noise=1e-6, seed=2, skip_batches=3).identity == {
-        "parent": "0" * 10, "step": 8, "skip_batches": 3, "noise": 1e-6, "seed": 2,
-    }  # fmt: skip

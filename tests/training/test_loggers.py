@@ -14,7 +14,7 @@ import pytest
 from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
 from mmqk.training.loggers import RunLogger
-from mmqk.training.tensorboard import PAGES, StoryLogger, arm_of, custom_scalars, over_layers
+from mmqk.training.tensorboard import StoryLogger, custom_scalars, over_layers
 
 
 @pytest.fixture(scope="module")
@@ -76,43 +76,6 @@ def test_every_chart_of_the_layout_matches_a_tag_of_each_modality(events, scalar
     assert "custom_scalars__config__" in events.Tags()["tensors"]
 
 
-def test_every_tag_stands_in_a_chart(scalars):
-    patterns = [pattern for _, chart in charts().values() for pattern in chart]
-    assert {tag for tag in scalars if not any(re.match(p, tag) for p in patterns)} == {"lr"}
-
-
-def test_all_that_could_be_shown_is_sixty_tags_at_most():
-    """The values include those of every option that adds tags: a known floor, QK-Clip, and all probe statistics."""
-    layer = {
-        f"{statistic}/{kind}/layer{i:02d}": 1.0
-        for statistic in ("attn_logit_absmax", "attn_entropy", "q_norm", "k_norm", "attn_mass", "logit_alignment")
-        for kind in ("text", "image", "text-image", "image-text", "text-text", "image-image")
-        for i in range(12)
-    }
-    both = [
-        f"{name}/{modality}"
-        for name in ("loss", "excess", "val_loss", "val_excess", "val_log_z", "log_z", "val_unigram", "any")
-        for modality in ("text", "image")
-    ]
-    for chart in (chart for page in PAGES.values() for chart in page):
-        pair = chart.statistics[0] in ("attn_logit_absmax", "logit_alignment")
-        where = "/layer00" if chart.reducer else ""
-        both += [
-            f"{statistic}/{name}{where}"
-            for statistic in chart.statistics
-            for name in (("text-text", "text-image", "image-text", "image-image") if pair else ("text", "image"))
-        ]
-    of_layer = (f"{statistic}/layer00" for statistic in ("attn_rank", "qk_clip_logit", "qk_clip_gamma"))
-    single = ["loss", "lr", "grad_norm", "tokens_per_s", "captions_cut", *of_layer]
-    pairs = {
-        k: v
-        for k, v in layer.items()
-        if ("-" in k) == k.startswith(("attn_logit_absmax", "attn_mass", "logit_a"))
-    }
-    shown = over_layers({**pairs, **dict.fromkeys([*both, *single], 1.0)})
-    assert 50 < len(shown) + 1 <= 60  # + 1 for the count of alarms
-
-
 def test_values_are_those_of_metrics_jsonl(run):
     found = accumulated(run)
     lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl")}
@@ -166,8 +129,7 @@ def test_alarms_join_the_line_that_is_collected_or_have_their_own_and_are_counte
     for step in (1, 2, 3):
         logger.log_metrics({"loss": float(step)}, step)
     alarms = [
-        Alarm(name, step, "loss", 1.0, 1.0, "said")
-        for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
+        Alarm(name, step, "loss", 1.0, 1.0, "said") for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
     ]
     logger.log_alarms(alarms)
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before the logger is closed
@@ -219,19 +181,6 @@ def test_hparams_have_the_settings_and_the_outcome(run, scalars):
     assert row["optim.lr"] == 0.01 and row["model.qk_norm.kind"] == "none" and row["seed"] == 0
     assert {"loss/text", "val_loss/image", "attn_logit_absmax/text-text/max", "alarms"} <= set(metrics)
     assert set(metrics) <= scalars
-
-
-@pytest.mark.parametrize(
-    ("folder", "arm"),
-    [
-        ("runs/demo/qk-norm-0123456789/seed3", "qk-norm"),
-        ("runs/qk-norm/seed3", "qk-norm"),
-        ("runs/qk-norm", "qk-norm"),
-        ("runs/qk-0123456789/seedling", "seedling"),
-    ],
-)
-def test_the_arm_is_the_folder_without_the_id_of_a_grid(folder, arm):
-    assert arm_of(Path(folder)) == arm
 
 
 def test_an_interrupted_run_has_no_row_until_it_ends(tiny_args, tmp_path):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.config import MonitorConfig
-from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import cli_main, parse_tag, read_metrics
 from mmqk.train import main
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
@@ -183,9 +181,3 @@ def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
         "the gradient of blocks.0.mlp.w_down.weight is infinite"
     }
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
-
-
-def test_agreement_asks_for_two_sequences():
-    config = MonitorConfig(every_n_steps=1, probe_sequences=1, gradient_agreement=True)
-    with pytest.raises(ValueError, match="two sequences"):
-        fit(module_of(), [toy_batch(0, B=1)], callbacks=[RunMonitor(config)])

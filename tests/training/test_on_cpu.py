@@ -46,26 +46,6 @@ def test_freed_memory_is_used_again():
     assert left_alone > 100  # the control: each pass has faults again, of pages or of huge pages
 
 
-def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not on_cpu.keep_freed_memory()
-
-
-def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
-    """Before glibc 2.35 the largest threshold is half a heap: 32 MiB on a 64-bit system."""
-    asked = []
-
-    class Old:
-        @staticmethod
-        def mallopt(name, value):
-            asked.append((name, value))
-            return int(name != -3 or value <= 2**25)
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Old)
-    assert on_cpu.keep_freed_memory()
-    assert (-3, 2**25) in asked
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch does not repeat the check if there is a GPU")
 def test_an_optimizer_looks_for_no_library_of_a_gpu(monkeypatch):
     looks = []

@@ -18,10 +18,7 @@ WALL_CLOCK = {"tokens_per_s"}
 
 
 def series(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if k not in WALL_CLOCK}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
@@ -180,13 +177,3 @@ def test_a_run_killed_after_its_last_checkpoint_has_a_row_in_hparams(whole, tmp_
     assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
     found = EventAccumulator(str(tmp_path / "again")).Reload()
     assert "_hparams_/session_end_info" in found.summary_metadata
-
-
-def test_a_run_partly_made_by_other_code_says_so(whole, tmp_path, capsys):
-    out = tmp_path / "again"
-    args = rewind(whole, out, 4)
-    record = json.loads((out / "run.json").read_text())
-    (out / "run.json").write_text(json.dumps({**record, "code": "0123456789"}))
-    assert main([*args, f"--out={out}"]) == 0
-    assert "another version of the code computed part of it" in capsys.readouterr().err
-    assert json.loads((out / "run.json").read_text())["code"] == f"0123456789+{record['code']}"
