@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,7 +177,7 @@ class Integration(RunLogger):
         if self._step > self._last:
             rest, most = iter(values.items()), _MOST_METRICS if self._kind == "mlflow" else len(values)
             while part := dict(islice(rest, most)):
-                self._safely(lambda part=part: self._logger.log_metrics(part, self._step))
+                self._safely(partial(self._logger.log_metrics, part, self._step))
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,3 +250,25 @@ def test_folder_that_cannot_be_written(tiny_args, tmp_path, capsys):
     (tmp_path / "locked").mkdir(mode=0o500)
     assert cli_main(main)([*tiny_args, f"--out={tmp_path / 'locked/run'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp_path, capsys):
+    args = [*(a for a in tiny_args if a != "--quiet"), f"--out={tmp_path / 'run'}"]
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run'} is completed at step 12: nothing to train.\n"
+    # A run that was killed before it wrote its final status is completed without training.
+    (tmp_path / "run/status.json").write_text('{"status": "running", "step": 4}')
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
+    # The control: without --quiet there are more lines.
+    assert main([*args[:-1], f"--out={tmp_path / 'loud'}"]) == 0
+    out = capsys.readouterr().out
+    assert f"completed at step 12 in {tmp_path / 'loud'}\n" in out and out.count("\n") > 1
+    # A diverged run also prints one line.
+    wild = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", "--quiet"]
+    assert main([*args[:-1], *wild, f"--out={tmp_path / 'wild'}"]) == 3
+    assert re.fullmatch(
+        rf"diverged at step \d+ in {re.escape(str(tmp_path / 'wild'))}\n", capsys.readouterr().out
+    )
