@@ -68,25 +68,6 @@ def test_coupled_decay_follows_the_learning_rate_and_independent_only_the_schedu
     assert all(abs(a - b) > 0.5 * b for a, b in zip(coupled, independent, strict=True))
 
 
-def test_independent_decay_does_not_change_with_the_peak():
-    def first(mode: str, peak: float) -> float:
-        return decays(OptimConfig(lr=peak, weight_decay=0.2, decay_mode=mode, warmup_steps=2), 1)[0]
-
-    assert first("independent", 1e-4) == pytest.approx(first("independent", 1.0), rel=1e-6)
-    assert first("coupled", 1.0) == pytest.approx(1e4 * first("coupled", 1e-4), rel=1e-6)
-    assert first("independent", 0.5) == pytest.approx(0.1)
-
-
-def test_gains_and_biases_are_not_decayed():
-    model = Small()
-    optimizer = make_optimizer(OptimConfig(lr=0.5, weight_decay=0.5), model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    set_gradients(model)
-    optimizer.step()
-    assert torch.equal(model.gain, before["gain"]) and torch.equal(model.bias, before["bias"])
-    torch.testing.assert_close(model.matrix.detach(), before["layer.weight"] * (1 - 0.5 * 0.5))
-
-
 # Groups ----------------------------------------------------------------------------------------------------
 
 

@@ -104,22 +104,11 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
         )
 
 
-FLEX = ["--backend=flex", "--data.seq_len=128"]
 REFUSED = {
     "efficient": (["--backend=sdpa_efficient"], "needs a CUDA GPU"),
-    "cudnn": (["--backend=sdpa_cudnn"], "needs a CUDA GPU"),
-    "flex": (FLEX, "needs a CUDA GPU"),
-    "no such": (["--backend=triton"], "backend must be one of math, sdpa"),
     "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip reads queries and keys"),
-    "recompute, QK-Clip": (
-        ["--activation_checkpointing=true", "--optim.qk_clip=1"],
-        "optim.qk_clip reads queries and keys",
-    ),
-    "flex, length": ([*FLEX, "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
-    "flex, dropout": ([*FLEX, "--model.attn_dropout=0.1"], "cannot drop attention weights"),
-    "flash, documents": (["--backend=sdpa_flash", "--data.pack=documents"], "sdpa_flash cannot apply model.window"),
+    "flex, length": (["--backend=flex", "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
     "flash, window": (["--backend=sdpa_flash", "--model.window=4"], "sdpa_flash cannot apply model.window"),
-    "flash, separated layers": (["--backend=sdpa_flash", "--model.separate_last=1"], "model.separate_last or"),
     "a cap": (["--model.attn_softcap=5"], "backend sdpa cannot apply model.attn_softcap"),
 }
 

@@ -163,20 +163,6 @@ def test_interrupted_and_resumed_fork_is_the_straight_one(parent, tmp_path):
         assert series(tmp_path / f"again{kept}", 0) == series(tmp_path / "straight", 0)
 
 
-def test_the_same_command_goes_on_when_the_parent_has_moved_on(parent, tmp_path):
-    """A fork resumes even if the run folder of its parent was deleted."""
-    shutil.copytree(parent, tmp_path / "parent")
-    (tmp_path / f"parent/checkpoints/step{LAST:08d}.ckpt").unlink()
-    command = [f"--fork={tmp_path / 'parent'}", "--optim.lr=0.02", "--quiet", f"--out={tmp_path / 'fork'}"]
-    assert main(command) == 0
-    before = tensors(tmp_path / "fork")
-    (tmp_path / f"fork/checkpoints/step{LAST:08d}.ckpt").unlink()
-    (tmp_path / "fork/status.json").write_text('{"status": "interrupted", "step": 9, "reason": ""}')
-    shutil.rmtree(tmp_path / "parent")
-    assert main(command) == 0
-    assert same(tensors(tmp_path / "fork"), before)
-
-
 def test_fork_of_a_fork(parent, tmp_path):
     fork(parent, tmp_path / "one", "--checkpoint.every_n_steps=2", "--fork_skip_batches=1")
     record = fork(tmp_path / "one", tmp_path / "two", step=10)

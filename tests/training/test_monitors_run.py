@@ -116,12 +116,6 @@ def test_a_resume_in_the_middle_of_a_window_is_the_straight_run(on, tmp_path, st
     assert series(out) == series(on) and same(state(out), state(on))
 
 
-def test_the_window_is_in_the_checkpoint_and_only_while_it_is_open(on, off):
-    for folder, step, there in ((on, 4, True), (on, 12, False), (off, 4, False)):
-        saved = torch.load(folder / f"checkpoints/step{step:08d}.ckpt", weights_only=True)
-        assert any("RunMonitor" in name for name in saved["callbacks"]) is there
-
-
 def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
     """A learning rate of 3e18 gives finite weights whose logits overflow."""
     too_far = ["--optim.lr=3e18", "--optim.warmup_steps=0", "--trainer.gradient_clip_val=0"]

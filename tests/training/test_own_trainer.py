@@ -20,7 +20,6 @@ from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors import NormMonitor
 from mmqk.store import UserError
-from mmqk.training.loop import StepLog
 from tests.training.toy import fit, module_of, toy_batch, weights
 
 ROOT = Path(__file__).parents[2]
@@ -135,8 +134,3 @@ def test_a_position_in_the_data_is_that_of_its_batch_size():
     for state in (saved, {"position": 6, "ahead": 0}):  # a fork writes its position itself
         same.load_state_dict(state)
         assert same.position == 6
-
-
-def test_the_log_of_another_module_is_one_sentence():
-    with pytest.raises(UserError, match="StepLog logs the measurements of mmqk's TrainingModule, and this is a B"):
-        StepLog().setup(L.Trainer(logger=False), type("Boring", (L.LightningModule,), {})(), "fit")

@@ -129,17 +129,6 @@ def test_a_parameter_of_both_takes_the_sum_of_both_steps():
     assert gaps(ours, theirs)["both"] > 1e-2  # the control: AdamW on the summed loss differs
 
 
-def test_the_first_step_is_as_many_times_as_long_as_modalities_agree():
-    """Adam's first step has size lr in every element. The steps of modalities add up if their gradients have the same
-    sign, whatever the sizes of the gradients."""
-    for sign, length in ((1.0, 2.0), (-1.0, 0.0)):
-        p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        optimizer = SplitAdamW([p], lr=0.1, eps=1e-12)
-        optimizer.backward([p.sum(), sign * 1000 * p.sum()])
-        optimizer.step()
-        torch.testing.assert_close(p.detach(), torch.full_like(p, -0.1 * length).detach(), rtol=0, atol=1e-9)
-
-
 def test_an_absent_modality_is_a_gradient_of_zero():
     """The moments of an absent modality decay and still move the weights, as in AdamW with a gradient of 0."""
     p, q = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
