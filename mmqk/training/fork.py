@@ -56,7 +56,8 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         raise UserError(
             f"{fork.checkpoint} is no longer step {fork.parent.step} of run {fork.parent.id}: give another --out."
         )
-    device = _device(run)
+    cuda = torch.cuda.is_available() and run.trainer.get("accelerator") != "cpu"
+    device = torch.device("cuda" if cuda else "cpu")
     probe = probe.to(device)
     old = _model(ModelConfig.from_dict(saved["mmqk_model"]), run.seed, device)
     prefix = "model."
@@ -153,9 +154,10 @@ def _record(
 ) -> dict[str, Any]:
     fork = run.fork
     assert fork is not None and fork.checkpoint is not None
+    given = Path(fork.given)
     parent = {
         "id": fork.parent.id,
-        "folder": _folder_of(fork.given),
+        "folder": str(given.parent.parent) if given.suffix == ".ckpt" else fork.given,
         "checkpoint": str(fork.checkpoint),
         "step": fork.parent.step,
     }
@@ -176,12 +178,6 @@ def _record(
     }
 
 
-def _folder_of(given: str) -> str:
-    """Return the parent's run folder, as given to ``--fork``."""
-    path = Path(given)
-    return str(path.parent.parent) if path.suffix == ".ckpt" else given
-
-
 def _model(config: ModelConfig, seed: int, device: torch.device) -> EarlyFusionTransformer:
     return EarlyFusionTransformer(config, "math", seed).to(device).eval()
 
@@ -189,11 +185,6 @@ def _model(config: ModelConfig, seed: int, device: torch.device) -> EarlyFusionT
 def _trained(loss: LossConfig, model: ModelConfig) -> list[str]:
     weights = loss.weights_of(model.modalities)
     return [name for name, weight in zip(model.modalities, weights, strict=True) if weight > 0]
-
-
-def _device(run: RunConfig) -> torch.device:
-    cuda = torch.cuda.is_available() and run.trainer.get("accelerator") not in ("cpu",)
-    return torch.device("cuda" if cuda else "cpu")
 
 
 # If the changed fields raise a loss by more than this (nats), the loss history starts again, because such a rise does

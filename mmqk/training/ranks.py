@@ -73,7 +73,9 @@ class Ranks:
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
         self.trainer.strategy.checkpoint_io = CheckpointFiles()
-        leave_signals_alone(self.trainer)
+        # `mmqk.signals` handles the signals; Lightning's SIGTERM handler would wait for the other processes. These
+        # private parts of Lightning are checked by tests/training/test_lightning_private.py.
+        self.trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self.several = self.trainer.world_size > 1
         if not self.several:
             # A run with one process is not a rank of a larger run, even inside a cluster job with several tasks.
@@ -87,7 +89,9 @@ class Ranks:
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
         # Until the first process has started the others, no process waits for it, so a signal may end it at once.
         ENDING.read = self._awaited or not self.first
-        skip_sigterm_broadcast(self.trainer)
+        # Lightning would exchange SIGTERM in every step and so synchronize with the device; `Lifecycle` does so at
+        # every flush.
+        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore
 
     @property
     def first(self) -> bool:
@@ -213,7 +217,7 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         if self.lightning_module is None:
-            start_process_group(self)  # `Ranks` needs the process group before the model exists
+            self._setup_distributed()  # `Ranks` needs the process group before the model exists
         else:
             super().setup_environment()
 
@@ -386,25 +390,3 @@ def set_threads(threads: int) -> None:
     """
     if threads:
         torch.set_num_threads(threads)
-
-
-def leave_signals_alone(trainer: L.Trainer) -> None:
-    """Keep Lightning from installing signal handlers: its SIGTERM handler waits for the other processes.
-
-    `mmqk.signals` handles the signals. Lightning has no public switch for its handlers.
-    """
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-
-
-def skip_sigterm_broadcast(trainer: L.Trainer) -> None:
-    """Do not exchange SIGTERM between the processes in every step, because the exchange synchronizes with the device.
-
-    `Lifecycle` exchanges the signals at every flush.
-    """
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-
-def start_process_group(strategy: ModelParallelStrategy) -> None:
-    """Start the process group before `fit`, because the public `setup_environment` needs a module, which does not
-    exist yet."""
-    strategy._setup_distributed()

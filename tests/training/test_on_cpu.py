@@ -10,13 +10,10 @@ import torch
 from mmqk.training import ranks as on_cpu
 
 # Print the page faults (getrusage) of a loop that allocates and frees blocks of 24 MiB, without those of the first
-# pass.
+# pass: before the setting and with it. It cannot be undone, so a process of its own runs this.
 FAULTS = """
-import resource, sys
+import ctypes, resource
 from mmqk.training.ranks import keep_freed_memory
-if sys.argv[1] == "kept":
-    assert keep_freed_memory()
-import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def turn(n=24 << 20):
@@ -25,23 +22,22 @@ def turn(n=24 << 20):
         ctypes.memset(block, 1, n)
     for block in blocks:
         libc.free(block)
-turn()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
+def faults():
     turn()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        turn()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+left_alone = faults()
+assert keep_freed_memory()
+print(left_alone, faults())
 """
-
-
-def faults(way: str) -> int:
-    """Run `FAULTS` in a separate process, because the setting cannot be undone, and return the number of faults."""
-    done = subprocess.run([sys.executable, "-c", FAULTS, way], capture_output=True, text=True, check=True)
-    return int(done.stdout)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs mallopt of glibc")
 def test_freed_memory_is_used_again():
-    left_alone, kept = faults("left alone"), faults("kept")
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    left_alone, kept = map(int, done.stdout.split())
     assert kept < 20
     assert left_alone > 100  # the control: each pass has faults again, of pages or of huge pages
 
