@@ -160,9 +160,10 @@ class Source:
         Raises:
             UserError: a shard is missing, damaged, or differs from its manifest.
         """
-        paths = {"": self.paths} if self.folder is None else {}
-        for split in ("train", "val") if self.folder else ():
-            paths[split] = [path for path, _ in checked_shards(self.folder, split)]
+        if (folder := self.folder) is None:
+            paths = {"": self.paths}
+        else:
+            paths = {split: [path for path, _ in checked_shards(folder, split)] for split in ("train", "val")}
         return {
             split: [index_tar(path) for path in track(files, len(files), "shards listed")]
             for split, files in paths.items()
