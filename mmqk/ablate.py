@@ -180,7 +180,7 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = OneSentenceParser(
-        prog="python -m mmqk.ablate",
+        prog="mmqk ablate",
         description=DESCRIPTION,
         epilog=EPILOG,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmqk.lab.grid.language import name as grid_name
-from mmqk.store import OneSentenceParser, UserError, named_config, run_main
+from mmqk.store import OneSentenceParser, UserError, named_config
 
 DESCRIPTION = """\
 Write config.yaml (the settings of demo.yaml), grid.yaml (two arms, three seeds, one claim) and README.md into a new
@@ -49,8 +49,8 @@ README = """\
     mmqk ablate grid.yaml                   # train them
     mmqk report runs/{name} --out report    # verdict, figures and tables: report/index.html
 
-To train on your data, run `mmqk tokenize --shards 'path/{{00..99}}.tar' --out tokens`, then set `pairs: tokens` under
-`data:` in config.yaml. For a GPU, set `accelerator: auto` under `trainer:`. `mmqk remedies` lists all remedies.
+To train on your data, run `mmqk data tokenize --shards 'path/{{00..99}}.tar' --out tokens`, then set `pairs: tokens`
+under `data:` in config.yaml. For a GPU, set `accelerator: auto` under `trainer:`. `mmqk remedies` lists all remedies.
 """
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         UserError: the folder is not empty, or its name is not a valid name of a grid.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.init",
+        prog="mmqk init",
         description=DESCRIPTION,
     )
     parser.add_argument(
@@ -87,7 +87,3 @@ def main(argv: list[str] | None = None) -> int:
         (folder / file).write_text(text, encoding="utf-8")
         print(folder / file)
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

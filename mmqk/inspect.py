@@ -1,4 +1,4 @@
-"""Show the training data of a run: ``python -m mmqk.inspect --config configs/demo.yaml``."""
+"""Show the training data of a run: ``mmqk inspect --config configs/demo.yaml``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, with_configs, write_folder
+from mmqk.store import OneSentenceParser, UserError, relative_word, with_configs, write_folder
 from mmqk.store.files import writing
 
 DESCRIPTION = """\
@@ -20,9 +20,9 @@ files in --out:
   statistics.json   the numbers of the page
 
 examples:
-  python -m mmqk.inspect --config configs/demo.yaml
-  python -m mmqk.inspect --config configs/demo.yaml --data.pack documents --seed 1
-  python -m mmqk.inspect --config configs/demo.yaml --data.mix '{"dial": 1}'"""
+  mmqk inspect --config configs/demo.yaml
+  mmqk inspect --config configs/demo.yaml --data.pack documents --seed 1
+  mmqk inspect --config configs/demo.yaml --data.mix '{"dial": 1}'"""
 
 MOST_SEQUENCES = 64
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         UserError: mmqk.train would refuse a flag, the data cannot be read, or --out cannot be written.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.inspect",
+        prog="mmqk inspect",
         usage="%(prog)s [--config YAML] [--sequences N] [--out DIR] [--FIELD VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     rest = with_configs(rest)
     run = resolve(rest)
-    command = "python -m mmqk.inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))
+    command = "mmqk inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))
     name = run.out.parent.name  # runs/NAME/<id>
     files, lines = inspect_page.inspect(run, options.sequences, options.tokens, command, name)
     numbers = json.dumps(files["statistics.json"], indent=1, ensure_ascii=False) + "\n"
@@ -74,7 +74,3 @@ def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest
     their defaults."""
     given = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
     return [*rest, *(w for n, v in given if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,4 +1,4 @@
-"""Pack runs into one file: ``python -m mmqk.pack runs/demo --out demo.zip``. Needs no torch."""
+"""Pack runs into one file: ``mmqk pack runs/demo --out demo.zip``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from mmqk.lab.grid.record import read_ablation
-from mmqk.store import OneSentenceParser, UserError, find_runs, run_main
+from mmqk.store import OneSentenceParser, UserError, find_runs
 from mmqk.store.files import read_regular
 from mmqk.store.pack import FEW_DIGITS, FILES, write_pack
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
             .zip.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.pack",
+        prog="mmqk pack",
         description=DESCRIPTION,
         allow_abbrev=False,
     )
@@ -70,7 +70,3 @@ def _damaged(folder: Path, required: Sequence[str]) -> list[str]:
         except (ValueError, RecursionError, yaml.YAMLError):
             names.append(path.relative_to(folder).as_posix())
     return names
-
-
-if __name__ == "__main__":
-    run_main(main)

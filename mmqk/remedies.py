@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mmqk.lab.grid.language import flags
-from mmqk.store import OneSentenceParser, run_main
+from mmqk.store import OneSentenceParser
 
 # The marks after the sources. A mark states how the source was read.
 MARKS = {
@@ -85,7 +85,3 @@ def main(argv: list[str] | None = None) -> int:
         print()
     print("; ".join(f"[{mark}] {meaning}" for mark, meaning in MARKS.items()))
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         UserError: the folder has no runs, or --out cannot be written.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.report",
+        prog="mmqk report",
         description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,

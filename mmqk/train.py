@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     from mmqk.config import help_text, resolve
 
-    if not argv and "_ARGCOMPLETE" not in os.environ:
+    if not argv:
         print(help_text())
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT

@@ -1,4 +1,4 @@
-"""Watch runs in a terminal while they train: ``python -m mmqk.watch runs/demo``. Needs no torch."""
+"""Watch runs in a terminal while they train: ``mmqk watch runs/demo``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from mmqk.store import NoRun, OneSentenceParser, UserError, run_main
+from mmqk.store import NoRun, OneSentenceParser, UserError
 
 DESCRIPTION = """\
 Show runs while they train: losses by modality, the largest attention logits and norms with their layers, alarms,
@@ -15,9 +15,9 @@ speed and time left. Waits for the first run of a folder. Ends when every run ha
 
 EPILOG = """\
 examples:
-  python -m mmqk.watch runs/demo                     every run of a grid
-  python -m mmqk.watch runs/demo/mixed-0123456789    one arm
-  python -m mmqk.watch --once runs/cpu/0123456789    print one run once"""
+  mmqk watch runs/demo                     every run of a grid
+  mmqk watch runs/demo/mixed-0123456789    one arm
+  mmqk watch --once runs/cpu/0123456789    print one run once"""
 
 SHORTEST_SECONDS = 0.2
 NARROWEST = 60
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         UserError: a path is not a folder; or, if the runs are shown once, a folder does not exist or has no run.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.watch",
+        prog="mmqk watch",
         description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if not options.runs:
-        raise UserError("no folder of runs is given: give one, as in python -m mmqk.watch runs/demo")
+        raise UserError("no folder of runs is given: give one, as in mmqk watch runs/demo")
     if not options.every >= SHORTEST_SECONDS:
         raise UserError(f"--every is {options.every}: give at least {SHORTEST_SECONDS} seconds")
 
@@ -97,7 +97,3 @@ def _wait_for_run(folder: Path, every: float) -> None:
                 print(f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)", flush=True)
             waiting = True
             time.sleep(every)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -111,7 +111,7 @@ LAB = (
     *("scipy", "matplotlib", "jinja2", "rich", "vector_quantize_pytorch"),
 )
 WITHOUT_LAB = """
-from mmqk.__main__ import main
+from mmqk.cli import main
 from mmqk.store import UserError
 for command in ("train", "ablate", "report", "watch", "inspect", "tokenize"):
     try:
@@ -122,7 +122,7 @@ for command in ("train", "ablate", "report", "watch", "inspect", "tokenize"):
         raise AssertionError(command)
 """
 RULES = {
-    "commands": Rule(("mmqk.__main__",), absent=LAB, then=WITHOUT_LAB),
+    "commands": Rule(("mmqk.cli",), absent=LAB, then=WITHOUT_LAB),
     "ranges": Rule(("mmqk.ranges",), mmqk=("mmqk.ranges",), stdlib_only=True),
     "store": Rule(("mmqk.store",), mmqk=("mmqk.store", "mmqk.ranges"), never=("torch", "numpy"), absent=LAB),
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model", "mmqk.ranges"), absent=LAB),
@@ -148,7 +148,7 @@ RULES = {
         ("mmqk.interop",),
         mmqk=("mmqk.interop", "mmqk.model", "mmqk.store", "mmqk.ranges"),
         never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.__main__", "mmqk.interop.card", "mmqk.interop.tokenizer"),  # these need a run
+        leave_out=("mmqk.interop.command", "mmqk.interop.card", "mmqk.interop.tokenizer"),  # these need a run
     ),
     "config": Rule(
         ("mmqk.config",),

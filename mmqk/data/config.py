@@ -29,14 +29,14 @@ class DataConfig:
     """The data of a run.
 
     Args:
-        pairs: image-caption pairs: shards with their manifest, or a folder from mmqk.data.tokenize; empty for none.
+        pairs: image-caption pairs: shards with their manifest, or a folder from mmqk data tokenize; empty for none.
         read: how to read pairs: tokens (from token arrays, which are written once) or shards (tokenize them while
             training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar).
         val_fraction: share of the pairs to hold out, chosen by a hash of the image file; used only if `pairs` is a
             pattern. null: 0.01, and more of a small set.
         text: text-only documents: shards with their manifest or a token folder; empty for none.
-        interleaved: documents of text and images: a folder from mmqk.data.tokenize --interleaved; empty for none.
-        tokens: documents that other tokenizers have converted to ids: a folder from mmqk.data.ids; empty for none.
+        interleaved: documents of text and images: a folder from mmqk data tokenize --interleaved; empty for none.
+        tokens: documents that other tokenizers have converted to ids: a folder from mmqk data ids; empty for none.
         tokenizers: folder with text.json and image.safetensors.
         cache: folder for the token arrays that are made from shards.
         seq_len: tokens in a sequence.

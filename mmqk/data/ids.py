@@ -1,4 +1,4 @@
-"""Make a token folder from arrays of ids of other tokenizers: `python -m mmqk.data.ids`."""
+"""Make a token folder from arrays of ids of other tokenizers: `mmqk data ids`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from mmqk.data.shards.held_out import SHARE, default_share, small_set_sentence
 from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
-from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder, run_main
+from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder
 from mmqk.store.files import writing
 from mmqk.store.vocab_sizes import parse_vocab_sizes
 
@@ -22,7 +22,7 @@ each other from id 0 in the order of --vocab-sizes. No ids are added to a docume
 data.seq_len is cut into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
 
 example:
-  python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' \\
+  mmqk data ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' \\
     --vocab-sizes text=65536,image=8192 --out tokens
 """
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             cannot be written.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.data.ids",
+        prog="mmqk data ids",
         description="Make a token folder for training from arrays of ids, which can come from any tokenizer.",
         epilog=EPILOG,
     )
@@ -159,7 +159,3 @@ def _add(writer: TokenWriter, split: str, name: str, documents: list[np.ndarray]
         writer.add_part(split, name, documents)
     except ValueError as error:
         raise UserError(f"{path} does not fit --vocab-sizes ({error}).") from None
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,4 +1,4 @@
-"""Tokenize shards once into a token folder: `python -m mmqk.data.tokenize`."""
+"""Tokenize shards once into a token folder: `mmqk data tokenize`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from mmqk.store import (
     find_file,
     hash_fraction,
     read_json,
-    run_main,
     write_json,
 )
 from mmqk.store.files import writing
@@ -55,16 +54,16 @@ equal images (documents with equal content) fall into the same split. --fit deci
 crop keeps the center, pad adds white, stretch distorts.
 
 examples:
-  python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
-  python -m mmqk.data.tokenize --shards 'docs/*.tar' --interleaved --fit pad --out tokens/docs
-  python -m mmqk.data.tokenize --text 'web/*.jsonl.gz' --val-fraction 0.001 --out tokens/web
+  mmqk data tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
+  mmqk data tokenize --shards 'docs/*.tar' --interleaved --fit pad --out tokens/docs
+  mmqk data tokenize --text 'web/*.jsonl.gz' --val-fraction 0.001 --out tokens/web
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
-        prog="python -m mmqk.data.tokenize",
+        prog="mmqk data tokenize",
         description="Turn your shards into a folder of tokens to train on.",
         epilog=EPILOG,
     )
@@ -331,7 +330,3 @@ def _counts(splits: Mapping[str, list[Part]]) -> str:
         f"{split} {documents:,} documents of {tokens:,} tokens"
         for split, documents, tokens in zip(SPLITS, count["documents"], count["tokens"], strict=True)
     )
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,1 +1,1 @@
-"""The page of ``python -m mmqk.inspect``."""
+"""The page of ``mmqk inspect``."""

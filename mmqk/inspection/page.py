@@ -1,4 +1,4 @@
-"""The page and the printed table of ``python -m mmqk.inspect``, made from the configuration of a run.
+"""The page and the printed table of ``mmqk inspect``, made from the configuration of a run.
 
 The same configuration gives the same bytes: a page contains no time and no absolute path.
 """

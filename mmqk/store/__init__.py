@@ -12,7 +12,7 @@ from mmqk.store.alarms import (
     truncate_alarms,
 )
 from mmqk.store.code import code_version
-from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main, with_dashes
+from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main
 from mmqk.store.files import (
     DamagedFile,
     check_local,

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -18,8 +17,6 @@ INTERRUPTED_EXIT = 130
 BROKEN_PIPE_EXIT = 141
 LONGEST_MESSAGE = 3000  # characters
 
-_WITHOUT_DASHES = re.compile(r"([A-Za-z_][\w.-]*)=")
-
 Main = Callable[[list[str] | None], int]
 
 
@@ -30,53 +27,23 @@ class UserError(Exception):
 class OneSentenceParser(argparse.ArgumentParser):
     """An argument parser that raises a `UserError` naming ``--help`` where argparse would print its usage and exit.
 
-    ``jobs=2`` is read as ``--jobs=2``. Help keeps the lines of description and epilog. If argcomplete is installed,
-    the shell can complete flags.
+    ``jobs=2`` is read as ``--jobs=2``. Help keeps the lines of description and epilog.
     """
 
-    program: str | None = None  # such as "mmqk train", if the command mmqk started the program
-
     def __init__(self, prog: str | None = None, **arguments: Any) -> None:
-        raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=self.program or prog, formatter_class=raw, **arguments)
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        complete(self)
-        return super().parse_args(args, namespace)
+        super().__init__(prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, **arguments)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        return super().parse_known_args(with_dashes(self, sys.argv[1:] if args is None else args), namespace)
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            before = self._option_string_actions.get(words[-1]) if words else None
+            is_value = before is not None and before.nargs != 0
+            is_option = "=" in word and f"--{word.partition('=')[0]}" in self._option_string_actions
+            words.append(f"--{word}" if is_option and not is_value else word)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see {self.prog} --help")
-
-
-def complete(parser: argparse.ArgumentParser) -> None:
-    """If the shell requests completions, print them and exit."""
-    if "_ARGCOMPLETE" in os.environ:
-        with contextlib.suppress(ImportError):
-            import argcomplete
-
-            argcomplete.autocomplete(parser)
-
-
-def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Return the command line with ``name=value`` as ``--name=value``, if the parser has the option ``--name``. A
-    name with dots, such as ``optim.lr``, needs only the option of its group (``--optim``).
-
-    The value of an option, as in ``--config a=b.yaml``, is not changed.
-    """
-    options = parser._option_string_actions
-    words: list[str] = []
-    for word in argv:
-        before = options.get(words[-1]) if words else None
-        match = _WITHOUT_DASHES.match(word)
-        if match and (before is None or before.nargs == 0):
-            parts = match[1].split(".")
-            if any(f"--{'.'.join(parts[:n])}" in options for n in range(1, len(parts) + 1)):
-                word = f"--{word}"
-        words.append(word)
-    return words
 
 
 def disk_sentence(error: OSError) -> str:

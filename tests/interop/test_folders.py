@@ -1,4 +1,4 @@
-"""`python -m mmqk.interop` converts folders both ways. If it cannot convert a folder, it refuses the folder with one
+"""`mmqk interop` converts folders both ways. If it cannot convert a folder, it refuses the folder with one
 sentence."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from mmqk.checkpoint import load_model, save_checkpoint
 from mmqk.data.batch import TokenBatch
-from mmqk.interop.__main__ import main
+from mmqk.interop.command import main
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.store import cli_main
@@ -253,7 +253,7 @@ def test_without_transformers(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_transformers_is_imported_when_it_is_needed():
-    code = "import sys, mmqk.interop.__main__; assert not {'transformers', 'lightning'} & set(sys.modules)"
+    code = "import sys, mmqk.interop.command; assert not {'transformers', 'lightning'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

@@ -1,6 +1,6 @@
 """The manifest of a folder of shards: the files of each split, with their sample counts and sha256.
 
-``python -m mmqk.data.shards FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
+``mmqk data shards FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_manifest(folder: Path | str) -> Manifest:
     path = Path(folder) / MANIFEST
     record = read_json(path, advice=RESTORE)
     if record is None:
-        raise UserError(f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.data.shards {folder}")
+        raise UserError(f"{path} is missing: {RESTORE}; for your own shards run mmqk data shards {folder}")
     try:
         splits = {
             split: tuple(Shard(s["file"], int(s["samples"]), s["sha256"]) for s in shards)

@@ -27,7 +27,7 @@ TEXT_FILE = "text.json"
 IMAGE_FILE = "image.safetensors"
 HASH_DIGITS = 10
 
-TRAIN_COMMAND = "python -m mmqk.data.tokenizers.train"
+TRAIN_COMMAND = "mmqk data tokenizers"
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 FORMAT = "mmqk image tokenizer 1"

@@ -1,4 +1,4 @@
-"""Train the text and the image tokenizer on shards: `python -m mmqk.data.tokenizers.train`."""
+"""Train the text and the image tokenizer on shards: `mmqk data tokenizers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.source import Documents, Images, Source, add_data_arguments, selection_of
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.progress import Progress
-from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
+from mmqk.store import OneSentenceParser, UserError, write_atomic
 from mmqk.store.files import writing
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ them, with images of any size. A hash of the image decides which samples of tars
 captions are selected evenly from all shards, always the same ones. Dropped samples are counted by reason.
 
 examples:
-  python -m mmqk.data.tokenizers.train --overwrite
-  python -m mmqk.data.tokenizers.train --only image --codes 256 --steps 1000 --out my-tokenizers
-  python -m mmqk.data.tokenizers.train --shards 'path/{00000..00099}.tar' --text 'web/*.jsonl.gz' --image-size 256 \\
+  mmqk data tokenizers --overwrite
+  mmqk data tokenizers --only image --codes 256 --steps 1000 --out my-tokenizers
+  mmqk data tokenizers --shards 'path/{00000..00099}.tar' --text 'web/*.jsonl.gz' --image-size 256 \\
       --grid 16 --codes 8192 --text-size 16384 --out my-tokenizers
 """
 
@@ -46,7 +46,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
-        prog="python -m mmqk.data.tokenizers.train",
+        prog="mmqk data tokenizers",
         description="Train the text tokenizer and the image tokenizer of the joint vocabulary.",
         epilog=EPILOG,
     )
@@ -264,7 +264,3 @@ def _quiet() -> None:
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|logging interval).*")
-
-
-if __name__ == "__main__":
-    run_main(main)

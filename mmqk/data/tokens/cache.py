@@ -48,7 +48,7 @@ def source_hash(folder: Path, kind: str) -> str:
         online = "; or read tars as they are with --data.read shards" if kind == "pair" else ""
         raise UserError(
             f"{folder} is neither a token folder nor a folder of shards with a manifest: make a token folder with"
-            f" python -m mmqk.data.tokenize {what} PATTERN --out FOLDER{online}."
+            f" mmqk data tokenize {what} PATTERN --out FOLDER{online}."
         )
     return manifest_hash(folder)
 
@@ -96,7 +96,7 @@ def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -
     if kind == "pair" and (size := read_config(tokenizers).image_size) != IMAGE_SIZE:
         raise UserError(
             f"The tokenizers of {tokenizers} take images of {size} px, and data.pairs reads {folder} as images of"
-            f" {IMAGE_SIZE} px: make a token folder with python -m mmqk.data.tokenize --shards '{folder / '*.tar'}'"
+            f" {IMAGE_SIZE} px: make a token folder with mmqk data tokenize --shards '{folder / '*.tar'}'"
             f" --tokenizers {tokenizers} --out FOLDER."
         )
     with ExitStack() as stack:

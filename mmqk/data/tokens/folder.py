@@ -12,7 +12,7 @@ A document has no ``<bos>``. Its content depends on the kind of the folder:
 pair           ``<image> codes </image> caption <eos>``
 text           text and ``<eos>``
 interleaved    text and ``<image> codes </image>`` in order, and ``<eos>``
-tokens         the ids of other tokenizers, unchanged; ``python -m mmqk.data.ids`` makes such a folder
+tokens         the ids of other tokenizers, unchanged; ``mmqk data ids`` makes such a folder
 """
 
 from __future__ import annotations

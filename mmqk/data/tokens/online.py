@@ -273,7 +273,7 @@ def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
         if len(new.index) != shard.samples:
             raise UserError(
                 f"shard {new.index.path} has {len(new.index)} samples, but the manifest lists {shard.samples}: write"
-                f" the manifest again with python -m mmqk.data.shards {folder}"
+                f" the manifest again with mmqk data shards {folder}"
             )
         if new.sha256 != shard.sha256:
             _save(replace(new, sha256=shard.sha256), cache)

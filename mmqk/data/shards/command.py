@@ -1,4 +1,4 @@
-"""Write the manifest of your own shards: ``python -m mmqk.data.shards FOLDER``."""
+"""Write the manifest of your own shards: ``mmqk data shards FOLDER``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mmqk.data.shards.manifest import MANIFEST, Manifest, Shard, sha256_file, wr
 from mmqk.data.shards.pairs import pairs_of
 from mmqk.data.shards.samples import Unread, count_unread
 from mmqk.data.shards.tars import index_tar
-from mmqk.store import OneSentenceParser, UserError, check_regular, run_main
+from mmqk.store import OneSentenceParser, UserError, check_regular
 from mmqk.store.files import writing
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the manifest of a folder of WebDataset shards."""
     parser = OneSentenceParser(
-        prog="python -m mmqk.data.shards",
+        prog="mmqk data shards",
         description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar.\n"
         "A sample is a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
     )
@@ -42,7 +42,3 @@ def main(argv: list[str] | None = None) -> int:
     for line in unread.lines(files):
         print(line)
     return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

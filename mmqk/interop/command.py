@@ -1,11 +1,11 @@
-"""Convert folders of Hugging Face models to runs of mmqk and back: `python -m mmqk.interop`."""
+"""Convert folders of Hugging Face models to runs of mmqk and back: `mmqk interop`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import DamagedFile, OneSentenceParser, UserError, run_main
+from mmqk.store import DamagedFile, OneSentenceParser, UserError
 from mmqk.store import read_run as read_record
 from mmqk.store.vocab_sizes import parse_vocab_sizes
 
@@ -22,8 +22,8 @@ If a field cannot be represented, the command fails and names the field. Nothing
 The text tokenizer of a run is exported with its model; other tokenizers are not converted.
 
 example:
-  python -m mmqk.interop --from chameleon-7b --to runs/chameleon-7b
-  python -m mmqk.interop --from runs/mine/<id> --to mine-hf
+  mmqk interop --from chameleon-7b --to runs/chameleon-7b
+  mmqk interop --from runs/mine/<id> --to mine-hf
 """
 
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         UserError: the source cannot be read, the model cannot be represented, or the target is not empty.
     """
     parser = OneSentenceParser(
-        prog="python -m mmqk.interop",
+        prog="mmqk interop",
         description="Convert weights and configuration of a Hugging Face model to mmqk, or of a run to Hugging Face.",
         epilog=EPILOG,
     )
@@ -100,7 +100,3 @@ def _to_huggingface(source: Path, out: Path) -> None:
         )
     if config.residual_dropout:
         print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")
-
-
-if __name__ == "__main__":
-    run_main(main)
