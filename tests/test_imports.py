@@ -113,9 +113,9 @@ LAB = (
 WITHOUT_LAB = """
 from mmqk.cli import main
 from mmqk.store import UserError
-for command in ("train", "ablate", "report", "watch", "inspect", "tokenize"):
+for command in ("train", "ablate", "report", "watch", "inspect", "data tokenize"):
     try:
-        main([command, "demo"])
+        main([*command.split(), "demo"])
     except UserError as error:
         assert str(error).endswith("pip install 'mmqk[lab]'"), error
     else:

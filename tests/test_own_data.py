@@ -109,7 +109,7 @@ def test_a_shard_that_is_cut_short_is_an_error_and_nothing_is_lost(folder, tmp_p
         "--shards",
         f"{tmp_path}/{{00000..00001}}.tar",
         f"--out={tmp_path / 't'}",
-        *SMALLER["mmqk.data.tokenize"],
+        *SMALLER["data tokenize"],
     ]
     assert cli_main(tokenize.main)(words) == 2
     err = capsys.readouterr().err
