@@ -63,10 +63,6 @@ class Collector:
         """Return a tag for each pair of modalities, ordered by query modality, then by key modality."""
         return [tag(statistic, a, b, layer=layer, head=head) for a in self.names for b in self.names]
 
-    def _tags_by_key(self, statistic: str, layer: int, head: int | None) -> list[str]:
-        """Return a tag for each pair of modalities, ordered by key modality, then by query modality."""
-        return [tag(statistic, a, b, layer=layer, head=head) for b in self.names for a in self.names]
-
     def norms(self, site: str, layer: int, tensor: Tensor) -> None:
         """Add mean and maximum over tokens (and heads) of the L2 norm of the last axis; ``tensor`` is (B, [H,] T,
         ...)."""
@@ -296,11 +292,11 @@ class Collector:
         if logits:
             for statistic in ("mean", "var", "offset_var", "spread_var"):
                 tags += self._tags(f"attn_logit_{statistic}", layer, head)
-            tags += self._tags_by_key("attn_logit_offset", layer, head)
+            tags += [tag("attn_logit_offset", a, b, layer=layer, head=head) for b in self.names for a in self.names]
         if weights:
             for statistic in ("attn_entropy", "attn_entropy_block", "attn_entropy_within"):
                 tags += self._tags(statistic, layer, head)
-            tags += self._tags_by_key("attn_mass", layer, head)
+            tags += [tag("attn_mass", a, b, layer=layer, head=head) for b in self.names for a in self.names]
         F = len(tags) // M
         pairs_FM = rows.count[:F].clone()
         # A query that sees no key of a modality has mass 0 on this modality. If no query of a modality sees a key of

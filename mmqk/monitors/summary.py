@@ -110,15 +110,6 @@ def warn_of_mask(values: Mapping[str, float], step: int) -> bool:
     return True
 
 
-def warn_of_padding(mask: Sequence[int], modality: Sequence[int]) -> None:
-    """Warn that the mask of the padding does not fit the tokens."""
-    warnings.warn(
-        f"mmqk: the padding mask has shape {tuple(mask)}, but modality describes tokens of shape {tuple(modality)}, "
-        "so padding is counted: in the modality function, return -1 for padding",
-        stacklevel=5,
-    )
-
-
 def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
     if not layers.total and any(record.is_call for record in records):
         return "attention measured in no layer"

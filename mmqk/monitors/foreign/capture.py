@@ -24,7 +24,7 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign import calls
-from mmqk.monitors.foreign.by_hand import PRODUCT, SOFTMAX, ByHand, Layout, Scores
+from mmqk.monitors.foreign.by_hand import PRODUCT, SOFTMAX, ByHand, Layout
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
 from mmqk.monitors.foreign.layers import Layers, block_of, clean, is_scripted, layer_numbers
@@ -268,7 +268,13 @@ class Capture(TorchFunctionMode):
         calls = {record.path for record in records}
         blocks = {block_of(path) for path in calls}
         not_measured = {r.path for r in records if r.not_measured is not None and not r.other_tokens}
-        pending = {scores.path for scores in self.by_hand.pending if self._is_main(scores)}
+        pending = {  # products with a number for each pair of the main side's tokens
+            scores.path
+            for scores in self.by_hand.pending
+            if scores.q.shape[-2] == scores.k.shape[-2] > 1
+            and scores.path not in self.cross_products
+            and self.measurement.may_be_main(self.origins.of(scores.operands[0]))
+        }
         hidden = not_measured | self.softmaxes | pending
         for path, module in self.modules.items():
             is_attention = type(module) in self.attention_types or isinstance(module, nn.MultiheadAttention)
@@ -284,12 +290,6 @@ class Capture(TorchFunctionMode):
         names = [place or "the model" for place in in_order]  # layers.2 before layers.10
         seen = {path for path in measured if not any(_within(path, place) for place in places - {""})}
         return Layers(layer_numbers(measured), names, len(seen), bool(hidden - not_measured))
-
-    def _is_main(self, scores: Scores) -> bool:
-        """Return whether a product has a number for each pair of the main side's tokens."""
-        is_square = scores.q.shape[-2] == scores.k.shape[-2] > 1
-        is_cross = scores.path in self.cross_products
-        return is_square and not is_cross and self.measurement.may_be_main(self.origins.of(scores.operands[0]))
 
 
 def _within(path: str, outer: str) -> bool:

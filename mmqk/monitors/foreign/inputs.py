@@ -323,7 +323,7 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
             warnings.warn(
                 f"mmqk: {name} has shape {tuple(mask.shape)}, and no other token sees some tokens, which may be "
                 "padding but are counted: in the modality function, return -1 for padding",
-                stacklevel=6,
+                stacklevel=8,
             )
     return valid_BT.expand(len(ids[1]), -1) if ids is not None and len(valid_BT) == 1 else valid_BT
 

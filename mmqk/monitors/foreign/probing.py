@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary, M modalities.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,6 @@ from mmqk.monitors.foreign.origins import Origins, Tracing
 from mmqk.monitors.foreign.rows import batch_size, first_rows
 from mmqk.monitors.foreign.sides import Side, sides_of_batch
 from mmqk.monitors.record import FailedElsewhereError, Probe, ProbeError, agreed, failed_here
-from mmqk.monitors.summary import warn_of_padding
 from mmqk.store.errors import UserError
 
 
@@ -181,7 +181,11 @@ class Prober:
     ) -> Measurement:
         mask = padding_mask(inputs, source)
         if mask is not None and mask.shape != modality_BT.shape:
-            warn_of_padding(mask.shape, modality_BT.shape)
+            warnings.warn(
+                f"mmqk: the padding mask has shape {tuple(mask.shape)}, but modality describes tokens of shape "
+                f"{tuple(modality_BT.shape)}, so padding is counted: in the modality function, return -1 for padding",
+                stacklevel=7,
+            )
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
         return Measurement(main, others, self.adapter, collective)
