@@ -82,6 +82,18 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     assert len(other.val_BCHW) > len(images.val_BCHW)
 
 
+def test_copies_of_an_image_fall_on_one_side(tmp_path):
+    files = [plain(n)[1] for n in range(8)]
+    for s in range(2):
+        write_tar(
+            tmp_path / f"{s}.tar", {f"{s}{k}": {"png": f, "txt": b"a word"} for k, f in enumerate(files)}
+        )
+    images = Source([str(tmp_path / "*.tar")], Selection(val_fraction=0.5)).images(64)
+    train, val = set(rows(images.train_BCHW)), set(rows(images.val_BCHW))
+    assert (len(images.train_BCHW), len(images.val_BCHW)) == (2 * len(train), 2 * len(val))
+    assert train and val and not train & val
+
+
 def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path):
     good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
     gray = noise(7)[:, :, 0]
