@@ -1,0 +1,89 @@
+"""The commands and the Python code of README.md and docs/*.md: every command is known and every flag of it exists,
+every configuration can be read, and every import works."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmqk.config import resolve
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A command whose arguments stand for a file, run or machine of the reader is not run; its flags are tested.
+OF_THE_READER = re.compile(r"--fork|NAME|[<>]|gpu_|devices|\bG\.yaml|mine|wandb")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the calls of mmqk in the shell blocks of a page, as `mmqk NAME ...` or `python -m mmqk.NAME ...`."""
+    lines = "\n".join(blocks(page, "")).replace("\\\n", " ").splitlines()
+    calls = [line for line in lines if re.match(r"(mmqk|python -m mmqk\.[\w.]+) \S", line)]
+    return [shlex.split(line, comments=True) for line in calls]
+
+
+ALL = [
+    pytest.param(page, call, id=f"{page.stem}: {' '.join(call)[:60]}") for page in PAGES for call in commands(page)
+]
+
+
+@functools.cache
+def help_of(*command: str) -> str:
+    call = [sys.executable, "-m", "mmqk", *command] if command[0] != "-m" else [sys.executable, *command]
+    return subprocess.run([*call, "--help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+def split(call: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the command without its arguments, and the arguments."""
+    return (tuple(call[1:3]), call[3:]) if call[0] == "python" else ((call[1],), call[2:])
+
+
+def unknown(call: list[str]) -> list[str]:
+    """Return the flags of a call that its help does not list."""
+    command, args = split(call)
+    flags = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    shown = help_of(*command) + (help_of("train") if command[-1].endswith("inspect") else "")  # it takes these fields
+    fields = set(re.findall(r"^  ([\w.]+)=", shown, re.MULTILINE)) | {"config"}
+    return [f for f in flags if not re.search(rf"(?<![\w-]){f}\b", shown) and f.removeprefix("--") not in fields]
+
+
+@pytest.mark.parametrize(("page", "call"), ALL)
+def test_every_flag_of_a_command_exists(page, call):
+    assert unknown(call) == []
+
+
+def test_an_unknown_flag_is_found():
+    assert unknown(["mmqk", "report", "runs/demo", "--outt=x"]) == ["--outt"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_code_can_be_parsed_and_its_imports_work(page):
+    for code in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(ast.unparse(node), {})
+
+
+TRAINED = [case for case in ALL if split(case.values[1])[0] in (("train",), ("-m", "mmqk.train"))]
+TRAINED = [case for case in TRAINED if not OF_THE_READER.search(" ".join(case.values[1]))]
+
+
+@pytest.mark.parametrize(("page", "call"), TRAINED)
+def test_the_configuration_of_a_run_can_be_read(page, call, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert resolve(split(call)[1]).trainer["max_steps"] > 0
+
+
+def test_the_commands_are_found():
+    assert len(ALL) > 30 and len(TRAINED) > 3
