@@ -73,13 +73,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 def commands() -> list[list[str]]:
-    """Return the command lines of the section, in order."""
-    section = (REPO / "README.md").read_text().partition("## Your own data")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    """Return the command lines of README's section on own data, then those of docs/data.md on own tokenizers."""
+    sections = [
+        (REPO / page).read_text().partition(head)[2].partition("\n## ")[0]
+        for page, head in (("README.md", "## Own data"), ("docs/data.md", "## Tokenizers"))
+    ]
+    blocks = [block for section in sections for block in re.findall(r"```\n(.*?)```", section, re.DOTALL)]
     return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
 
 
-def test_the_section_of_the_readme_works_as_it_stands(folder, monkeypatch, capsys):
+def test_the_commands_of_the_pages_work_as_they_stand(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     lines = commands()
     names = ["data tokenize", "inspect", "train", "data tokenizers", "data tokenize", "train"]

@@ -1,6 +1,6 @@
-"""Write the tables of docs/which_remedy.md and README.md from the ranking of the tournament.
+"""Write the table of docs/which_remedy.md from the ranking of the tournament.
 
-``python -m tests.tournament_page`` writes the tables; a test checks that the committed pages are up to date.
+``python -m tests.tournament_page`` writes the table; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from pathlib import Path
 from mmqk.lab.page.ranking import ranking_csv
 from mmqk.lab.verdicts.ranking import ranking
 from mmqk.lab.verdicts.study import load_study
-from mmqk.remedies import REMEDIES
 from mmqk.store.pack import unpacked
 
 ROOT = Path(__file__).parents[1]
 PACK = ROOT / "reports/examples/tournament.zip"
-PAGES = (ROOT / "docs/which_remedy.md", ROOT / "README.md")
-FLAGS = {remedy.key: " ".join(f"`{flag}`" for flag in remedy.flags) for remedy in REMEDIES}
-# Arms of the README's table: common choices, one of each kind.
-SHORT = ("qk_norm_rms", "post_norm", "sandwich", "qk_clip", "attn_gate_element", "muon", "z_loss")
+PAGE = ROOT / "docs/which_remedy.md"
 
 
 @functools.cache
@@ -68,31 +64,11 @@ def whole() -> str:
     return "\n".join(lines)
 
 
-def short() -> str:
-    """Return the table of the remedies in `SHORT` in the order of the ranking, and of the arm without a remedy."""
-    table = rows()
-    lines = [
-        "| remedy | loss relative to no remedy (nats) | learning rates that train | largest logit | time |",
-        "| --- | --: | --: | --: | --: |",
-    ]
-    for row in table.values():
-        if row["arm"] in SHORT:
-            title = f"{row['label']}: {FLAGS[row['arm']]}"
-            cells = [title, signed(row), trains(row), times(row["logit_ratio"]), times(row["time_ratio"])]
-            lines.append(f"| {' | '.join(cells)} |")
-    none = table["plain"]
-    lines.append(f"| none | loss {float(none['loss']):.2f} | {trains(none)} | {float(none['logit']):.0f} | ×1 |")
-    return "\n".join(lines)
-
-
 def filled(text: str) -> str:
-    """Return the text of a page with new tables between the markers."""
-    for name, table in (("whole", whole()), ("short", short())):
-        place = re.compile(rf"(<!-- tournament {name} -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
-        text = place.sub(lambda match, table=table: match[1] + table + match[2], text)
-    return text
+    """Return the text of the page with a new table between the markers."""
+    place = re.compile(r"(<!-- tournament whole -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
+    return place.sub(lambda match: match[1] + whole() + match[2], text)
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
