@@ -22,11 +22,12 @@ def table() -> str:
         if claim is None or "**not run**" in line:
             continue
         cells = line.split(" | ")
-        verdict, effect = (re.match(r"\*\*(.+?)\*\*", cell) for cell in (cells[1], cells[3]))
+        verdict = re.match(r"\*\*(.+?)\*\*", cells[1])
         assert verdict is not None, line
-        shown = effect[1] if effect else "–"
-        exploratory = ", exploratory" if "Exploratory:" in line else ""
-        lines.append(f"| {claim[1]} | {claim[2]} | {cells[2]} | {shown} | {verdict[1]}{exploratory} |")
+        statement, exploratory, _ = claim[2].partition(" (exploratory)")
+        noted = ", exploratory" if exploratory else ""
+        effect = cells[3].partition("<br>")[0].replace("**", "").strip() or "–"
+        lines.append(f"| {claim[1]} | {statement} | {cells[2]} | {effect} | {verdict[1]}{noted} |")
     return "\n".join(lines)
 
 

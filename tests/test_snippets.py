@@ -46,7 +46,8 @@ def help_of(*command: str) -> str:
 
 def split(call: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return the command without its arguments, and the arguments."""
-    return (tuple(call[1:3]), call[3:]) if call[0] == "python" else ((call[1],), call[2:])
+    words = 3 if call[0] == "python" or call[1] == "data" else 2
+    return tuple(call[1:words]), call[words:]
 
 
 def unknown(call: list[str]) -> list[str]:
