@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check_claims(grid: Grid, session: Session) -> list[str]:
     """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
-    from mmqk.lab.verdicts.decidable import check_decidable, few_seeds
+    from mmqk.lab.verdicts.claims import check_decidable, few_seeds
     from mmqk.lab.verdicts.study import study_of
 
     record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}

@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 
 from mmqk.lab.metrics import METRICS, final_loss
-from mmqk.lab.runs.columns import EMPTY
-from mmqk.lab.runs.load import Run
-from mmqk.lab.verdicts.findings import Findings, read
+from mmqk.lab.runs import EMPTY, Run
+from mmqk.lab.verdicts.verdicts import Findings, read
 
 _OF_SERIES = {
     "run": "string", "arm": "string", "seed": "int64", "metric": "string", "modality": "string", "layer": "Int64",

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 import mmqk
-from mmqk.lab.metrics.late import rise_step, window_means
+from mmqk.lab.metrics.failures import rise_step, window_means
 from mmqk.lab.metrics.losses import final_loss
 
 

@@ -18,8 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from mmqk.lab.runs.columns import Columns
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Columns, Run
 from mmqk.lab.stats.exact import clopper_pearson
 from mmqk.lab.verdicts.learning_rates import choose
 from mmqk.lab.verdicts.study import study_of

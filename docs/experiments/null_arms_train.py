@@ -13,7 +13,7 @@ from typing import Any
 
 from null_arms import AT_END, HERE, LOSSES, PROBED, RATES, SEEDS, STEPS
 
-from mmqk.lab.runs.load import Run, load_runs
+from mmqk.lab.runs import Run, load_runs
 from mmqk.train import main as mmqk_train
 
 TRAIN = (

@@ -8,8 +8,7 @@ import yaml
 
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.claims import read_claims
-from mmqk.lab.verdicts.claims import check_claims
-from mmqk.lab.verdicts.decidable import check_decidable
+from mmqk.lab.verdicts.claims import check_claims, check_decidable
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
 CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "direction": "greater"}

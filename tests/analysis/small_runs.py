@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.runs.load import Run, load_runs
+from mmqk.lab.runs import Run, load_runs
 
 SPECIAL = {math.inf: "inf", -math.inf: "-inf"}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.compared import Group, share_history
 
 CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}

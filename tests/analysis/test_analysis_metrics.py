@@ -20,7 +20,7 @@ from mmqk.lab.metrics import (
     learned,
     unigram_entropy,
 )
-from mmqk.lab.runs.load import load_runs
+from mmqk.lab.runs import load_runs
 from mmqk.store import UserError
 from tests.analysis.fake_runs import UNIGRAM, Planted, write_run
 from tests.analysis.small_runs import small_run

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from mmqk.lab.metrics.growth_order import growth_order
-from mmqk.lab.runs.load import load_runs
+from mmqk.lab.metrics.growth import growth_order
+from mmqk.lab.runs import load_runs
 
 STEPS = range(0, 201, 20)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mmqk.lab.metrics import find_metric
-from mmqk.lab.metrics.late import failure_step, rise_step, window_means
-from mmqk.lab.runs.load import load_runs
+from mmqk.lab.metrics.failures import failure_step, rise_step, window_means
+from mmqk.lab.runs import load_runs
 from tests.analysis.fake_runs import Planted
 from tests.analysis.small_runs import config, small_run
 from tests.analysis.test_analysis_claims import BASIC, one

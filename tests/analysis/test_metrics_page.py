@@ -5,16 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.metrics import (
-    FAMILY_METRICS,
-    METRICS,
-    late,
-    losses,
-    outcome,
-    probes,
-    rates,
-    scaling,
-)
+from mmqk.lab.metrics import FAMILY_METRICS, METRICS, failures, families, losses, probes
 from mmqk.lab.stats.auroc import FEWEST_OF_EACH
 from mmqk.store.alarms import divergence, series
 
@@ -54,11 +45,11 @@ def test_a_row_says_what_the_metric_is(name):
         (r"has been more than ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),
         (r"first value for (\d+) steps", divergence.WINDOW),
         (r"median more than ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
-        (r"modality ended more than ([\d.]+) nat above the best run", outcome.STALLED_NATS),
-        (r"averaged over windows of (\d+) steps", late.WINDOW_STEPS),
-        (r"in at least (\d+) windows", late.FEWEST_WINDOWS_ABOVE),
-        (r"more than ([\d.]+) nat above the lowest", late.ABOVE_OWN_BEST_NATS),
-        (r"ended ([\d.]+) nat above the best loss", rates.UNSTABLE_NATS),
+        (r"modality ended more than ([\d.]+) nat above the best run", failures.STALLED_NATS),
+        (r"averaged over windows of (\d+) steps", failures.WINDOW_STEPS),
+        (r"in at least (\d+) windows", failures.FEWEST_WINDOWS_ABOVE),
+        (r"more than ([\d.]+) nat above the lowest", failures.ABOVE_OWN_BEST_NATS),
+        (r"ended ([\d.]+) nat above the best loss", families.UNSTABLE_NATS),
         (r"needs (\d+) failures and", FEWEST_OF_EACH),
     ],
 )
@@ -70,6 +61,6 @@ def test_numbers_on_the_page_are_those_of_the_code(said, value):
 
 def test_shares_of_a_run_are_the_words_of_the_page():
     assert probes.SLOPE_FROM_SHARE == 0.2 and "last four fifths of the run" in TEXT
-    assert scaling.AT_SHARE == 0.2 and "the last probe in the first fifth of the run" in TEXT
+    assert families.AT_SHARE == 0.2 and "the last probe in the first fifth of the run" in TEXT
     assert probes.EARLY_SHARE == 0.25 and "to a quarter of the run" in TEXT
-    assert scaling.FEWEST_FITTED == 3 and "4 model sizes" in TEXT and "With three smaller models" in TEXT
+    assert families.FEWEST_FITTED == 3 and "4 model sizes" in TEXT and "With three smaller models" in TEXT

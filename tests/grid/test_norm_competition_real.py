@@ -13,8 +13,7 @@ from mmqk.data.shards.pairs import read_pairs
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.lab.grid.claims import read_claims
-from mmqk.lab.verdicts.claims import check_claims
-from mmqk.lab.verdicts.decidable import check_decidable
+from mmqk.lab.verdicts.claims import check_claims, check_decidable
 from tests.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/claims/norm_competition_real.yaml"

@@ -13,7 +13,7 @@ from PIL import Image
 from mmqk.lab import load_study
 from mmqk.lab.grid.claims import FIGURE_KINDS, check_report
 from mmqk.lab.metrics import extrapolate
-from mmqk.lab.metrics.scaling import fit_quadratic
+from mmqk.lab.metrics.families import fit_quadratic
 from mmqk.lab.page.curves import ALL_POINTS, FEWEST, binned, layer_lines, points_a_line, thinned
 from mmqk.lab.page.draw import GRAY, arm_colors, png, ramp
 from mmqk.lab.page.figure import chart_data, keys

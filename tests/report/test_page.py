@@ -19,7 +19,7 @@ from mmqk.lab.page.draw import arm_colors
 from mmqk.lab.page.page import page_content, report_files, write_report
 from mmqk.lab.page.render import render
 from mmqk.lab.page.tables import arm_table, data_table, fork_table, fork_tree, tokens, totals
-from mmqk.lab.verdicts.findings import read
+from mmqk.lab.verdicts.verdicts import read
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 from tests.report.report_runs import write_forks
 

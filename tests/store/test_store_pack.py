@@ -12,8 +12,8 @@ import pytest
 
 import mmqk
 from mmqk.lab.metrics import METRICS
-from mmqk.lab.metrics.growth_order import FALLING, GROWING
-from mmqk.lab.runs.load import Run
+from mmqk.lab.metrics.growth import FALLING, GROWING
+from mmqk.lab.runs import Run
 from mmqk.pack import main as pack
 from mmqk.report import main as report
 from mmqk.store import UserError, cli_main

@@ -8,17 +8,16 @@ The suffix ``/modality`` selects one modality. Examples: ``largest_attention_log
 metric        the classes of metrics
 probes        attention logits, entropy, norms and their slopes
 losses        initial, best and final loss; learned modalities
-stability     spikes, divergence
-late          failures after long training
+failures      spikes, divergence, late failure; diverged, stalled, regime not reached
 departure     the step at which a statistic leaves the range of healthy runs
-growth_order  the order in which the statistics of one run grew
-outcome       diverged, stalled, regime not reached
-rates         learning-rate sensitivity, first unstable learning rate
-scaling       model size, extrapolation of the largest logit
+growth        the order in which the statistics of one run grew
+families      learning-rate sensitivity, first unstable learning rate; extrapolation over model size
 table         all metrics by name
 """
 
 # ruff: noqa: F401
+from mmqk.lab.metrics.failures import divergence_step
+from mmqk.lab.metrics.families import Extrapolation, extrapolate, model_size
 from mmqk.lab.metrics.losses import (
     LEARNED_NATS,
     LOSS_WINDOW,
@@ -32,6 +31,4 @@ from mmqk.lab.metrics.losses import (
     unigram_entropy,
 )
 from mmqk.lab.metrics.metric import FamilyMetric, Measured, Metric
-from mmqk.lab.metrics.scaling import Extrapolation, extrapolate, model_size
-from mmqk.lab.metrics.stability import divergence_step
 from mmqk.lab.metrics.table import FAMILY_METRICS, METRICS, find_metric

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.lab.metrics.late import failure_step
+from mmqk.lab.metrics.failures import failure_step
 from mmqk.lab.metrics.losses import trained_modalities
 from mmqk.lab.metrics.metric import warmup_steps
-from mmqk.lab.runs.columns import aligned
-from mmqk.lab.runs.load import Run, Series
+from mmqk.lab.runs import Run, Series, aligned
 
 # Statistics that probes measure, each with the function that reduces it over layers; in the order of the page.
 PROBED: dict[str, Callable] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.lab.runs.load import Run, Series
+from mmqk.lab.runs import Run, Series
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmqk.lab.runs.load import Run, Series
+from mmqk.lab.runs import Run, Series
 
 BySeries = Callable[[Run, str | None], Series]
 Scale = Literal["log", "linear"]

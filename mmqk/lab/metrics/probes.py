@@ -8,8 +8,7 @@ import numpy as np
 from scipy import stats
 
 from mmqk.lab.metrics.metric import BySeries, End, Metric, Scale, alone, planned_steps, warmup_steps
-from mmqk.lab.runs.columns import EMPTY
-from mmqk.lab.runs.load import Run, Series
+from mmqk.lab.runs import EMPTY, Run, Series
 
 LAST_PROBES = 3
 # The window of a slope starts at this share of the run, like the window of the growth alarm. Earlier in the run,

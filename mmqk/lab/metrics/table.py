@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from mmqk.lab.metrics.late import late_failure, late_rise, time_of_failure
+from mmqk.lab.metrics.failures import (
+    diverged,
+    grad_norm_spike_score,
+    late_failure,
+    late_rise,
+    spike_score,
+    time_of_divergence,
+    time_of_failure,
+)
+from mmqk.lab.metrics.families import (
+    first_unstable_lr,
+    logit_extrapolation,
+    lr_sensitivity,
+)
 from mmqk.lab.metrics.losses import final_log_z, final_loss, log_z_series
 from mmqk.lab.metrics.metric import End, FamilyMetric, Metric, alone
 from mmqk.lab.metrics.probes import (
@@ -23,18 +36,7 @@ from mmqk.lab.metrics.probes import (
     slope_of,
     weight_growth_series,
 )
-from mmqk.lab.metrics.rates import (
-    first_unstable_lr,
-    lr_sensitivity,
-)
-from mmqk.lab.metrics.scaling import logit_extrapolation
-from mmqk.lab.metrics.stability import (
-    diverged,
-    grad_norm_spike_score,
-    spike_score,
-    time_of_divergence,
-)
-from mmqk.lab.runs.load import Run, Series
+from mmqk.lab.runs import Run, Series
 from mmqk.store import UserError
 
 

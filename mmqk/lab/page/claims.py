@@ -10,10 +10,10 @@ from typing import Any
 
 from mmqk.lab.formatting import capital, decimals, exp, fixed, listed, nats, number, plural, slug
 from mmqk.lab.metrics import FamilyMetric, Metric, final_loss, find_metric
-from mmqk.lab.metrics.rates import learning_rate
+from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.page.figures import claim_runs, of_family
 from mmqk.lab.page.tables import Cell, Table, anchor, table
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.lab.stats import AnyEffect
 from mmqk.lab.stats.auroc import Auroc
 from mmqk.lab.verdicts.claims import measured_label

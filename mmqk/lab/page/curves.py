@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmqk.lab.page.figure import Line
-from mmqk.lab.runs.columns import aligned
-from mmqk.lab.runs.load import EMPTY, Run, Series
+from mmqk.lab.runs import EMPTY, Run, Series, aligned
 from mmqk.lab.verdicts.study import Study
 
 # A line has at most POINTS points. If the lines of a panel (in the first figure, of all panels) would have more than

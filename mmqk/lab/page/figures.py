@@ -24,10 +24,10 @@ from mmqk.lab.page.curves import (
 )
 from mmqk.lab.page.draw import GRAY, arm_colors, families, ramp
 from mmqk.lab.page.figure import FEW_ARMS, Figure, Line, Panel
-from mmqk.lab.runs.load import EMPTY, Run, Series
+from mmqk.lab.runs import EMPTY, Run, Series
 from mmqk.lab.stats.survival import kaplan_meier
+from mmqk.lab.verdicts.compared import EVENTS, times_to_failure
 from mmqk.lab.verdicts.failure_order import LATE
-from mmqk.lab.verdicts.failures import EVENTS, times_to_failure
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.verdicts import Verdict, middle
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from mmqk.lab.formatting import DASH, number
-from mmqk.lab.metrics.growth_order import FACTOR, FALLING, GROWING, Growth, growth_order
+from mmqk.lab.metrics.growth import FACTOR, FALLING, GROWING, Growth, growth_order
 from mmqk.lab.page.tables import PLACES, Cell, Table, as_text, table
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.failure_order import failure_order
 from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten

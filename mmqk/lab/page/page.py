@@ -24,10 +24,9 @@ from mmqk.lab.page.ranking import ranking_csv, ranking_figure, ranking_table
 from mmqk.lab.page.render import css, render, scripts
 from mmqk.lab.page.sweeps import sweep_figures
 from mmqk.lab.page.tables import arm_table, compared, data_table, environment, fork_table, run_table, totals
-from mmqk.lab.verdicts.findings import Findings, read
 from mmqk.lab.verdicts.ranking import Ranking, ranking
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import Verdict
+from mmqk.lab.verdicts.verdicts import Findings, Verdict, read
 from mmqk.store import relative_word, without_roots, write_folder
 from mmqk.store.files import read_regular, writing
 

@@ -27,12 +27,11 @@ from mmqk.lab.metrics import (
     is_trained,
     model_size,
 )
-from mmqk.lab.metrics.rates import RATE, learning_rate
-from mmqk.lab.metrics.scaling import fit_quadratic
+from mmqk.lab.metrics.families import RATE, fit_quadratic, learning_rate
 from mmqk.lab.page.draw import PALETTE, families, ramp
 from mmqk.lab.page.figure import Figure, Line, Panel
 from mmqk.lab.page.figures import final_norm, training_loss
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.study import Study, as_list
 from mmqk.lab.verdicts.verdicts import middle
 from mmqk.store import UserError, flatten

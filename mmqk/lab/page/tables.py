@@ -22,7 +22,7 @@ from mmqk.lab.metrics import (
     learned,
     unigram_entropy,
 )
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.verdicts import middle
 from mmqk.store import flatten, without_roots

@@ -385,7 +385,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
     Raises:
         UserError: the metric is unknown, or no run has a finite value.
     """
-    from mmqk.lab.runs.load import load_runs
+    from mmqk.lab.runs import load_runs
     from mmqk.lab.verdicts.learning_rates import choose as best_of
 
     runs = [

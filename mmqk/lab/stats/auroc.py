@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from mmqk.lab.stats.interval import WithInterval
+from mmqk.lab.stats.effects import WithInterval
 
 FEWEST_OF_EACH = 10
 

@@ -16,6 +16,7 @@ two arms alone and shifted towards the longer tail (Johnson, JASA 73, 1978). A v
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,9 +24,37 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from mmqk.lab.stats.interval import WithInterval
-
+CONFIDENCE = 0.95
 POWER = 0.8
+
+
+class WithInterval(ABC):
+    """A number with an interval; `low` and `high` are the ends of the 95 % interval.
+
+    Attributes:
+        error: standard error; NaN if there is no interval.
+    """
+
+    error: float
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there are enough runs for an interval."""
+        return math.isfinite(self.error)
+
+    @abstractmethod
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Return the interval at confidence 1 - alpha; (NaN, NaN) if there is none."""
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval; NaN if there is no interval."""
+        return self.interval(1 - CONFIDENCE)[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval; NaN if there is no interval."""
+        return self.interval(1 - CONFIDENCE)[1]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from mmqk.lab.stats.interval import WithInterval
+from mmqk.lab.stats.effects import WithInterval
 
 NUISANCE = np.linspace(0, 1, 201)
 MOST_FLIPPED = 16

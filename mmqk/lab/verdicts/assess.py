@@ -13,14 +13,16 @@ import numpy as np
 
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
-from mmqk.lab.metrics import Metric, find_metric, outcome
-from mmqk.lab.runs.load import Run
+from mmqk.lab.metrics import Metric, find_metric
+from mmqk.lab.metrics.failures import outcomes
+from mmqk.lab.runs import Run
 from mmqk.lab.stats import AnyEffect
 from mmqk.lab.stats.auroc import auroc
 from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.lab.stats.exact import Counts, sign_flip
 from mmqk.lab.stats.multiple import p_over_looks
 from mmqk.lab.verdicts.compared import (
+    EVENTS,
     Compared,
     Outcomes,
     compare,
@@ -38,7 +40,6 @@ from mmqk.lab.verdicts.controls import (
     regime_reached,
     within_bound,
 )
-from mmqk.lab.verdicts.failures import EVENTS
 from mmqk.lab.verdicts.study import Study
 
 FEWEST_FLIPPED = 6
@@ -249,13 +250,13 @@ def _counted(compared: Compared) -> Assessment:
 def _predicted(compared: Compared) -> Assessment:
     """Assess the claim that a metric predicts which runs of an arm fail, by its AUROC over pairs of runs of one arm.
 
-    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.lab.metrics.outcome`); whether
+    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.lab.metrics.failures`); whether
     it stalled depends on the best of the compared runs. A metric that differs between arms but not within an arm,
     such as the learning rate, has an AUROC of 0.5.
     """
     claim, runs, groups = compared.claim, compared.runs, compared.groups.items()
     medians = {name: middle(metric_value(run, claim.metric) for run in of.all) for name, of in groups}
-    failed = {run.name: end.kind != "well" for run, end in zip(runs, outcome.outcomes(runs), strict=True)}
+    failed = {run.name: end.kind != "well" for run, end in zip(runs, outcomes(runs), strict=True)}
     counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
     controls = tuple(filter(None, [within_bound(runs)]))
     assessment = Assessment(claim, compared, None, None, medians, controls, counts=counts)

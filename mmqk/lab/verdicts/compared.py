@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import FamilyMetric, Measured, Metric, find_metric, is_trained
-from mmqk.lab.runs.load import Run, once_per_run
+from mmqk.lab.metrics.failures import divergence_step, failure_step
+from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.verdicts.study import Study, StudyArm
 
 
@@ -211,3 +212,17 @@ def middle(values: Iterable[float]) -> float:
     """Return the median of the values that are not NaN; NaN if all of them are."""
     numbers = [value for value in values if not math.isnan(value)]
     return statistics.median(numbers) if numbers else math.nan
+
+
+# Metrics that measure the time of an event, and the functions that return the step of the event.
+EVENTS: dict[str, Callable[[Run], int | None]] = {
+    "time_of_failure": failure_step,
+    "time_of_divergence": divergence_step,
+}
+
+
+def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], list[bool]]:
+    """Return, for each run, the step of the event (the last step if there was none), and whether the event
+    happened."""
+    steps = [(EVENTS[metric](run), run.last_step) for run in runs]
+    return [float(last if step is None else step) for step, last in steps], [step is not None for step, _ in steps]

@@ -13,8 +13,9 @@ import numpy as np
 from mmqk.lab.formatting import listed, number, plural
 from mmqk.lab.grid.claims import CHECKS
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned
-from mmqk.lab.metrics.rates import RATE, learning_rate
-from mmqk.lab.runs.load import Run, once_per_run
+from mmqk.lab.metrics.families import RATE, learning_rate
+from mmqk.lab.runs import Run, once_per_run
+from mmqk.lab.verdicts.claims import FEWEST_SEEDS
 from mmqk.lab.verdicts.compared import Compared, Group, metric_value
 from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.study import Claim, Study
@@ -26,8 +27,6 @@ ORDER, SIZES = "data.dial.modalities", "model.vocab_sizes"
 # Data sources (the identity has "" for a source that the run does not read), and fields that only affect pairs.
 SOURCES = ("data.pairs", "data.text", "data.interleaved", "data.tokens", "data.tokenizers")
 OF_PAIRS = ("data.read", "data.val_fraction", "data.image_first_prob", "data.pairing")
-# The smallest number of seeds per arm for which docs/evidence.md reports the coverage of the intervals.
-FEWEST_SEEDS = 3
 # The defaults of what alarms do; the identity of a run without any action has none of these fields.
 ACTIONS = flatten({"alarm": asdict(AlarmConfig())})
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mmqk.lab.metrics.departure import FEWEST_HEALTHY, PROBED, STEPPED, Departure, departures
-from mmqk.lab.metrics.late import failure_step
-from mmqk.lab.runs.load import Run
-from mmqk.lab.verdicts.failures import EVENTS
+from mmqk.lab.metrics.failures import failure_step
+from mmqk.lab.runs import Run
+from mmqk.lab.verdicts.compared import EVENTS
 from mmqk.lab.verdicts.study import Study
 
 LATE = ("late_failure", *EVENTS)

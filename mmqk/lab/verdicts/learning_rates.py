@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmqk.lab.metrics import METRICS, FamilyMetric, Metric, find_metric, trained_modalities
-from mmqk.lab.metrics.rates import learning_rate
-from mmqk.lab.runs.load import Run, once_per_run
+from mmqk.lab.metrics.families import learning_rate
+from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.stats.effects import quantile_t
 from mmqk.lab.verdicts.compared import metric_value
 from mmqk.lab.verdicts.study import RATE_METRIC, Study, StudyArm

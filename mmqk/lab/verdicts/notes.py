@@ -1,105 +1,63 @@
-"""The notes of a verdict: sentences built from its numbers."""
+"""What a verdict tells in words: what was tested, and notes with the numbers behind it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-from mmqk.lab.formatting import decimals, exp, fixed, listed, number, plural
+from mmqk.lab.formatting import decimals, exp, fixed, listed, number
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import trained_modalities
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.lab.stats import AnyEffect
 from mmqk.lab.stats.auroc import Auroc
-from mmqk.lab.stats.effects import Effect, Spread
+from mmqk.lab.stats.effects import Spread
 from mmqk.lab.stats.exact import Counts, clopper_pearson
-from mmqk.lab.verdicts.claims import claim_metric, measured_label
-from mmqk.lab.verdicts.compared import Group
-from mmqk.store.formatting import percent, plain
+from mmqk.lab.stats.survival import log_rank
+from mmqk.lab.verdicts.claims import claim_metric
+from mmqk.lab.verdicts.compared import EVENTS, Compared, Group, times_to_failure
+from mmqk.store.formatting import plain
 
-ENOUGH_SEEDS = 6
 # Smaller relative differences in trained targets are not reported: different sequences already cause them.
 ALIKE = 0.01
 
 
-def about_family(claim: Claim) -> list[str]:
-    """Return a note that an exploratory claim is a hypothesis."""
-    # The note of the claim may already start with the word "exploratory".
-    hypothesis = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
-    return ["Exploratory: a hypothesis to test with new runs, not a result."] if hypothesis else []
+def sentence(text: str) -> str:
+    """Return a text with a full stop."""
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def about_control(claim: Claim, control: Claim) -> str:
     """Return a note if the positive control does not show that the runs can detect an effect on the claim's metric;
     else an empty string."""
-    label, tested = measured_label(control), measured_label(claim)
-    if control.status == "control":
-        shows = f"only that the {label} is at least {control.at_least:g}"
-    elif control.metric != claim.metric:
-        shows = f"an effect on the {label}"
-    else:
+    if control.status != "control" and control.metric == claim.metric:
         return ""
     return (
-        f"The positive control {control.id} shows {shows}, not that these runs can detect a difference in the "
-        f"{tested}, so this verdict is weaker than it would be with such a control."
+        f"The positive control {control.id} does not show that these runs can detect a difference in {claim.metric}, "
+        "so this verdict is weaker than it would be with such a control."
     )
 
 
-def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
-    """Return a note with the spread over seeds and the method of the interval; if the claim counts runs, with the
-    share of each arm and its exact interval."""
+def about_effect(effect: AnyEffect | None, spread: Spread | None, sign_flip: float) -> list[str]:
+    """Return notes with the numbers that the interval is computed from, and with the tests that decide nothing."""
     if isinstance(effect, Counts):
         arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
         shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
                   for count, n in arms for low, high in [clopper_pearson(count, n)]]  # fmt: skip
-        return [
-            f"Counted runs: {shares[0]} in the treatment, {shares[1]} in the control, with 95 % Clopper-Pearson "
-            f"intervals; Fisher's p {_p(effect.fisher)} for equal shares."
-        ]
+        return [f"Counted (95 % Clopper-Pearson): {'; '.join(shares)}. Fisher's exact test: p {_p(effect.fisher)}."]
     if isinstance(effect, Auroc):
-        of = f"{plural(effect.failures, 'failed run')} and {plural(effect.survivors, 'other run')}"
-        return [
-            f"{plural(effect.pairs, 'pair')} of runs of the same arm ({of}); the interval is a jackknife over runs."
-        ]
-    if spread is None or effect is None or not effect.has_interval:
+        return [f"Pairs of runs: {effect.pairs}; failed runs: {effect.failures}; other runs: {effect.survivors}."]
+    if effect is None or not effect.has_interval:
         return []
-    if effect.of == "differences":
-        sd = effect.error * math.sqrt(effect.n)
-        return [
-            f"The interval uses the differences by seed (standard deviation {plain(sd, 2)}), because the runs of a "
-            f"seed are identical until the fork ({plain(effect.df)} degrees of freedom)."
-        ]
-    sds = ", ".join(f"{plain(sd, 2)}" for sd in spread.by_arm.values())
-    method = {
-        "pooled": "uses the pooled standard deviation",
-        "two arms": "is the Welch interval of the two arms alone, because its standard error is larger",
-    }[effect.of]
-    return [
-        f"Standard deviation over seeds: {sds} by arm, {plain(spread.sd, 2)} pooled "
-        f"(p = {spread.p_equal:.2g} for equal spread); "
-        f"the interval {method} ({plain(effect.df)} degrees of freedom)."
-    ]
-
-
-def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> list[str]:
-    """Return a note with the p-value of the exact sign-flip test, or a note that there are too few seeds for it."""
-    if not isinstance(effect, Effect) or not effect.has_interval:
-        return []
+    notes = [f"Interval from: {effect.of}, {plain(effect.df)} degrees of freedom."]
+    if spread is not None:
+        sds = ", ".join(f"{plain(sd, 2)}" for sd in spread.by_arm.values())
+        pooled = f"pooled: {plain(spread.sd, 2)}; equal spread: p = {spread.p_equal:.2g}"
+        notes.append(f"Standard deviation over seeds by arm: {sds}; {pooled}.")
     if math.isfinite(sign_flip):
-        return [f"Exact sign-flip test of the same hypothesis: p {_p(sign_flip)}."]
-    if claim.status == "confirmatory" and effect.n < ENOUGH_SEEDS:
-        return [f"An exact sign-flip test needs {ENOUGH_SEEDS} seeds; there are {effect.n}."]
-    return []
-
-
-def about_power(claim: Claim, size: str) -> str:
-    """Return a note with the true effect that the first test detects with 80 % power; for an equivalence, with the
-    smallest min_effect that has 80 % power."""
-    if not size:
-        return ""
-    if claim.test == "equivalence":
-        return f"With these seeds an equivalence has 80 % power only for a min_effect of at least {size}."
-    return f"With these seeds the claim is reproduced with at most 80 % power if the true effect is {size}."
+        notes.append(f"Sign-flip test: p {_p(sign_flip)}.")
+    return notes
 
 
 def trained_targets(run: Run) -> float:
@@ -114,10 +72,7 @@ def trained_targets(run: Run) -> float:
 
 def about_targets(groups: Iterable[Group]) -> list[str]:
     """Return a note with the trained targets per step of each arm, if the arms differ in these numbers or in the
-    trained modalities.
-
-    Empty if a run did not count its targets.
-    """
+    trained modalities. Empty if a run did not count its targets."""
     counts: dict[str, float] = {}
     trained = set()
     for members in groups:
@@ -126,13 +81,32 @@ def about_targets(groups: Iterable[Group]) -> list[str]:
             return []
         counts[members.label] = sum(numbers) / len(numbers)
         trained |= {trained_modalities(run) for run in members.all}
-    difference = max(counts.values()) / min(counts.values()) - 1 if counts else 0.0
-    if difference <= ALIKE and len(trained) < 2:
+    if len(trained) < 2 and max(counts.values(), default=0) <= (1 + ALIKE) * min(counts.values(), default=0):
         return []
-    by_arm = listed([f"{count:,.0f} ({label})" for label, count in counts.items()])
-    return [
-        f"Trained targets per step, counted in the data of the runs: {by_arm}; they differ by {percent(difference)}."
-    ]
+    by_arm = "; ".join(f"{label}: {count:,.0f}" for label, count in counts.items())
+    return [f"Trained targets per step, counted in the data of the runs: {by_arm}."]
+
+
+def about_survival(compared: Compared) -> list[str]:
+    """Return notes for a claim about the time of an event (`EVENTS`): the failed runs, the log-rank test, and what
+    the interval leaves out; empty for other claims. The test needs all planned runs, because a run that fails
+    finishes first."""
+    claim = compared.claim
+    if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
+        return []
+    groups = [times_to_failure(group.all, claim.metric) for group in compared.pair]
+    complete = all(len(group.all) == group.planned for group in compared.pair)
+    p = log_rank(*groups[0], *groups[1]) if complete else math.nan
+    notes = ["" if math.isnan(p) else f"Log-rank test of equal survival: p = {p:.2g}."]
+    trained = [{m for run in group.all for m in trained_modalities(run)} for group in compared.pair]
+    for group, (_, failed), lacks in zip(
+        compared.pair, groups, (trained[1] - trained[0], trained[0] - trained[1]), strict=True
+    ):
+        unsure = "" if any(failed) else "; the interval ignores the uncertainty of this arm"
+        notes.append(f"Failed runs of “{group.label}”: {sum(failed)} of {len(failed)}{unsure}.")
+        if lacks:
+            notes.append(f"Losses that “{group.label}” does not train: {listed(sorted(lacks))}.")
+    return [note for note in notes if note]
 
 
 def interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
@@ -142,6 +116,26 @@ def interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
         return f"×{number(exp(low))}", f"×{number(exp(high))}"
     places = decimals((high - low) / 2)
     return fixed(low, places, "+"), f"{fixed(high, places, '+')} {metric.unit}".strip()
+
+
+def effect_tested(claim: Claim) -> str:
+    """Return what the claim tests of its treatment, relative to its control: ``at least ×2``, ``at least 0.1 nats
+    lower``; empty for a claim without a verdict."""
+    if not claim.decided:
+        return ""
+    metric, size = claim_metric(claim), claim.min_effect
+    if claim.test == "prediction":
+        return f"AUROC of at least {plain(size)}"
+    if metric.scale == "log":
+        ends = plain(exp(-size)), plain(exp(size))
+        if claim.test == "equivalence":
+            return f"from ×{ends[0]} to ×{ends[1]}"
+        return f"at least ×{ends[1]}" if claim.sign > 0 else f"at most ×{ends[0]}"
+    amount = f"{plain(size)} {metric.unit}".strip()
+    if claim.test == "equivalence":
+        return f"less than {amount} apart"
+    more, less = ("more", "fewer") if claim.test == "count" else ("higher", "lower")
+    return f"at least {amount} {more if claim.sign > 0 else less}"
 
 
 def _p(value: float) -> str:

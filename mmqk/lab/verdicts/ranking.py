@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmqk.lab.metrics import METRICS
-from mmqk.lab.metrics.rates import learning_rate, lr_sensitivity
-from mmqk.lab.runs.load import Run
+from mmqk.lab.metrics.families import learning_rate, lr_sensitivity
+from mmqk.lab.runs import Run
 from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.lab.verdicts.learning_rates import BestRate, chosen, metric_of, value_of
 from mmqk.lab.verdicts.study import Study, StudyArm

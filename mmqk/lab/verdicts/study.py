@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mmqk.lab.grid.claims import Claim, claims_hash, read_claims
+from mmqk.lab.metrics.families import RATE
 from mmqk.lab.metrics.probes import logit_series
-from mmqk.lab.metrics.rates import RATE
-from mmqk.lab.runs.load import Run, load_runs, read_ablation
+from mmqk.lab.runs import Run, load_runs, read_ablation
 from mmqk.lab.verdicts.claims import at, check_claims
 from mmqk.store.pack import unpacked
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from mmqk.lab.formatting import exp, listed, number, plural
@@ -35,18 +36,16 @@ from mmqk.lab.verdicts.assess import Assessment, assess
 from mmqk.lab.verdicts.claims import by_family, claim_metric
 from mmqk.lab.verdicts.compared import middle
 from mmqk.lab.verdicts.controls import Control, reaches
-from mmqk.lab.verdicts.failures import about_survival
 from mmqk.lab.verdicts.notes import (
     about_control,
-    about_family,
-    about_power,
-    about_seeds,
-    about_spread,
+    about_effect,
+    about_survival,
     about_targets,
+    effect_tested,
     interval_text,
+    sentence,
 )
-from mmqk.lab.verdicts.study import Claim, Study
-from mmqk.store.formatting import plain
+from mmqk.lab.verdicts.study import Claim, Study, load_study
 
 __all__ = ["Judgment", "Verdict", "detectable_in_words", "effect_tested", "judge", "middle"]
 
@@ -115,6 +114,24 @@ class Verdict(Assessment):
         }
 
 
+@dataclass(frozen=True)
+class Findings:
+    """The content of a page: the study and its verdicts."""
+
+    study: Study
+    verdicts: tuple[Verdict, ...]
+
+
+def read(folder: str | Path) -> Findings:
+    """Return the findings of a folder or pack.
+
+    Raises:
+        UserError: the folder has no runs, or a record cannot be read.
+    """
+    study = load_study(folder)
+    return Findings(study, tuple(judge(study)))
+
+
 def judge(study: Study) -> list[Verdict]:
     """Return the verdicts of the study's claims in the order of the grid. A claim whose status is ``control`` gets no
     verdict."""
@@ -159,9 +176,9 @@ def _judge(
     assessment = assessed[id]
     claim, effect, groups = assessment.claim, assessment.effect, assessment.compared.groups.values()
     made = Verdict(**vars(assessment), runs=tuple(run.name for run in assessment.compared.runs))
-    notes = [_sentence(claim.note)] if claim.note else []
+    notes = [sentence(claim.note)] if claim.note else []
     if claim.not_run:
-        return replace(made, verdict="not run", notes=(_sentence(claim.not_run), *notes))
+        return replace(made, verdict="not run", notes=(sentence(claim.not_run), *notes))
     if missing := [f"“{members.label}”" for members in groups if not members.runs]:
         return replace(made, verdict="not run", notes=(*notes, f"No finished run of {listed(missing, 'or')}."))
     notes += [*about_targets(groups), *assessment.notes]
@@ -177,22 +194,18 @@ def _judge(
         notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
     notes = [
         *filter(None, [*notes, why]),
-        *about_family(claim),
-        *about_spread(assessment.spread, effect),
-        *about_seeds(claim, effect, assessment.sign_flip),
+        *about_effect(effect, assessment.spread, assessment.sign_flip),
         *about_survival(assessment.compared),
     ]
-    made = replace(
+    return replace(
         made,
         verdict=verdict,
         controls=controls,
         adjusted=adjusted,
         why=why,
         detectable=_detectable(claim, effect, adjusted),
+        notes=tuple(notes),
     )
-    if verdict == "inconclusive" and (words := about_power(claim, detectable_in_words(made))):
-        notes.append(words)
-    return replace(made, notes=tuple(notes))
 
 
 def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Control, ...]) -> str:
@@ -274,7 +287,7 @@ def _fails_negative(verdict: Verdict, assessment: Assessment) -> str:
     checks must pass. An inconclusive claim is therefore not enough.
     """
     if assessment.open or verdict.effect is None or not verdict.effect.has_interval:
-        return _sentence(assessment.open or "no interval").rstrip(".")
+        return sentence(assessment.open or "no interval").rstrip(".")
     if failed := [control.name for control in assessment.controls if not control.passed]:
         return f"failed checks: {', '.join(failed)}"
     if assessment.bounded:
@@ -309,30 +322,6 @@ def detectable_in_words(verdict: Verdict) -> str:
     return f"{number(size, 2)} {verdict.metric.unit}".strip()
 
 
-def effect_tested(claim: Claim) -> str:
-    """Return what the claim tests of its treatment, relative to its control: ``at least ×2``, ``at least 0.1 nats
-    lower``; empty for a claim without a verdict."""
-    if not claim.decided:
-        return ""
-    metric, size = claim_metric(claim), claim.min_effect
-    if claim.test == "prediction":
-        return f"AUROC of at least {plain(size)}"
-    if metric.scale == "log":
-        ends = plain(exp(-size)), plain(exp(size))
-        if claim.test == "equivalence":
-            return f"from ×{ends[0]} to ×{ends[1]}"
-        return f"at least ×{ends[1]}" if claim.sign > 0 else f"at most ×{ends[0]}"
-    amount = f"{plain(size)} {metric.unit}".strip()
-    if claim.test == "equivalence":
-        return f"less than {amount} apart"
-    more, less = ("more", "fewer") if claim.test == "count" else ("higher", "lower")
-    return f"at least {amount} {more if claim.sign > 0 else less}"
-
-
 def _rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
-
-def _sentence(text: str) -> str:
-    text = text.strip()
-    return text if text.endswith((".", "!", "?")) else f"{text}."

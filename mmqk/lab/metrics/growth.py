@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmqk.lab.metrics.metric import warmup_steps
-from mmqk.lab.runs.load import Run
+from mmqk.lab.runs import Run
 from mmqk.store import Tag
 
 # Statistics that grow before a divergence; attention entropy falls.

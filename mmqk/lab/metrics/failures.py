@@ -1,0 +1,271 @@
+"""Spikes, divergence and failure of a run from its losses, and how a run ended.
+
+The rules are those of `mmqk.store.alarms`, which training also applies. A lasting rise of a loss is a failure too. A
+fork includes the losses of its parent up to the step of the fork, if the parent was loaded with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mmqk.lab.metrics.losses import final_loss, has_floor, learned, trained_modalities
+from mmqk.lab.metrics.metric import planned_steps, warmup_steps
+from mmqk.lab.runs import Run, Series
+from mmqk.store import DivergenceRule
+from mmqk.store.alarms.series import SPIKE_FEWEST, Spike
+
+
+def spike_score(run: Run, modality: str | None = None) -> float:
+    """Return the percentage of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); without a modality,
+    use the loss over all targets.
+
+    A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
+    fewer: OLMo 2 gives no rule for fewer than 1000 values.
+    """
+    return _spike_score(run, _loss(modality))
+
+
+def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
+    """Return `spike_score` of the global gradient norm; NaN if a modality is given."""
+    return math.nan if modality else _spike_score(run, "grad_norm")
+
+
+def _spike_score(run: Run, name: str) -> float:
+    rule, spikes, values = Spike(), 0, _finite(run, name).tolist()
+    for value in values:
+        rule.update(0, name, value)
+        spikes += rule.on
+    checked = len(values) - SPIKE_FEWEST
+    return 100 * spikes / checked if checked > 0 else math.nan
+
+
+def _finite(run: Run, name: str) -> np.ndarray:
+    values = run.series(name)[1]
+    return values[np.isfinite(values)]
+
+
+def _loss(modality: str | None) -> str:
+    return f"loss/{modality}" if modality else "loss"
+
+
+def divergence_step(run: Run) -> int | None:
+    """Return the optimizer step at which the run diverged, None if it did not.
+
+    This is the first step at which `DivergenceRule` fires on the training excess loss of the trained modalities (on
+    the loss if there is no floor), or the step at which the run ended as diverged, whichever comes first. For a fork
+    only the second step counts, because the rule needs the losses of its parent.
+    """
+    if run.fork:
+        return run.status.step if run.status.status == "diverged" else None
+    rule, steps = DivergenceRule(warmup_steps(run)), []
+    by_step: dict[int, dict[str, float]] = {}
+    for modality in trained_modalities(run):
+        name = "excess" if has_floor(run, modality) else "loss"
+        at, values = run.series(f"{name}/{modality}")
+        for step, value in zip(at.tolist(), values.tolist(), strict=True):
+            by_step.setdefault(step, {})[modality] = value
+    for step in sorted(by_step):
+        if rule.update(step, by_step[step]) is not None:
+            steps.append(step)
+            break
+    if run.status.status == "diverged":
+        steps.append(run.status.step)
+    return min(steps, default=None)
+
+
+def diverged(run: Run, modality: str | None = None) -> float:
+    """Return 1 if the run diverged, 0 if it completed, NaN if it did neither."""
+    if divergence_step(run) is not None:
+        return 1.0
+    return 0.0 if run.status.status == "completed" else math.nan
+
+
+def time_of_divergence(run: Run, modality: str | None = None) -> float:
+    """Return `divergence_step` as a share of the configured run length; 1 for a run that completed without
+    divergence.
+
+    The mean over runs is the restricted mean time to divergence. NaN if the run did not diverge but was stopped
+    early.
+    """
+    step = divergence_step(run)
+    if step is not None:
+        return step / planned_steps(run) if planned_steps(run) else math.nan
+    return 1.0 if run.status.status == "completed" else math.nan
+
+
+WINDOW_STEPS = 500
+ABOVE_OWN_BEST_NATS = 0.1
+# A loss that is high only in the last window may recover.
+FEWEST_WINDOWS_ABOVE = 2
+LATE_SHARE = 0.5
+
+
+def window_means(run: Run, modality: str) -> Series:
+    """Return (last step, mean training loss) of each complete window of 500 steps. Steps at which this loss was not
+    measured do not count in the mean."""
+    steps, values = run.history(f"loss/{modality}")
+    windows = (steps - 1) // WINDOW_STEPS
+    complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * WINDOW_STEPS <= run.last_step]
+    means = [float(values[windows == w].mean()) for w in complete]
+    return np.array([(w + 1) * WINDOW_STEPS for w in complete], dtype=np.int64), np.array(means)
+
+
+def rise_step(run: Run, modality: str | None = None) -> int | None:
+    """Return the step at which the loss of the modality rose for good; None if it did not. Without a modality, this
+    is the earliest step of all trained modalities.
+
+    A window of 500 steps is high if its mean loss is more than 0.1 nat above the lowest mean of the earlier windows.
+    A loss rose for good if the run ends with two or more high windows in a row. The step is the last one of the first
+    of these windows.
+    """
+    candidates = []
+    for name in _measured(run, modality):
+        steps, means = window_means(run, name)
+        if not len(means):
+            continue
+        best = np.minimum.accumulate(means)
+        above = means > best + ABOVE_OWN_BEST_NATS
+        trailing = int(np.argmin(above[::-1]))  # above[0] is always False
+        if trailing >= FEWEST_WINDOWS_ABOVE:
+            candidates.append(int(steps[-trailing]))
+    return min(candidates, default=None)
+
+
+def failure_step(run: Run) -> int | None:
+    """Return the step at which the run failed: it diverged (`divergence_step`) or a loss rose for good (`rise_step`),
+    whichever is earlier; None if neither happened."""
+    return min((s for s in (divergence_step(run), rise_step(run)) if s is not None), default=None)
+
+
+def late_failure(run: Run, modality: str | None = None) -> float:
+    """Return 1 if the run failed (`failure_step`) and had improved for at least half of the steps before the failure,
+    else 0.
+
+    The improvement ends with the window of 500 steps that has the lowest mean loss before the failure; with several
+    trained modalities, the earliest of these windows counts. NaN if the run did not fail but was stopped early.
+    """
+    return _late(run, failure_step(run))
+
+
+def late_rise(run: Run, modality: str | None = None) -> float:
+    """Return 1 if the loss of the modality (without a modality, any trained loss) rose for good (`rise_step`) or a
+    value was not finite, and the loss had improved for at least half of the steps before, else 0; as in
+    `late_failure`.
+
+    NaN if a divergence of a finite loss or something else stopped the run: it might have recovered.
+    """
+    step = rise_step(run, modality)
+    if step is None and run.status.status == "diverged":
+        series = [run.series(tag)[1][-1:] for tag in ("grad_norm", *(f"loss/{m}" for m in trained_modalities(run)))]
+        if not run.setting("alarm.stop_diverged", True) or not np.isfinite(np.concatenate(series)).all():
+            step = run.status.step
+    return _late(run, step, modality)
+
+
+def _measured(run: Run, modality: str | None) -> tuple[str, ...]:
+    return (modality,) if modality else trained_modalities(run)
+
+
+def _late(run: Run, step: int | None, modality: str | None = None) -> float:
+    if step is None:
+        return 0.0 if run.status.status == "completed" else math.nan
+    best = []
+    for name in _measured(run, modality):
+        steps, means = window_means(run, name)
+        before = means[steps <= step]
+        best.append(int(steps[int(np.nanargmin(before))]) if np.isfinite(before).any() else 0)
+    return float(min(best, default=0) >= LATE_SHARE * step)
+
+
+def time_of_failure(run: Run, modality: str | None = None) -> float:
+    """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
+
+    The mean over runs is the restricted mean time to failure. NaN if the run did not fail but was stopped early.
+    """
+    step = failure_step(run)
+    if step is not None:
+        return step / planned_steps(run) if planned_steps(run) else math.nan
+    return 1.0 if run.status.status == "completed" else math.nan
+
+
+STALLED_NATS = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended.
+
+    Attributes:
+        finished: whether the run completed or diverged; otherwise the other fields have no meaning.
+        diverged: step of the divergence; None if the run did not diverge.
+        above_best: final loss minus the final loss of the best run on the same data, in nats, by modality; infinite
+            if the run diverged.
+        unlearned: trained modalities that the run did not learn (`learned`).
+    """
+
+    finished: bool
+    diverged: int | None
+    above_best: dict[str, float]
+    unlearned: tuple[str, ...]
+
+    @property
+    def kind(self) -> Literal["diverged", "stalled", "regime not reached", "well", "not finished"]:
+        """The first outcome that applies, in this order: not finished, diverged, regime not reached, stalled,
+        well."""
+        if not self.finished:
+            return "not finished"
+        if self.diverged is not None:
+            return "diverged"
+        if self.unlearned:
+            return "regime not reached"
+        return "stalled" if self.stalled else "well"
+
+    @property
+    def stalled(self) -> tuple[str, ...]:
+        """Modalities whose final loss is more than 0.1 nat above that of the best run on the same data."""
+        return tuple(m for m, nats in self.above_best.items() if nats > STALLED_NATS)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run diverged or stalled, even if its `kind` is "regime not reached"."""
+        return self.finished and (self.diverged is not None or bool(self.stalled))
+
+
+def outcomes(runs: Sequence[Run]) -> list[Outcome]:
+    """Return the outcome of each run.
+
+    Each run is compared with the best run on the same data, over all seeds, by the final held-out loss of each
+    modality. If the floor is known, the excess loss is compared; it differs from the loss by a constant.
+    """
+    ends: list[dict[str, float]] = []
+    steps: list[int | None] = []
+    best: dict[tuple[str, str], float] = {}
+    for run in runs:
+        step = divergence_step(run)
+        steps.append(step)
+        end = {m: _end(run, m) if step is None else math.inf for m in trained_modalities(run)}
+        ends.append(end)
+        for modality, nats in end.items():
+            if run.status.status == "completed" and math.isfinite(nats):
+                key = _data_of(run), modality
+                best[key] = min(nats, best.get(key, math.inf))
+    results = []
+    for run, step, end in zip(runs, steps, ends, strict=True):
+        above = {m: nats - best.get((_data_of(run), m), math.nan) for m, nats in end.items()}
+        unlearned = tuple(m for m in end if not learned(run, m))
+        results.append(Outcome(step is not None or run.status.finished, step, above, unlearned))
+    return results
+
+
+def _end(run: Run, modality: str) -> float:
+    return final_loss(run, modality, "excess" if has_floor(run, modality) else "loss").value
+
+
+def _data_of(run: Run) -> str:
+    return json.dumps(run.identity.get("data", run.setting("data")), sort_keys=True, default=str)

@@ -1,1 +1,0 @@
-"""Read run folders."""
