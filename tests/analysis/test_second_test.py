@@ -120,7 +120,7 @@ def test_a_note_names_a_positive_control_without_an_effect_on_the_metric(tmp_pat
     claims = [BASIC | {"positive_control": "N"}, {"id": "N", "status": "exploratory", **control}]
     found = one(tmp_path, arms, claims)
     assert found.verdict == "contradicted"
-    assert ("The positive control N shows" in " ".join(found.notes)) == weak
+    assert ("The positive control N does not show" in " ".join(found.notes)) == weak
 
 
 @pytest.mark.parametrize("registered", [True, False])
