@@ -212,7 +212,7 @@ def test_missing_runs_are_named(tmp_path):
         (lambda path: (path / "ablation.json").write_text("{") and path, "ablation.json cannot be read"),
         (
             lambda path: (path / "ablation.json").write_text('{"grid": {}, "runs": [{"arm": "a"}]}') and path,
-            r"ablation.json cannot be read \(runs\[0\] has no seed\)",
+            r"ablation.json cannot be read \(runs\[0\]",
         ),
     ],
 )
