@@ -97,7 +97,7 @@ def test_its_parity_test_passes_there(patched):
 def test_it_is_printed_with_the_other_remedies(patched):
     assert (
         "--model.norm=dyt --model.norm_bias=true"
-        in run(patched, sys.executable, "-m", "mmqk.remedies").stdout
+        in run(patched, sys.executable, "-m", "mmqk", "remedies").stdout
     )
 
 

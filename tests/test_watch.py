@@ -308,7 +308,7 @@ def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
     write_run(tmp_path / "r")
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path / "r")]
+    command = [sys.executable, "-m", "mmqk", "watch", "--every", "0.2", str(tmp_path / "r")]
     process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
     os.close(there)
     said = b""
@@ -337,7 +337,7 @@ def watch_in_terminal(folder):
     """Start `mmqk watch` in a terminal; return the process and the end of the terminal to read from."""
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(folder)]
+    command = [sys.executable, "-m", "mmqk", "watch", "--every", "0.2", str(folder)]
     process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
     os.close(there)
     return process, here
@@ -381,7 +381,7 @@ def test_in_a_terminal_it_waits_for_the_first_run(tmp_path, exists):
 def test_in_a_terminal_it_does_not_wait_for_a_file_to_become_a_folder(tmp_path):
     (tmp_path / "runs.zip").write_text("")
     here, there = pty.openpty()
-    command = [sys.executable, "-m", "mmqk.watch", str(tmp_path / "runs.zip")]
+    command = [sys.executable, "-m", "mmqk", "watch", str(tmp_path / "runs.zip")]
     environment = {**os.environ, "TERM": "xterm"}
     done = subprocess.run(command, stdout=there, stderr=subprocess.PIPE, cwd=ROOT, env=environment, timeout=1800)
     os.close(there)
@@ -394,7 +394,7 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
     write_run(tmp_path / "r")
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": terminal, "COLUMNS": "100", "LINES": "40"}
-    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path / "r")]
+    command = [sys.executable, "-m", "mmqk", "watch", "--every", "0.2", str(tmp_path / "r")]
     # Tests that run in the background inherit an ignored SIGINT.
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
