@@ -57,7 +57,7 @@ def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:
     """Return a field with a range, which applies to every element of a mapping or list. ``default`` may be a
     factory."""
     kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata=ranged(low, high, zero=zero))  # type: ignore[call-overload]
+    return field(**{kind: default}, metadata=ranged(low, high, zero=zero))
 
 
 def ranged(low: float, high: float, *, zero: bool = False) -> dict[str, Range]:
@@ -86,7 +86,7 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
     prefix = f"{path}{between}" if path else ""
     for declared in fields(config):
         name, value = f"{prefix}{declared.name}", getattr(config, declared.name)
-        choices, only = _choices(type(config), declared.name)
+        choices, only = _choices(config.__class__, declared.name)
         if choices and value not in choices and (only or isinstance(value, str)):
             raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}.")
         wanted = range_of(declared)

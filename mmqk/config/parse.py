@@ -33,11 +33,12 @@ class Leaf(NamedTuple):
 @lru_cache
 def leaves(kind: type) -> dict[str, Leaf]:
     """Return the fields of a dataclass and of the dataclasses inside it, by dotted name."""
-    hints, found = get_type_hints(kind), {}
+    hints: dict[str, Any] = get_type_hints(kind)
+    found: dict[str, Leaf] = {}
     texts = dict(re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", kind.__doc__ or "", re.MULTILINE))
     for f in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[f.name]):
-            found |= {f"{f.name}.{name}": leaf for name, leaf in leaves(hints[f.name]).items()}  # type: ignore[arg-type]
+            found |= {f"{f.name}.{name}": leaf for name, leaf in leaves(hints[f.name]).items()}
         else:
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             found[f.name] = Leaf(hints[f.name], default, " ".join(texts.get(f.name, "").split()))

@@ -139,7 +139,7 @@ def layout(config: DataConfig) -> Layout:
         header = read_header(config.tokens)
         if header.kind != "tokens":
             raise UserError(
-                f"{config.tokens} has documents of kind {header['kind']}: name it in the field of that kind, not in"
+                f"{config.tokens} has documents of kind {header.kind}: name it in the field of that kind, not in"
                 " data.tokens."
             )
         return header.layout

@@ -71,10 +71,10 @@ def open_source(kind: str, folder: Path, tokenizers: Path, root: Path) -> dict[s
     if is_token_folder(folder):
         header = read_header(folder)
         if header.kind != kind:
-            raise UserError(f"{folder} has documents of kind {header['kind']}, not {kind}: give another folder.")
+            raise UserError(f"{folder} has documents of kind {header.kind}, not {kind}: give another folder.")
         if header.tokenizers != made_by:
             raise UserError(
-                f"The tokenizers of {folder} ({header['tokenizers'] or 'of another program'}) differ from those"
+                f"The tokenizers of {folder} ({header.tokenizers or 'of another program'}) differ from those"
                 f" in {tokenizers} ({made_by}): set --data.tokenizers to the folder of the tokenizers that made"
                 f" {folder}, or tokenize the shards again."
             )

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -83,7 +83,9 @@ class ShardPart:
     path: Path
 
 
-def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int) -> Iterator[tuple[ShardPart, Result]]:
+def run_shards(
+    job: TokenizeJob, shards: Sequence[ShardPart], workers: int
+) -> Generator[tuple[ShardPart, Result], None, None]:
     """Tokenize shards in worker processes, or in this process if workers is 0, and yield each with its result.
 
     Closing the iterator ends the workers.

@@ -136,7 +136,7 @@ class Resolver:
 
         key = (tuple(args), parent and parent.run.id, step)
         if key not in self._runs:
-            fork = parent and config.Parent(parent.run.id, step, parent.run.nested())
+            fork = None if parent is None else config.Parent(parent.run.id, step, parent.run.nested())
             try:
                 self._runs[key] = config.resolve(list(args), parent=fork)
             except UserError as error:
