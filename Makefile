@@ -10,7 +10,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 # A tenth of the tests, from every folder.
 CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/test_norms.py model/test_attention.py \
 	training/test_optim.py training/test_decay.py monitors/test_output.py monitors/test_growth.py \
-	monitors/test_budget.py store/test_store_code.py store/test_store_tags.py store/test_store_metrics.py \
+	monitors/test_budget.py store/test_store_identity.py store/test_store_tags.py store/test_store_metrics.py \
 	store/test_store_alarms.py shards/test_tars.py shards/test_images.py data/test_packing.py data/test_coupling.py \
 	data/test_dial_config.py tokenizers/test_text.py tokenizers/test_vocabulary.py \
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
