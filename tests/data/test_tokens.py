@@ -267,13 +267,12 @@ def within_a_minute(do):
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     from mmqk.data import ids
-    from mmqk.data.shards import __main__ as write_manifest
-    from mmqk.data.shards import manifest, tars
+    from mmqk.data.shards import command, manifest, tars
 
     pipe = tmp_path / "train-0.tar"
     os.mkfifo(pipe)
     refused = [lambda: tars.expand([str(pipe)]), lambda: tars.expand([f"{tmp_path}/*.tar"]),
-               lambda: write_manifest.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
+               lambda: command.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
     for name in ("tokens.json", "train/00001.ids.npy"):
         folder = write(tmp_path / name.replace("/", "-"), some(9))
         (folder / name).unlink()

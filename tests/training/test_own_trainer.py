@@ -72,13 +72,6 @@ def test_the_docs_train_mmqks_model_and_the_monitor_changes_no_weight(run):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_the_code_of_the_readme_is_that_of_the_docs():
-    section = (ROOT / "README.md").read_text().partition("## Your own model\n")[2]
-    attached, trained = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
-    whole = block("docs/train.md", "In your own Trainer")
-    assert whole.endswith(trained) and not whole.endswith(attached)
-
-
 def test_the_docs_measure_somebodys_own_module(run):
     code = block("docs/monitors.md", "In Lightning")
     names = run(code)
