@@ -132,7 +132,7 @@ class Run:
         arm: name of the arm.
         seed: the seed.
         id: hash of the identity; empty if run.json is missing or cannot be read.
-        code: hash of the code of the run.
+        code: git commit of mmqk, or the version of its package.
         identity: the fields that define the run.
         details: versions, command, machine and resolved configuration.
         status: content of status.json; "failed" with a reason if the file cannot be read; empty if a monitored model
@@ -140,9 +140,8 @@ class Run:
         remarks: sentences about what is missing or unusual in the records; `notes` also covers the metrics.
         family: name of the arm in the grid, without the values of the axes.
         point: the values of the axes by dotted field; empty if the grid has no axes.
-        role: "verdict", "selection" (a run that selects a learning rate; no verdict uses it) or "replay".
+        role: "verdict", "selection" (a run that selects a learning rate; no verdict uses it) or "parent" (of forks).
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
-        replay: the name of the replayed run, the depth and the numerics; None if the run is not a replay.
         forked: content of fork.json; empty if there is none.
         data: statistics of the data by modality, from data.json; empty if there is no such file.
         parent: the parent of a fork, if it was loaded with the fork; else None.
@@ -163,7 +162,6 @@ class Run:
     point: Mapping[str, Any] = field(default_factory=dict)
     role: str = "verdict"
     fork: Mapping[str, Any] | None = None
-    replay: Mapping[str, Any] | None = None
     forked: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     parent: Run | None = field(default=None, init=False, repr=False, compare=False)
@@ -383,7 +381,6 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
         point=entry.get("point") or {},
         role=entry.get("role") or "verdict",
         fork=entry.get("fork") or _fork_of(forked),
-        replay=entry.get("replay"),
         forked=forked,
         data=data,
     )

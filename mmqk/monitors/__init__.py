@@ -1,4 +1,4 @@
-"""Measures statistics of a model while it trains. This package needs only torch and the standard library.
+"""Measures statistics of a model while it trains. This package needs torch and numpy.
 
 `NormMonitor`, the Lightning callback, is imported on first use, so that only its users need Lightning.
 """

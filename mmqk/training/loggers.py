@@ -29,8 +29,6 @@ from mmqk.store import (
 from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers.logger import Logger
-
     from mmqk.config import RunConfig
 
 

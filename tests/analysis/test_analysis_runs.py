@@ -145,28 +145,21 @@ def test_numbers_are_not_read_before_they_are_asked_for(tmp_path):
     assert run.series("loss")[0].tolist() == [7]
 
 
-def test_a_run_of_axes_forks_and_replays_says_so(tmp_path):
+def test_a_run_of_axes_and_forks_says_so(tmp_path):
     folder = write_demo(tmp_path / "demo")
     record = json.loads((folder / "ablation.json").read_text())
     plain = load_runs(folder)[0]
-    assert (plain.family, plain.point, plain.role, plain.fork, plain.replay) == (
-        "mixed",
-        {},
-        "verdict",
-        None,
-        None,
-    )
+    assert (plain.family, plain.point, plain.role, plain.fork) == ("mixed", {}, "verdict", None)
     record["runs"][0] |= {
         "family": "all",
         "point": {"optim.lr": 0.01},
         "role": "selection",
         "fork": {"parent": "mixed/seed1", "step": 3},
-        "replay": {"of": "mixed/seed1", "depth": 0.05, "step": 3, "numerics": "fp32"},
     }
     (folder / "ablation.json").write_text(json.dumps(record))
     run = load_runs(folder)[0]
     assert (run.family, run.point, run.role) == ("all", {"optim.lr": 0.01}, "selection")
-    assert run.fork == {"parent": "mixed/seed1", "step": 3} and run.replay["depth"] == 0.05
+    assert run.fork == {"parent": "mixed/seed1", "step": 3}
 
 
 def test_a_fork_without_an_ablation_says_its_parent_itself(tmp_path):

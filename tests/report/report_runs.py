@@ -119,7 +119,7 @@ def write_sweep(folder: Path, *, seeds: tuple[int, ...] = (0, 1), widths: tuple[
                     name = f"{arm}-{id}/seed{seed}"
                     entries.append(
                         {"arm": arm, "seed": seed, "folder": name, "id": id, "family": family, "point": point,
-                         "role": "verdict", "fork": None, "replay": None}
+                         "role": "verdict", "fork": None}
                     )  # fmt: skip
                     dies = not qk and lr == max(RATES) and width >= 128
                     write(

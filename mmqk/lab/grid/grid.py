@@ -14,9 +14,9 @@
       - {id: C2, statement: ..., metric: ..., treatment: plain, control: qk, min_effect: 0.69}
     report: {hero: [plain, qk]}
 
-docs/ablations.md has examples. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``, whose
-parser refuses unknown fields. ``hypotheses`` is text that is registered with the claims. This package does not import
-torch, because the report reads grids and must work without torch.
+docs/ablations.md has examples. The fields under ``set`` and ``axes`` are those of ``mmqk train``, whose parser
+refuses unknown fields. ``hypotheses`` is text that no code reads: it is part of the hash of registered claims. This
+package does not import torch, because the report reads grids and must work without torch.
 """
 
 from __future__ import annotations

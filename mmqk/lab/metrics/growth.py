@@ -72,12 +72,6 @@ def growth_order(run: Run) -> list[Growth]:
     return sorted(grown, key=lambda growth: (growth.step, -growth.ratio))
 
 
-def has_two_probes(run: Run) -> bool:
-    """Return whether any series has at least two values at or after the end of the warm-up; `growth_order` uses only
-    such series."""
-    return any(True for _ in _after_warmup(run))
-
-
 def _after_warmup(run: Run) -> Iterator[tuple[Tag, np.ndarray, np.ndarray]]:
     """Yield the tag, steps and values, from the end of the warm-up on, of each series of `GROWING` and `FALLING` that
     has at least two values there. Series of single heads are left out."""

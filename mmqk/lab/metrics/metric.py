@@ -103,7 +103,7 @@ class FamilyMetric(_Quantity):
         """Return the number, or NaN with the reason.
 
         Args:
-            runs: verdict runs of one family at one seed, without selection runs and replays.
+            runs: verdict runs of one family at one seed, without selection runs.
             modality: the modality, if the metric has one.
             planned: the points of the grid; the number is NaN if a point has no run.
         """

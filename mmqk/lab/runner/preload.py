@@ -25,5 +25,5 @@ import mmqk.training.ranks
 import mmqk.training.tensorboard
 from mmqk.store import code_version
 
-# Hash the code now: runs execute the code imported here, even if the files change later.
+# Read the commit now: runs execute the code imported here, even if the files change later.
 code_version()

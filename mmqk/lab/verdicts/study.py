@@ -130,7 +130,7 @@ class Study:
         return tuple(a for a in self.arms.values() if a.family == name and at(a.point, point or {}))
 
     def of_arm(self, arm: str) -> tuple[Run, ...]:
-        """Return the verdict runs of an arm, sorted by seed, without selection runs and replays."""
+        """Return the verdict runs of an arm, sorted by seed, without selection runs."""
         of_arm = (run for run in self.runs if run.arm == arm and run.role == "verdict")
         return tuple(sorted(of_arm, key=lambda run: run.seed))
 

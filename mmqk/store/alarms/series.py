@@ -68,9 +68,9 @@ class Spike(Rule):
 class SpikeOfMedian(Rule):
     """Rule: a loss is more than 0.1 nat above the median of the last 201 losses, itself included (Qwen).
 
-    The rule needs a full window. The window ends at the newest value, whereas that of `spike_rate` is centered. If 6
-    standard deviations, estimated from the quartiles of the window, are more than 0.1 nat, they are the threshold (no
-    published source). With small batches, Qwen's threshold would raise an alarm at every fifth step.
+    The rule needs a full window, which ends at the newest value. If 6 standard deviations, estimated from the
+    quartiles of the window, are more than 0.1 nat, they are the threshold (no published source). With small batches,
+    Qwen's threshold would raise an alarm at every fifth step.
     """
 
     STATE = ("window", "on")
