@@ -236,7 +236,6 @@ def test_a_signal_to_any_process_ends_all_in_order(tiny_args, tmp_path, signum):
     assert status.status == "interrupted" and not is_locked(out) and status.step % 10 == 0
     steps = [line["step"] for line in read_metrics(out / "metrics.jsonl")]
     assert max(steps) == status.step == int(next(iter((out / "checkpoints").iterdir())).stem[4:])
-    assert (out / "run.lock").read_text().strip() == str(both[0].pid)
 
 
 def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
