@@ -171,7 +171,7 @@ def ranks(args: list[str], folder: Path, strategy: str) -> list[int]:
         pid = os.fork()
         if pid == 0:
             try:
-                _rank(rank, port, flags, str(folder / f"log{rank}"), 1)
+                _rank(rank, port, flags, str(folder / f"log{rank}"), 1, 0)
             except SystemExit as exit_:
                 os._exit(exit_.code if isinstance(exit_.code, int) else 1)
             finally:
