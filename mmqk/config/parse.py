@@ -116,11 +116,12 @@ class Fields:
         rest = iter(argv)
         for word in rest:
             name, equals, text = word.removeprefix("--").partition("=")
-            if not equals and name not in self.known and name != "config":
+            is_group = word.startswith("--") and any(known.startswith(f"{name}.") for known in self.known)
+            if not equals and name not in self.known and name != "config" and not is_group:
                 raise UserError(self.unknown(name))
             if not equals:
                 following = next(rest, None) if word.startswith("--") and name != "quiet" else None
-                if following is None and name != "quiet":
+                if name != "quiet" and (following is None or following.startswith("--")):
                     raise UserError(f"{name} has no value: write {name}=VALUE.")
                 text = following or ("true" if name == "quiet" else "")
             if name == "config":
@@ -137,6 +138,7 @@ class Fields:
         if not 1 <= len(near) <= MOST_NAMED:
             last = {known.rpartition(".")[2]: known for known in self.known}
             names = {*self.known, *(known.rpartition(".")[0] for known in self.known)}
+            names -= {"", plain.rpartition(".")[0]}
             near = difflib.get_close_matches(plain, sorted(names), n=1, cutoff=0.6) or [
                 last[leaf] for leaf in difflib.get_close_matches(plain, last, n=1, cutoff=0.75)
             ]
