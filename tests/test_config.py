@@ -57,6 +57,7 @@ from mmqk.train import main
         (["--config=README.md"], "README.md is not the YAML of a run"),
         (["--config=configs/absent.yaml"], "absent.yaml cannot be read"),
         (["data.tokenizers=nowhere"], "nowhere"),
+        (["data.tokens=mine"], "data.tokens is given, but data.mix has no tokens"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, capsys, extra, says):

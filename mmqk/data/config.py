@@ -104,6 +104,12 @@ class DataConfig:
             folder = FOLDER_FIELDS.get(kind)
             if folder and not getattr(self, folder):
                 raise ValueError(f"data.mix asks for {kind}, but data.{folder} is empty: name its folder.")
+        for kind in ("tokens", "interleaved"):  # the other sources have defaults
+            if getattr(self, kind) and kind not in kinds:
+                raise ValueError(
+                    f"data.{kind} is given, but data.mix has no {kind}, so it would not be read: set data.mix"
+                    f" '{{\"{kind}\": 1}}', or leave data.{kind} out."
+                )
 
     @property
     def documents_apart(self) -> bool:
