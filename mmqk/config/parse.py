@@ -23,7 +23,7 @@ MOST_NAMED = 4  # fields in a suggestion
 
 
 class Leaf(NamedTuple):
-    """A field without fields of its own: its type, its default and its text in the docstring."""
+    """A field that is not a group of fields: its type, its default and its text in the docstring."""
 
     hint: Any
     default: Any
