@@ -74,7 +74,9 @@ def _apart(context: Context) -> dict[str, Any]:
     }
 
 
-def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Candidate]:
+def candidates_of(
+    run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool
+) -> list[Candidate]:
     """Return the candidates. The candidates of mmqk are compiled if `run.compile` is true.
 
     Args:
@@ -90,7 +92,9 @@ def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool,
     probed = run.monitor.every_n_steps  # steps per turn, so that each turn has one probe
 
     m = run.monitor
-    note = f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the others have none"
+    note = (
+        f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the others have none"
+    )
     bare = partial(bare_loop, run, device)
     candidates = [
         Candidate("bare loop", bare, work, compiled=run.compile),
@@ -120,5 +124,7 @@ def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool,
         if eager:
             candidates.append(Candidate(name, partial(loop, run, device, False), work))
         if compiled:
-            candidates.append(Candidate(f"{name}, compiled", partial(loop, run, device, True), work, compiled=True))
+            candidates.append(
+                Candidate(f"{name}, compiled", partial(loop, run, device, True), work, compiled=True)
+            )
     return candidates
