@@ -123,7 +123,7 @@ def fake(tmp_path_factory):
     (folder / "fake_train.py").write_text(FAKE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(Path(__file__).parents[2])]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(Path(__file__).parents[3])]))
         yield folder
 
 

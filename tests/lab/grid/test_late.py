@@ -11,7 +11,7 @@ from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.claims import read_claims
 from mmqk.lab.verdicts.claims import check_claims, check_decidable
-from tests.grid.resolved import ROOT, resolved, unequal
+from tests.lab.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/failures/late.yaml"
 

@@ -203,6 +203,6 @@ def test_the_hash_of_claims_is_theirs_alone(write):
 
 
 def test_grids_that_ship_can_be_read():
-    shipped = sorted((Path(__file__).parents[2] / "configs" / "ablations").glob("*.yaml"))
+    shipped = sorted((Path(__file__).parents[3] / "configs" / "ablations").glob("*.yaml"))
     for path in shipped:
         assert load_grid(path).jobs

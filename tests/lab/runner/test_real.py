@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.store import read_json, read_metrics
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = """
 model: {d_model: 16, n_layers: 2, n_heads: 2}
 data: {batch_size: 4, val_sequences: 8}

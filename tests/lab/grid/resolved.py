@@ -11,7 +11,7 @@ from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.grid import Grid
 from mmqk.store import flatten
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:

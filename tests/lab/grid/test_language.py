@@ -236,7 +236,7 @@ def test_merged_grids_keep_the_quick_arms_of_each(load, tmp_path):
 
 
 def test_every_example_of_the_page_can_be_read(load):
-    page = (Path(__file__).parents[2] / "docs/ablations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/ablations.md").read_text()
     examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
     grids = {grid.name: grid for grid in map(load, examples)}
     assert len(grids) == len(examples) == 5
@@ -247,8 +247,8 @@ def test_every_example_of_the_page_can_be_read(load):
 
 
 def test_the_page_names_every_key_of_a_grid_and_every_flag():
-    page = (Path(__file__).parents[2] / "docs/ablations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/ablations.md").read_text()
     for key in GRID_KEYS:
         assert re.search(rf"^{key}:|under {key}\b", page, re.M), key
-    flags = re.findall(r'"(--[a-z-]+)"', (Path(__file__).parents[2] / "mmqk/ablate.py").read_text())
+    flags = re.findall(r'"(--[a-z-]+)"', (Path(__file__).parents[3] / "mmqk/ablate.py").read_text())
     assert len(flags) >= 8 and not [flag for flag in flags if flag not in page]

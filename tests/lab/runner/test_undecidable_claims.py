@@ -147,7 +147,7 @@ def test_seeds_that_leave_a_claim_open_are_announced(world, capsys, seeds, more,
     assert (sentence in capsys.readouterr().out.splitlines()) == said
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.yaml")), ids=lambda p: p.stem)

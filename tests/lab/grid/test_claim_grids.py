@@ -17,7 +17,7 @@ from mmqk.lab.stats.auroc import FEWEST_OF_EACH
 from mmqk.lab.stats.effects import quantile_t
 from mmqk.lab.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims, check_decidable, few_seeds
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs/claims"
 NAMES = ("learning_rates", "modalities", "placement", "competition")
 GRIDS = {

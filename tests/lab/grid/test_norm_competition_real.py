@@ -14,7 +14,7 @@ from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.lab.grid.claims import read_claims
 from mmqk.lab.verdicts.claims import check_claims, check_decidable
-from tests.grid.resolved import ROOT, resolved, unequal
+from tests.lab.grid.resolved import ROOT, resolved, unequal
 
 STUDY = "configs/claims/norm_competition_real.yaml"
 

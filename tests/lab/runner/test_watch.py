@@ -21,7 +21,7 @@ from mmqk.store import Alarm, MetricsWriter, append_alarms, cli_main, write_json
 from mmqk.store.lock import lock_folder
 from mmqk.watch import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def write_run(folder: Path, status="running", steps=range(0, 41, 10), max_steps=200, alarms=(), reason=""):

@@ -17,7 +17,7 @@ from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.grid import Grid
 from mmqk.remedies import REMEDIES
 from mmqk.store import UserError, flatten
-from tests.grid.resolved import ROOT, unequal
+from tests.lab.grid.resolved import ROOT, unequal
 
 DEMO = Path("configs/ablations/demo.yaml")
 QK, PRE, POST, LR = "model.qk_norm.kind", "model.pre_norm", "model.post_norm", "optim.lr"

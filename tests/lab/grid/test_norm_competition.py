@@ -9,7 +9,7 @@ import pytest
 from mmqk.config import RunConfig
 from mmqk.data.synthetic.dial import Dial
 from mmqk.lab.grid import load_grid
-from tests.grid.resolved import ROOT, resolved, unequal
+from tests.lab.grid.resolved import ROOT, resolved, unequal
 
 STUDY, PILOT = "configs/claims/norm_competition.yaml", "configs/claims/norm_competition_pilot.yaml"
 MECHANISMS = "configs/claims/norm_competition_mechanisms.yaml"
