@@ -129,7 +129,9 @@ def _parser() -> OneSentenceParser:
         "--slice", default="1/1", metavar="K/N", help="the k-th of n parts (--list prints their number)"
     )
     parser.add_argument("--rounds", type=int, help="counted rounds per row (default: the table's)")
-    parser.add_argument("--repeat", type=int, help="repetitions per row and round (default: the table's)")
+    parser.add_argument(
+        "--repeat", type=int, help="repetitions per row and round (default: the table's)"
+    )
     parser.add_argument("--rows", metavar="REGEX", help="only the rows whose name matches (default: all)")
     parser.add_argument(
         "--minutes", type=float, help="stop after M minutes: skip later units, shorten the current one"

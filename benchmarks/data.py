@@ -49,9 +49,7 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as cache:
             config = replace(toy(context).data, seq_len=SEQ_LEN, batch_size=BATCH, val_sequences=1)
             shard = str(checked_shards(config.pairs, "val")[0][0])
-            takes = {
-                name: Take(make) for name, make in candidates_of(shard, config, Path(cache), batches).items()
-            }
+            takes = {name: Take(make) for name, make in candidates_of(shard, config, Path(cache), batches).items()}
             cpu = replace(context, device="cpu")
             candidates = [Candidate(name, take.open, memory=False) for name, take in takes.items()]
             rows: list[Row] = compare(candidates, cpu, repeat=1, rounds=5)

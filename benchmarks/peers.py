@@ -74,9 +74,7 @@ def _apart(context: Context) -> dict[str, Any]:
     }
 
 
-def candidates_of(
-    run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool
-) -> list[Candidate]:
+def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Candidate]:
     """Return the candidates. The candidates of mmqk are compiled if `run.compile` is true.
 
     Args:
@@ -92,9 +90,7 @@ def candidates_of(
     probed = run.monitor.every_n_steps  # steps per turn, so that each turn has one probe
 
     m = run.monitor
-    note = (
-        f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the others have none"
-    )
+    note = f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the others have none"
     bare = partial(bare_loop, run, device)
     candidates = [
         Candidate("bare loop", bare, work, compiled=run.compile),
@@ -124,7 +120,5 @@ def candidates_of(
         if eager:
             candidates.append(Candidate(name, partial(loop, run, device, False), work))
         if compiled:
-            candidates.append(
-                Candidate(f"{name}, compiled", partial(loop, run, device, True), work, compiled=True)
-            )
+            candidates.append(Candidate(f"{name}, compiled", partial(loop, run, device, True), work, compiled=True))
     return candidates

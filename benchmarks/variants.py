@@ -77,8 +77,7 @@ def _measure(context: Context, name: str) -> dict[str, Any]:
 
     plain = make(())
     candidates = [
-        Candidate(arm, partial(build, flags), work_of(plain), compiled=plain.compile)
-        for arm, flags in arms.items()
+        Candidate(arm, partial(build, flags), work_of(plain), compiled=plain.compile) for arm, flags in arms.items()
     ]
     size = "124M" if context.full else "the demonstration"
     return {

@@ -57,9 +57,7 @@ def make_batch(encoder: DocumentEncoder, documents: list[np.ndarray], seq_len: i
     )
 
 
-def train(
-    qk_norm: str, encoder: DocumentEncoder, documents: list[np.ndarray], args: argparse.Namespace
-) -> None:
+def train(qk_norm: str, encoder: DocumentEncoder, documents: list[np.ndarray], args: argparse.Namespace) -> None:
     """Train one model with a plain PyTorch loop, and print losses and the largest attention logits."""
     torch.manual_seed(args.seed)
     config = ModelConfig(
@@ -92,10 +90,7 @@ def train(
             print(
                 f"step {step:4d}",
                 *(f"loss/{name} {value:.2f}" for name, value in zip(MODALITIES, losses_M, strict=True)),
-                *(
-                    f"largest logit/{name} {value:.1f}"
-                    for name, value in zip(MODALITIES, logits, strict=True)
-                ),
+                *(f"largest logit/{name} {value:.1f}" for name, value in zip(MODALITIES, logits, strict=True)),
                 sep="   ",
             )
         optimizer.zero_grad()
@@ -105,12 +100,8 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shards", type=Path, default=DATA / "emoji", help="folder of tar shards with a manifest"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=Path, default=DATA / "emoji", help="folder of tar shards with a manifest")
     parser.add_argument("--tokenizers", type=Path, default=DATA / "tokenizers")
     parser.add_argument("--documents", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100)

@@ -65,9 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     only = _only(options, grid)
     if options.pack is not None:
         new = take_runs(options.pack, out, grid)
-        print(
-            f"{options.pack}: copied {plural(len(new), 'finished run')} that {out} did not have", flush=True
-        )
+        print(f"{options.pack}: copied {plural(len(new), 'finished run')} that {out} did not have", flush=True)
 
     if not options.dry_run:
         # Without this variable, every run with compiled blocks would compile on all cores. torch reads the variable
@@ -76,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         # Start the server now, so that it imports torch at the same time as the resolver in this process.
         start_server(PRELOAD)
     resolver = Resolver(max(1, cores() // jobs))
-    session = Session(grid, out, lambda: plan(grid, out, resolver), resolver.threads, options.slice, only)
+    session = Session(
+        grid, out, lambda: plan(grid, out, resolver), resolver.threads, options.slice, only
+    )
     session.look()
     for sentence in _check_claims(grid, session):
         print(sentence, flush=True)

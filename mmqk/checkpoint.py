@@ -116,9 +116,7 @@ def check_parts(content: Mapping[str, Any]) -> None:
         CheckpointError: a part is missing or has the wrong type.
     """
     if "global_step" not in content:
-        raise CheckpointError(
-            "has only weights, such as those of an import: a run cannot resume or fork from it"
-        )
+        raise CheckpointError("has only weights, such as those of an import: a run cannot resume or fork from it")
     for name, kind in PARTS.items():
         if name not in content:
             raise CheckpointError(f"lacks the part {name}")
@@ -144,9 +142,7 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
     # `from_dict` adds the fields that the version of mmqk that wrote the checkpoint did not have.
     differing = differing_fields(asdict(ModelConfig.from_dict(content["mmqk_model"])), asdict(model))
     if differing:
-        raise CheckpointError(
-            f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})"
-        )
+        raise CheckpointError(f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})")
     ranks = content.get("mmqk_ranks")
     if not isinstance(ranks, dict) or ranks.keys() != {"strategy", "processes"}:
         raise CheckpointError("has a malformed part mmqk_ranks")
@@ -333,6 +329,4 @@ def _malformed(checkpoint: Path, reason: str) -> UserError:
 
 
 def _described(ranks: dict[str, Any]) -> str:
-    return (
-        "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
-    )
+    return "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"

@@ -16,11 +16,7 @@ COMMANDS = {
     "train": ("mmqk.train:process", "demo", "train one run"),
     "ablate": ("mmqk.ablate:main", "demo", "train a grid of runs with seeds"),
     "report": ("mmqk.report:main", "runs/demo", "write the page of a grid or of a run"),
-    "pack": (
-        "mmqk.pack:main",
-        "runs/demo --out demo.zip",
-        "pack runs into one small file, for report and ablate",
-    ),
+    "pack": ("mmqk.pack:main", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
     "watch": ("mmqk.watch:main", "runs/demo", "show runs in a terminal while they train"),
     "init": ("mmqk.init:main", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspect:main", "demo", "show the training data of a configuration on one page"),
@@ -71,9 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         package = (error.name or "mmqk").partition(".")[0]
         if package == "mmqk":
             raise
-        raise UserError(
-            f"mmqk {name} needs {package}, which is not installed: pip install 'mmqk[lab]'"
-        ) from None
+        raise UserError(f"mmqk {name} needs {package}, which is not installed: pip install 'mmqk[lab]'") from None
 
 
 def _table() -> str:

@@ -79,8 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     assert config is not None
     settings = config.read_text(encoding="utf-8")
     files = {
-        "config.yaml": "# One run: text and image tokens in one sequence.\n"
-        + settings[settings.index("model:") :],
+        "config.yaml": "# One run: text and image tokens in one sequence.\n" + settings[settings.index("model:") :],
         "grid.yaml": GRID.format(name=name),
         "README.md": README.format(name=name),
     }

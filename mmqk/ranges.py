@@ -90,9 +90,7 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
         if choices and value not in choices and (only or isinstance(value, str)):
             raise ValueError(f"{name} must be one of {', '.join(choices)}, but is {value!r}.")
         wanted = range_of(declared)
-        is_nan = (
-            isinstance(declared.default, float) and math.isnan(declared.default) and value is declared.default
-        )
+        is_nan = isinstance(declared.default, float) and math.isnan(declared.default) and value is declared.default
         if wanted is None or value is None or is_nan or (choices and isinstance(value, str)):
             continue
         values = {name: value}
@@ -133,8 +131,7 @@ def decimal_numbers(loader: Any) -> Any:
     }
     resolvers = {
         first: [
-            (tag, re.compile(f"{refused.get(tag, '')}(?:{known.pattern})", known.flags))
-            for tag, known in each
+            (tag, re.compile(f"{refused.get(tag, '')}(?:{known.pattern})", known.flags)) for tag, known in each
         ]
         for first, each in loader.yaml_implicit_resolvers.items()
     }

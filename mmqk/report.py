@@ -36,13 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs",
-        type=Path,
-        help="folder of a grid, an arm or a run, any folder that contains runs, or a pack of them",
+        "runs", type=Path, help="folder of a grid, an arm or a run, any folder that contains runs, or a pack of them"
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder for the report (default: reports/<name of the folder>)"
-    )
+    parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the folder>)")
     args = parser.parse_args(argv)
 
     from mmqk.lab.page.claims import effect_in_cell

@@ -93,9 +93,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     # A finished run needs no device.
     status = read_status(run.out)
     resolved = (
-        None
-        if status is not None and status.finished
-        else resolve_device(run, ranks.trainer.strategy.root_device)
+        None if status is not None and status.finished else resolve_device(run, ranks.trainer.strategy.root_device)
     )
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
     if resolved is not None:
@@ -178,12 +176,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
 
 
 def _attach(
-    trainer: Any,
-    module: Any,
-    run: RunConfig,
-    folder: RunFolder | None,
-    data: TokenDataModule,
-    resumed_at: int | None,
+    trainer: Any, module: Any, run: RunConfig, folder: RunFolder | None, data: TokenDataModule, resumed_at: int | None
 ) -> None:
     """Give Lightning's Trainer the callbacks and loggers of the run."""
     from mmqk.monitors.own.callback import RunMonitor
@@ -328,16 +321,7 @@ def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    packages = (
-        "torch",
-        "torchvision",
-        "lightning",
-        "timm",
-        "webdataset",
-        "tokenizers",
-        "tensorboard",
-        "numpy",
-    )
+    packages = ("torch", "torchvision", "lightning", "timm", "webdataset", "tokenizers", "tensorboard", "numpy")
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cpus": os.cpu_count()},

@@ -16,10 +16,7 @@ REPORT = ROOT / "reports/examples/claims/report.md"
 def table() -> str:
     """Return the table: what was tested, the effect and the verdict of every claim with runs, in the order of the
     report."""
-    lines = [
-        "| id | statement | tested | effect (95 % interval) | verdict |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| id | statement | tested | effect (95 % interval) | verdict |", "| --- | --- | --- | --- | --- |"]
     for line in REPORT.read_text(encoding="utf-8").splitlines():
         claim = re.match(r"\| \*\*([\w-]+)\*\* (.*?)\.? \| ", line)
         if claim is None or "**not run**" in line:

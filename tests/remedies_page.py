@@ -171,9 +171,7 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
         lines += [f"## {group[0].upper()}{group[1:]}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
         for r in (remedy for remedy in REMEDIES if remedy.group == group):
             switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)}"
-            lines.append(
-                row((switch, r.acts_on, cost(r, control, sizes[r.key]), r.source, equals(peers[r.key])))
-            )
+            lines.append(row((switch, r.acts_on, cost(r, control, sizes[r.key]), r.source, equals(peers[r.key]))))
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
 

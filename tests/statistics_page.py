@@ -177,10 +177,7 @@ def measured_when(rows: list[Statistic]) -> str:
     for name, case in when.items():
         if case != usual:
             others.setdefault(case, []).append(f"`{name}`")
-    return (
-        "; ".join([f"Measured {usual}", *(f"{case}: {', '.join(names)}" for case, names in others.items())])
-        + "."
-    )
+    return "; ".join([f"Measured {usual}", *(f"{case}: {', '.join(names)}" for case, names in others.items())]) + "."
 
 
 def render(measured: dict[str, int], step: int) -> str:

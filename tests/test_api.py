@@ -34,7 +34,10 @@ def test_metrics_are_the_lines_of_the_file(runs, folder):
     run = next(iter(runs))
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     written = {
-        (line["step"], tag): float(value) for line in lines for tag, value in line.items() if tag != "step"
+        (line["step"], tag): float(value)
+        for line in lines
+        for tag, value in line.items()
+        if tag != "step"
     }
     mine = table[table["run"] == run.name]
     read = {}
@@ -56,10 +59,7 @@ def test_the_summary_has_a_row_per_run(runs, folder):
     assert len(summary) == len(runs) == len(list(folder.rglob("run.json")))
     for run in runs:
         status = json.loads((run.path / "status.json").read_text())
-        assert (summary.at[run.name, "status"], summary.at[run.name, "step"]) == (
-            status["status"],
-            status["step"],
-        )
+        assert (summary.at[run.name, "status"], summary.at[run.name, "step"]) == (status["status"], status["step"])
         assert summary.at[run.name, "id"] == json.loads((run.path / "run.json").read_text())["id"]
     assert summary.loc[summary["arm"] == "mixed", "largest_attention_logit"].between(40, 90).all()
     assert not summary.loc[summary["arm"] == "mixed-qk", "largest_attention_logit"].between(40, 90).any()

@@ -12,9 +12,7 @@ def test_the_table_is_that_of_the_page():
 def test_another_page_gives_another_table(tmp_path, monkeypatch):
     """The control: a changed verdict changes the table."""
     report = claims_page.REPORT.read_text(encoding="utf-8")
-    verdict = next(
-        word for word in ("**reproduced**", "**contradicted**", "**inconclusive**") if word in report
-    )
+    verdict = next(word for word in ("**reproduced**", "**contradicted**", "**inconclusive**") if word in report)
     (tmp_path / "report.md").write_text(report.replace(verdict, "**changed**", 1), encoding="utf-8")
     monkeypatch.setattr(claims_page, "REPORT", tmp_path / "report.md")
     text = PAGE.read_text(encoding="utf-8")

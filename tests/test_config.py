@@ -27,23 +27,14 @@ from mmqk.train import main
         (["--batchsize", "3"], "no field 'batchsize': did you mean 'data.batch_size'?"),
         (["every_n_steps=3"], "did you mean 'monitor.every_n_steps' or 'checkpoint.every_n_steps'?"),
         (["trainer.logger.class_path=os.path.join"], "no field 'trainer.logger.class_path'"),
-        (
-            ["trainer.strategy={class_path: os.path.join}"],
-            "trainer.strategy is {'class_path': 'os.path.join'}",
-        ),
+        (["trainer.strategy={class_path: os.path.join}"], "trainer.strategy is {'class_path': 'os.path.join'}"),
         (["trainer.max_steps"], "trainer.max_steps has no value: write trainer.max_steps=VALUE"),
         (["data.pairs", "x"], "data.pairs has no value: write data.pairs=VALUE"),
         (["model.qk_norm=rms"], "model.qk_norm is 'rms', but it is a group of fields"),
         (["model.d_model=wide"], "model.d_model is 'wide': it must be a valid integer"),
         (["model.d_model=true"], "model.d_model is True"),
-        (
-            ["model.qk_norm.kind=layers"],
-            "model.qk_norm.kind is 'layers': it must be 'none', 'rms', 'layer' or 'l2'",
-        ),
-        (
-            ["model.attn_scale=wide"],
-            "model.attn_scale is 'wide': it must be 'rsqrt', 'inverse' or 'none' or a valid",
-        ),
+        (["model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': it must be 'none', 'rms', 'layer' or 'l2'"),
+        (["model.attn_scale=wide"], "model.attn_scale is 'wide': it must be 'rsqrt', 'inverse' or 'none' or a valid"),
         (["loss.weights.text=x"], "loss.weights is 'x': it must be a valid number"),
         (["optim.lr="], "optim.lr is empty"),
         (["optim.lr={"], "optim.lr is '{', which is not the YAML of a value"),
@@ -137,12 +128,7 @@ def test_patterns_and_dotted_keys_of_a_file_are_looked_up_beside_it(tiny_data, t
     (tmp_path / "own").symlink_to(tiny_data / "pairs")
     path = tmp_path / "a.yaml"
     others = [f"--data.{name}={tiny_data / name}" for name in ("text", "tokenizers", "cache")]
-    patterns = (
-        "own/train-{00000..00001}.tar",
-        "own/train-*.tar",
-        "own/train-0000?.tar",
-        "own/train-[0-9]*.tar",
-    )
+    patterns = ("own/train-{00000..00001}.tar", "own/train-*.tar", "own/train-0000?.tar", "own/train-[0-9]*.tar")
     for pattern in patterns:
         for yaml in (f"data: {{pairs: '{pattern}'}}\n", f"data.pairs: '{pattern}'\n"):
             path.write_text(yaml)

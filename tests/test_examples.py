@@ -63,23 +63,13 @@ def test_watching_shows_the_numbers_of_the_run_folder(name):
     lines = read_metrics(Path(names["out"]) / "metrics.jsonl")
     table = names["table"][names["table"]["step"] == lines[-1]["step"]]
     for row in table.itertuples():
-        parts = [
-            row.metric,
-            row.modality,
-            *([] if row.metric.startswith("final") else [f"layer{row.layer:02d}"]),
-        ]
+        parts = [row.metric, row.modality, *([] if row.metric.startswith("final") else [f"layer{row.layer:02d}"])]
         assert row.value == lines[-1]["/".join(parts)]
-    assert {"text", "image", "image-text"} <= set(table["modality"]) and set(table["layer"].dropna()) == {
-        0,
-        1,
-        2,
-    }
+    assert {"text", "image", "image-text"} <= set(table["modality"]) and set(table["layer"].dropna()) == {0, 1, 2}
 
 
 def test_a_notebook_that_fails_is_seen(tmp_path):
-    (tmp_path / "broken.ipynb").write_text(
-        json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1 / 0"]}]})
-    )
+    (tmp_path / "broken.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1 / 0"]}]}))
     with pytest.raises(ZeroDivisionError):
         names_after(tmp_path / "broken.ipynb")
 

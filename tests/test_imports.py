@@ -107,17 +107,7 @@ assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
 # The packages of the extra lab. pandas is not listed, because torch.compiler tries to import it.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
-    *(
-        "webdataset",
-        "braceexpand",
-        "timm",
-        "tokenizers",
-        "safetensors",
-        "torchvision",
-        "pydantic",
-        "yaml",
-        "PIL",
-    ),
+    *("webdataset", "braceexpand", "timm", "tokenizers", "safetensors", "torchvision", "pydantic", "yaml", "PIL"),
     *("scipy", "matplotlib", "jinja2", "rich", "vector_quantize_pytorch"),
 )
 WITHOUT_LAB = """
@@ -166,22 +156,13 @@ RULES = {
         then=RESOLVE,
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
-    "watch": Rule(
-        ("mmqk.watch", "mmqk.lab.runner.views", "mmqk.lab.runner.table"), never=("torch", "lightning")
-    ),
+    "watch": Rule(("mmqk.watch", "mmqk.lab.runner.views", "mmqk.lab.runner.table"), never=("torch", "lightning")),
     "analysis": Rule(
         ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.formatting"),
         never=("torch", "lightning", "matplotlib"),
     ),
     "report": Rule(
-        (
-            "mmqk.lab.runs",
-            "mmqk.lab.metrics",
-            "mmqk.lab.stats",
-            "mmqk.lab.verdicts",
-            "mmqk.lab.page",
-            "mmqk.report",
-        ),
+        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.page", "mmqk.report"),
         never=("torch", "lightning"),
         then=REPORT,
     ),
@@ -215,18 +196,8 @@ def test_the_rule_is_kept(name):
         ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
         ("monitors", "monitors/record.py", "import tensorboard", "No module named 'tensorboard'"),
         ("config", "config/training.py", "import lightning", "imports lightning"),
-        (
-            "config",
-            "data/tokenizers/files.py",
-            "from torch import Tensor",
-            "imports torch",
-        ),  # by `resolve` only
-        (
-            "shards",
-            "data/shards/pairs.py",
-            "import mmqk.data.tokenizers.text",
-            "imports mmqk.data.tokenizers",
-        ),
+        ("config", "data/tokenizers/files.py", "from torch import Tensor", "imports torch"),  # by `resolve` only
+        ("shards", "data/shards/pairs.py", "import mmqk.data.tokenizers.text", "imports mmqk.data.tokenizers"),
         ("report", "lab/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
         ("report", "report.py", "def main(argv): import torch", "imports torch"),
     ],

@@ -15,9 +15,7 @@ ROOT = Path(__file__).parents[1]
 def test_a_project_is_complete(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["study"]) == 0
-    assert capsys.readouterr().out.split() == [
-        f"study/{name}" for name in ("config.yaml", "grid.yaml", "README.md")
-    ]
+    assert capsys.readouterr().out.split() == [f"study/{name}" for name in ("config.yaml", "grid.yaml", "README.md")]
     assert resolve(["study/config.yaml"]).id == resolve(["demo"]).id
     grid = load_grid("study/grid.yaml")
     assert grid.name == "study" and len(grid.jobs) == 6
@@ -29,9 +27,7 @@ def test_a_project_is_complete(tmp_path, monkeypatch, capsys):
     assert ablate(["grid.yaml", "--dry-run"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("full", "not an empty"), ("file", "not an empty"), ("a b", "'a b'")]
-)
+@pytest.mark.parametrize(("name", "says"), [("full", "not an empty"), ("file", "not an empty"), ("a b", "'a b'")])
 def test_what_exists_stays(tmp_path, name, says):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")

@@ -51,12 +51,8 @@ def mmqk_command(*arguments: str, **environment: str) -> subprocess.CompletedPro
 def test_three_commands_are_modules_too():
     assert mmqk_command("remedies").stdout.startswith("Add the flags to: mmqk train demo")
     for name in ("train", "ablate", "report"):
-        alone = subprocess.run(
-            [sys.executable, "-m", f"mmqk.{name}", "--help"], capture_output=True, text=True
-        )
-        assert alone.stdout == mmqk_command(name, "--help").stdout and alone.stdout.startswith(
-            f"usage: mmqk {name} "
-        )
+        alone = subprocess.run([sys.executable, "-m", f"mmqk.{name}", "--help"], capture_output=True, text=True)
+        assert alone.stdout == mmqk_command(name, "--help").stdout and alone.stdout.startswith(f"usage: mmqk {name} ")
 
 
 def test_the_version(capsys):

@@ -33,7 +33,6 @@ SMALLER = {
     "train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.probe_sequences=2", "--quiet"],
 }
 
-
 def photograph(random: np.random.Generator, encoding: str) -> bytes:
     """Return an encoded image of random size, with smooth random colors."""
     height, width = random.integers(50, 300, 2)

@@ -168,9 +168,7 @@ def test_cost_says_what_is_added():
     control, nothing = Size(1000, 10**6), replace(REMEDIES[0], cost="none")
     assert cost(nothing, control, control) == "none"
     assert cost(nothing, control, Size(2500, 10**6)) == "+1,500 parameters"
-    assert cost(REMEDIES[2], control, Size(990, 2 * 10**6)).startswith(
-        "-10 parameters; +100.0 % FLOPs; two norms"
-    )
+    assert cost(REMEDIES[2], control, Size(990, 2 * 10**6)).startswith("-10 parameters; +100.0 % FLOPs; two norms")
     assert cost(nothing, control, Size(1000, 10**6 + 1)) == "below 0.1 % FLOPs"
 
 
@@ -185,6 +183,4 @@ def test_flops_are_those_of_the_textbook():
     # QK-Clip computes every q·k once more; an additional backward pass is two thirds of a step.
     assert measure({"optim.qk_clip": 100.0}).flops - size.flops == c.n_layers * scores
     assert measure({"optim.split_second_moment": True}).flops * 3 == size.flops * 5
-    assert (
-        measure({"model.per_modality.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2
-    )
+    assert measure({"model.per_modality.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2

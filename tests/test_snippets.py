@@ -34,9 +34,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 ALL = [
-    pytest.param(page, call, id=f"{page.stem}: {' '.join(call)[:60]}")
-    for page in PAGES
-    for call in commands(page)
+    pytest.param(page, call, id=f"{page.stem}: {' '.join(call)[:60]}") for page in PAGES for call in commands(page)
 ]
 
 
@@ -56,13 +54,9 @@ def unknown(call: list[str]) -> list[str]:
     """Return the flags of a call that its help does not list."""
     command, args = split(call)
     flags = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
-    shown = help_of(*command) + (
-        help_of("train") if command[-1].endswith("inspect") else ""
-    )  # it takes these fields
+    shown = help_of(*command) + (help_of("train") if command[-1].endswith("inspect") else "")  # it takes these fields
     fields = set(re.findall(r"^  ([\w.]+)=", shown, re.MULTILINE)) | {"config"}
-    return [
-        f for f in flags if not re.search(rf"(?<![\w-]){f}\b", shown) and f.removeprefix("--") not in fields
-    ]
+    return [f for f in flags if not re.search(rf"(?<![\w-]){f}\b", shown) and f.removeprefix("--") not in fields]
 
 
 @pytest.mark.parametrize(("page", "call"), ALL)

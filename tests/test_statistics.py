@@ -84,9 +84,7 @@ def of_other_models() -> set[str]:
     watch.close()
     masked, added = Net(["sdpa"]), torch.full((12, 12), -1e4).triu(1)
     found |= set(attach(masked, modality={"image": range(20, 32)}).probe(ids=batch.ids_BT, mask=added).flat())
-    rows = RowLog(config.modalities).values(
-        [1.0] * 8
-    )  # largest logits and log-sum-exps of 2 layers, 2 modalities
+    rows = RowLog(config.modalities).values([1.0] * 8)  # largest logits and log-sum-exps of 2 layers, 2 modalities
     return found | set(rows) | set(residual_absorption(model.bfloat16(), batch).flat())
 
 
@@ -149,9 +147,7 @@ def test_the_page_is_what_the_code_says():
 def test_a_page_of_other_costs_is_another_and_costs_are_those_of_the_textbook():
     measured, step = parts(), measure({}).flops
     assert render(measured | {"growth": 1}, step) != render(measured, step)
-    assert (
-        6 * measured["forward"] == step
-    )  # a probe has 4 of 8 sequences; a backward pass costs two forward passes
+    assert 6 * measured["forward"] == step  # a probe has 4 of 8 sequences; a backward pass costs two forward passes
     assert measured["precision"] == measured["forward"]
     assert (
         6 * measured["agreement"] == 10 * step

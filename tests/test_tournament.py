@@ -9,9 +9,7 @@ from tests.tournament_page import PAGE, filled, rows
 
 def test_the_table_is_that_of_the_ranking():
     text = PAGE.read_text(encoding="utf-8")
-    assert "<!-- tournament whole" in text and filled(text) == text, (
-        "write it: python -m tests.tournament_page"
-    )
+    assert "<!-- tournament whole" in text and filled(text) == text, "write it: python -m tests.tournament_page"
 
 
 def test_another_ranking_gives_another_table(monkeypatch):

@@ -93,14 +93,7 @@ assert "attn_logit_absmax/text-image/layer00" in logged and "out_log_z/text" in 
 """
 # Commands that need the extra lab, and one that does not.
 LIGHT = {"mmqk --version": 0, "mmqk": 0} | dict.fromkeys(
-    (
-        "mmqk train demo",
-        "mmqk ablate demo",
-        "mmqk report runs",
-        "mmqk inspect demo",
-        "mmqk watch --once runs",
-    ),
-    2,
+    ("mmqk train demo", "mmqk ablate demo", "mmqk report runs", "mmqk inspect demo", "mmqk watch --once runs"), 2
 )
 
 
@@ -118,9 +111,7 @@ def use_light(full: dict[str, str], path: Path, wheel: Path, folder: Path) -> in
     light = environment(path)
     run = partial(subprocess.run, env=light, cwd=folder, text=True)
     run(["python", "-m", "pip", "--quiet", "install", "--no-deps", wheel], check=True)
-    packages = run(
-        ["python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True
-    )
+    packages = run(["python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True)
     run(["python", "-c", LINK, packages.stdout.strip()], check=True, env=full)
     run(["python", "-c", WATCH], check=True)
     for line, code in LIGHT.items():
@@ -136,29 +127,20 @@ def use_light(full: dict[str, str], path: Path, wheel: Path, folder: Path) -> in
 def main() -> int:
     """Build, install and use the wheel; return the exit code of the first command that fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--env", type=Path, default=ROOT / ".venv-wheel", help="the environment, made if missing"
-    )
+    parser.add_argument("--env", type=Path, default=ROOT / ".venv-wheel", help="the environment, made if missing")
     env = parser.parse_args().env.resolve()
     variables = environment(env)
     pip = [str(env / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder) / "empty"
         empty.mkdir()
-        subprocess.run(
-            [*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(ROOT)], check=True, env=variables
-        )
+        subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(ROOT)], check=True, env=variables)
         (wheel,) = Path(folder).glob("*.whl")
         subprocess.run([*pip, "install", "--force-reinstall", "--no-deps", wheel], check=True, env=variables)
         subprocess.run([*pip, "install", f"{wheel}[lab]", "mypy"], check=True, env=variables)
         where = "from mmqk.store.shipped import SHIPPED; print(SHIPPED)"
         found = subprocess.run(
-            [env / "bin/python", "-c", where],
-            check=True,
-            env=variables,
-            cwd=empty,
-            capture_output=True,
-            text=True,
+            [env / "bin/python", "-c", where], check=True, env=variables, cwd=empty, capture_output=True, text=True
         )
         (empty / "typed.py").write_text(TYPED)
         for line in COMMANDS.strip().splitlines():

@@ -92,9 +92,7 @@ def predictability(
             compressed=by_tokens[tokens],
             compressed_by_tokens=by_tokens,
             model=by_context.get(best),
-            model_error=_standard_error(nats_by_context[best][val_N], stream.document_N[val_N])
-            if has_val
-            else None,
+            model_error=_standard_error(nats_by_context[best][val_N], stream.document_N[val_N]) if has_val else None,
             model_context=best,
             model_by_context={",".join(map(str, c)) or "none": nats for c, nats in by_context.items()},
         )

@@ -189,7 +189,5 @@ def _read_wheel(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
 
 def _bounded(content: bytes, path: Path, name: str) -> bytes:
     if len(content) > _LARGEST_MEMBER:
-        raise UserError(
-            f"{name} in {path} is larger than {_LARGEST_MEMBER >> 20} MiB: get the pinned archive"
-        )
+        raise UserError(f"{name} in {path} is larger than {_LARGEST_MEMBER >> 20} MiB: get the pinned archive")
     return content

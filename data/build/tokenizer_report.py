@@ -249,9 +249,7 @@ def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int)
     width = None if c.decoder_width == 20 * c.stride else c.decoder_width
     shape = {"codes": c.codes, "image_size": c.image_size, "grid": c.grid, "decoder_width": width}
     flags = _differing(train.parser(), vars(args) | shape | {"text_size": text_size, "out": args.tokenizers})
-    others = (
-        "; add the --steps, --batch-size and --seed with which these tokenizers were trained" if flags else ""
-    )
+    others = "; add the --steps, --batch-size and --seed with which these tokenizers were trained" if flags else ""
     return f"`{TRAIN_COMMAND} {shlex.join([*flags, '--overwrite'])}`{others}"
 
 
@@ -277,9 +275,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_data_arguments(p)
     tokenizers, out = find_file("data/tokenizers"), Path("reports/tokenizer")
-    p.add_argument(
-        "--tokenizers", type=Path, default=tokenizers, help="folder of the tokenizers (data/tokenizers)"
-    )
+    p.add_argument("--tokenizers", type=Path, default=tokenizers, help="folder of the tokenizers (data/tokenizers)")
     p.add_argument("--out", type=Path, default=out, help="folder of the page (reports/tokenizer)")
     return p
 

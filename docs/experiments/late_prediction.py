@@ -80,9 +80,7 @@ def auroc(values, failing):
     bad, good = values[kept & failing], values[kept & ~failing]
     if not len(bad) or not len(good):
         return "–"
-    return (
-        f"{stats.mannwhitneyu(bad, good).statistic / (len(bad) * len(good)):.2f} ({len(bad)} and {len(good)})"
-    )
+    return f"{stats.mannwhitneyu(bad, good).statistic / (len(bad) * len(good)):.2f} ({len(bad)} and {len(good)})"
 
 
 def monitor_rows(runs, failed):
@@ -103,13 +101,7 @@ def monitor_rows(runs, failed):
                     pairs = [values[n] for n in dying], [failed[n] for n in dying]
                     found = stats.spearmanr(*pairs, nan_policy="omit")
                     rho = f"{found.statistic:.2f} (p = {found.pvalue:.2g}, n = {len(dying)})"
-                yield (
-                    arm,
-                    f"{step:,}",
-                    name,
-                    auroc(list(values.values()), [bool(failed[r.name]) for r in alive]),
-                    rho,
-                )
+                yield arm, f"{step:,}", name, auroc(list(values.values()), [bool(failed[r.name]) for r in alive]), rho
 
 
 def loss_rows(runs, failed):
@@ -152,9 +144,7 @@ def text_rows(runs):
         assert all(set(control) == {1.0} for control in controls)
         test = stats.ttest_1samp(mixed, 1)
         low, high = test.confidence_interval()
-        censored = [
-            stats.CensoredData.right_censored(times, np.equal(times, 1)) for times in (mixed, controls[0])
-        ]
+        censored = [stats.CensoredData.right_censored(times, np.equal(times, 1)) for times in (mixed, controls[0])]
         yield (
             "lasting rise or divergence" if rule else "lasting rise",
             f"{np.mean(mixed) - 1:+.3f} ({low - 1:.3f} to {high - 1:.3f})",
@@ -211,9 +201,7 @@ def layer_rows(runs):
                 layers = range(run.setting("model.n_layers"))
                 by_layer = [run.combined("attn_logit_absmax", np.max, layer=layer) for layer in layers]
                 logits.append([last_three(series, step) for series in by_layer])
-                by_layer = [
-                    run.combined("attn_entropy", np.min, modality="text", layer=layer) for layer in layers
-                ]
+                by_layer = [run.combined("attn_entropy", np.min, modality="text", layer=layer) for layer in layers]
                 entropies.append(np.median([last_three(series, step) for series in by_layer]))
                 steps, norms = run.series("grad_norm")
                 clipped.append(100 * np.mean(norms[(steps <= step) & (steps > step - 500)] > 1))
@@ -270,10 +258,7 @@ if __name__ == "__main__":
         alarm_rows(runs, failed),
     )
     if any(failed.values()):
-        auroc_title, rho_title = (
-            "AUROC (failing and surviving runs)",
-            "correlation with the time of the failure",
-        )
+        auroc_title, rho_title = "AUROC (failing and surviving runs)", "correlation with the time of the failure"
         titles = ["arm", "step", "monitor", auroc_title, rho_title]
         table(titles, monitor_rows(runs, failed))
         titles = ["arm", "seed", "loss", "lowest mean of 500 steps", "mean of the last 50 steps above it"]
@@ -286,23 +271,9 @@ if __name__ == "__main__":
     titles = ["largest logit", "median over layers", "layers above 1,000", "median text entropy"]
     titles += ["% of steps clipped"]
     table(["arm", "step", "runs", *titles], layer_rows(runs))
-    titles = [
-        "runs",
-        "at the end",
-        "above the same seed with QK-Norm",
-        "above the same seed without a remedy",
-    ]
+    titles = ["runs", "at the end", "above the same seed with QK-Norm", "above the same seed without a remedy"]
     table(["arm", "loss", *titles], final_rows(runs))
-    titles = [
-        "failure of the text loss",
-        "time to failure, mixed minus each other arm (share of 10,000 steps)",
-    ]
+    titles = ["failure of the text loss", "time to failure, mixed minus each other arm (share of 10,000 steps)"]
     table([*titles, "p for 0.1", "log-rank p"], text_rows(runs))
-    titles = [
-        "seed",
-        "lowest median at step",
-        "stop",
-        "rise to the stop (nat)",
-        "the same steps with QK-Norm",
-    ]
+    titles = ["seed", "lowest median at step", "stop", "rise to the stop (nat)", "the same steps with QK-Norm"]
     table(["arm", *titles, "correlation before the stop"], batch_rows(runs))

@@ -274,10 +274,7 @@ def tables() -> dict[str, str]:
         (f"{own}, true effect at min_effect", false_verdicts(SIX, draws=2000)),
         (f"{own}, effect at min_effect, no check that the chosen learning rates differ", by_chance(500)),
         (f"{one}, true effect at min_effect", false_verdicts(MATCHED, draws=2000)),
-        (
-            f"{one}, effect at min_effect, without the Holm correction",
-            false_verdicts(WITHOUT_HOLM, draws=500),
-        ),
+        (f"{one}, effect at min_effect, without the Holm correction", false_verdicts(WITHOUT_HOLM, draws=500)),
         (looked, false_verdicts(looks(6, 10), first=6, draws=8000)),
         (
             f"{looked}, level not corrected for repeated looks",

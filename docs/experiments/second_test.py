@@ -49,9 +49,7 @@ ARMS: Mapping[str, Draw] = {
     "outliers, 5 % of the runs 8 SD higher": mixture(0.05, 8),
 }
 TIMES: Mapping[str, Draw] = {
-    "times of failure, control never fails (exponential)": lambda rng, n: np.minimum(
-        rng.exponential(0.4, n), 1
-    ),
+    "times of failure, control never fails (exponential)": lambda rng, n: np.minimum(rng.exponential(0.4, n), 1),
     "times of failure, control never fails (30 % do not fail)": cut(0.2, 0.7, 0.3),
 }
 
@@ -79,9 +77,7 @@ def effects(
     return [effect_of(arms, spread > 0) for arms in samples(draw, n, draws, shift, spread, seed)]
 
 
-def samples(
-    draw: Draw, n: int, draws: int, shift: float, spread: float, seed: int = 1
-) -> Iterator[np.ndarray]:
+def samples(draw: Draw, n: int, draws: int, shift: float, spread: float, seed: int = 1) -> Iterator[np.ndarray]:
     """Yield the arms of each claim, [arm, seed]: the treatment, the control and the other arms (see `effects`)."""
     rng, (mean, sd) = np.random.default_rng(seed), moments(draw)
     for _ in range(draws):
@@ -160,12 +156,7 @@ def others(n: int = 6, draws: int = 1000) -> str:
     false += [decided(draw, 0.0) for draw in TIMES.values()]
     power = decided(NORMAL, 1.0, beyond(n, 0.8))
     lines = [
-        [
-            name,
-            f"{np.mean([f[name] for f in false]):.1f}",
-            f"{max(f[name] for f in false):.1f}",
-            f"{power[name]:.1f}",
-        ]
+        [name, f"{np.mean([f[name] for f in false]):.1f}", f"{max(f[name] for f in false):.1f}", f"{power[name]:.1f}"]
         for name in tests
     ]
     heads = [f"second test, {n} seeds", "false verdicts, mean %", "false verdicts, largest %", "power %"]

@@ -58,12 +58,7 @@ class ForkConfig:
     def identity(self) -> dict[str, Any]:
         """The fields of the fork that are part of the run's identity."""
         fields = {"skip_batches": self.skip_batches, "noise": self.noise, "seed": self.seed}
-        return {
-            "parent": self.parent.id,
-            "step": self.parent.step,
-            **fields,
-            **self._new_moments("new_moments"),
-        }
+        return {"parent": self.parent.id, "step": self.parent.step, **fields, **self._new_moments("new_moments")}
 
     def flags(self) -> dict[str, Any]:
         """Return the fork's fields by their names on the command line."""

@@ -75,9 +75,7 @@ class Fields:
             if not field and not isinstance(value, Mapping):
                 inside = next(known for known in self.known if known.startswith(f"{name}."))
                 said = "empty" if value is None else shortened(value)
-                raise UserError(
-                    f"{name} is {said}, but it is a group of fields: set one of them, such as {inside}."
-                )
+                raise UserError(f"{name} is {said}, but it is a group of fields: set one of them, such as {inside}.")
             if not field:
                 self.add(value, file, f"{name}.")
                 continue
@@ -101,9 +99,7 @@ class Fields:
         try:
             given = yaml.load(read_utf8(file, "check the path after --config"), Loader=_Loader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{file} is not the YAML of a run ({' '.join(str(error).split())}): check it."
-            ) from error
+            raise UserError(f"{file} is not the YAML of a run ({' '.join(str(error).split())}): check it.") from error
         if not isinstance(given, dict):
             raise UserError(f"{file} sets no field: give a YAML mapping of fields to values.")
         try:
@@ -190,13 +186,9 @@ def help_of(kind: type) -> str:
     """Return a line with type and default for every field of a dataclass, and its text."""
     lines = []
     for name, leaf in leaves(kind).items():
-        default = (
-            yaml.safe_dump(leaf.default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-        )
+        default = yaml.safe_dump(leaf.default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
         choices = [", ".join(get_args(part)) for part in _parts(leaf.hint) if get_origin(part) is Literal]
-        kinds = [
-            getattr(part, "__name__", "") for part in _parts(leaf.hint) if get_origin(part) is not Literal
-        ]
+        kinds = [getattr(part, "__name__", "") for part in _parts(leaf.hint) if get_origin(part) is not Literal]
         said = " | ".join([*choices, *kinds]).replace("NoneType", "null")
         lines.append(f"  {name}={default}  ({said})")
         lines += textwrap.wrap(leaf.text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -269,7 +261,5 @@ _Loader.yaml_implicit_resolvers = {
     for first, each in _Loader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )

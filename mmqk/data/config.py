@@ -88,9 +88,7 @@ class DataConfig:
             )
         if self.pairing != "matched":
             if self.read == "shards":
-                raise ValueError(
-                    f"data.pairing '{self.pairing}' needs token arrays: set data.read to tokens."
-                )
+                raise ValueError(f"data.pairing '{self.pairing}' needs token arrays: set data.read to tokens.")
             if self.pairing == "captions" and self.mix.get("image", 0) > 0:
                 raise ValueError(
                     "data.pairing 'captions' removes the images that data.mix asks for: set data.mix.image to 0."
@@ -127,9 +125,7 @@ class DataConfig:
     def sources(self) -> dict[str, Path]:
         """Source folder of each kind in data.mix, except ``tokens``; a run reads no other source."""
         wanted = {"pair" if kind == "image" else kind for kind, weight in self.mix.items() if weight > 0}
-        return {
-            kind: find_file(getattr(self, name)) for kind, name in SOURCE_FIELDS.items() if kind in wanted
-        }
+        return {kind: find_file(getattr(self, name)) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
 
     @property
     def tokenizers_folder(self) -> Path:

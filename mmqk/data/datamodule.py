@@ -180,9 +180,7 @@ class TokenDataModule(L.LightningDataModule):
                         f"data.mix asks for {kind}, but none of its {documents} documents is held out: {remedy}"
                     )
             self.builder = SequenceBuilder(train, ids, config.seq_len)
-            self.order = TrainingOrder(
-                self.builder, config.mix, config.image_first_prob, self.seed, pack, dial
-            )
+            self.order = TrainingOrder(self.builder, config.mix, config.image_first_prob, self.seed, pack, dial)
             self.val_rows = validation_rows(
                 SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial
             )

@@ -44,17 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--val", default="", help="path or pattern of the held-out arrays (default: split --train)")
     share = f"share to hold out without --val, chosen by a hash ({SHARE}; more of a small set)"
     add("--val-fraction", type=float, help=share)
-    add(
-        "--vocab-sizes",
-        required=True,
-        help="number of ids of each modality, in id order: text=65536,image=8192",
-    )
+    add("--vocab-sizes", required=True, help="number of ids of each modality, in id order: text=65536,image=8192")
     add("--pad", type=int, help="padding id, which no document may use (default: 0, which documents may use)")
-    add(
-        "--begin-image",
-        type=int,
-        help="id before an image's codes; with it, documents are not cut inside images",
-    )
+    add("--begin-image", type=int, help="id before an image's codes; with it, documents are not cut inside images")
     add("--end-image", type=int, help="id after an image's codes")
     add("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
@@ -71,9 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--vocab-sizes has {layout.size} ids: give at most {MOST_IDS}.")
     if args.begin_image is not None and args.begin_image == args.end_image:
         raise UserError(f"--begin-image and --end-image are both {args.begin_image}: give two ids.")
-    if both := {path.resolve() for path in _files(args.train)} & {
-        path.resolve() for path in _files(args.val)
-    }:
+    if both := {path.resolve() for path in _files(args.train)} & {path.resolve() for path in _files(args.val)}:
         raise UserError(f"{min(both)} is in --train and in --val: give other arrays to --val.")
     if (args.out / TOKENS).exists():
         raise UserError(f"{args.out} is already a token folder: give another --out.")
@@ -136,9 +126,7 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
     ids = _load(path)
     lengths_path = path.with_name(f"{path.stem}.lengths.npy")
     if ids.ndim == 2 and lengths_path.exists():
-        raise UserError(
-            f"{path} has {lengths_path.name} and 2 dimensions: save it in one dimension without padding."
-        )
+        raise UserError(f"{path} has {lengths_path.name} and 2 dimensions: save it in one dimension without padding.")
     if ids.ndim == 2:
         yield from ids
     elif ids.ndim == 1 and lengths_path.exists():

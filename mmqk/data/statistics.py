@@ -112,9 +112,7 @@ def concatenated(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: li
     ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *train, *val]).astype(np.int64)
     if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(vocab_sizes):
         wrong = ids_N.min() if ids_N.min() < 0 else ids_N.max()
-        raise ValueError(
-            f"a document has the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}."
-        )
+        raise ValueError(f"a document has the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}.")
     return Stream(
         ids_N=ids_N,
         document_N=np.repeat(np.arange(len(lengths_D)), lengths_D),

@@ -315,12 +315,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
     hidden = ("examples", "unread")
     shards = [{name: value for name, value in record.items() if name not in hidden} for record in records]
     writer = TokenWriter(job.out, job.kind, layout_of(job.tokenizers), str(options["tokenizers"]))
-    about = {
-        "command": dict(options),
-        "shards": shards,
-        "examples": dropped.examples,
-        "unread": asdict(unread),
-    }
+    about = {"command": dict(options), "shards": shards, "examples": dropped.examples, "unread": asdict(unread)}
     writer.finish(dropped.by_count(), about)
     shutil.rmtree(job.out / UNFINISHED)
     print(f"{job.out}: " + _counts(read_header(job.out).splits))
@@ -330,9 +325,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
 
 
 def _counts(splits: Mapping[str, list[Part]]) -> str:
-    count = {
-        what: [sum(getattr(p, what) for p in splits[s]) for s in SPLITS] for what in ("documents", "tokens")
-    }
+    count = {what: [sum(getattr(p, what) for p in splits[s]) for s in SPLITS] for what in ("documents", "tokens")}
     return ", ".join(
         f"{split} {documents:,} documents of {tokens:,} tokens"
         for split, documents, tokens in zip(SPLITS, count["documents"], count["tokens"], strict=True)

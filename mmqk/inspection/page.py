@@ -98,10 +98,7 @@ def inspect(
         **_sequences(run, data, decoder, plain, min(sequences, plain["run_sequences"])),
     }
     content["css"] = (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
-    files = {
-        "index.html": report.render("inspect.html", content, TEMPLATES, FILTERS),
-        "statistics.json": plain,
-    }
+    files = {"index.html": report.render("inspect.html", content, TEMPLATES, FILTERS), "statistics.json": plain}
     first = [line for line in (data.few_held_out(), subtitle(plain)[0]) if line]
     cells = [["", *plain["modalities"]], *([row["label"], *row["cells"]] for row in rows)]
     notes = ["", *(row["note"] for row in rows)]
@@ -154,9 +151,7 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
         row(
             "held-out, repeated",
             "held-out tokens in 8-token passages of the training data",
-            lambda m, s: (
-                "no held-out data" if s["repeated_held_out"] is None else percent(s["repeated_held_out"])
-            ),
+            lambda m, s: "no held-out data" if s["repeated_held_out"] is None else percent(s["repeated_held_out"]),
         ),
         row("duplicates", "documents equal to an earlier one", lambda m, s: percent(s["duplicates"])),
         row("loss weight", "0: no loss", lambda m, s: f"{plain['loss_weights'][m]:g}"),
@@ -212,9 +207,7 @@ def _head(data: TokenDataModule, content: Content) -> str:
     store = data.builder.stores[kind]
     if kind == "pair":
         words, room = len(store[item]) - store.image_tokens - 1, data.builder.caption_room
-        return f"Pair {item:,}" + (
-            f", caption cut: {room:,} of its {words:,} tokens fit" if words > room else ""
-        )
+        return f"Pair {item:,}" + (f", caption cut: {room:,} of its {words:,} tokens fit" if words > room else "")
     length = int(store.lengths_N[item])
     whole = content.end - content.start >= length
     return f"Document {item:,}" + (
@@ -263,9 +256,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         "fresh_sequences": len(fresh),
         "run_sequences": total,
         "targets": targets,
-        "loss_weights": dict(
-            zip(run.model.vocab_sizes, run.loss.weights_of(run.model.modalities), strict=True)
-        ),
+        "loss_weights": dict(zip(run.model.vocab_sizes, run.loss.weights_of(run.model.modalities), strict=True)),
         "padding": 1 - filled / (len(rows) * data.builder.seq_len),
         "padding_of_packing": order.padding,
         "captions_cut": data.builder.captions_cut,

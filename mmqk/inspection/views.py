@@ -236,11 +236,7 @@ class Viewer:
             if of_modality_T.any():
                 targets[name] = (int(of_modality_T.sum()), int((of_modality_T & trained_T).sum()))
         shown_T = np.where(valid_T, modality_T, -1)
-        bars = [
-            *self._lane(shown_T, ids_T),
-            *self._targets(masked_T, trained_T, target_T),
-            *_edges(document_T),
-        ]
+        bars = [*self._lane(shown_T, ids_T), *self._targets(masked_T, trained_T, target_T), *_edges(document_T)]
         counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
         padding = f"{int((shown_T < 0).sum())} padding; {int(trained_T.sum())} trained"
         label = f"{len(shown_T)} positions: {', '.join(counts)}, {padding}"

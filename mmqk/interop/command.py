@@ -99,6 +99,4 @@ def _to_huggingface(source: Path, out: Path) -> None:
             "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."
         )
     if config.residual_dropout:
-        print(
-            f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout."
-        )
+        print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")

@@ -81,9 +81,7 @@ def _check_logits(hf_model: PreTrainedModel, model: EarlyFusionTransformer) -> N
         logits = model(ids_BT)
     kept = expected > torch.finfo(expected.dtype).min  # Chameleon's forward hides the logits of image ids
     wanted, found = expected[kept].double(), logits[kept].double()
-    tolerance = (
-        1e-3 if model.embed.weight.dtype.itemsize > 2 else 0.1
-    )  # 16-bit models round at different points
+    tolerance = 1e-3 if model.embed.weight.dtype.itemsize > 2 else 0.1  # 16-bit models round at different points
     error = ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
     if error > tolerance:
         raise UserError(

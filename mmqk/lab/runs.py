@@ -234,9 +234,7 @@ class Run:
             return steps, values
         before, earlier = self.parent.history(tag)
         inherited, own = before <= first, steps > first
-        return np.concatenate([before[inherited], steps[own]]), np.concatenate(
-            [earlier[inherited], values[own]]
-        )
+        return np.concatenate([before[inherited], steps[own]]), np.concatenate([earlier[inherited], values[own]])
 
     def combined(
         self,

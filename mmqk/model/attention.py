@@ -52,9 +52,7 @@ class Attention(nn.Module):
         self.w_q = untied(lambda: linear(config, D, H * K), config, untie_qk)
         self.w_k = untied(lambda: linear(config, D, G * K), config, untie_qk)
         self.w_v = untied(lambda: linear(config, D, G * K, value_init_scale(config)), config, separate)
-        self.w_o = untied(
-            lambda: linear(config, H * K, D, output_init_scale(config, layer)), config, separate
-        )
+        self.w_o = untied(lambda: linear(config, H * K, D, output_init_scale(config, layer)), config, separate)
         self.q_norm = untied(lambda: qk_norm(config.qk_norm, H, K, "q"), config, untie_norm)
         self.k_norm = untied(lambda: qk_norm(config.qk_norm, G, K, "k"), config, untie_norm)
         untie_v_norm = separate and config.qk_norm.normalize_v
@@ -148,12 +146,7 @@ def output_init_scale(config: ModelConfig, layer: int) -> float:
 
 
 def rope_tables(
-    T: int,
-    K: int,
-    theta: float,
-    device: torch.device,
-    scaling: RopeScalingConfig | None = None,
-    heads: int = 1,
+    T: int, K: int, theta: float, device: torch.device, scaling: RopeScalingConfig | None = None, heads: int = 1
 ) -> Rope:
     """Return the cosine and signed sine of every position's angles, fp32, (T, 1, K) each (RoFormer, arXiv
     2104.09864).
@@ -188,9 +181,7 @@ def _scaled(frequency: Tensor, scaling: RopeScalingConfig) -> Tensor:
 
 def apply_rope(x_BTHK: Tensor, rope: Rope) -> Tensor:
     """Rotate every pair of channels by its position's angle, in fp32; the result has the input's dtype."""
-    cos_THK, signed_sin_THK = (
-        t[:, : x_BTHK.shape[2]] for t in rope
-    )  # keys may have fewer heads than queries
+    cos_THK, signed_sin_THK = (t[:, : x_BTHK.shape[2]] for t in rope)  # keys may have fewer heads than queries
     wide = at_least_fp32(x_BTHK)
     swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
     return (wide * cos_THK + swapped * signed_sin_THK).to(x_BTHK.dtype)

@@ -343,15 +343,11 @@ class ModelConfig:
 
     def _check_untied(self) -> None:
         if self.per_modality.norms and self.norm_gain == "none" and not self.norm_bias:
-            raise ValueError(
-                "model.per_modality.norms has no gain or bias to separate: model.norm_gain is none."
-            )
+            raise ValueError("model.per_modality.norms has no gain or bias to separate: model.norm_gain is none.")
         if self.per_modality.qk_norm:
             qk = self.qk_norm
             if qk.kind == "none":
-                raise ValueError(
-                    "model.per_modality.qk_norm has no QK-Norm to separate: set model.qk_norm.kind."
-                )
+                raise ValueError("model.per_modality.qk_norm has no QK-Norm to separate: set model.qk_norm.kind.")
             if qk.gain == "none" and not qk.bias:
                 raise ValueError(
                     "model.per_modality.qk_norm has no gain or bias to separate: model.qk_norm.gain is none."
@@ -373,11 +369,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
         """Return the configuration from its `dataclasses.asdict`. An unknown field raises TypeError."""
-        nested = {
-            "qk_norm": QKNormConfig,
-            "per_modality": PerModalityConfig,
-            "rope_scaling": RopeScalingConfig,
-        }
+        nested = {"qk_norm": QKNormConfig, "per_modality": PerModalityConfig, "rope_scaling": RopeScalingConfig}
         return cls(
             **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
         )

@@ -90,23 +90,15 @@ class Block(nn.Module):
         def norm(on: bool, gain_init: float = 1.0) -> nn.Module:
             if not on:
                 return nn.Identity()
-            return untied(
-                lambda: stream_norm(config, gain_init), config, config.per_modality.norms or separate
-            )
+            return untied(lambda: stream_norm(config, gain_init), config, config.per_modality.norms or separate)
 
         def layer_scale() -> nn.Module:
             initial = config.layer_scale
-            return (
-                nn.Identity() if initial is None else untied(lambda: LayerScale(D, initial), config, separate)
-            )
+            return nn.Identity() if initial is None else untied(lambda: LayerScale(D, initial), config, separate)
 
         def residual_gate() -> nn.Module | None:
             temperature = config.residual_gate
-            return (
-                None
-                if temperature is None
-                else untied(lambda: ResidualGate(D, temperature), config, separate)
-            )
+            return None if temperature is None else untied(lambda: ResidualGate(D, temperature), config, separate)
 
         self.attn_pre_norm, self.mlp_pre_norm = norm(config.pre_norm), norm(config.pre_norm)
         self.attn_post_norm = norm(config.post_norm, config.post_gain_init)
@@ -313,9 +305,7 @@ class EarlyFusionTransformer(nn.Module):
         c, x_BTD = self.config, self.embed(ids_BT)
         if c.embed_norm:
             wide_BTD = at_least_fp32(x_BTD)
-            x_BTD = (wide_BTD * torch.rsqrt(wide_BTD.square().mean(-1, keepdim=True) + c.norm_eps)).to(
-                x_BTD.dtype
-            )
+            x_BTD = (wide_BTD * torch.rsqrt(wide_BTD.square().mean(-1, keepdim=True) + c.norm_eps)).to(x_BTD.dtype)
         if c.embed_sqrt_d:
             x_BTD = x_BTD * c.d_model**0.5
         if c.embed_scale:

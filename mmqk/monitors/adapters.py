@@ -127,9 +127,7 @@ def adapter_for(model: nn.Module) -> Adapter | None:
     """Return the adapter for the layers of a transformers or timm model, limited to these layers; None if there is
     none."""
     types = {  # fully_shard replaces the class of a module with a subclass
-        clean(path): next(
-            x for x in type(module).__mro__ if not x.__module__.startswith("torch.distributed.")
-        )
+        clean(path): next(x for x in type(module).__mro__ if not x.__module__.startswith("torch.distributed."))
         for path, module in model.named_modules()
     }
     names = {path: f"{kind.__module__}.{kind.__qualname__}" for path, kind in types.items()}

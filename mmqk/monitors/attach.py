@@ -204,9 +204,7 @@ class Watch:
         self.prober.autocast = self._last_call.autocast
         return self.prober.probe(args, kwargs)
 
-    def _values(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool
-    ) -> dict[str, float] | None:
+    def _values(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool) -> dict[str, float] | None:
         """Return the numbers of a probe of the last call; None if its batch is empty or no copy on any rank."""
         if call is not None:
             self._last_call.check(*call)
@@ -266,9 +264,7 @@ class Watch:
         if rank() == 0:
             tokens = dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
-            line = summary_line(
-                self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps
-            )
+            line = summary_line(self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps)
             line += restored_note(self.prober.changed)
             print(line + missing_series(values, self.prober.modalities.names), flush=True)
             warn_of_absent(tokens)

@@ -112,8 +112,7 @@ class Collector:
         selected_MNBT = self.selected_MBT[:, None] & torch.stack(nonzero)
         total_MN = torch.where(selected_MNBT, torch.stack(ratios), 0.0).sum((2, 3))
         self._probe.add_means(
-            [t for names in zip(*tags, strict=True) for t in names],
-            Sums(selected_MNBT.sum((2, 3)).float(), total_MN),
+            [t for names in zip(*tags, strict=True) for t in names], Sums(selected_MNBT.sum((2, 3)).float(), total_MN)
         )
 
     def final(self, tensor: Tensor) -> None:
@@ -130,11 +129,7 @@ class Collector:
         )
 
     def output(
-        self,
-        logits_BTV: Tensor,
-        target_modality_BT: Tensor,
-        target_mask_BT: Tensor,
-        vocab_sizes: Mapping[str, int],
+        self, logits_BTV: Tensor, target_modality_BT: Tensor, target_mask_BT: Tensor, vocab_sizes: Mapping[str, int]
     ) -> None:
         """Add the statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
@@ -154,9 +149,7 @@ class Collector:
         A block is left out if its modality has no token in the batch.
         """
         self._probe.add(
-            tags,
-            {"max": values_M.float(), "present": self.count_M.clone()},
-            lambda raw: (raw["max"], raw["present"]),
+            tags, {"max": values_M.float(), "present": self.count_M.clone()}, lambda raw: (raw["max"], raw["present"])
         )
 
     def attention(
@@ -248,9 +241,7 @@ class Collector:
             # torch.where, because a product would spread a NaN to other modalities.
             sums_FM.append(torch.where(counted_MBT, torch.stack(values)[:, None], 0.0).sum((2, 3)))
             weight_BTS = weight_BTS.masked_fill(empty_BT1, 0.0)
-            weight_BTS = weight_BTS / weight_BTS.amax(
-                (1, 2), keepdim=True
-            )  # a sink can leave them all near 0
+            weight_BTS = weight_BTS / weight_BTS.amax((1, 2), keepdim=True)  # a sink can leave them all near 0
             ranks_1B.append(participation(weight_BTS[None], [(slice(0, T), T)] if masked else pairs.reach))
         sum_FM = torch.stack(sums_FM).sum(0)
         count_FM = (counted_MBT.sum((1, 2)).float() * n_heads).expand_as(sum_FM)
@@ -276,10 +267,7 @@ class Collector:
         statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap, sink_H)
         count_P = statistics.count.flatten().float()
         self._probe.add(
-            [
-                *self._pair_tags("attn_logit_max", layer, head),
-                *self._pair_tags("attn_logit_absmax", layer, head),
-            ],
+            [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
             {"max": torch.stack([statistics.max, statistics.absmax]).flatten(), "count": count_P.repeat(2)},
             lambda raw: (raw["max"], raw["count"]),
         )
@@ -294,13 +282,7 @@ class Collector:
         return statistics
 
     def _rows(
-        self,
-        layer: int,
-        head: int | None,
-        rows: Sums,
-        count_MM: Tensor,
-        logits: bool = False,
-        weights: bool = False,
+        self, layer: int, head: int | None, rows: Sums, count_MM: Tensor, logits: bool = False, weights: bool = False
     ) -> None:
         """Add the means over rows of the logit statistics, the weight statistics, or both.
 
@@ -310,9 +292,7 @@ class Collector:
         if logits:
             for statistic in ("mean", "var", "offset_var", "spread_var"):
                 tags += self._tags(f"attn_logit_{statistic}", layer, head)
-            tags += [
-                tag("attn_logit_offset", a, b, layer=layer, head=head) for b in self.names for a in self.names
-            ]
+            tags += [tag("attn_logit_offset", a, b, layer=layer, head=head) for b in self.names for a in self.names]
         if weights:
             for statistic in ("attn_entropy", "attn_entropy_block", "attn_entropy_within"):
                 tags += self._tags(statistic, layer, head)

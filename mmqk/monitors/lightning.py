@@ -56,9 +56,7 @@ class NormMonitor(Callback):
         assert self.watch is not None
         self.watch.steps = self._step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a step if the batch ended one; with gradient accumulation several batches make one step."""
         assert self.watch is not None
         if trainer.global_step > self._step:

@@ -121,9 +121,7 @@ def _matrices(model: EarlyFusionTransformer, collector: Collector) -> None:
     tags: list[str] = []
     values: list[Tensor] = []
     for name, modality, layer, weight in block_matrices(model):
-        tags += [
-            tag(f"{name}_{size}", *modality, layer=layer) for size in ("norm", "spectral", "stable_rank")
-        ]
+        tags += [tag(f"{name}_{size}", *modality, layer=layer) for size in ("norm", "spectral", "stable_rank")]
         values += matrix_sizes(weight)
     collector.probe.add_values(tags, torch.stack(values))
 
@@ -133,10 +131,7 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
     """Add the statistics of the weights: row norms of embedding and head by vocabulary block, gains and logit bound
     of QK-Norm, and the ratio of σReparam's sigma to the largest singular value."""
     c = model.config
-    for statistic, weight_VD in (
-        ("embed_row_norm", model.embed.weight),
-        ("head_row_norm", model.head.weight),
-    ):
+    for statistic, weight_VD in (("embed_row_norm", model.embed.weight), ("head_row_norm", model.head.weight)):
         norms = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.vocab_sizes.values()))]
         collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(norms))
     if c.weight_reparam == "sigma":

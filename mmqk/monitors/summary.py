@@ -40,11 +40,7 @@ def summary_line(
     if step_seconds:
         share = seconds / statistics.median(step_seconds)
         cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
-    parts = [
-        _layers_part(layers, records),
-        "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()),
-        cost,
-    ]
+    parts = [_layers_part(layers, records), "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()), cost]
     return "mmqk: " + " · ".join(parts + _notes(records))
 
 
@@ -77,9 +73,7 @@ def missing_series(tags: Collection[str], names: Collection[str]) -> str:
     ]
     if not absent + partly:
         return ""
-    return (
-        f" · statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
-    )
+    return f" · statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
 
 
 def restored_note(changed: Collection[str]) -> str:

@@ -58,9 +58,10 @@ def one_line(message: str) -> str:
     """Return a message as one line of printable characters, with its middle left out if it is long; a damaged file
     can put any text into a message."""
     line = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split())
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in " ".join(message.split())
     )
-    return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 500]} … {line[-500:]}"
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE - 500]} … {line[-500:]}"
 
 
 def cli_main(main: Main) -> Callable[..., int]:

@@ -107,9 +107,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix=f"{out.name}-", dir=out.parent, ignore_cleanup_errors=True
-    ) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}-", dir=out.parent, ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch) / "folder"  # other users can read it, unlike a temporary folder
         folder.mkdir()
         yield folder

@@ -24,13 +24,9 @@ def lock_folder(folder: Path) -> FileLock:
     try:
         lock.acquire(poll_interval=0.02)
     except Timeout:
-        raise UserError(
-            f"a process is already training in {folder}: wait for it or give another --out"
-        ) from None
+        raise UserError(f"a process is already training in {folder}: wait for it or give another --out") from None
     except NotImplementedError as error:
-        raise UserError(
-            f"{folder} cannot be locked ({error}): put --out on a file system with locks"
-        ) from error
+        raise UserError(f"{folder} cannot be locked ({error}): put --out on a file system with locks") from error
     return lock
 
 

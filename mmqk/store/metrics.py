@@ -63,9 +63,7 @@ class MetricsWriter:
         """
         self._emit()
         lines = self.path.read_bytes().splitlines(keepends=True)
-        remaining = [
-            line for line in lines if (record := parse_line(line)) is not None and record["step"] <= step
-        ]
+        remaining = [line for line in lines if (record := parse_line(line)) is not None and record["step"] <= step]
         if len(remaining) < len(lines):
             self._file.close()
             try:

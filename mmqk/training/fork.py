@@ -49,9 +49,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     fork = run.fork
     assert fork is not None and fork.checkpoint is not None
     if not fork.checkpoint.exists():
-        raise UserError(
-            f"The checkpoint {fork.checkpoint} of --fork does not exist: name another after --fork."
-        )
+        raise UserError(f"The checkpoint {fork.checkpoint} of --fork does not exist: name another after --fork.")
     saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=True)
     writer = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
     if writer != (fork.parent.id, fork.parent.step):
@@ -82,12 +80,8 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         lr,
         fork.new_moments,
     )
-    schedule = scheduler_state(
-        saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"])
-    )
-    before, after = (
-        (c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own)
-    )
+    schedule = scheduler_state(saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"]))
+    before, after = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     touched += ["fork_new_moments"] * fork.new_moments
     checkpoint = {
@@ -302,21 +296,14 @@ def guards_state(
     if "adagc" not in saved:
         return dict(saved)
     gamma_of = dict(zip(dict(old.named_parameters()), saved["adagc"]["gamma_P"].tolist(), strict=True))
-    sources = [
-        None if name in carried.scale else carried.from_name.get(name) for name, _ in new.named_parameters()
-    ]
+    sources = [None if name in carried.scale else carried.from_name.get(name) for name, _ in new.named_parameters()]
     gamma_P = [math.inf if source is None else gamma_of[source] for source in sources]
     return {**saved, "adagc": {"gamma_P": saved["adagc"]["gamma_P"].new_tensor(gamma_P)}}
 
 
 def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
     """Return the scheduler state at the parent's step, with the fork's peak learning rate."""
-    return {
-        **saved,
-        "base_lrs": [config.lr] * groups,
-        "_last_lr": [lr] * groups,
-        "lr_lambdas": [None] * groups,
-    }
+    return {**saved, "base_lrs": [config.lr] * groups, "_last_lr": [lr] * groups, "lr_lambdas": [None] * groups}
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:

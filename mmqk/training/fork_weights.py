@@ -89,9 +89,7 @@ class Matrices:
             self.new["head"].weight.copy_(self.old_values["embed.weight"])
             self.done.added["head.weight"] = "a copy of embed.weight"
 
-    def fold(
-        self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None
-    ) -> str:
+    def fold(self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None) -> str:
         """Collect ``gain`` as a factor on rows or columns of the fork's matrices; return a description.
 
         The factor applies to the copy of modality ``m``, or, if ``m`` is None, to all copies of a matrix.
@@ -146,9 +144,7 @@ class Matrices:
         gone = self.old_values.keys() - set(done.from_name.values()) - self.new_values.keys()
         done.added = {name: done.added[name] for name in self.new_values if name in done.added}
         done.dropped = {
-            name: done.dropped.get(name) or "does not exist in the fork"
-            for name in self.old_values
-            if name in gone
+            name: done.dropped.get(name) or "does not exist in the fork" for name in self.old_values if name in gone
         }
         return done
 
@@ -281,9 +277,7 @@ class _Carrying(Matrices):
             return
         absorbed_by = ""
         for m, copy in _copies(fork):
-            parent_copy = (
-                parent.copies[m] if isinstance(parent, ByModality) and m is not None else one_copy(parent)
-            )
+            parent_copy = parent.copies[m] if isinstance(parent, ByModality) and m is not None else one_copy(parent)
             gain_HK = self._gain(name, parent, parent_copy, m) * factor
             prefix = name if m is None else f"{name}.copies.{m}"
             if cosine and isinstance(copy, L2Norm):
@@ -312,9 +306,7 @@ class _Carrying(Matrices):
     def _width(self, name: str) -> int:
         return self.config.head_dim if ".attention." in name else self.config.d_model
 
-    def _start_gain(
-        self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module
-    ) -> None:
+    def _start_gain(self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module) -> None:
         """Set the gain of a norm. If the heads share one gain, it is the average over heads, weighted with the
         measured sizes."""
         assert copy.weight is not None
@@ -426,9 +418,7 @@ def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sizes_at_norms(
-    old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
-) -> dict[str, Sizes]:
+def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> dict[str, Sizes]:
     """Return the `Sizes` at every norm of the parent or the fork, by the norm's name. Padding is excluded.
 
     Args:
@@ -468,9 +458,7 @@ def sizes_at_norms(
         return look
 
     handles = [
-        module.register_forward_hook(hook(name))
-        for name, module in old.named_modules()
-        if name.endswith("_norm")
+        module.register_forward_hook(hook(name)) for name, module in old.named_modules() if name.endswith("_norm")
     ]
     try:
         for start, part in _parts(batch):

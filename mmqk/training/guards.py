@@ -28,12 +28,7 @@ CHUNK_ELEMENTS = 2**24
 
 @torch.no_grad()
 def largest_logits(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    scale: float,
-    valid_BT: Tensor,
-    document_BT: Tensor | None = None,
-    window: int = 0,
+    q_BHTK: Tensor, k_BHSK: Tensor, scale: float, valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0
 ) -> Tensor:
     """Return the exact largest signed `scale * q.k` of each head over all visible pairs, in chunks of queries.
 
@@ -122,9 +117,7 @@ class QKClip:
 
         The maximum is over all ranks, so that all ranks scale by the same factor. This is a collective call.
         """
-        largest_LH = largest_of(
-            torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])
-        )
+        largest_LH = largest_of(torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))]))
         self._largest = dict(enumerate(largest_LH))
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
@@ -194,14 +187,10 @@ class RowLog:
         selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(self.modalities))
         max_LBHT, lse_LBHT = (torch.stack([getattr(r, name) for r in row_stats]) for name in RowStats._fields)
         max_MLH = torch.stack(
-            [
-                max_LBHT.masked_fill(~selected_BT[:, None], -math.inf).amax((1, 3))
-                for selected_BT in selected_MBT
-            ]
+            [max_LBHT.masked_fill(~selected_BT[:, None], -math.inf).amax((1, 3)) for selected_BT in selected_MBT]
         )
         lse_LM = torch.stack(
-            [lse_LBHT.masked_fill(~selected_BT[:, None], 0.0).sum((1, 2, 3)) for selected_BT in selected_MBT],
-            1,
+            [lse_LBHT.masked_fill(~selected_BT[:, None], 0.0).sum((1, 2, 3)) for selected_BT in selected_MBT], 1
         )
         count_1M = selected_MBT.sum((1, 2))[None] * max_LBHT.shape[2]
         max_LM, sums_LM = max_MLH.amax(2).T, torch.cat([lse_LM, count_1M.to(lse_LM)])
@@ -266,9 +255,7 @@ class AdaGC(Guard):
         super().__init__()
         self.factor, self.warmup = factor, warmup
         self.gamma_P: Tensor
-        self.register_buffer(
-            "gamma_P", torch.full((tensors,), torch.inf, dtype=torch.float32), persistent=False
-        )
+        self.register_buffer("gamma_P", torch.full((tensors,), torch.inf, dtype=torch.float32), persistent=False)
 
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor], norms: Sequence[Tensor], step: int) -> None:

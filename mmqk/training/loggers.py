@@ -251,9 +251,7 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
         logger.log_hyperparams(run.nested())
     else:
         logger.experiment.update_run(run_id, status="RUNNING")
-        last = max(
-            (metric.step for metric in logger.experiment.get_metric_history(run_id, "loss")), default=None
-        )
+        last = max((metric.step for metric in logger.experiment.get_metric_history(run_id, "loss")), default=None)
     assert logger.run_id is not None
     if given is None:  # Lightning sets the variable, but another run in this process must not use it
         os.environ.pop("MLFLOW_TRACKING_URI", None)

@@ -122,9 +122,7 @@ class StepLog(L.Callback):
             together = not alone or pl_module.trainer.world_size == 1
             site = first_of_ranks(self._where(step, pl_module)) if together else None
             return f"the gradient norm became {self.latest['grad_norm']}{f': {site}' if site else ''}"
-        losses = {
-            m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
-        }
+        losses = {m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest}
         if not self.stop_diverged:
             losses = {m: loss for m, loss in losses.items() if not math.isfinite(loss)}
         return self.rule.update(step, losses)
@@ -136,9 +134,7 @@ class StepLog(L.Callback):
             return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
         return None
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         assert isinstance(pl_module, TrainingModule)
         # The same error may occur again (a full disk, a lost device), and the status must still be written.
         with contextlib.suppress(OSError, RuntimeError):
@@ -289,9 +285,7 @@ class Lifecycle(L.Callback):
         elif trainer.global_step >= trainer.max_steps:
             self.folder.set_status("completed", trainer.global_step)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self.folder is None:
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
@@ -327,7 +321,5 @@ class ProgressLine(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._progress.close()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._progress.close()

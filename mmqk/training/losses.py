@@ -270,9 +270,7 @@ class _Chunks(torch.autograd.Function):
                     weight_N[rows, None],
                 )
                 logits_CV = torch.mm(hidden_CD, cast_VD.T, out=room_CV[: len(hidden_CD)])
-                ce_N[rows], log_z_N[rows], d_logits_CV = terms(
-                    logits_CV, index_C1, weight_C1, z_loss, softcap, train
-                )
+                ce_N[rows], log_z_N[rows], d_logits_CV = terms(logits_CV, index_C1, weight_C1, z_loss, softcap, train)
                 if d_logits_CV is None:
                     continue
                 torch.mm(d_logits_CV, cast_VD, out=d_hidden_ND[rows])
@@ -294,9 +292,7 @@ class _Chunks(torch.autograd.Function):
         of_hidden, of_head = ctx.dtypes
         hidden_ND = head_VD = None
         if ctx.needs_input_grad[0]:
-            hidden_ND = (d_hidden_ND * torch.where(group_mask_NG, up_G, 0.0).sum(-1, keepdim=True)).to(
-                of_hidden
-            )
+            hidden_ND = (d_hidden_ND * torch.where(group_mask_NG, up_G, 0.0).sum(-1, keepdim=True)).to(of_hidden)
         if ctx.needs_input_grad[1]:
             head_VD = up_G[0] * d_head_GVD[0]
             for up, d_head_VD in zip(up_G[1:], d_head_GVD[1:], strict=True):

@@ -98,15 +98,11 @@ class TrainingModule(L.LightningModule):
         self.loss_config, self.optim_config = loss or LossConfig(), optim or OptimConfig()
         self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
         self.loss_weights_M: Tensor
-        self.register_buffer(
-            "loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False
-        )
+        self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
         self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}
         self.step_record: StepRecord | None = None
         self.step_watch: StepMonitor | None = None
-        self.qk_clip = (
-            None if self.optim_config.qk_clip is None else QKClip(self.model, self.optim_config.qk_clip)
-        )
+        self.qk_clip = None if self.optim_config.qk_clip is None else QKClip(self.model, self.optim_config.qk_clip)
         optim_ = self.optim_config
         tensors = sum(p.requires_grad for p in self.model.parameters())
         self.adagc = None if optim_.adagc is None else AdaGC(tensors, optim_.adagc, optim_.warmup_steps)
@@ -124,11 +120,7 @@ class TrainingModule(L.LightningModule):
         module = cls(run.model, run.loss, run.optim, run.seed, run.backend)
         module.stored |= {"mmqk_run": run.record(), "mmqk_ranks": run.ranks}
         module.model.activation_checkpointing = run.activation_checkpointing
-        if (
-            run.optim.split_second_moment
-            or run.monitor.gradient_agreement
-            or run.monitor.budget_every_n_steps
-        ):
+        if run.optim.split_second_moment or run.monitor.gradient_agreement or run.monitor.budget_every_n_steps:
             keep_graphs()
         if run.compile:
             module.compile_step()
@@ -281,9 +273,7 @@ class TrainingModule(L.LightningModule):
             UserError: the Trainer clips by value.
         """
         if gradient_clip_algorithm == "value":
-            raise UserError(
-                "TrainingModule clips by norm: leave gradient_clip_algorithm of lightning.Trainer out."
-            )
+            raise UserError("TrainingModule clips by norm: leave gradient_clip_algorithm of lightning.Trainer out.")
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
         with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}

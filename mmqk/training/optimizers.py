@@ -38,11 +38,7 @@ def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - embeddings
     rest = set(model.parameters()) - embeddings - matrices
-    return (
-        matrices
-        | (embeddings if config.decay_embeddings else set())
-        | (rest if config.decay_gains else set())
-    )
+    return matrices | (embeddings if config.decay_embeddings else set()) | (rest if config.decay_gains else set())
 
 
 def block_matrices(model: nn.Module) -> set[Tensor]:
@@ -302,10 +298,7 @@ class SplitAdamW(optim.Optimizer):
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(by_modality),
-                torch.zeros_like(by_modality),
-            )
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(by_modality), torch.zeros_like(by_modality))
         state["step"] += 1
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.lerp_(by_modality, 1 - beta1)

@@ -83,9 +83,7 @@ class Ranks:
             return
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
         if isinstance(environment, SLURMEnvironment):
-            environment.auto_requeue = (
-                False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
-            )
+            environment.auto_requeue = False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
         # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
         # processes later.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
@@ -215,9 +213,7 @@ class Sharded(ModelParallelStrategy):
     """
 
     def __init__(self, processes: int) -> None:
-        super().__init__(
-            data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
+        super().__init__(data_parallel_size=processes, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def setup_environment(self) -> None:
         if self.lightning_module is None:
@@ -239,8 +235,7 @@ class Sharded(ModelParallelStrategy):
         return {
             "state": {number[name]: state for name, state in full["state"].items()},
             "param_groups": [
-                {**group, "params": [number[name] for name in group["params"]]}
-                for group in full["param_groups"]
+                {**group, "params": [number[name] for name in group["params"]]} for group in full["param_groups"]
             ],
         }
 

@@ -97,8 +97,7 @@ def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
         return rf"^({'|'.join(chart.statistics)})(/({names})(-({names}))?)?{end}$"
 
     pages = {
-        page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts}
-        for page, charts in PAGES.items()
+        page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts} for page, charts in PAGES.items()
     }
     pages["Run"] = {title: ["Multiline", [f"^{name}$"]] for title, name in RUN_PAGE.items()}
     return pages
@@ -168,9 +167,7 @@ class StoryLogger(TensorBoardLogger):
             events of earlier processes if ``resumed_at`` is None.
     """
 
-    def __init__(
-        self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
-    ):
+    def __init__(self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None):
         _silence_writer_thread()
         purge = 0 if resumed_at is None else resumed_at + 1  # without a checkpoint, the run starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
@@ -212,9 +209,7 @@ class StoryLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         if self._begun:
             self._scalars({"alarms": self._alarms}, self._step)
-        elif (
-            self._resumed_at is not None and status == "success"
-        ):  # the run was killed after its last checkpoint
+        elif self._resumed_at is not None and status == "success":  # the run was killed after its last checkpoint
             self._begin(self._resumed_at)
         if self._begun:
             for summary in outcome(self._folder, self._modalities):

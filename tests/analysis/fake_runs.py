@@ -241,11 +241,7 @@ def write_run(
     (path / "data.json").write_text(json.dumps(data))
     end = planted.diverges or STEPS
     status = "diverged" if planted.diverges else planted.status
-    reason = (
-        "image loss 7.41 was more than 0.1 nat above its initial 6.30 for 50 steps"
-        if planted.diverges
-        else ""
-    )
+    reason = "image loss 7.41 was more than 0.1 nat above its initial 6.30 for 50 steps" if planted.diverges else ""
     (path / "status.json").write_text(
         json.dumps({"status": status, "step": end, "reason": reason, "seconds": 31.5 + seed})
     )

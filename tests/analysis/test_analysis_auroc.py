@@ -51,9 +51,7 @@ def test_the_interval_of_one_stratum_has_delongs_variance():
 def test_the_interval_covers_and_is_not_far_too_wide():
     rng, truth, inside = np.random.default_rng(3), stats.norm.cdf(0.8 / math.sqrt(2)), 0
     for _ in range(300):
-        shift = np.repeat(
-            [0.0, 1.5, 3.0], 12
-        )  # the strata differ; within a stratum, failed runs score 0.8 higher
+        shift = np.repeat([0.0, 1.5, 3.0], 12)  # the strata differ; within a stratum, failed runs score 0.8 higher
         failed = rng.random(36) < 0.5
         found = auroc(rng.normal(0, 1, 36) + shift + 0.8 * failed, failed, shift.tolist(), fewest=1)
         inside += found.low <= truth <= found.high

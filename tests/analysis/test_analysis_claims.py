@@ -137,9 +137,7 @@ def test_runs_that_reach_a_value_count(tmp_path):
 # Runs without spread or without values ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("failed", "why"), [(6, "no spread for an interval"), (5, "The second test disagrees")]
-)
+@pytest.mark.parametrize(("failed", "why"), [(6, "no spread for an interval"), (5, "The second test disagrees")])
 def test_equal_values_in_each_arm_have_no_interval(tmp_path, failed, why):
     """If 6 of 6 runs diverged and 0 of 6, the spread is 0, and the chance of another result is not. With 5 of 6 there
     is an interval above min_effect, but zeros and ones are skewed: such runs need `test: count`."""
@@ -163,9 +161,7 @@ def test_arms_without_a_finite_value_are_not_said_to_share_no_seed(tmp_path):
     arms = {"a": Planted(10, nan_from=0), "b": Planted(10, nan_from=0)}
     found = one(tmp_path / "nan", arms, [BASIC])
     assert found.verdict == "inconclusive" and found.open == "No compared run has a finite value."
-    seeds = [
-        ({"arm": arm, "seed": seed}, Planted(10), {"optim.eps": arm}) for arm, seed in (("a", 1), ("b", 2))
-    ]
+    seeds = [({"arm": arm, "seed": seed}, Planted(10), {"optim.eps": arm}) for arm, seed in (("a", 1), ("b", 2))]
     found = one(tmp_path / "seeds", {"a": Planted(10), "b": Planted(10)}, [BASIC], seeds=(), more=seeds)
     assert found.open == "The two arms share no seed."
 

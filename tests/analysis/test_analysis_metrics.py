@@ -214,12 +214,7 @@ def test_norms_weigh_layers_and_modalities_alike(tmp_path):
 def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
     path = tmp_path / "x"
     path.mkdir()
-    probe = {
-        "q_norm/text/layer00": 2,
-        "k_norm/text/layer00": 3,
-        "q_norm/text/layer01": 8,
-        "k_norm/text/layer01": 1,
-    }
+    probe = {"q_norm/text/layer00": 2, "k_norm/text/layer00": 3, "q_norm/text/layer01": 8, "k_norm/text/layer01": 1}
     other = {f"{norm}_norm/image/layer0{layer}": 1000 for norm in "qk" for layer in (0, 1)}
     lines = [probe | other | {"step": step} for step in (1, 2, 3)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -66,17 +66,11 @@ def test_a_value_that_is_not_finite_is_outside_and_no_range(tmp_path, healthy):
         steps = {s: 2.0 if s < 700 else value for s in STEPS}
         broken = small_run(tmp_path / name, {"final_norm/text": steps}, config=CONFIG)
         calm = [
-            small_run(
-                tmp_path / f"{name}{k}",
-                {"final_norm/text": dict.fromkeys(STEPS, 2.0 + k / 10)},
-                config=CONFIG,
-            )
+            small_run(tmp_path / f"{name}{k}", {"final_norm/text": dict.fromkeys(STEPS, 2.0 + k / 10)}, config=CONFIG)
             for k in range(4)
         ]
         assert found(broken, calm) == [("final_norm", "text", None, 700)]
-        large = small_run(
-            tmp_path / f"{name}large", {"final_norm/text": dict.fromkeys(STEPS, 50.0)}, config=CONFIG
-        )
+        large = small_run(tmp_path / f"{name}large", {"final_norm/text": dict.fromkeys(STEPS, 50.0)}, config=CONFIG)
         # One healthy run that breaks does not make every value lie inside.
         assert found(large, [*calm, broken]) == [("final_norm", "text", None, 100)]
 
@@ -135,10 +129,7 @@ def test_the_table_counts_failing_surviving_and_healthy_runs(tmp_path):
     page = (tmp_path / "out" / "report.md").read_text()
     row = "| 1 | 2 of 2 | 750 (700 to 800) | 1,050 (1,000 to 1,100) | 1 of 1 | 0 of 4 |"
     assert f"| attention entropy, image {row}" in page
-    assert (
-        "figures/survival.png" in page
-        and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
-    )
+    assert "figures/survival.png" in page and 'id="failure-order"' in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_a_run_without_a_statistic_is_not_counted_as_inside(tmp_path):

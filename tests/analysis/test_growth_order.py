@@ -53,9 +53,7 @@ def test_a_calm_run_names_nothing(tmp_path):
         tmp_path / "run",
         q_norm__text__layer01=lambda step: 1.0 + step / 250,  # less than twofold
         attn_entropy__text__layer00=lambda step: 3.0 - step / 200,
-        attn_logit_absmax__text_image__layer00=lambda step: (
-            50.0 if step == 100 else 5.0
-        ),  # only one large value
+        attn_logit_absmax__text_image__layer00=lambda step: 50.0 if step == 100 else 5.0,  # only one large value
         lr=lambda step: 1e-3 * (step + 1),  # not a statistic whose growth counts
     )
     assert places(calm) == []
@@ -66,12 +64,8 @@ def test_growth_during_the_warm_up_is_no_growth(tmp_path):
         return 1.0 if step < 40 else 4.0
 
     assert places(run_of(tmp_path / "a", q_norm__text__layer00=risen)) == []
-    assert places(run_of(tmp_path / "b", warmup=0, q_norm__text__layer00=risen)) == [
-        ("q_norm", "text", 0, 40)
-    ]
-    assert places(run_of(tmp_path / "c", warmup=None, q_norm__text__layer00=risen)) == [
-        ("q_norm", "text", 0, 40)
-    ]
+    assert places(run_of(tmp_path / "b", warmup=0, q_norm__text__layer00=risen)) == [("q_norm", "text", 0, 40)]
+    assert places(run_of(tmp_path / "c", warmup=None, q_norm__text__layer00=risen)) == [("q_norm", "text", 0, 40)]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -87,8 +81,7 @@ def test_it_agrees_with_a_brute_force_search(tmp_path):
     draw = random.Random(0)
     values = {(layer, step): draw.lognormvariate(0, 0.6) for layer in range(40) for step in STEPS}
     series = {
-        f"k_norm__text__layer{layer:02d}": (lambda step, layer=layer: values[layer, step])
-        for layer in range(40)
+        f"k_norm__text__layer{layer:02d}": (lambda step, layer=layer: values[layer, step]) for layer in range(40)
     }
     expected = set()
     for layer in range(40):

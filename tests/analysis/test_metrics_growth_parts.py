@@ -54,9 +54,7 @@ def test_growth_of_matrices_is_relative_to_their_norm_and_per_step(tmp_path):
     rate = 2 * math.log(after / before) / 0.05
     assert metric.measure(run, "text") == pytest.approx(rate, rel=0.02)
     assert metric.measure(run, "image") == pytest.approx(-1000 / 50 / after**2)
-    assert metric.measure(run, None) == pytest.approx(
-        metric.measure(run, "text") + metric.measure(run, "image")
-    )
+    assert metric.measure(run, None) == pytest.approx(metric.measure(run, "text") + metric.measure(run, "image"))
     series["budget_window"] = [100.0] * 3  # negative control: the same growth in twice as many steps
     slower = small_run(tmp_path / "slower", series)
     assert metric.measure(slower, "text") == pytest.approx(metric.measure(run, "text") / 2)

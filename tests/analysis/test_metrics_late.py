@@ -98,11 +98,7 @@ def test_a_run_that_a_divergence_stopped_might_have_recovered(tmp_path):
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_run_that_ended_with_a_value_that_is_not_finite_cannot_recover(tmp_path, tag, stop):
     """`alarm.stop_diverged` has no effect on this: such a run ends with and without it."""
-    series = {
-        "loss/text": curve(6000, 0.0, 4040),
-        "loss/image": curve(6000, 0.0, 4040),
-        "grad_norm": [1.0] * 4040,
-    }
+    series = {"loss/text": curve(6000, 0.0, 4040), "loss/image": curve(6000, 0.0, 4040), "grad_norm": [1.0] * 4040}
     config_of = config(STEPS) | {"alarm": {"stop_diverged": stop}}
 
     def rise(name):
@@ -127,9 +123,7 @@ def test_a_run_that_was_stopped_has_no_value(tmp_path):
 def forked(folder, text, step, parent=None):
     """Write a run with these losses and an unchanged fork of it from ``step``; return both as a study loads them."""
     run_of(folder / "whole", text)
-    small_run(
-        folder / "fork", {"loss/text": dict(enumerate(text[step:], start=step + 1))}, config=config(STEPS)
-    )
+    small_run(folder / "fork", {"loss/text": dict(enumerate(text[step:], start=step + 1))}, config=config(STEPS))
     record = {"parent": {"folder": parent or "whole", "id": "whole", "step": step}}
     (folder / "fork" / "fork.json").write_text(json.dumps(record))
     return {run.name: run for run in load_runs(folder)}

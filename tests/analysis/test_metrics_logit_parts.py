@@ -44,10 +44,7 @@ def planted(shift=0.0, seed=0):
             offsets.append(np.mean(offset))
             spreads.append(np.mean(spread))
             masses.append(np.mean(mass["image" if query == "text" else "text"]))
-        expected[query] = [
-            math.sqrt(np.mean(np.square(means))),
-            *(math.sqrt(np.mean(v)) for v in (offsets, spreads)),
-        ]
+        expected[query] = [math.sqrt(np.mean(np.square(means))), *(math.sqrt(np.mean(v)) for v in (offsets, spreads))]
         expected[query].append(np.mean(masses))
     return series, expected
 

@@ -1,5 +1,6 @@
 """Each control of a verdict can fail: a planted violation changes the verdict."""
 
+
 import pytest
 
 from tests.analysis.fake_runs import Planted

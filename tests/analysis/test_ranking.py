@@ -49,11 +49,7 @@ def one(folder, arm, rate, loss, seed, backend="sdpa", status="completed", machi
         seed=seed,
     )  # fmt: skip
     record = json.loads((folder / "run.json").read_text())
-    record["details"] |= {
-        "parameters": PARAMETERS[arm],
-        "machine": {"name": machine},
-        "device": {"name": "cpu"},
-    }
+    record["details"] |= {"parameters": PARAMETERS[arm], "machine": {"name": machine}, "device": {"name": "cpu"}}
     (folder / "run.json").write_text(json.dumps(record))
 
 
@@ -63,9 +59,7 @@ def grid_of(tmp_path, arms=tuple(VERDICT), more=None, report=None):
         for rate, loss in zip(RATES, SELECTION[arm], strict=True):
             name = f"{arm}-lr{rate:g}"
             one(tmp_path / name / "seed8", arm, rate, loss, 8)
-            entries.append(
-                {"arm": name, "seed": 8, "family": arm, "role": "selection", "point": {"optim.lr": rate}}
-            )
+            entries.append({"arm": name, "seed": 8, "family": arm, "role": "selection", "point": {"optim.lr": rate}})
         for seed, loss in enumerate(VERDICT[arm], 1):
             best = RATES[int(np.argmin(SELECTION[arm]))]
             one(tmp_path / arm / f"seed{seed}", arm, best, loss, seed, **(more or {}).get(arm, {}))
@@ -91,9 +85,7 @@ def test_the_numbers_of_the_ranking(tmp_path):
     assert [row.arm for row in made.rows] == ["good", "wide", "bad"] and made.controls[0].arm == "plain"
     good = made.rows[0]
     a, b = (np.array(VERDICT[arm]) for arm in ("good", "plain"))
-    assert good.difference.value == pytest.approx(a.mean() - b.mean()) and good.loss == pytest.approx(
-        a.mean()
-    )
+    assert good.difference.value == pytest.approx(a.mean() - b.mean()) and good.loss == pytest.approx(a.mean())
     spread = math.sqrt(np.mean([np.var(VERDICT[arm], ddof=1) for arm in VERDICT]))
     half = stats.t.ppf(0.975, 8) * spread * math.sqrt(2 / 3)
     assert good.difference.high - good.difference.value == pytest.approx(half)
@@ -171,15 +163,9 @@ def test_the_page_and_its_csv_have_every_row(tmp_path, without_figures):
     html = (tmp_path / "page/index.html").read_text()
     table = html.split('id="ranking"')[1].split("</table>")[0]
     assert table.count("<tr>") == 5 and "-0.20" in table and "×1.25" in table
-    assert (
-        table.count('<td class=" number" data-v="0">0 of 7</td>') == 4
-    )  # sorted by the number of failed runs
+    assert table.count('<td class=" number" data-v="0">0 of 7</td>') == 4  # sorted by the number of failed runs
     text = (tmp_path / "page/ranking.csv").read_text()
     assert text == ranking_csv(study, ranking(study))
     rows = {row["arm"]: row for row in csv.DictReader(io.StringIO(text))}
-    assert list(rows) == ["good", "wide", "bad", "plain"] and float(
-        rows["good"]["difference"]
-    ) == pytest.approx(-0.2)
-    assert (
-        rows["plain"]["difference"] == "" and rows["wide"]["at_edge"] == "1" and rows["good"]["trains"] == "4"
-    )
+    assert list(rows) == ["good", "wide", "bad", "plain"] and float(rows["good"]["difference"]) == pytest.approx(-0.2)
+    assert rows["plain"]["difference"] == "" and rows["wide"]["at_edge"] == "1" and rows["good"]["trains"] == "4"

@@ -67,7 +67,6 @@ def test_a_claim_about_a_time_of_failure_has_the_test_and_the_curves(tmp_path):
 
 def test_the_interval_of_a_time_uses_only_the_two_arms(tmp_path):
     """An arm without failures has no spread, so it must not narrow or widen the interval of other arms."""
-
     def late(seed):
         return Planted(10, diverges=100 + 10 * seed, validated=False)
 

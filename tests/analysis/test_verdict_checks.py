@@ -99,14 +99,8 @@ def another_rate(runs):
 ALARMS = {"checkpoint": [], "probe": [], "stop": [], "probe_steps": 20}
 LARGE, SMALL = ({"vocab_sizes": {"text": size}} for size in (9, 7))
 DIAL = {"data": {"dial": {"modalities": ["text", "image"]}}}
-PAIRS = {
-    "data": {"tokenizers": "t1", "pairs": "a1", "mix": {"pair": 1.0}, "image_first_prob": 0.5},
-    "model": LARGE,
-}
-TEXT = {
-    "data": {"tokenizers": "t1", "pairs": "", "mix": {"text": 1.0}, "image_first_prob": 0.0},
-    "model": SMALL,
-}
+PAIRS = {"data": {"tokenizers": "t1", "pairs": "a1", "mix": {"pair": 1.0}, "image_first_prob": 0.5}, "model": LARGE}
+TEXT = {"data": {"tokenizers": "t1", "pairs": "", "mix": {"text": 1.0}, "image_first_prob": 0.0}, "model": SMALL}
 
 
 @pytest.mark.parametrize(
@@ -118,11 +112,7 @@ TEXT = {
         (PAIRS, {**PAIRS, "data": {**PAIRS["data"], "image_first_prob": 0.0}}, "data.image_first_prob"),
         (PAIRS, {**PAIRS, "model": SMALL}, "they also differ in model.vocab_sizes.text"),
         (PAIRS, {"data": {**PAIRS["data"], "tokenizers": ""}, "model": SMALL}, None),
-        (
-            DIAL,
-            {"data": {"dial": {"modalities": ["image", "text"]}}},
-            "they also differ in data.dial.modalities",
-        ),
+        (DIAL, {"data": {"dial": {"modalities": ["image", "text"]}}}, "they also differ in data.dial.modalities"),
         (DIAL, {"data": {"dial": {"modalities": ["text"]}}}, None),
         # Of the alarms only the action is named that one arm has.
         ({"alarm": ALARMS | {"stop_diverged": False}}, {}, "they also differ in alarm.stop_diverged"),
@@ -247,11 +237,7 @@ def test_the_spread_of_a_modality_leaves_out_arms_that_do_not_train_it(tmp_path,
         for seed in range(6)
     ]
     arms = {arm: {"set": {"optim.eps": arm}} for arm in ("a", "b")} | {"off": {"set": weights}}
-    claim = BASIC | {
-        "metric": "final_loss/image",
-        "min_effect": 0.1,
-        "unchecked": {"learned": "planted losses"},
-    }
+    claim = BASIC | {"metric": "final_loss/image", "min_effect": 0.1, "unchecked": {"learned": "planted losses"}}
     grid = {"arms": arms, "claims": [claim, POSITIVE]}
     found = judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
     assert set(found.spread.by_arm) == ({"a", "b", "off"} if trained else {"a", "b"})

@@ -61,9 +61,7 @@ def test_rows_are_chosen_by_name_and_rounds_end_when_the_time_is_over():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.harness.time.monotonic", lambda: next(clock))
         rows = compare(candidates, Context(until=50), repeat=1, rounds=2)
-    assert [row["seconds"] for row in rows] == [
-        [1.0]
-    ] * 3  # the time limit ends the run after one counted round
+    assert [row["seconds"] for row in rows] == [[1.0]] * 3  # the time limit ends the run after one counted round
 
     rows = compare(candidates, Context(until=-math.inf), repeat=1, rounds=2)
     assert {row["status"] for row in rows} == {FAILED} and "--minutes" in rows[0]["reason"]
@@ -104,10 +102,7 @@ def test_ratios_are_made_within_a_round():
     """The median of ratios within rounds can differ from the ratio of medians, if the machine was slow in one
     round."""
     a, b = compare(
-        [candidate("a", [0.0, 1.0, 10.0, 2.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])],
-        CONTEXT,
-        repeat=1,
-        rounds=3,
+        [candidate("a", [0.0, 1.0, 10.0, 2.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])], CONTEXT, repeat=1, rounds=3
     )
     assert times(b, a) == [3.0, 2.0, 2.0]
     assert faster(b, a, "tokens") == pytest.approx([1 / 3, 0.5, 0.5])
@@ -116,10 +111,7 @@ def test_ratios_are_made_within_a_round():
     assert "| b | 4,000.00 |" in page and "| 2.00 |" in page
     assert of_medians == 2.0
     a, b = compare(
-        [candidate("a", [0.0, 1.0, 10.0, 4.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])],
-        CONTEXT,
-        repeat=1,
-        rounds=3,
+        [candidate("a", [0.0, 1.0, 10.0, 4.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])], CONTEXT, repeat=1, rounds=3
     )
     assert statistics.median(times(b, a)) == 2.0
     assert statistics.median(b["seconds"]) / statistics.median(a["seconds"]) == 1.0
@@ -169,10 +161,7 @@ def test_memory_of_a_way_is_watched_where_nothing_is_compiled():
         return take
 
     watched, compiled = compare(
-        [Candidate("watched", build), Candidate("compiled", build, compiled=True)],
-        CONTEXT,
-        repeat=1,
-        rounds=1,
+        [Candidate("watched", build), Candidate("compiled", build, compiled=True)], CONTEXT, repeat=1, rounds=1
     )
     assert watched["peak_bytes"] == 5000 + 4  # the 4 bytes are the result of `sum`
     assert compiled["peak_bytes"] is None

@@ -262,9 +262,7 @@ def test_the_loss_of_the_source_itself_is_its_floor():
         edges = np.cumsum([0, *dial.vocab_sizes.values()])
         for (name, floor), low, high in zip(dial.floors().items(), edges[:-1], edges[1:], strict=True):
             inside = (ids >= low) & (ids < high)
-            each = (
-                -(nats * inside).sum(1) / config.tokens[name]
-            )  # one mean per document: its tokens are correlated
+            each = -(nats * inside).sum(1) / config.tokens[name]  # one mean per document: its tokens are correlated
             error = each.std() / math.sqrt(len(each))
             assert abs(each.mean() - floor) < 4 * error
             assert error < 0.01 and abs(each.mean() - floor - 0.05) > 4 * error

@@ -133,7 +133,9 @@ def facts(batch, i: int) -> str:
         for m, name in enumerate(("text", "image"))
         if (n := (batch.target_mask_BT[i] & (batch.target_modality_BT[i] == m)).sum())
     ]
-    return f"{filled} of {PLACES} positions filled, {PLACES - filled} padding · targets: {' and '.join(counts)}</p>"
+    return (
+        f"{filled} of {PLACES} positions filled, {PLACES - filled} padding · targets: {' and '.join(counts)}</p>"
+    )
 
 
 def test_places_and_targets_are_those_of_the_batch(page, batch, tiny_args):
@@ -256,9 +258,7 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     dropped = {"image cannot be decoded": 3, "document is <empty>": 1}
     folder = tokenized(tmp_path / "tokens", tiny_data, "interleaved", documents, dropped)
     more = ["--data.mix", '{"interleaved": 1}', f"--data.interleaved={folder}", "--data.seq_len=256"]
-    page = inspected(
-        tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.probe_sequences=2"
-    )
+    page = inspected(tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.probe_sequences=2")
     assert page.read(0) == "the people of this <b>union</b> & trade"
     assert page.tags["b"] == 8 * 6  # 6 special tokens in each of 8 sequences; the <b> of the text is escaped
     assert len(page.pictures(0, "decoded from its codes")) == 2 and page.pictures(0, "the original") == []

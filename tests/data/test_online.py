@@ -196,9 +196,7 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
     assert err.count("is skipped (image cannot be decoded)") == 2 and f"sample k2 of shard {path}" in err
     with pytest.raises(UserError, match=r"3 of the 4 samples read .* 10% .*sample k19 .*data\.tokenize"):
         found[19]
-    whole = both_splits(tiny_shard(tiny_data, tmp_path / "b.tar"), tiny_data / "tokenizers", tmp_path)[
-        "train"
-    ]
+    whole = both_splits(tiny_shard(tiny_data, tmp_path / "b.tar"), tiny_data / "tokenizers", tmp_path)["train"]
     assert len({tuple(whole[i]) for i in range(40)}) > 10
     assert not whole.skipped and not capsys.readouterr().err
 
@@ -234,9 +232,7 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
     image = index_tar(tiny_data / "pairs/train-00000.tar").read(0)["webp"]
     used = {"webp": image, "txt": b"a"}
     dotted = {f"{n:04d}.webp": image for n in range(9)}
-    path = write_tar(
-        tmp_path / "a.tar", [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})]
-    )
+    path = write_tar(tmp_path / "a.tar", [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})])
     for _ in range(2):  # the second call reads the stored index
         lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
         assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]

@@ -241,10 +241,7 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data, fir
     found = data.unigram_loss(sequences=100)
     seen = [t for i in range(100) for t in data.order.row(i).ids[1:].tolist()]
     held = [t for row in data.val_rows for t in row.ids[1:].tolist()]
-    for name, mine, size in (
-        ("text", lambda t: 5 <= t < first_code, 300),
-        ("image", lambda t: t >= first_code, 32),
-    ):
+    for name, mine, size in (("text", lambda t: 5 <= t < first_code, 300), ("image", lambda t: t >= first_code, 32)):
         counts = Counter(t for t in seen if mine(t))
         total = sum(counts.values()) + size
         nats = [-np.log((counts[t] + 1) / total) for t in held if mine(t)]

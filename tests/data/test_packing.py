@@ -72,7 +72,9 @@ def test_an_epoch_is_every_document_once_and_the_next_is_another():
     for rows in epochs:
         assert sorted(d for row in rows for d in row) == list(range(700))
     assert epochs[0] != epochs[1]
-    assert epochs[0] != [Packing(lengths(700), 512, seed=4, stream=9).items(i) for i in range(len(packing))]
+    assert epochs[0] != [
+        Packing(lengths(700), 512, seed=4, stream=9).items(i) for i in range(len(packing))
+    ]
     # The first document of a row is not always its longest.
     sizes = lengths(700)
     first_is_longest = [sizes[row[0]] == sizes[row].max() for row in epochs[0] if len(row) > 3]

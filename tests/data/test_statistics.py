@@ -41,10 +41,7 @@ def conditional_entropy(transitions: np.ndarray) -> float:
 
 def describe(train, val, vocab_sizes, **kwargs):
     """Return the statistics and the estimates of each modality as one."""
-    plain, estimates = (
-        statistics.describe(train, val, vocab_sizes),
-        predictability(train, val, vocab_sizes, **kwargs),
-    )
+    plain, estimates = statistics.describe(train, val, vocab_sizes), predictability(train, val, vocab_sizes, **kwargs)
     assert plain.keys() == estimates.keys()
     return {name: SimpleNamespace(**vars(plain[name]), **vars(estimates[name])) for name in plain}
 
@@ -211,9 +208,7 @@ def test_three_modalities_by_their_blocks(transitions):
     assert sum(s.share for s in found.values()) == pytest.approx(1)
     assert {m: s.block for m, s in found.items()} == {"text": 40, "image": 64, "sound": 8}
     assert found["sound"].used == len(np.unique(sound[:500])) and found["sound"].documents == 500
-    assert found["sound"].model < 0.05 and found["sound"].model_context == (
-        20,
-    )  # the context is of another modality
+    assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # the context is of another modality
     assert found["sound"].compressed > 0.5  # the compressor sees one modality only
     # Without a context, the model knows only the frequencies of the words.
     nothing = found["text"].model_by_context["none"]

@@ -190,10 +190,7 @@ def test_pairs_in_the_layout_of_img2dataset(
         assert shard["size"] == file.stat().st_size and shard["samples"] == 9 and shard["dropped"] == {}
         assert shard["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     tokens = sum(map(len, expected["train"]))
-    assert (
-        f"train {len(expected['train'])} documents of {tokens:,} tokens" in printed
-        and "dropped" not in printed
-    )
+    assert f"train {len(expected['train'])} documents of {tokens:,} tokens" in printed and "dropped" not in printed
     assert [p["name"] for p in header(folder)["splits"]["train"]] == [f"{i:05d}" for i in range(4)]
     assert not (folder / "unfinished").exists()
 
@@ -517,9 +514,7 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
         patched.setattr(tokenize, "run_shards", hold_back)
         message = refused(run, *pattern(shards), workers=1)
     assert "a worker was killed while tokenizing" in message and message.count(".tar") == 1
-    assert (
-        "00002.tar: if the machine ran out of memory" in message and "the same command continues" in message
-    )
+    assert "00002.tar: if the machine ran out of memory" in message and "the same command continues" in message
     held.unlink()
     held.write_bytes(whole)
     folder, printed = run(*pattern(shards))
@@ -616,9 +611,7 @@ def test_two_at_once(run: Any, shards: Path) -> None:
 
 def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
     """One hundred pairs whose names are equal up to the first dot count as one sample, and a message reports it."""
-    dotted = [
-        (f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")
-    ]
+    dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")]
     path = write_tar(tmp_path / "a.tar", [*pair(0), *dotted])
     out, printed = run("--shards", str(path))
     assert "1 of 2 samples were dropped" in printed and "200 of 203 files were not read" in printed

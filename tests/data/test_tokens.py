@@ -104,9 +104,7 @@ def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
     else:  # the same number of tokens, in documents of other lengths
         np.save(path, np.array([3, 3, 2, 4], dtype=np.uint32))
     for _ in range(2):  # also the second time: a damaged file is not recorded as valid
-        with pytest.raises(
-            UserError, match=rf"00001\.{what}\.npy differs from tokens\.json .*make the folder again"
-        ):
+        with pytest.raises(UserError, match=rf"00001\.{what}\.npy differs from tokens\.json .*make the folder again"):
             open_tokens(folder, cache)
     path.write_bytes(whole)
     assert len(open_tokens(folder, cache)["train"]) == 12
@@ -202,9 +200,7 @@ def test_arrays_are_used_as_they_are(arrays, capsys):
     data = TokenDataModule(config, seed=0)
     data.setup()
     whole = {tuple(row) for row in np.load(arrays / "train-0.npy").tolist()}
-    rows = [
-        tuple(data.order.row(i).ids.tolist()) for i in range(46)
-    ]  # the document of 45 ids is in three pieces
+    rows = [tuple(data.order.row(i).ids.tolist()) for i in range(46)]  # the document of 45 ids is in three pieces
     assert whole <= set(rows) and len(set(rows)) == 46
     batch = data.probe_batch(4)
     assert (batch.ids_BT[:, :18].numpy() == np.load(arrays / "val-0.npy")[:4]).all()

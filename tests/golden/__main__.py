@@ -32,10 +32,7 @@ from mmqk.train import main as train
 HERE = Path(__file__).parent
 KEPT = HERE / "values.json"
 RUNS = ("plain", "chameleon", "capped", "sigmoid", "untied", "clipped", "gated", "dial", "ids")
-LEFT_OUT = {
-    "tokens_per_s",
-    "update_unchanged",
-}  # a time, and a statistic that is newer than the stored values
+LEFT_OUT = {"tokens_per_s", "update_unchanged"}  # a time, and a statistic that is newer than the stored values
 # Largest difference of losses, norms and logits on another platform, relative to the larger of the two values. Other
 # values are compared on the same platform only, because some of them amplify rounding: differences of nearly equal
 # numbers (offsets, biases) and the maxima of a clipped run.
@@ -161,9 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train the runs and compare them with the stored values; return 1 if a value differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the current values")
-    parser.add_argument(
-        "runs", nargs="*", default=list(RUNS), help=f"some of {', '.join(RUNS)} (default: all)"
-    )
+    parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"some of {', '.join(RUNS)} (default: all)")
     args = parser.parse_args(argv)
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"platforms": [], "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -177,9 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     digests, failed = digests_of(kept), 0
     for name, run in new.items():
         lines = differences(kept["runs"][name], run, digests.get(name))
-        bound = (
-            "bit for bit" if name in digests else f"within {100 * TOLERANCE:g} % (stored on another platform)"
-        )
+        bound = "bit for bit" if name in digests else f"within {100 * TOLERANCE:g} % (stored on another platform)"
         print(f"{name}: {'the same ' + bound if not lines else f'{len(lines)} differences'}")
         for line in lines[:10]:
             print(f"    {line}")

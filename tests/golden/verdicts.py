@@ -19,18 +19,7 @@ from mmqk.lab import judge, load_study
 from mmqk.store.pack import unpacked
 
 PACKS = Path(__file__).parents[2] / "reports/examples"
-COMPARED = (
-    "verdict",
-    "status",
-    "test",
-    "effect",
-    "interval",
-    "threshold",
-    "p",
-    "sign_flip",
-    "detectable",
-    "counts",
-)
+COMPARED = ("verdict", "status", "test", "effect", "interval", "threshold", "p", "sign_flip", "detectable", "counts")
 COMPARED_ADJUSTED = ("method", "claims", "level", "interval", "p")
 TOLERANCE = 1e-9
 
@@ -69,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in parser.parse_args(argv).packs or kept_packs:
         kept = json.loads((PACKS / name / "verdicts.json").read_text())
         # A record as the report writes it: through JSON, so that tuples are lists.
-        new = json.loads(
-            json.dumps([v.as_record() for v in judge(load_study(unpacked(PACKS / f"{name}.zip")))])
-        )
+        new = json.loads(json.dumps([v.as_record() for v in judge(load_study(unpacked(PACKS / f"{name}.zip")))]))
         lines = differences(kept, new)
         found += len(lines)
         lines = [f"{name}: {line}" for line in lines] or [f"{name}: {len(kept)} claims, no difference"]

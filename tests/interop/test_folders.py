@@ -76,10 +76,8 @@ def test_there_and_back(name, folders, tmp_path, capsys):
 def test_load_model_and_probe(name, folders, tmp_path):
     assert convert(folders / name, tmp_path / "run", "--vocab-sizes=text=64,image=32") == 0
     model = load_model(tmp_path / "run")
-    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == [
-        "text",
-        "image",
-    ]
+    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text",
+        "image"]
     assert (model.head.weight is model.embed.weight) == (name == "tied")
     import transformers
 
@@ -191,9 +189,7 @@ def test_damaged_huggingface_folders(folders, tmp_path, capsys):
     hf = copy(folders / "llama", tmp_path / "j", hidden_size="wide")
     assert f"{hf} cannot be loaded" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "k", model_type="mistral", sliding_window=4)
-    assert "the architecture LlamaForCausalLM but the model_type mistral, not llama" in refuses(
-        capsys, hf, out
-    )
+    assert "the architecture LlamaForCausalLM but the model_type mistral, not llama" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "l")
     (hf / "adapter_config.json").write_text("{}")
     assert "has an adapter (adapter_config.json): merge it" in refuses(capsys, hf, out)
@@ -227,10 +223,7 @@ def test_damaged_runs(folders, tmp_path, capsys):
     assert "step00000000.ckpt is damaged" in refuses(capsys, tmp_path / "run", out)
     for stored, said in (
         ({"state_dict": {}}, "has no model configuration"),
-        (
-            {"mmqk_model": {"width": 3}, "state_dict": {}},
-            "has a model that this version of mmqk does not support",
-        ),
+        ({"mmqk_model": {"width": 3}, "state_dict": {}}, "has a model that this version of mmqk does not support"),
     ):
         save_checkpoint(stored, checkpoint)
         assert said in refuses(capsys, tmp_path / "run", out)

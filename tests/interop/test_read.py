@@ -203,9 +203,7 @@ def test_other_classes_are_refused():
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=16,
     )  # fmt: skip
-    with pytest.raises(
-        UserError, match="MistralForCausalLM is not an architecture that mmqk reads: use Chameleon"
-    ):
+    with pytest.raises(UserError, match="MistralForCausalLM is not an architecture that mmqk reads: use Chameleon"):
         from_transformers(transformers.MistralForCausalLM(config))
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):

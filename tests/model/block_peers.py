@@ -161,15 +161,8 @@ WRONG_COPY = {
     "two copies swapped": {"given": torch.tensor([1, 0, 2])[RIGHT_BT]},
 }
 UNTIED = {
-    "untie_norms": {
-        "per_modality": PerModalityConfig(norms=True),
-        "norm_gain": "zero_centered",
-        "post_norm": True,
-    },
-    "untie_qk_norm": {
-        "per_modality": PerModalityConfig(qk_norm=True),
-        **qk("layer", gain="per_head", bias=True),
-    },
+    "untie_norms": {"per_modality": PerModalityConfig(norms=True), "norm_gain": "zero_centered", "post_norm": True},
+    "untie_qk_norm": {"per_modality": PerModalityConfig(qk_norm=True), **qk("layer", gain="per_head", bias=True)},
     "untie_qk": {"per_modality": PerModalityConfig(qk=True), "n_kv_heads": 2},
     "untie_mlp": {"per_modality": PerModalityConfig(mlp=True)},
 }
@@ -177,13 +170,7 @@ BLOCK_PEERS += [
     compare((remedy,), "formula written out", FP32_INSIDE, model, fields, written(**fields), WRONG_COPY)
     for remedy, fields in UNTIED.items()
 ]
-ENDS = {
-    "separate_first": 1,
-    "separate_last": 1,
-    "n_layers": 3,
-    "layer_scale": 0.5,
-    **qk("layer", gain="per_head"),
-}
+ENDS = {"separate_first": 1, "separate_last": 1, "n_layers": 3, "layer_scale": 0.5, **qk("layer", gain="per_head")}
 BLOCK_PEERS += [
     compare(
         ("separate_ends",), "formula written out, a stack for each modality", FP32_INSIDE, model, ENDS,

@@ -249,9 +249,7 @@ def gpt_oss_attention(leaves: Leaves) -> Tensor:
         layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager",
     )  # fmt: skip
     module = GptOssAttention(config, 0).double()
-    parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "o_proj") | {
-        "sinks": leaves["sink.weight"]
-    }
+    parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "o_proj") | {"sinks": leaves["sink.weight"]}
     cos, sin = (table[None, :, : K // 2] for table in _tables())
     mask = torch.full((T, T), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     return functional_call(module, parameters, (leaves["x"], (cos, sin), mask), strict=True)[0]
@@ -285,9 +283,7 @@ def muse_spark_residual_gate(temperature: float) -> Function:
 
         config = SimpleNamespace(hidden_size=D, residual_gate_temperature=temperature)
         module = MuseSparkResidualGate(config).double()
-        return functional_call(
-            module, {"gate": leaves["weight"]}, (leaves["x"], leaves["branch"]), strict=True
-        )
+        return functional_call(module, {"gate": leaves["weight"]}, (leaves["x"], leaves["branch"]), strict=True)
 
     return forward
 
@@ -350,11 +346,7 @@ def x_transformers_post_act_norm(leaves: Leaves) -> Tensor:
     gain = next(name for name in own if own[name].ndim == 1)
     first, last = (name for name in own if own[name].ndim == 2)
     offset = 1.0 if own[gain].detach().eq(0).all() else 0.0  # the gain of x-transformers may be 1 + gamma
-    parameters = {
-        first: leaves["w_up.weight"],
-        last: leaves["w_down.weight"],
-        gain: leaves["norm.weight"] - offset,
-    }
+    parameters = {first: leaves["w_up.weight"], last: leaves["w_down.weight"], gain: leaves["norm.weight"] - offset}
     return functional_call(module, parameters, leaves["x"])
 
 

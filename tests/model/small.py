@@ -89,9 +89,7 @@ def build(seed=0, backend="math", **fields):
     for parameter in model.parameters():
         if parameter.ndim < 2 or "norm" in _name(model, parameter):
             parameter.data += torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator)
-        elif ".copies." in _name(
-            model, parameter
-        ):  # copies start equal, which would hide the use of a wrong copy
+        elif ".copies." in _name(model, parameter):  # copies start equal, which would hide the use of a wrong copy
             parameter.data += 0.1 * torch.empty_like(parameter).normal_(generator=generator)
     return model
 

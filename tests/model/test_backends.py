@@ -180,9 +180,7 @@ def test_under_autocast_attention_takes_its_dtype_alone(backend):
         assert attention(*narrow, **options).dtype == torch.bfloat16
         with pytest.raises(TypeError, match=r"float32, but the autocast dtype is torch\.bfloat16"):
             attention(*wide, **options)
-        with pytest.raises(
-            TypeError, match=r"one dtype, but have torch\.float32, torch\.float32, torch\.bfloat16"
-        ):
+        with pytest.raises(TypeError, match=r"one dtype, but have torch\.float32, torch\.float32, torch\.bfloat16"):
             attention(*wide[:2], narrow[2], **options)
         assert attention(*(x.double() for x in wide), **options).dtype == torch.float64
     assert attention(*wide, **options).dtype == torch.float32

@@ -195,9 +195,7 @@ def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
         ours = gradients(fused, ids_of(2, 128), document_BT, rows)
         for a, b in zip(ours, gradients(plain, ids_of(2, 128), document_BT), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        assert (
-            counters["stats"]["unique_graphs"] == 3
-        )  # a layer with a window, a layer without one, the final norm
+        assert counters["stats"]["unique_graphs"] == 3  # a layer with a window, a layer without one, the final norm
     assert len(rows) == 3 * plain.config.n_layers
     assert (gradients(fused, ids_of(2, 128))[0] - ours[0]).abs().max() > 1e-2
 

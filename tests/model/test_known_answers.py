@@ -46,13 +46,8 @@ def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=T
     """Return the raw logits (B, H, T, S) of a model's first attention layer on these inputs, and the model."""
     untie = PerModalityConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
     config = ModelConfig(
-        vocab_sizes=BLOCKS,
-        d_model=H * K,
-        n_heads=H,
-        n_layers=1,
-        n_kv_heads=n_kv_heads,
-        qk_norm=qk,
-        per_modality=untie,
+        vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk,
+        per_modality=untie
     )
     model = EarlyFusionTransformer(config).double()
     layer, generator = model.blocks[0].attention, torch.Generator().manual_seed(3)
@@ -120,9 +115,7 @@ def test_aligned_vectors_reach_the_bound(qk):
     # nonzero channel or, for LayerNorm, an input of alternating signs. At distance 0, query and key are this vector.
     logits, model = logits_of(qk, adversaries(), aligned=True, noise=False)
     bound = float(logit_bound(model, 0))
-    if (
-        qk.scope == "full" and qk.kind == "layer"
-    ):  # subtracting the mean moves a part of the norm to other heads
+    if qk.scope == "full" and qk.kind == "layer":  # subtracting the mean moves a part of the norm to other heads
         assert 0.9 * bound / H < logits.abs().max() <= bound
     else:
         assert 0.999 * bound < logits.abs().max() <= bound * (1 + 1e-6)

@@ -16,10 +16,7 @@ from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig, RopeScaling
         ({"d_ff": -1}, "model.d_ff"),
         ({"pre_norm": False}, "model.pre_norm and model.post_norm"),
         ({"deep_norm": True}, "model.deep_norm .* model.pre_norm true: remove one"),
-        (
-            {"deep_norm": True, "pre_norm": False, "post_norm": True},
-            "model.deep_norm .* model.post_norm true",
-        ),
+        ({"deep_norm": True, "pre_norm": False, "post_norm": True}, "model.deep_norm .* model.post_norm true"),
         ({"attn_softcap": 0.0}, "model.attn_softcap is 0.0: it must be a number from"),
         ({"final_softcap": -2.0}, "model.final_softcap"),
         ({"residual_dropout": 1.0}, r"model.residual_dropout is 1.0: it must be a number from"),
@@ -27,10 +24,7 @@ from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig, RopeScaling
         ({"rope_theta": float("inf")}, "model.rope_theta"),
         ({"mlp": "relu"}, "model.mlp must be one of swiglu, geglu, gelu, but is 'relu'"),
         ({"attn_scale": "sqrt"}, "model.attn_scale must be one of"),
-        (
-            {"vocab_sizes": {"text": 10, "image": 0}},
-            "model.vocab_sizes.image is 0: it must be a whole number from 1",
-        ),
+        ({"vocab_sizes": {"text": 10, "image": 0}}, "model.vocab_sizes.image is 0: it must be a whole number from 1"),
         ({"d_head": 7}, "model.d_head is 7, which RoPE cannot rotate"),
         ({"n_kv_heads": 3}, "model.n_heads 4 cannot share model.n_kv_heads 3"),
         ({"window": -1}, "model.window is -1: it must be a whole number from 0"),
@@ -49,25 +43,17 @@ from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig, RopeScaling
         ({"local_rope_theta": -1.0}, "model.local_rope_theta is -1.0: it must be a number from"),
         ({"output_init": "gpt"}, "model.output_init must be one of plain, total, depth"),
         ({"embed_init": {"text": 0.0}}, "model.embed_init.text is 0.0: it must be a number from"),
-        (
-            {"embed_scale": {"txt": 2.0}, "vocab_sizes": {"text": 9}},
-            "model.embed_scale names 'txt', .* are text",
-        ),
+        ({"embed_scale": {"txt": 2.0}, "vocab_sizes": {"text": 9}}, "model.embed_scale names 'txt', .* are text"),
         ({"per_modality": PerModalityConfig(qk_norm=True)}, "no QK-Norm to separate: set model.qk_norm.kind"),
         (
             {"per_modality": PerModalityConfig(qk_norm=True), "qk_norm": QKNormConfig("rms", gain="none")},
             "no gain or bias",
         ),
-        (
-            {"per_modality": PerModalityConfig(norms=True), "norm_gain": "none"},
-            "model.per_modality.norms has no gain or bias",
-        ),
+        ({"per_modality": PerModalityConfig(norms=True), "norm_gain": "none"},
+            "model.per_modality.norms has no gain or bias"),
         ({"qk_norm": QKNormConfig("l2"), "attn_scale": "inverse"}, "multiply the learned scale"),
         ({"separate_last": 1, "attn_sink": True}, "model.separate_last separates .* model.attn_sink"),
-        (
-            {"separate_first": 3, "separate_last": 2},
-            "separate_first 3 and model.separate_last 2 are more layers",
-        ),
+        ({"separate_first": 3, "separate_last": 2}, "separate_first 3 and model.separate_last 2 are more layers"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(fields, sentence):
@@ -84,10 +70,7 @@ def test_impossible_qk_norm_is_refused_by_name():
     for fields, sentence in (
         ({"kind": "rms", "bias": True}, r"qk_norm\.bias belongs to kind 'layer', but .* is 'rms'"),
         ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope 'full' does not work with"),
-        (
-            {"kind": "l2", "gain": "zero_centered"},
-            r"qk_norm\.gain 'zero_centered' does not work with .*kind 'l2'",
-        ),
+        ({"kind": "l2", "gain": "zero_centered"}, r"qk_norm\.gain 'zero_centered' does not work with .*kind 'l2'"),
         (
             {"kind": "l2", "scale_max": 9.0},
             r"qk_norm\.scale_max 9\.0 is below model\.qk_norm\.scale_init 10\.0",
@@ -167,9 +150,7 @@ def test_a_detail_of_what_is_on_stays():
     assert QKNormConfig("rms", gain="per_head") != QKNormConfig("rms")
     assert QKNormConfig("rms", scale_max=50.0) == QKNormConfig("rms") != QKNormConfig("l2", scale_max=50.0)
     assert ModelConfig(window=8, global_every=2) != ModelConfig(window=8)
-    assert ModelConfig(
-        vocab_sizes={"text": 9, "image": 3}, per_modality=PerModalityConfig(mlp=True)
-    ).per_modality.mlp
+    assert ModelConfig(vocab_sizes={"text": 9, "image": 3}, per_modality=PerModalityConfig(mlp=True)).per_modality.mlp
 
 
 @pytest.mark.parametrize("name", ["a b", "te/xt", "layer03", "", "text-image", 3])

@@ -93,14 +93,7 @@ def test_an_untied_model_gives_each_token_the_copy_of_its_modality():
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 @pytest.mark.parametrize(
     ("ends", "apart"),
-    [
-        ((1, 0), {0}),
-        ((1, 1), {0}),
-        ((2, 0), {0, 1}),
-        ((2, 1), {0, 1, 2}),
-        ((0, 3), {0, 1, 2}),
-        ((0, 2), set()),
-    ],
+    [((1, 0), {0}), ((1, 1), {0}), ((2, 0), {0, 1}), ((2, 1), {0, 1, 2}), ((0, 3), {0, 1, 2}), ((0, 2), set())],
 )
 def test_no_image_token_reaches_a_text_token_in_separated_layers(backend, ends, apart):
     """Before the first shared layer, a changed image token changes no bit of the residual stream of text tokens."""

@@ -69,9 +69,7 @@ class WrittenOut:
         out = list(x)
         for m in set(self.m):
             mine = [t for t in range(len(x)) if self.m[t] == m]
-            state = {
-                n.replace(f".copies.{m}.", "."): w for n, w in self.state.items() if f".copies.{m}." in n
-            }
+            state = {n.replace(f".copies.{m}.", "."): w for n, w in self.state.items() if f".copies.{m}." in n}
             alone = WrittenOut(self.state | state, self.c)
             alone.m, alone.place, alone.T = [None] * len(mine), mine, self.T
             for t, y in zip(mine, alone.block(at, layer, [x[t] for t in mine]), strict=True):

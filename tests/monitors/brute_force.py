@@ -25,9 +25,7 @@ class Means(dict):
         return {name: float(np.mean(values)) for name, values in self.items()}
 
 
-def streams(
-    sites: Sites, modality: np.ndarray, valid: np.ndarray, names: tuple[str, ...]
-) -> dict[str, float]:
+def streams(sites: Sites, modality: np.ndarray, valid: np.ndarray, names: tuple[str, ...]) -> dict[str, float]:
     """Return the norms of every site, and the gains of W_q and W_k, by tag."""
     B, T = modality.shape
     tokens = [(b, t) for b in range(B) for t in range(T) if valid[b, t]]
@@ -95,9 +93,7 @@ def attention(
                 if len(keys) >= FEWEST_KEYS:
                     row(rows, z, of_key, a, names, at, cap, softmax, None if sinks is None else sinks[h])
     met = {f"attn_mass/{names[a]}-{names[c]}/{at}" for a, c in logits}
-    expected = {
-        name: x for name, x in rows.means().items() if not name.startswith("attn_mass") or name in met
-    }
+    expected = {name: x for name, x in rows.means().items() if not name.startswith("attn_mass") or name in met}
     for (a, c), values in logits.items():
         magnitude = np.sort(np.abs(values))[::-1]
         place = f"{names[a]}-{names[c]}/{at}"
@@ -132,9 +128,7 @@ def weights(z, cap: float | None, sink: float | None):
     return p[: len(z)], p[len(z) :]
 
 
-def row(
-    rows: Means, z, of_key, a: str, names, at: str, cap: float | None, softmax: bool, sink: float | None
-) -> None:
+def row(rows: Means, z, of_key, a: str, names, at: str, cap: float | None, softmax: bool, sink: float | None) -> None:
     """Split the logits and weights of one query by key modality, and add the statistics to `rows`."""
     blocks = sorted(set(of_key))
     block_mean = {m: z[of_key == m].mean() for m in blocks}
@@ -198,9 +192,7 @@ def output(logits: np.ndarray, target_modality, trained, sizes: Mapping[str, int
     """Return the statistics of the output softmax by modality of the target."""
     names, edges = tuple(sizes), np.cumsum([0, *sizes.values()])
     rows = Means()
-    for y, m, kept in zip(
-        logits.reshape(-1, edges[-1]), target_modality.ravel(), trained.ravel(), strict=True
-    ):
+    for y, m, kept in zip(logits.reshape(-1, edges[-1]), target_modality.ravel(), trained.ravel(), strict=True):
         if not kept:
             continue
         z, name = np.exp(y).sum(), names[m]

@@ -35,9 +35,7 @@ def test_the_parts_equal_vectors_written_out():
     )
     cross = float(ta @ ib + ia @ tb) / 2 / math.sqrt(float(ta @ tb) * float(ia @ ib))
     assert float(measured.cosine[0, 1]) == pytest.approx(cross)
-    assert torch.equal(measured.cosine, measured.cosine.T) and float(measured.cosine[1, 1]) == pytest.approx(
-        1
-    )
+    assert torch.equal(measured.cosine, measured.cosine.T) and float(measured.cosine[1, 1]) == pytest.approx(1)
 
 
 def documented(formula: str, vectors: dict[tuple[str, str], torch.Tensor]) -> float:

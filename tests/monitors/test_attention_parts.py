@@ -11,15 +11,7 @@ from mmqk.monitors.formulas.attention import attention_statistics
 from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
 
 B, H, T, K, M = 2, 3, 30, 4, 3
-PARTS = (
-    "mean",
-    "variance",
-    "offset_variance",
-    "spread_variance",
-    "entropy",
-    "block_entropy",
-    "within_entropy",
-)
+PARTS = ("mean", "variance", "offset_variance", "spread_variance", "entropy", "block_entropy", "within_entropy")
 
 
 def case(seed=0, size=1.5):
@@ -95,13 +87,9 @@ def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
     q, k, modality_BT, visible_BTS = case()
     statistics = attention_statistics(q, k, 0.7, Pairs(modality_BT, visible_BTS, M, H), softcap)
     expected = row_by_row(q, k, 0.7, modality_BT, visible_BTS, softcap)
-    assert flat(statistics) == {
-        place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
-    }
+    assert flat(statistics) == {place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()}
     turned = attention_statistics(q, k, 0.7, Pairs((modality_BT + 1) % M, visible_BTS, M, H), softcap)
-    assert flat(turned) != {
-        place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
-    }
+    assert flat(turned) != {place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()}
 
 
 def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
@@ -197,11 +185,7 @@ def test_the_largest_of_many_logits_are_those_of_a_sort():
     )
     z = 0.5 * q.double() @ k.double().mT
     for i, tail in enumerate(statistics.tail):
-        pair_TS = (
-            (modality_BT[0] == i // 2)[:, None]
-            & (modality_BT[0] == i % 2)
-            & torch.ones(211, 211).tril().bool()
-        )
+        pair_TS = (modality_BT[0] == i // 2)[:, None] & (modality_BT[0] == i % 2) & torch.ones(211, 211).tril().bool()
         whole = z[0, :, pair_TS].abs().flatten().sort(descending=True).values
         assert len(tail) == round(len(whole) / 1000) > 10
         torch.testing.assert_close(tail.double(), whole[: len(tail)], rtol=1e-5, atol=1e-5)

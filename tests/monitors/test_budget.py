@@ -78,15 +78,9 @@ def test_without_decay_and_with_gradients_at_right_angles_only_the_step_makes_it
     before = w.detach().clone()
     optimizer.step()
     budget = RadialBudget(None, 1)
-    budget.add(
-        [gradient], AdamUpdate(before, w.detach(), optimizer.state[w]["exp_avg_sq"], 1, 0.1, BETAS, EPS, 0.0)
-    )
+    budget.add([gradient], AdamUpdate(before, w.detach(), optimizer.state[w]["exp_avg_sq"], 1, 0.1, BETAS, EPS, 0.0))
     assert float(budget.by_modality[0]) == pytest.approx(0, abs=1e-12)
-    assert (
-        float(budget.step)
-        == pytest.approx(2 * 0.1**2, rel=1e-5)
-        == pytest.approx(float(budget.total), rel=1e-4)
-    )
+    assert float(budget.step) == pytest.approx(2 * 0.1**2, rel=1e-5) == pytest.approx(float(budget.total), rel=1e-4)
 
 
 def test_a_modality_that_does_not_reach_it_has_no_part():

@@ -193,11 +193,7 @@ def dynamo():
 
 def compiled_frames(counters) -> tuple[int, int, int]:
     """Return the numbers of compiled graphs, of graph breaks, and of compiled frames."""
-    return (
-        counters["stats"]["unique_graphs"],
-        sum(counters["graph_break"].values()),
-        counters["frames"]["total"],
-    )
+    return (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), counters["frames"]["total"])
 
 
 @pytest.mark.parametrize("kind", ["none", "rms"])

@@ -47,9 +47,7 @@ def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
     monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
     q, k, modality_BT, valid_BT = case()
     scale = 0.3
-    measured = growth(
-        q, k, selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
-    )
+    measured = growth(q, k, selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H))
     parts = parts_of(measured)
     qn, kn, modality, valid = q.double().numpy(), k.double().numpy(), modality_BT.numpy(), valid_BT.numpy()
     for a in range(M):
@@ -60,9 +58,7 @@ def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
                 every = list(pairs(qn, kn, modality, valid, h, a, c, masked=False))
                 q_sq, k_sq = np.mean([x @ x for x, _ in every]), np.mean([y @ y for _, y in every])
                 dot_sq = np.mean([(x @ y) ** 2 for x, y in every])
-                seen = np.mean(
-                    [(x @ y) ** 2 for x, y in pairs(qn, kn, modality, valid, h, a, c, masked=True)]
-                )
+                seen = np.mean([(x @ y) ** 2 for x, y in pairs(qn, kn, modality, valid, h, a, c, masked=True)])
                 logs["q_power"].append(math.log(q_sq))
                 logs["k_power"].append(math.log(k_sq))
                 logs["alignment"].append(math.log(dot_sq / (q_sq * k_sq)))
@@ -182,14 +178,10 @@ def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window
     z = torch.where(visible_BTS[:, None], 0.4 * q.double() @ k.double().mT, -math.inf)
     s = torch.linalg.svdvals(torch.softmax(z, -1).nan_to_num(0.0))
     expected = float(((s**2).sum(-1) ** 2 / (s**4).sum(-1)).mean())
-    assert float(attention_rank(q, k, 0.4, visible_BTS, reach=seen.reach).mean()) == pytest.approx(
-        expected, rel=1e-4
-    )
+    assert float(attention_rank(q, k, 0.4, visible_BTS, reach=seen.reach).mean()) == pytest.approx(expected, rel=1e-4)
     assert float(attention_rank(q, k, 0.4, visible_BTS).mean()) == pytest.approx(expected, rel=1e-4)
     together = attention_statistics(q, k, 0.4, seen).rank
     assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
     if not causal:  # control: a reach that is too short gives another rank
         short = [(rows, keys // 2) for rows, keys in seen.reach]
-        assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short).mean()) != pytest.approx(
-            expected, rel=1e-2
-        )
+        assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short).mean()) != pytest.approx(expected, rel=1e-2)

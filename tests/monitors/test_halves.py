@@ -94,9 +94,7 @@ def test_a_parameter_that_a_loss_does_not_reach_counts_as_zero():
     def with_extra(half):  # the gradient of the text loss gets (1, 1) more
         return parts(model, half) + torch.stack([extra.sum(), extra.new_zeros(())])
 
-    found, plain = (
-        gradient_agreement(model, batch, f) for f in (with_extra, lambda half: parts(model, half))
-    )
+    found, plain = (gradient_agreement(model, batch, f) for f in (with_extra, lambda half: parts(model, half)))
     assert found["grad_signal/text"] == pytest.approx(plain["grad_signal/text"] + 2)
     assert found["grad_signal/image"] == pytest.approx(plain["grad_signal/image"])
 

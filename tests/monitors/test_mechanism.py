@@ -124,9 +124,7 @@ def test_a_window_taken_up_from_its_saved_state_is_the_straight_one(cut):
     straight, broken = make_model(), make_model()
     optimizers = [adam(m) for m in (straight, broken)]
     for model, optimizer in zip((straight, broken), optimizers, strict=True):
-        take(
-            model, optimizer, BudgetWindow(model, [0, 1]), range(2)
-        )  # so Adam has a first moment before the window
+        take(model, optimizer, BudgetWindow(model, [0, 1]), range(2))  # so Adam has a first moment before the window
     whole = BudgetWindow(straight, [0, 1])
     take(straight, optimizers[0], whole, range(2, 8))
     first = BudgetWindow(broken, [0, 1])

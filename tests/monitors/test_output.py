@@ -43,29 +43,23 @@ def test_everything_equals_the_probabilities_written_out():
                     for c in range(M):
                         blocks[c].append(math.log(np.exp(y[edges[c] : edges[c + 1]]).sum()))
         for name, values in rows.items():
-            assert float(getattr(statistics, name).mean[m]) == pytest.approx(
-                np.mean(values), rel=1e-5, abs=1e-6
-            ), name
+            assert float(getattr(statistics, name).mean[m]) == pytest.approx(np.mean(values), rel=1e-5, abs=1e-6), (
+                name
+            )
             assert float(getattr(statistics, name).count[m]) == len(values)
         for c in range(M):
-            assert float(statistics.block_log_z[c].mean[m]) == pytest.approx(
-                np.mean(blocks[c]), rel=1e-5, abs=1e-6
-            )
+            assert float(statistics.block_log_z[c].mean[m]) == pytest.approx(np.mean(blocks[c]), rel=1e-5, abs=1e-6)
     assert float(statistics.log_z.mean[0]) != pytest.approx(float(statistics.log_z.mean[1]), rel=1e-3)
     assert float(statistics.log_z.count[2]) == 0
 
 
 def test_a_number_added_to_all_logits_is_drift_and_a_factor_is_sharpening():
     logits, target, keep = case()
-    before, drift, sharp = (
-        ours(x, target, keep) for x in (logits, logits + 5, 2 * (logits - logits.mean(-1, True)))
-    )
+    before, drift, sharp = (ours(x, target, keep) for x in (logits, logits + 5, 2 * (logits - logits.mean(-1, True))))
     for m in range(2):
         assert float(drift.log_z.mean[m] - before.log_z.mean[m]) == pytest.approx(5, abs=1e-4)
         assert float(drift.logit_mean.mean[m] - before.logit_mean.mean[m]) == pytest.approx(5, abs=1e-4)
-        assert float(drift.logit_spread.mean[m]) == pytest.approx(
-            float(before.logit_spread.mean[m]), abs=1e-4
-        )
+        assert float(drift.logit_spread.mean[m]) == pytest.approx(float(before.logit_spread.mean[m]), abs=1e-4)
         assert float(drift.wrong_mass.mean[m]) == pytest.approx(float(before.wrong_mass.mean[m]), abs=1e-5)
         assert float(sharp.logit_mean.mean[m]) == pytest.approx(0, abs=1e-5)
         assert float(sharp.logit_spread.mean[m]) > float(before.logit_spread.mean[m]) + 0.5

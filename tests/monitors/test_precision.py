@@ -47,9 +47,7 @@ def test_small_on_large_is_absorbed_and_large_on_small_is_not():
     one = torch.ones(1, 1, D)
     everything = torch.ones(1, 1, 1, dtype=torch.bool)
     lost = absorption(256 * one, 0.4 * one, everything)  # above 256, bf16 numbers are 2 apart
-    assert (float(lost.absorbed.mean), float(lost.error.mean), float(lost.bias.mean)) == pytest.approx(
-        (1, 1, 1)
-    )
+    assert (float(lost.absorbed.mean), float(lost.error.mean), float(lost.bias.mean)) == pytest.approx((1, 1, 1))
     exact = absorption(one, 2 * one, everything)
     assert (float(exact.absorbed.mean), float(exact.error.mean)) == (0, 0)
 

@@ -24,9 +24,7 @@ NAMES = ("text", "image")
 def make_batch(B=3, T=40, seed=0, vocab_sizes=(30, 12), pad=7, only=None) -> TokenBatch:
     """Return random ids of two modalities; the last sequence is padded at its end."""
     random = torch.Generator().manual_seed(seed)
-    modality_BT = (
-        (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
-    )
+    modality_BT = (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
     low, size = torch.tensor([0, vocab_sizes[0]]), torch.tensor(vocab_sizes)
     ids_BT = low[modality_BT] + (torch.rand(B, T, generator=random) * size[modality_BT]).long()
     valid_BT = torch.ones(B, T, dtype=torch.bool)
@@ -53,12 +51,8 @@ def make_model(seed=0, **changes) -> EarlyFusionTransformer:
 def expected_of(model, batch) -> dict[str, float]:
     """Return every statistic in float64, from the tensors that `forward` hands to its sink."""
     c, sites = model.config, {}
-    model.double()(
-        batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy())
-    )
-    rows = {
-        name: w.detach().numpy() for name, w in (("embed", model.embed.weight), ("head", model.head.weight))
-    }
+    model.double()(batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy()))
+    rows = {name: w.detach().numpy() for name, w in (("embed", model.embed.weight), ("head", model.head.weight))}
     gains = {}
     for layer, block in enumerate(model.blocks):
         for side, norm in (("q", block.attention.q_norm), ("k", block.attention.k_norm)):
@@ -113,11 +107,7 @@ VARIANTS = [
     {"window": 5},
     {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
     {"qk_norm": QKNormConfig("l2", gain="per_head", scale_max=10.2, normalize_v=True)},
-    {
-        "per_modality": PerModalityConfig(norms=True, qk=True, mlp=True),
-        "layer_scale": 0.5,
-        "weight_reparam": "sigma",
-    },
+    {"per_modality": PerModalityConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5, "weight_reparam": "sigma"},
     {"deep_norm": True, "pre_norm": False},
     {"attn_sink": True, "attn_gate": "head"},
     {"attn_sink": True, "attn_softcap": 2.0, "attn_gate": "element", "window": 12, "n_kv_heads": 1},
@@ -149,9 +139,7 @@ def test_what_a_window_hides_and_sigmoid_has_no_entropy_of_is_seen():
     name = "attn_rank/layer00"
     assert window.keys() == everything.keys() and window[name] != everything[name]
     assert not any(tag.startswith("attn_entropy") for tag in probe(make_model(window=5), batch).flat())
-    assert not any(
-        tag.startswith("attn_entropy") for tag in probe(make_model(attention="sigmoid"), batch).flat()
-    )
+    assert not any(tag.startswith("attn_entropy") for tag in probe(make_model(attention="sigmoid"), batch).flat())
     one, two = (probe(make_model(n_kv_heads=n), batch).flat() for n in (1, 2))
     assert one.keys() == two.keys() == everything.keys()
 
@@ -227,9 +215,7 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
         ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), document_BT if documents else None
     )
     vocab_sizes = dict(zip(names, sizes.tolist(), strict=True))
-    model = EarlyFusionTransformer(
-        ModelConfig(vocab_sizes=vocab_sizes, d_model=16, n_layers=2, n_heads=2), "math"
-    )
+    model = EarlyFusionTransformer(ModelConfig(vocab_sizes=vocab_sizes, d_model=16, n_layers=2, n_heads=2), "math")
     with torch.no_grad():
         for block in model.blocks:
             block.attention.w_q.weight.mul_(5)
@@ -246,9 +232,7 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
     for layer in range(2):
         q, k = sites["q", layer], sites["k", layer]
         expected |= brute_force.attention(q, k, 8**-0.5, modality, sees, names, layer, valid=valid)
-    output = brute_force.output(
-        sites["logits", -1], np.roll(modality, -1, 1), trained_BT.numpy(), vocab_sizes
-    )
+    output = brute_force.output(sites["logits", -1], np.roll(modality, -1, 1), trained_BT.numpy(), vocab_sizes)
     absent = {name for m, name in enumerate(names) if m not in present}
     expected |= {k: v for k, v in output.items() if k.split("-")[-1] not in absent}  # of present blocks
     assert measured.keys() == expected.keys()
@@ -279,12 +263,9 @@ def test_parts_add_up_to_the_whole():
     split = sums(values_BHT, selection(batch.modality_BT, batch.valid_BT, 2))
     whole = sums(values_BHT, selection(torch.zeros_like(batch.modality_BT), batch.valid_BT, 1))
     for name in ("count", "sum"):
-        assert float(getattr(split, name).sum()) == pytest.approx(
-            float(getattr(whole, name)), rel=1e-5, abs=1e-4
-        )
+        assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5, abs=1e-4)
     halves = [
-        sums(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2))
-        for i in (slice(0, 1), slice(1, 3))
+        sums(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2)) for i in (slice(0, 1), slice(1, 3))
     ]
     assert torch.allclose((halves[0] + halves[1]).mean, split.mean)
 
@@ -322,11 +303,7 @@ def test_no_logit_passes_the_qk_norm_bound_and_aligned_vectors_reach_it(kind):
     values = probe(model, batch).flat()
     for layer in range(2):
         bound = values[f"attn_logit_bound/layer{layer:02d}"]
-        seen = [
-            v
-            for k, v in values.items()
-            if k.startswith("attn_logit_absmax") and k.endswith(f"layer{layer:02d}")
-        ]
+        seen = [v for k, v in values.items() if k.startswith("attn_logit_absmax") and k.endswith(f"layer{layer:02d}")]
         assert 0 < max(seen) <= bound
     assert "attn_logit_bound/layer00" not in probe(make_model(), batch).flat()
     # With one nonzero channel in each head, a query reaches the bound at the key of its own position.
@@ -369,9 +346,7 @@ def test_a_sequence_of_padding_alone_adds_nothing(chunk, monkeypatch):
     valid_BT = batch.valid_BT.clone()
     valid_BT[-1] = False
     emptied = replace(batch, valid_BT=valid_BT, target_mask_BT=batch.target_mask_BT & valid_BT)
-    assert probe(model, emptied).flat() == pytest.approx(
-        probe(model, batch.first(2)).flat(), rel=1e-5, abs=1e-6
-    )
+    assert probe(model, emptied).flat() == pytest.approx(probe(model, batch.first(2)).flat(), rel=1e-5, abs=1e-6)
     assert probe(model, emptied).flat() != pytest.approx(probe(model, batch).flat(), rel=1e-5)
 
 
@@ -411,13 +386,8 @@ def test_a_probe_attends_densely_where_its_backend_has_no_kernel_for_it(backend,
     assert all(np.array_equal(found[t], wanted[t], equal_nan=True) for t in wanted)
 
     asked = []
-    monkeypatch.setattr(
-        "mmqk.model.attention.attention", lambda *a, backend, **k: asked.append(backend) or 1 / 0
-    )
-    for other in (
-        model,
-        EarlyFusionTransformer(dense.config, backend="sdpa"),
-    ):  # the second model is a control
+    monkeypatch.setattr("mmqk.model.attention.attention", lambda *a, backend, **k: asked.append(backend) or 1 / 0)
+    for other in (model, EarlyFusionTransformer(dense.config, backend="sdpa")):  # the second model is a control
         with pytest.raises(ZeroDivisionError):
             probe(other, batch)
     assert asked == ["math", "sdpa"]

@@ -34,9 +34,7 @@ def test_it_equals_a_loop_over_elements():
         moment = [0.95 * v + 0.05 * g * g for v, g in zip(moment, gradient.tolist(), strict=True)]
     moment[0] = 1e-30  # epsilon determines this ratio
     found = gradient_over_second_moment(gradients[-1], torch.tensor(moment), 4, 0.95, 1e-3)
-    ratios = [
-        g * g / max(v / (1 - 0.95**4), 1e-6) for v, g in zip(moment, gradients[-1].tolist(), strict=True)
-    ]
+    ratios = [g * g / max(v / (1 - 0.95**4), 1e-6) for v, g in zip(moment, gradients[-1].tolist(), strict=True)]
     assert float(found) == pytest.approx(math.sqrt(sum(ratios) / 6), rel=1e-5)
 
 
@@ -61,9 +59,7 @@ def test_stable_adamw_divides_the_update_by_it():
             p.grad = gradient.double()
             optimizer.step()
         state = optimizers[0].state[plain]
-        ratio = gradient_over_second_moment(
-            plain.grad, state["exp_avg_sq"], int(state["step"]), BETAS[1], EPS
-        )
+        ratio = gradient_over_second_moment(plain.grad, state["exp_avg_sq"], int(state["step"]), BETAS[1], EPS)
         long, short = ((p - b).norm() for p, b in zip((plain, clipped), before, strict=True))
         assert float((long / short).detach()) == pytest.approx(max(1.0, float(ratio)), rel=1e-5)
 
@@ -139,10 +135,7 @@ def test_the_run_keeps_its_weights(logged):
 @pytest.mark.parametrize(
     ("optim", "sentence"),
     [
-        (
-            {"matrices": "muon"},
-            "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have",
-        ),
+        ({"matrices": "muon"}, "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have"),
         ({"split_second_moment": True}, "optim.split_second_moment has one for each modality: remove one"),
     ],
 )

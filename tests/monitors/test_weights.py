@@ -49,9 +49,7 @@ def test_a_probe_has_them_when_asked_and_nothing_else_changes():
     assert {tag: every[tag] for tag in plain} == plain and added
     weight = net.blocks[1].attention.w_q.weight
     assert added["w_q_norm/layer01"] == pytest.approx(float(weight.norm()), rel=1e-5)
-    assert added["w_q_spectral/layer01"] == pytest.approx(
-        float(torch.linalg.matrix_norm(weight, 2)), rel=1e-5
-    )
+    assert added["w_q_spectral/layer01"] == pytest.approx(float(torch.linalg.matrix_norm(weight, 2)), rel=1e-5)
     assert added["w_q_stable_rank/layer01"] == pytest.approx(
         float(weight.norm() ** 2 / torch.linalg.matrix_norm(weight, 2) ** 2), rel=1e-4
     )

@@ -58,9 +58,7 @@ def show(page, report, width=1280, media="", scheme="light", anchor="", script=T
     scheme = [{"name": "prefers-color-scheme", "value": scheme}]
     page.call("Emulation.setScriptExecutionDisabled", value=not script)
     page.call("Emulation.setEmulatedMedia", media=media, features=scheme)
-    page.call(
-        "Emulation.setDeviceMetricsOverride", width=width, height=SCREEN, deviceScaleFactor=1, mobile=False
-    )
+    page.call("Emulation.setDeviceMetricsOverride", width=width, height=SCREEN, deviceScaleFactor=1, mobile=False)
     page.open("about:blank")  # a new anchor alone would not load the page again
     page.open(report.as_uri() + anchor)
     assert page.wait("document.readyState == 'complete' && !!document.querySelector('figure')")
@@ -92,9 +90,7 @@ def test_nothing_is_wider_than_the_page_and_every_link_leads_somewhere(page, pag
         "decodeURIComponent(a.hash.slice(1)))).map(a => a.hash)"
     )
     assert lost == []
-    widths = page.value(
-        "[...document.querySelectorAll('.panels canvas')].map(s => s.getBoundingClientRect().width)"
-    )
+    widths = page.value("[...document.querySelectorAll('.panels canvas')].map(s => s.getBoundingClientRect().width)")
     assert len(widths) > 10 and min(widths) > 100
     # The negative control: a block that is too wide is detected.
     page.value("document.querySelector('h1').style.width = '2000px'")
@@ -134,9 +130,7 @@ def test_the_table_sorts_by_keyboard_and_two_runs_are_compared(page, pages):
     show(page, pages["grid"], anchor="#runs")
     heads = "[...document.querySelectorAll('#runs thead th')]"
     column = f"{heads}.findIndex(h => h.textContent.startsWith('Largest logit'))"
-    cells = (
-        f"(n => [...document.querySelectorAll('#runs tbody tr')].map(r => r.cells[n].textContent))({column})"
-    )
+    cells = f"(n => [...document.querySelectorAll('#runs tbody tr')].map(r => r.cells[n].textContent))({column})"
     before = page.value(cells)
     page.value(f"document.querySelectorAll('#runs thead th button')[{column}].focus()")
     for order in ("ascending", "descending"):
@@ -167,9 +161,7 @@ def test_the_keyboard_reaches_results_and_folds(page, pages):
 def test_a_figure_answers(page, pages):
     demo = pages["pack"]
     show(page, demo)
-    page.call(
-        "Emulation.setDeviceMetricsOverride", width=1280, height=1600, deviceScaleFactor=1, mobile=False
-    )
+    page.call("Emulation.setDeviceMetricsOverride", width=1280, height=1600, deviceScaleFactor=1, mobile=False)
     box = "document.querySelector('#fig-hero .u-over').getBoundingClientRect()"
     x, y = page.value(f"(b => [b.left + b.width / 2, b.top + b.height / 2])({box})")
     for dy in range(-60, 60, 6):
@@ -191,9 +183,7 @@ def test_a_figure_answers(page, pages):
     picture = "document.querySelector('#fig-hero .uplot').querySelector('canvas').toDataURL()"
     before = page.value(picture)
     page.value(f"{buttons}[0].click()")
-    assert (
-        page.value(f"{buttons}[0].getAttribute('aria-pressed')") == "false" and page.value(picture) != before
-    )
+    assert page.value(f"{buttons}[0].getAttribute('aria-pressed')") == "false" and page.value(picture) != before
     page.value(f"{buttons}[0].click()")
     page.value(f"{buttons}.at(-1).click()")
     assert page.value(picture) != before and page.errors == []
@@ -203,9 +193,7 @@ def contrast(one, other):
     """Return the WCAG 2.2 contrast ratio of two colors, each [red, green, blue] from 0 to 255."""
 
     def luminance(color):
-        channels = [
-            c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color
-        ]
+        channels = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
         return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
 
     low, high = sorted((luminance(one), luminance(other)))

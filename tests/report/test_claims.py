@@ -52,9 +52,7 @@ def with_effect(verdict, value, half):
     """Return the verdict with this effect, whose 95 % interval extends by ``half`` to each side."""
     effect = verdict.effect
     scale = half / (effect.high - effect.value)
-    return dataclasses.replace(
-        verdict, effect=dataclasses.replace(effect, value=value, error=effect.error * scale)
-    )
+    return dataclasses.replace(verdict, effect=dataclasses.replace(effect, value=value, error=effect.error * scale))
 
 
 def test_an_effect_is_rounded_like_its_interval(tmp_path):
@@ -118,9 +116,7 @@ def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
         cells = {row.cells[0].text: [cell.text for cell in row.cells[1:]] for row in row["values"].rows}
         points = lr_sensitivity(study, ["plain"], "")
         [panel] = [p for p in points.rows[0] if p.statistic.startswith("lr_sensitivity")]
-        return cells["no QK-Norm: first unstable learning rate"], sum(
-            len(li.x) for li in panel.lines if li.marker
-        )
+        return cells["no QK-Norm: first unstable learning rate"], sum(len(li.x) for li in panel.lines if li.marker)
 
     assert "not measured" not in shown()[0] and shown()[1] == 2
     shutil.rmtree(next(folder.glob(f"plain-lr{RATES[1]}-*/seed1")))
@@ -130,10 +126,7 @@ def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
 
 @pytest.mark.parametrize(
     ("direction", "verdict", "tested"),
-    [
-        ("less", "contradicted", "at least 0.1 nats lower"),
-        ("greater", "reproduced", "at least 0.1 nats higher"),
-    ],
+    [("less", "contradicted", "at least 0.1 nats lower"), ("greater", "reproduced", "at least 0.1 nats higher")],
 )
 def test_the_opposite_of_a_claim_is_not_its_reproduction(tmp_path, direction, verdict, tested):
     """The image loss of the treatment ends 0.17 nats higher. If the claim says "lowers", the runs contradict it; the
@@ -143,9 +136,7 @@ def test_the_opposite_of_a_claim_is_not_its_reproduction(tmp_path, direction, ve
     planted = {"mixed": Planted(60.0, {"text": 3.4, "image": 4.77}), "mixed-qk": Planted(8.5)}
     study, found = of_claim(tmp_path, planted, change=lambda grid: grid["claims"][0].update(claim))
     row = row_of(study, found)
-    assert (
-        row["verdict"] == verdict and row["tested"].startswith(tested) and row["effect"].startswith("+0.17")
-    )
+    assert row["verdict"] == verdict and row["tested"].startswith(tested) and row["effect"].startswith("+0.17")
     assert found["C2"].as_record()["tested"] == tested
 
 
@@ -169,10 +160,7 @@ def test_what_is_tested_is_in_the_unit_of_the_metric(tmp_path, change, words):
 def test_a_verdict_that_a_check_took_away_names_the_check(tmp_path):
     """Both effects are far from the smallest effect of interest; one interval includes it."""
     changes = {
-        "check": (
-            {"mixed-qk": Planted(8.5, {"text": 3.4, "image": 6.29})},
-            "Failed checks: both modalities learned",
-        ),
+        "check": ({"mixed-qk": Planted(8.5, {"text": 3.4, "image": 6.29})}, "Failed checks: both modalities learned"),
         "interval": ({"mixed-qk": Planted(30.0)}, "The interval includes the smallest effect of interest"),
         "nothing": ({}, ""),
     }

@@ -153,10 +153,7 @@ def test_of_many_arms_those_of_the_figures_have_a_color_of_their_own(demo):
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_lines_of_layers_are_medians_of_the_layers_that_have_attention(tmp_path, seeds):
     for seed in range(seeds):
-        logits = {
-            layer: {step: v + step + 2 * seed for step in (0, 50, 100)}
-            for layer, v in ((3, 10.0), (7, 300.0))
-        }
+        logits = {layer: {step: v + step + 2 * seed for step in (0, 50, 100)} for layer, v in ((3, 10.0), (7, 300.0))}
         series = {f"attn_logit_absmax/text-text/layer{layer:02d}": values for layer, values in logits.items()}
         small_run(tmp_path / f"hybrid/seed{seed}", {"loss/text": {100: 3.0}, **series}, seed=seed)
     study = load_study(tmp_path)
@@ -329,3 +326,5 @@ def test_a_grid_names_its_figures(sweep, offsets, entry, words):
         sweep_figures(replace(offsets, report={"figures": [entry]}))
     waiting = replace(offsets, report={"figures": [{"kind": "lr_sensitivity"}]}, missing=(("a", 9),))
     assert sweep_figures(waiting) == []
+
+

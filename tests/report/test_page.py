@@ -94,14 +94,10 @@ def test_page_needs_nothing_else_and_its_tags_match(demo):
     page = Checker(text)
     assert page.open == [] and len(page.ids) == len(set(page.ids))
     for reference in page.references:
-        assert reference[1:] in page.ids if reference.startswith("#") else (report / reference).exists(), (
-            reference
-        )
+        assert reference[1:] in page.ids if reference.startswith("#") else (report / reference).exists(), reference
     assert not re.search(r"<(?:script|link)[^>]*(?:src|href)=|url\((?!data:)", text)
     images = re.findall(r"\]\((figures/[\w-]+\.(?:png|csv))\)", (report / "report.md").read_text())
-    assert {Path(image).stem for image in images} == set(FIGURES) and all(
-        (report / i).exists() for i in images
-    )
+    assert {Path(image).stem for image in images} == set(FIGURES) and all((report / i).exists() for i in images)
 
 
 def test_every_number_of_a_claim_is_that_of_verdicts_json(demo):
@@ -210,9 +206,7 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(tmp_path):
     path.write_text(json.dumps({"image": {"unigram": 3.21, "floor": 2.5}}))
     table = data_table(load_study(folder))
     rows = [dict(zip(table.heads, [cell.text for cell in row.cells], strict=True)) for row in table.rows]
-    own, others = sorted(
-        (row for row in rows if row["Modality"] == "image"), key=lambda row: len(row["Arms"])
-    )
+    own, others = sorted((row for row in rows if row["Modality"] == "image"), key=lambda row: len(row["Arms"]))
     assert (own["Arms"], own["Unigram"], own["Floor"]) == ("image loss off, no QK-Norm", "3.21", "2.50")
     # No run of this arm trains the image modality, so the arm has no best image loss. In the other row, the best loss
     # is the lowest of all its runs.
@@ -222,12 +216,7 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(tmp_path):
 @pytest.mark.parametrize("count", [6, 7])
 def test_more_than_six_claims_are_rows_of_a_list(count, tmp_path):
     runs = [({"arm": arm, "seed": 0}, Planted(logit), {}) for arm, logit in (("a", 20.0), ("b", 10.0))]
-    alike = {
-        "treatment": "a",
-        "control": "b",
-        "min_effect": 0.2,
-        "unchecked": {"declared": "planted numbers"},
-    }
+    alike = {"treatment": "a", "control": "b", "min_effect": 0.2, "unchecked": {"declared": "planted numbers"}}
     claims = [{"id": f"N{i}", "status": "exploratory", **alike} for i in range(count)]
     grid = {"arms": {"a": {}, "b": {}}, "claims": claims, "report": {"question": "Which hold?"}}
     pages = report_files(read(write_grid(tmp_path / "runs", grid, runs)))
@@ -333,11 +322,7 @@ def test_words():
     assert number(float("inf")) == "∞" and number(float("nan")) == "not measured"
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert duration(42.4) == "42 s" and duration(185) == "3 min 05 s" and duration(7199.4) == "119 min 59 s"
-    assert (
-        duration(7200) == "2 h 00 min"
-        and duration(10_790) == "3 h 00 min"
-        and duration(61_450) == "17 h 04 min"
-    )
+    assert duration(7200) == "2 h 00 min" and duration(10_790) == "3 h 00 min" and duration(61_450) == "17 h 04 min"
 
 
 FRONT_DOOR = """
@@ -371,9 +356,7 @@ def test_figures_of_an_earlier_report_are_removed_and_files_of_others_are_kept(d
     folder = write_demo(tmp_path / "one", change=lambda grid: grid["claims"].pop(2))
     write_report(folder, out)
     write_report(folder, alone)
-    assert (
-        set(files_of(out)) == {*files_of(alone), "figures/mine.png"} < {*files_of(before), "figures/mine.png"}
-    )
+    assert set(files_of(out)) == {*files_of(alone), "figures/mine.png"} < {*files_of(before), "figures/mine.png"}
 
 
 def test_front_door_reports_the_same_bytes_again_without_torch(demo, tmp_path):

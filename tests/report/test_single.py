@@ -67,13 +67,9 @@ def test_a_page_of_several_runs_has_no_such_part(tmp_path):
 @pytest.mark.parametrize("low", [0.01, 0.9])
 def test_the_page_of_attach_applies_the_rules(tmp_path, low):
     """`attach` writes no alarms. The entropy falls to 1 % of its first value, in the control to 90 %."""
-    lines = [
-        {"step": n, "attn_entropy/text/layer00": 2.0 * (1 if n < 50 else low)} for n in range(10, 100, 10)
-    ]
+    lines = [{"step": n, "attn_entropy/text/layer00": 2.0 * (1 if n < 50 else low)} for n in range(10, 100, 10)]
     folder = write_lines(tmp_path / "mine", lines)
-    (folder / "status.json").write_text(
-        json.dumps({"status": "completed", "step": 90, "reason": "", "seconds": 1})
-    )
+    (folder / "status.json").write_text(json.dumps({"status": "completed", "step": 90, "reason": "", "seconds": 1}))
     page = pages_of(folder)["index.html"]
     assert ("Alarms: 1</summary>" in page) == (low < 0.1) and ("Alarms: none" in page) == (low > 0.1)
 

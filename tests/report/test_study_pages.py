@@ -36,9 +36,7 @@ def near(cell, numbers):
     """Return whether a cell prints these numbers, rounded to its own digits."""
     printed = RATIO.search(cell).groups()
     digits = [len(text.partition(".")[2]) for text in printed]
-    return all(
-        abs(float(text) - x) <= 0.51 * 10**-n for text, x, n in zip(printed, numbers, digits, strict=True)
-    )
+    return all(abs(float(text) - x) <= 0.51 * 10**-n for text, x, n in zip(printed, numbers, digits, strict=True))
 
 
 def test_the_effects_of_an_entropy_gap_are_those_of_the_packs():
@@ -65,9 +63,7 @@ def test_the_effects_of_an_entropy_gap_are_those_of_the_packs():
 
 def test_the_noise_of_the_batches_and_the_text_loss_alone_are_those_of_the_pack():
     late = script("late_prediction")
-    runs = [
-        run for run in mmqk.load_runs(EXAMPLES / "late.zip") if run.status.finished and run.role == "verdict"
-    ]
+    runs = [run for run in mmqk.load_runs(EXAMPLES / "late.zip") if run.status.finished and run.role == "verdict"]
     for arm, seed, *numbers in late.batch_rows(runs):
         first = f"mixed {seed} |" if arm == "mixed" else f"a third of the learning rate, {seed} |"
         assert cells("late_divergence", first)[1:] == numbers

@@ -303,11 +303,7 @@ def app(number: int, data: bytes) -> bytes:
     app(0, b"JFIF\0"), app(2, b"ICC_PROFILE\0"), app(13, b"Photoshop 3.0\x008BIM\4\4"), app(14, b"Adobe\0"),
 ])  # fmt: skip
 def test_a_truncated_app_block_does_not_cost_the_picture(block: bytes) -> None:
-    for image in (
-        noise(64, 64),
-        noise(64, 64, 1),
-        Image.merge("CMYK", [noise(64, 64, 1, s) for s in range(4)]),
-    ):
+    for image in (noise(64, 64), noise(64, 64, 1), Image.merge("CMYK", [noise(64, 64, 1, s) for s in range(4)])):
         whole = encoded(image, "JPEG", quality=95)
         damaged = whole[:2] + block + whole[2:]
         expected = Image.open(io.BytesIO(whole)).convert("RGB")

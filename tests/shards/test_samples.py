@@ -96,16 +96,12 @@ def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
 
     def made(size, how):
         text = "ä" + "x" * (size - 2)  # of ``size`` bytes
-        document = json.dumps(
-            {"images": [None, None], "texts": [text[: size // 2], text[size // 2 :]]}
-        ).encode()
+        document = json.dumps({"images": [None, None], "texts": [text[: size // 2], text[size // 2 :]]}).encode()
         return {
             "line": lambda: text_of(json.dumps({"text": text}).encode()),
             "padded line": lambda: text_of(json.dumps({"text": "a", "more": "x" * (4 * size)}).encode()),
             "json": lambda: pair_of({"jpg": b"", "json": json.dumps({"caption": text}).encode()}),
-            "padded json": lambda: pair_of(
-                {"jpg": b"", "txt": b"a", "json": b'{"a":"%s"}' % (b"x" * 4 * size)}
-            ),
+            "padded json": lambda: pair_of({"jpg": b"", "txt": b"a", "json": b'{"a":"%s"}' % (b"x" * 4 * size)}),
             "txt": lambda: pair_of({"jpg": b"", "txt": text.encode()}),
             "interleaved": lambda: interleaved_of({"json": document}),
         }[how]()

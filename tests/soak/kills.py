@@ -107,7 +107,9 @@ def waited(pids: list[int], begun: Callable[[], bool] | None = None, kill_after:
     """Wait for all processes, and return whether one was killed. The last process is killed ``kill_after`` seconds
     after ``begun`` returns true; the others end by themselves."""
     if begun is not None:
-        while not begun() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while (
+            not begun() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        ):
             time.sleep(0.01)
         time.sleep(kill_after)
         with contextlib.suppress(ProcessLookupError):
@@ -284,10 +286,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
         events = EventAccumulator(str(run), size_guidance={"scalars": 0})
         events.Reload()
         for tag in events.Tags()["scalars"]:
-            if tag not in (
-                "tokens_per_s",
-                "alarms",
-            ):  # a resume at the last step adds no point to the tag `alarms`
+            if tag not in ("tokens_per_s", "alarms"):  # a resume at the last step adds no point to the tag `alarms`
                 key = f"{run.relative_to(folder)}/{tag}"
                 found[key] = [(event.step, event.value) for event in events.Scalars(tag)]
     return found

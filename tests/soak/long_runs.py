@@ -52,9 +52,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
     assert sum(1 for _ in read_metrics(out / "metrics.jsonl")) == STEPS + 1
     points = EventAccumulator(str(out), size_guidance={"scalars": 0}).Reload()
     assert len(points.Scalars("loss")) == STEPS
-    per_step = (
-        f"memory grows by {growth:.0f} bytes, metrics by {metrics:.0f} and events by {events:.0f} per step"
-    )
+    per_step = f"memory grows by {growth:.0f} bytes, metrics by {metrics:.0f} and events by {events:.0f} per step"
     return f"a probe every {every} steps: {per_step}; at most {memory.max() >> 20} MiB of memory"
 
 

@@ -14,8 +14,6 @@ from mmqk.store.alarms import NAMES, divergence, series
 
 PAGE = Path(__file__).parents[2] / "docs/alarms.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-
-
 def rows(text: str) -> dict[str, list[str]]:
     """Return the cells of the first table, by the name of the alarm."""
     table = text.partition("| alarm |")[2].partition("\n\n")[0].splitlines()[2:]

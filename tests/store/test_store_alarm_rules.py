@@ -245,10 +245,7 @@ EXPECTED = {
     ("growth", "attn_logit_absmax/image-text/layer01"): 400,
     ("collapse", "attn_entropy/image/layer01"): 800,
     ("non_finite", "grad_norm"): 1150,
-    (
-        "non_finite",
-        "k_norm/text/layer00",
-    ): 1160,  # of the two layers with a NaN, the alarm names the lower one
+    ("non_finite", "k_norm/text/layer00"): 1160,  # of the two layers with a NaN, the alarm names the lower one
 }
 
 

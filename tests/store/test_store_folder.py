@@ -276,9 +276,7 @@ def test_an_unreadable_status_is_refused(tmp_path):
 
 def test_the_version_of_the_code_is_the_commit_and_names_a_change(tmp_path, monkeypatch):
     def git(*words):
-        subprocess.run(
-            ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True
-        )
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
     monkeypatch.setattr(code, "ROOT", tmp_path)
     (tmp_path / "a.py").write_text("1")

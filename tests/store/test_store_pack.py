@@ -45,9 +45,7 @@ def test_the_report_of_a_pack_is_that_of_the_folder(folder, packed, tmp_path):
     changed = tmp_path / "changed/demo"
     shutil.copytree(folder, changed)
     metrics = next(changed.glob("mixed-0*/seed0/metrics.jsonl"))
-    metrics.write_text(
-        metrics.read_text().replace('absmax/text-text/layer00": ', 'absmax/text-text/layer00": 9')
-    )
+    metrics.write_text(metrics.read_text().replace("absmax/text-text/layer00\": ", "absmax/text-text/layer00\": 9"))
     assert report([str(changed), "--out", str(tmp_path / "c")]) == 0
     assert files(tmp_path / "c") != files(tmp_path / "a")
 
@@ -83,9 +81,7 @@ def test_a_pack_keeps_every_value_of_a_long_run(folder, tmp_path):
     write_pack(tmp_path / "long", tmp_path / "long.zip")
     (whole,), (packed,) = (mmqk.load_runs(tmp_path / name) for name in ("long", "long.zip"))
     for name in ("lr", "log_z/text"):
-        assert [part.tolist() for part in packed.series(name)] == [
-            part.tolist() for part in whole.series(name)
-        ]
+        assert [part.tolist() for part in packed.series(name)] == [part.tolist() for part in whole.series(name)]
 
 
 def test_the_record_of_an_earlier_pack_is_kept(folder, tmp_path):
@@ -103,9 +99,7 @@ def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path
     write_pack(folder, tmp_path / "small.zip", small=True)
     assert (tmp_path / "small.zip").stat().st_size < (tmp_path / "whole.zip").stat().st_size
     for one, two in zip(*(mmqk.load_runs(tmp_path / f"{n}.zip") for n in ("whole", "small")), strict=True):
-        reported = [
-            name for name in one.tags if name.partition("/")[0] in REPORTED or name.startswith("val_")
-        ]
+        reported = [name for name in one.tags if name.partition("/")[0] in REPORTED or name.startswith("val_")]
         assert sorted(two.tags) == sorted(reported)
         for name in reported:
             near = {"abs": 5e-4} if name.startswith(("loss", "excess")) else {"rel": 5e-5}
@@ -148,15 +142,12 @@ def test_metrics_are_stored_as_columns_and_restored_byte_for_byte(folder, tmp_pa
     restored = unpacked(tmp_path / "demo.zip")
     for path in copy.rglob("metrics.jsonl"):
         assert (restored / path.relative_to(copy)).read_bytes() == path.read_bytes()
-    with (
-        zipfile.ZipFile(tmp_path / "demo.zip") as archive,
-        tarfile.open(fileobj=io.BytesIO(archive.read("runs.tar"))) as tar,
-    ):
+    with zipfile.ZipFile(tmp_path / "demo.zip") as archive, tarfile.open(
+        fileobj=io.BytesIO(archive.read("runs.tar"))
+    ) as tar:
         names = tar.getnames()
     as_lines = {name for name in names if name.endswith("metrics.jsonl")}
-    assert (
-        second.relative_to(copy).as_posix() in as_lines and first.relative_to(copy).as_posix() not in as_lines
-    )
+    assert second.relative_to(copy).as_posix() in as_lines and first.relative_to(copy).as_posix() not in as_lines
 
 
 @pytest.mark.parametrize("content, why", [
@@ -189,9 +180,7 @@ def write_zip(path: Path, *members: tarfile.TarInfo, content: bytes = b"{}") -> 
         archive.writestr("runs.tar", runs.getvalue())
 
 
-@pytest.mark.parametrize(
-    "name", ["../run.json", "/run.json", "a/../../run.json", "a/shell.sh", "a\\..\\run.json"]
-)
+@pytest.mark.parametrize("name", ["../run.json", "/run.json", "a/../../run.json", "a/shell.sh", "a\\..\\run.json"])
 def test_a_name_that_no_pack_has_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     write_zip(tmp_path / "bad.zip", tarfile.TarInfo("a/status.json"), tarfile.TarInfo(name))

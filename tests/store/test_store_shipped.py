@@ -29,9 +29,7 @@ def test_a_file_of_the_working_directory_comes_first(empty):
     assert find_file("data/text") == ROOT / "data/text"  # the user has no data/text
 
 
-@pytest.mark.parametrize(
-    "path", ["data/none", "mmqk/train.py", "README.md", "/data/emoji", "", "../data/emoji"]
-)
+@pytest.mark.parametrize("path", ["data/none", "mmqk/train.py", "README.md", "/data/emoji", "", "../data/emoji"])
 def test_nothing_else_is_shipped(empty, path):
     assert find_file(path) == Path(path)
 
@@ -85,9 +83,7 @@ def test_a_grid_is_not_trained_as_one_run(empty):
     (empty / "run.yaml").write_text("data: {}  # no arms: here\n")
     for given in ("grid.yaml", "tournament", "configs/ablations/demo.yaml"):
         for argv in ([given], ["--config", given], ["demo", given], [f"--config={given}"]):
-            with pytest.raises(
-                UserError, match=rf"^{given} is a grid .*: train it with mmqk ablate {given}$"
-            ):
+            with pytest.raises(UserError, match=rf"^{given} is a grid .*: train it with mmqk ablate {given}$"):
                 with_configs(argv)
     assert with_configs(["grid.yaml"], shipped.GRIDS) == ["--config", "grid.yaml"]
     assert with_configs(["run.yaml"]) == ["--config", "run.yaml"]
@@ -137,11 +133,6 @@ def test_an_installed_package_reads_its_shipped_folder(tmp_path):
     code = "from mmqk.store import named_config; print(named_config('mine'), named_config('demo'))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [str(package / "shipped/configs/mine.yaml"), "None"]

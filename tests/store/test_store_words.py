@@ -47,15 +47,9 @@ def line(seconds: float, step: float, every: int) -> str:
 
 
 def test_the_cost_of_a_probe_is_written_out():
-    assert "first probe (includes warm-up) 12,000 ms, 2,000 % of a step, 200 % of training" in line(
-        12.0, 0.6, 10
-    )
-    assert "first probe (includes warm-up) 160 ms, 16,000 % of a step, 160 % of training" in line(
-        0.16, 0.001, 100
-    )
-    assert "first probe (includes warm-up) 12.3 ms, 12.3 % of a step, 0.12 % of training" in line(
-        0.0123, 0.1, 100
-    )
+    assert "first probe (includes warm-up) 12,000 ms, 2,000 % of a step, 200 % of training" in line(12.0, 0.6, 10)
+    assert "first probe (includes warm-up) 160 ms, 16,000 % of a step, 160 % of training" in line(0.16, 0.001, 100)
+    assert "first probe (includes warm-up) 12.3 ms, 12.3 % of a step, 0.12 % of training" in line(0.0123, 0.1, 100)
     assert "less than 0.01 % of training" in line(1e-6, 1.0, 1000)
 
 

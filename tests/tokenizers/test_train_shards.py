@@ -134,10 +134,7 @@ def test_the_default_holds_out_what_tokenize_holds_out(shards, tmp_path, capsys)
     train, val = len(images.train_BCHW), len(images.val_BCHW)
     assert train + val == 29 and val in (9, 10)  # a third of 30; one image is broken
     folder = str(find_file("data/tokenizers"))
-    assert (
-        tokenize(["--shards", shards, "--out", str(tmp_path / "t"), "--tokenizers", folder, "--workers=0"])
-        == 0
-    )
+    assert tokenize(["--shards", shards, "--out", str(tmp_path / "t"), "--tokenizers", folder, "--workers=0"]) == 0
     assert read_header(tmp_path / "t").about["command"]["val_fraction"] == source.val_fraction
     printed = capsys.readouterr().out
     assert f"train {train} documents" in printed and f"val {val} documents" in printed

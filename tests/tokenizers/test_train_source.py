@@ -75,9 +75,7 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
     assert images.summary == "24 samples read"
     # the split depends on the image alone: it does not change with the order or the number of the shards
-    backwards = Source(
-        [str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_fraction=0.5)
-    ).images(64)
+    backwards = Source([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_fraction=0.5)).images(64)
     assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
     # The control: a larger share holds out more images.
     other = Source([pattern], Selection(val_fraction=0.8)).images(64)

@@ -55,9 +55,7 @@ def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
     return [process.exitcode for process in both]
 
 
-def train(
-    args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1, spike: int = 0
-) -> list[int | None]:
+def train(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1, spike: int = 0) -> list[int | None]:
     """Start both processes, wait until they end, and return their exit codes."""
     return end(start(args, log, strategy, nodes, spike))
 

@@ -29,16 +29,8 @@ from mmqk.training.loop import Lifecycle
 from mmqk.training.module import TrainingModule
 
 # A run of 60 steps, in which `plant` plants the events.
-HOT = [
-    "--optim.lr=0.001",
-    "--optim.schedule=constant",
-    "--trainer.max_steps=60",
-    "--model.residual_dropout=0.1",
-]
-SPIKE, COLLAPSES = (
-    23,
-    (34, 46),
-)  # the step of the spike, and the step at which each layer's attention collapses
+HOT = ["--optim.lr=0.001", "--optim.schedule=constant", "--trainer.max_steps=60", "--model.residual_dropout=0.1"]
+SPIKE, COLLAPSES = 23, (34, 46)  # the step of the spike, and the step at which each layer's attention collapses
 training_step = TrainingModule.training_step
 
 
@@ -158,9 +150,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     # The actions were taken: the 3 steps after the flush that raised the first spike alarm are probed, and one
     # checkpoint is kept.
     spike = next(alarm for alarm in read_alarms(tmp_path / "acting") if alarm.name == "spike")
-    probed = [
-        line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line
-    ]
+    probed = [line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line]
     assert spike.step == SPIKE
     seen_at = 24  # the flush that raised the alarm
     assert {seen_at + 1, seen_at + 2, seen_at + 3} <= set(probed)

@@ -121,9 +121,7 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
     for a, b, c in zip(whole, text, image, strict=True):
         torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
     # Dividing by the number of text targets alone would give a different gradient.
-    assert any(
-        float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True)
-    )
+    assert any(float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True))
 
 
 def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
@@ -225,10 +223,7 @@ def test_loaded_model_is_the_trained_one(mixed, kept):
 
 def test_a_model_with_sigma_reparam_is_loaded_too(tiny_args, tmp_path):
     assert (
-        main(
-            [*tiny_args, "--model.weight_reparam=sigma", "--trainer.max_steps=2", f"--out={tmp_path / 'run'}"]
-        )
-        == 0
+        main([*tiny_args, "--model.weight_reparam=sigma", "--trainer.max_steps=2", f"--out={tmp_path / 'run'}"]) == 0
     )
     stored = torch.load(newest(tmp_path / "run"), weights_only=True)["state_dict"]
     loaded = load_model(tmp_path / "run").state_dict()

@@ -120,14 +120,9 @@ def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
     args = rewind(whole, out, 8, status="interrupted")
     for number in (4, 8):
         os.truncate(step(out, number), 3000)
-    before = {
-        path: path.read_bytes() for path in sorted(out.rglob("*")) if path.suffix in (".ckpt", ".jsonl")
-    }
+    before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.suffix in (".ckpt", ".jsonl")}
     said = refused(capsys, *args, f"--out={out}")
-    assert (
-        said.startswith(f"The checkpoint {step(out, 8)} is damaged or was not")
-        and "train from step 0" in said
-    )
+    assert said.startswith(f"The checkpoint {step(out, 8)} is damaged or was not") and "train from step 0" in said
     assert {path: path.read_bytes() for path in before} == before
     for number in (4, 8):
         step(out, number).unlink()  # as the error message advises
@@ -186,9 +181,7 @@ def test_one_without_a_digest_is_refused(whole, tmp_path, capsys):
     rewind(whole, out, 12, status="completed")
     content = torch.load(step(out, 12), weights_only=True)
     torch.save(content, step(out, 12))
-    sentence = (
-        f"{step(out, 12)} is damaged or was not written by mmqk.train (the sha256 at its end is missing)"
-    )
+    sentence = f"{step(out, 12)} is damaged or was not written by mmqk.train (the sha256 at its end is missing)"
     fork = [f"--fork={out}", "--trainer.max_steps=13", f"--out={tmp_path / 'fork'}"]
     assert sentence in refused(capsys, *fork)
     with pytest.raises(UserError, match="the sha256 at its end is missing"):
@@ -224,9 +217,7 @@ def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
         with pytest.raises(UserError, match=r"step00000012\.ckpt is damaged") as error:
             read(out)
         assert "\n" not in str(error.value)
-    flip(
-        step(out, 12), place_of_weights(step(whole, 12))
-    )  # the control: with the bit flipped back, it is read
+    flip(step(out, 12), place_of_weights(step(whole, 12)))  # the control: with the bit flipped back, it is read
     load_model(out)
     assert cli_main(main)([*fork, "--quiet"]) == 0
 

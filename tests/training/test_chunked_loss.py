@@ -37,13 +37,7 @@ def inputs(dtype=torch.float64):
     targets_BT = torch.randint(0, V, (B, T), generator=generator)
     mask_BT = torch.rand(B, T, generator=generator) < 0.7
     modality_BT = (targets_BT >= 8).long()
-    return (
-        hidden_BTD,
-        head_VD.to(dtype).requires_grad_(),
-        targets_BT.where(mask_BT, -100),
-        modality_BT,
-        mask_BT,
-    )
+    return (hidden_BTD, head_VD.to(dtype).requires_grad_(), targets_BT.where(mask_BT, -100), modality_BT, mask_BT)
 
 
 def capped(logits, softcap):
@@ -131,9 +125,7 @@ def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form(
     assert {here.ce.dtype, here.objective.total.dtype} == {torch.float32}
     for name in ("ce", "log_z", "log_z_sq"):  # both forms compute these from the same bf16 logits
         torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=1e-5, atol=1e-5)
-    exact = gradients(
-        total_loss(dense(hidden.double(), head.double(), *of), given[0].double(), Z, n), hidden, head
-    )
+    exact = gradients(total_loss(dense(hidden.double(), head.double(), *of), given[0].double(), Z, n), hidden, head)
     narrow, known = (gradients(total_loss(sums, *given, n), hidden, head) for sums in (here, there))
     for own, other, true in zip(narrow, known, exact, strict=True):
         assert own.dtype == torch.float32
@@ -168,9 +160,7 @@ def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
         hidden = module.model(batch.ids_BT, output="hidden").detach()
         of = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         sums = chunked_losses(hidden, module.model.head.weight, *of, module.loss_weights_M, 0.01, 5)
-        (head,) = torch.autograd.grad(
-            total_loss(sums, *module.loss_weighting(batch)), module.model.head.weight
-        )
+        (head,) = torch.autograd.grad(total_loss(sums, *module.loss_weighting(batch)), module.model.head.weight)
         assert float((head - found[0][0]).abs().max()) > 1e-3
 
 
@@ -185,9 +175,7 @@ RUNS = {
 @pytest.mark.parametrize(("model", "optim"), RUNS.values(), ids=RUNS)
 def test_a_run_in_chunks_is_the_dense_run(model, optim):
     batches = [part for seed in range(4) for part in cut(toy_batch(seed), 2)]
-    modules = [
-        module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk_size=c), **optim) for c in (None, 7)
-    ]
+    modules = [module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk_size=c), **optim) for c in (None, 7)]
     lines = [fit(module, batches, accumulate=2, clip=0.5) for module in modules]
     assert apart(*map(weights, modules)) < 1e-9
     assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]

@@ -101,9 +101,7 @@ def test_a_fork_of_it_goes_on_compiled_and_one_without_says_so(tiny_args, compil
     traced.clear()
     assert main([parent, "--quiet", "--compile=false", RECOMPUTED, f"--out={tmp_path / 'eager'}"]) == 0
     assert not traced and near(tmp_path / "eager", compiled) < 1e-6
-    changed = [
-        json.loads((tmp_path / name / "fork.json").read_text())["changed"] for name in ("same", "eager")
-    ]
+    changed = [json.loads((tmp_path / name / "fork.json").read_text())["changed"] for name in ("same", "eager")]
     assert changed == [[], [{"field": "compile", "from": True, "to": False}]]
 
 
@@ -147,9 +145,7 @@ def test_recomputed_it_is_the_same_run_bit_for_bit(tiny_args, tmp_path, flags):
         for name, recompute in (("once", []), ("again", [RECOMPUTED])):
             assert not again
             trained(tmp_path / name, tiny_args, *flags, *recompute, "--trainer.accumulate_grad_batches=2")
-    assert same(tmp_path / "once", tmp_path / "again") and series(tmp_path / "once") == series(
-        tmp_path / "again"
-    )
+    assert same(tmp_path / "once", tmp_path / "again") and series(tmp_path / "once") == series(tmp_path / "again")
     assert len(again) >= 2 * 2 * 12 and {k["preserve_rng_state"] for k in again} == {"dropout" in flags[0]}
 
 
@@ -159,6 +155,4 @@ SEVERAL = {"split moments, loss in chunks": [COMPILED, RECOMPUTED], "budget and 
 @pytest.mark.parametrize(("name", "flags"), SEVERAL.items(), ids=SEVERAL)
 def test_several_backward_passes_go_through_one_compiled_forward(tiny_args, tmp_path, name, flags):
     one, two = (trained(tmp_path / str(len(own)), tiny_args, *RUNS[name], *own) for own in (flags, []))
-    assert near(one, two) < 1e-5 and [line.keys() for line in series(one)] == [
-        line.keys() for line in series(two)
-    ]
+    assert near(one, two) < 1e-5 and [line.keys() for line in series(one)] == [line.keys() for line in series(two)]

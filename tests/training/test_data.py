@@ -38,9 +38,7 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
         assert lines[1][f"excess/{name}"] == pytest.approx(expected, abs=1e-5)
         assert lines[12][f"val_excess/{name}"] < lines[12][f"val_loss/{name}"]
         floor = json.loads((dialled / "data.json").read_text())[name]["floor"]
-        assert lines[12][f"val_loss/{name}"] - lines[12][f"val_excess/{name}"] == pytest.approx(
-            floor, abs=1e-5
-        )
+        assert lines[12][f"val_loss/{name}"] - lines[12][f"val_excess/{name}"] == pytest.approx(floor, abs=1e-5)
 
 
 @pytest.mark.parametrize("noise", [{}, {"image": 0.5}])
@@ -110,9 +108,7 @@ def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, 
 
     names = ("text", "image", "audio")
     three = {"vocabulary": 16, "skew": 0.5, "entropy": 1.2, "tokens": 20, "lag": 2}
-    fields = [
-        f"--data.dial.{field}={json.dumps(dict.fromkeys(names, value))}" for field, value in three.items()
-    ]
+    fields = [f"--data.dial.{field}={json.dumps(dict.fromkeys(names, value))}" for field, value in three.items()]
     out = tmp_path / "runs/three"
     assert main([*tiny_args, *DIAL, "--data.seq_len=60", *fields, f"--out={out}"]) == 0
     last = list(read_metrics(out / "metrics.jsonl"))[-1]
@@ -130,17 +126,11 @@ def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, 
 def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
     """The excess loss of a small model on an easy source shrinks, and is below 0 only by sampling noise."""
     easy = {"vocabulary": 8, "skew": 0, "entropy": 0.8, "tokens": 24, "lag": 1}
-    fields = [
-        f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()
-    ]
+    fields = [f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()]
     more = ["--data.seq_len=48", "--data.batch_size=16", "--data.val_sequences=64", "--trainer.max_steps=300",
             "--data.val_every_n_steps=100", "--model.d_model=32", "--optim.warmup_steps=20"]  # fmt: skip
     assert main([*tiny_args, *DIAL, *fields, *more, f"--out={tmp_path / 'run'}"]) == 0
-    found = {
-        line["step"]: line
-        for line in read_metrics(tmp_path / "run/metrics.jsonl")
-        if "val_excess/text" in line
-    }
+    found = {line["step"]: line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "val_excess/text" in line}
     for name in ("text", "image"):
         excess = [found[step][f"val_excess/{name}"] for step in (100, 200, 300)]
         assert excess[2] < min(0.1, excess[0]) and min(excess) > -0.02

@@ -17,9 +17,7 @@ from tests.peers import Peer
 from tests.training.toy import MODEL as TOY
 from tests.training.toy import Small, fit, module_of, set_gradients, toy_batch
 
-ADAMW = Peer(
-    ("decay_independent", "warmup", "decay_gains", "no_decay_embeddings"), "AdamW written out", 1e-12
-)
+ADAMW = Peer(("decay_independent", "warmup", "decay_gains", "no_decay_embeddings"), "AdamW written out", 1e-12)
 PEERS = [ADAMW]
 STEPS = 40
 MODEL = ModelConfig(
@@ -175,9 +173,7 @@ def run_by_hand(batches, clip: float, *, decay_mode="coupled", eps=1e-8, beta2=0
     """Train without a Trainer or an optimizer: gradient, clipping by global norm, schedule, AdamW, weight decay."""
     lr, decay = 0.02, 0.3
     module = module_of(TOY, LossConfig(z_loss=0.01))
-    moments = {
-        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in module.model.named_parameters()
-    }
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in module.model.named_parameters()}
     for t, batch in enumerate(batches, start=1):
         sums = module.losses(batch)
         loss = (sums.ce.sum() + 0.01 * sums.log_z_sq.sum()) / batch.target_mask_BT.sum()

@@ -49,10 +49,7 @@ def test_the_kernel_is_named(run, backend, model, kernel):
 
 def test_the_kernel_that_is_named_is_the_one_that_runs(run):
     """The profiler records the operation that torch calls."""
-    names = {
-        "flash": "_scaled_dot_product_flash_attention_for_cpu",
-        "math": "_scaled_dot_product_attention_math",
-    }
+    names = {"flash": "_scaled_dot_product_flash_attention_for_cpu", "math": "_scaled_dot_product_attention_math"}
     for model in ({}, {"attn_dropout": 0.1}):
         chosen = of(run, "sdpa", **model)
         from mmqk.model import EarlyFusionTransformer
@@ -103,18 +100,14 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
     # The controls: each option that the message names is accepted.
     for flag in ("--compile=false", "--trainer.accelerator=cpu"):
         assert (
-            resolve_device(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"]
-            == "cpu"
+            resolve_device(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
         )
 
 
 REFUSED = {
     "efficient": (["--backend=sdpa_efficient"], "needs a CUDA GPU"),
     "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip reads queries and keys"),
-    "flex, length": (
-        ["--backend=flex", "--data.seq_len=96"],
-        "data.seq_len to be a multiple of 128, but it is 96",
-    ),
+    "flex, length": (["--backend=flex", "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
     "flash, window": (["--backend=sdpa_flash", "--model.window=4"], "sdpa_flash cannot apply model.window"),
     "a cap": (["--model.attn_softcap=5"], "backend sdpa cannot apply model.attn_softcap"),
 }
@@ -133,10 +126,7 @@ def test_a_refused_run_is_one_sentence_and_no_folder(tiny_args, tmp_path, capsys
 
 def test_a_run_records_and_says_its_device(tiny_args, tmp_path, capsys):
     args = [a for a in tiny_args if a != "--quiet"]
-    assert (
-        main([*args, "--activation_checkpointing=true", "--trainer.max_steps=1", f"--out={tmp_path / 'run'}"])
-        == 0
-    )
+    assert main([*args, "--activation_checkpointing=true", "--trainer.max_steps=1", f"--out={tmp_path / 'run'}"]) == 0
     assert "cpu; attention: flash (SDPA); blocks recomputed" in capsys.readouterr().out
     details = json.loads((tmp_path / "run/run.json").read_text())["details"]
     assert details["device"] == {

@@ -15,9 +15,7 @@ from tests.faulty_disk import Disk, Site
 from tests.training.test_integrations import of_csv
 from tests.training.test_resume import series
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files"
-)
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files")
 PARTS = 5  # coprime to the periods 2 and 3 of the loop below
 BESIDE = ("alarm at", "100.0% of the captions")
 ALARM = Alarm("stall", 3, "loss/text", 1.0, 0.5, "made up")
@@ -29,9 +27,7 @@ def one_alarm():
     update = AlarmRules.update
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            AlarmRules,
-            "update",
-            lambda self, step, values: [*update(self, step, values), *[ALARM] * (step == 3)],
+            AlarmRules, "update", lambda self, step, values: [*update(self, step, values), *[ALARM] * (step == 3)]
         )
         yield
 
@@ -95,9 +91,7 @@ def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, cap
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_checkpoint_that_the_disk_does_not_give_is_not_taken_for_a_damaged_one(
-    args, undisturbed, tmp_path, capfd
-):
+def test_a_checkpoint_that_the_disk_does_not_give_is_not_taken_for_a_damaged_one(args, undisturbed, tmp_path, capfd):
     out = tmp_path / "run"
     shutil.copytree(undisturbed[0], out)
     (out / "status.json").write_text('{"status": "running", "step": 4}')

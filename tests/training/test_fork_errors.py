@@ -38,10 +38,7 @@ def said(capsys, *args: str) -> str:
         (["--model.d_head=4"], "model.d_head is 8 in the parent and 4 here"),
         (["--model.d_ff=32"], "model.d_ff is 48 in the parent and 32 here"),
         (["--model.separate_first=1"], "model.separate_first is 0 in the parent and 1 here"),
-        (
-            ["--model.deep_norm=true", "--model.pre_norm=false"],
-            "model.deep_norm is False in the parent and True",
-        ),
+        (["--model.deep_norm=true", "--model.pre_norm=false"], "model.deep_norm is False in the parent and True"),
         (["--optim.matrices=muon"], "optim.matrices is adamw in the parent and muon here"),
         (["--model.mlp=geglu"], "model.mlp is swiglu in the parent and geglu here"),
         (

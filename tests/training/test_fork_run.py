@@ -242,11 +242,7 @@ def test_another_learning_rate_with_the_state_of_the_optimizer(parent, tmp_path)
         (["--fork_skip_batches=2"], (STEP + 2) * 4, 4),
         (["--data.batch_size=2"], STEP * 4, 2),
         (["--data.batch_size=2", "--fork_skip_batches=3"], STEP * 4 + 6, 2),
-        (
-            ["--trainer.accumulate_grad_batches=2", "--fork_skip_batches=1", "--data.workers=1"],
-            (STEP + 1) * 4,
-            4,
-        ),
+        (["--trainer.accumulate_grad_batches=2", "--fork_skip_batches=1", "--data.workers=1"], (STEP + 1) * 4, 4),
     ],
 )
 def test_data_goes_on_where_the_parent_was(parent, tmp_path, fields, rows_from, size):

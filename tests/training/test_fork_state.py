@@ -112,11 +112,7 @@ def split_states(trained_before, trained_after, split_before=True, split_after=T
             sum(parts).backward()
         optimizer.step()
     state, said = optimizer_state(
-        optimizer.state_dict(),
-        (before, model, trained_before),
-        (after, model, trained_after),
-        carried(model),
-        1e-3,
+        optimizer.state_dict(), (before, model, trained_before), (after, model, trained_after), carried(model), 1e-3
     )
     return model, optimizer, named_state(after, model, state), said
 
@@ -182,11 +178,7 @@ def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, a
     saved = {
         "fit_loop": {
             "state_dict": {"combined_loader": [{"position": 8, "ahead": 6}]},
-            "epoch_loop.batch_progress": {
-                "total": counters(8),
-                "current": counters(8),
-                "is_last_batch": True,
-            },
+            "epoch_loop.batch_progress": {"total": counters(8), "current": counters(8), "is_last_batch": True},
         }
     }
     fit = loops_state(saved, 8, (4, 1), new, skip)["fit_loop"]

@@ -132,10 +132,7 @@ NEAR = {
 
 @pytest.mark.parametrize(("before", "after"), NEAR.values(), ids=NEAR)
 def test_function_is_nearer_than_with_gains_at_their_first_values(before, after):
-    old, new, plain = (
-        grown(before),
-        *(EarlyFusionTransformer(after, "math", seed=5).eval() for _ in range(2)),
-    )
+    old, new, plain = (grown(before), *(EarlyFusionTransformer(after, "math", seed=5).eval() for _ in range(2)))
     plain.load_state_dict(old.state_dict(), strict=False)
     carried = carry(old, new, BATCH)
     assert distance(old, new) < 0.8 * distance(old, plain)
@@ -220,9 +217,7 @@ def test_post_gains_are_the_rms_of_the_branch():
     new = EarlyFusionTransformer(replace(PLAIN, post_norm=True, norm_eps=1e-12), "math")
     carry(old, new, BATCH)
     for (layer, branch), size in expected.items():
-        gain = new.get_parameter(
-            f"blocks.{layer}.{'attn' if branch == 'attention' else 'mlp'}_post_norm.weight"
-        )
+        gain = new.get_parameter(f"blocks.{layer}.{'attn' if branch == 'attention' else 'mlp'}_post_norm.weight")
         torch.testing.assert_close(gain.double(), size.expand_as(gain), rtol=1e-4, atol=0)
 
 
@@ -262,6 +257,4 @@ def test_scales_say_what_becomes_of_gradients(before, after):
             uv = torch.outer(module.u, module.v)  # type: ignore[arg-type]
             inner = (here * theirs[name]).sum() / module.sigma()  # type: ignore[operator]
             here = here - inner * uv
-        torch.testing.assert_close(
-            here.float(), there, rtol=1e-3, atol=2e-5 * float(there.abs().max()) + 1e-6
-        )
+        torch.testing.assert_close(here.float(), there, rtol=1e-3, atol=2e-5 * float(there.abs().max()) + 1e-6)

@@ -23,10 +23,7 @@ from mmqk.training.loop import StepLog
 from mmqk.training.losses import chunked_losses, modality_losses, total_loss
 from tests.training.toy import BLOCKS, cut, module_of, toy_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = "cuda"
 
@@ -58,10 +55,7 @@ def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
     head_VD = (0.5 * torch.randn(V, D, generator=generator)).to(DEVICE).requires_grad_()
     targets_BT = torch.randint(0, V, (4, 64), generator=generator).to(DEVICE)
     mask_BT = (torch.rand(4, 64, generator=generator) < 0.8).to(DEVICE)
-    of, weights_M = (
-        (targets_BT, (targets_BT >= 700).long(), mask_BT),
-        torch.tensor([1.0, 0.3, 2.0]).to(DEVICE),
-    )
+    of, weights_M = ((targets_BT, (targets_BT >= 700).long(), mask_BT), torch.tensor([1.0, 0.3, 2.0]).to(DEVICE))
 
     def gradients(sums, weights_M, z_loss):
         loss = total_loss(sums, weights_M, z_loss, mask_BT.sum())
@@ -88,9 +82,7 @@ def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
     # The controls: without the softcap, with a different softcap, and without z-loss.
     capless, more = dense(None, 0.05), dense(6.0, 0.05)
     for other_sums, other in (capless, more):
-        assert all(
-            apart(getattr(sums, n), getattr(other_sums, n)) > 2e-3 for n in ("ce", "log_z", "log_z_sq")
-        )
+        assert all(apart(getattr(sums, n), getattr(other_sums, n)) > 2e-3 for n in ("ce", "log_z", "log_z_sq"))
         assert all(apart(a, b) > 0.02 for a, b in zip(ours[1:], other[1:], strict=True))
     for a, b in zip(ours, dense(5.0, 0.0)[1], strict=True):
         assert apart(a, b) > 0.02

@@ -65,9 +65,7 @@ def wandb_files(run: Path) -> list[list[Any]]:
     while time.monotonic() < deadline and not all(any(r.HasField("exit") for r in records(p)) for p in paths):
         time.sleep(0.05)
     files = [list(records(path)) for path in paths]
-    began = {
-        id(file): next(r.run.start_time.ToNanoseconds() for r in file if r.HasField("run")) for file in files
-    }
+    began = {id(file): next(r.run.start_time.ToNanoseconds() for r in file if r.HasField("run")) for file in files}
     return sorted(files, key=lambda file: began[id(file)])
 
 
@@ -158,9 +156,7 @@ def needs(name: str, args: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_logger_has_the_values_of_metrics_jsonl_once_after_an_error_and_a_resume(
-    name, args, broken, resumed
-):
+def test_a_logger_has_the_values_of_metrics_jsonl_once_after_an_error_and_a_resume(name, args, broken, resumed):
     needs(name, args)
     assert READERS[name](broken) == lines_of(broken)
     lines = lines_of(resumed)
@@ -195,10 +191,7 @@ def test_without_the_id_the_resume_begins_a_run_and_sends_the_steps_before(name,
     shutil.copytree(broken, out, symlinks=True)
     (out / "loggers.json").unlink()
     assert main([*args[:-1], f"--logging=[{name}]", f"--out={out}"]) == 0
-    assert (
-        json.loads((out / "loggers.json").read_text())[name]["id"]
-        not in (broken / "loggers.json").read_text()
-    )
+    assert json.loads((out / "loggers.json").read_text())[name]["id"] not in (broken / "loggers.json").read_text()
     again = [*range(8), *range(13)] if name == "wandb" else list(range(13))
     assert [row["step"] for row in READERS[name](out)] == again
 
@@ -225,12 +218,7 @@ def test_loggers_change_neither_the_identity_nor_a_number(args, resumed, tiny_ar
     assert main([*tiny_args, "--logging=[]", f"--out={tmp_path / 'none'}"]) == 0
     assert lines_of(tmp_path / "none") == lines_of(resumed)
     names = {path.name for path in (tmp_path / "none").iterdir()}
-    assert not any("tfevents" in name for name in names) and not names & {
-        "csv",
-        "wandb",
-        "text",
-        "loggers.json",
-    }
+    assert not any("tfevents" in name for name in names) and not names & {"csv", "wandb", "text", "loggers.json"}
     assert resolve(args).id == resolve(tiny_args).id != resolve([*tiny_args, "--seed=1"]).id
     assert resolve(tiny_args).logging == ["tensorboard"]
     assert resolve([*tiny_args, "--logging=[csv,csv]"]).nested()["logging"] == ["csv"]
@@ -239,9 +227,7 @@ def test_loggers_change_neither_the_identity_nor_a_number(args, resumed, tiny_ar
 def test_a_logger_that_cannot_start_is_one_sentence(args, tmp_path, monkeypatch):
     needs("mlflow", args)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://here")
-    with pytest.raises(
-        UserError, match=r"^logging: mlflow cannot start \(.*\): check MLFLOW_TRACKING_URI, or"
-    ):
+    with pytest.raises(UserError, match=r"^logging: mlflow cannot start \(.*\): check MLFLOW_TRACKING_URI, or"):
         main([*args[:-1], "--logging=[mlflow]", f"--out={tmp_path / 'run'}"])
     assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "failed"
 
@@ -293,12 +279,8 @@ def test_a_lost_connection_does_not_end_the_run_and_is_printed_once(tmp_path, ca
         logger.log_metrics({"loss": 1.0}, step)
     logger.finalize("success")
     assert [step for step, _ in kept.calls] == [0, 1]
-    assert (
-        capsys.readouterr().err == "mlflow gets no further values (no route); metrics.jsonl has all values.\n"
-    )
-    failing = Integration(
-        tmp_path, "csv", Kept(fails=0), step=-1
-    )  # the control: an error of csv ends the run
+    assert capsys.readouterr().err == "mlflow gets no further values (no route); metrics.jsonl has all values.\n"
+    failing = Integration(tmp_path, "csv", Kept(fails=0), step=-1)  # the control: an error of csv ends the run
     failing.log_metrics({"loss": 1.0}, 0)
     with pytest.raises(ConnectionError):
         failing.save()

@@ -62,9 +62,7 @@ def test_a_run_is_one_event_run_so_that_tensorboard_selects_those_of_the_demonst
     for number in range(14):
         shutil.copytree(run, tmp_path / f"arm{number}/seed0")
     found = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload().Runs()
-    assert len(found) == 14 and all(
-        {"loss/text", "loss/image"} <= set(tags["scalars"]) for tags in found.values()
-    )
+    assert len(found) == 14 and all({"loss/text", "loss/image"} <= set(tags["scalars"]) for tags in found.values())
 
 
 def test_every_chart_of_the_layout_matches_a_tag_of_each_modality(events, scalars):
@@ -104,14 +102,10 @@ def test_a_resume_writes_a_step_once(resumed_at, first_step, twice, tmp_path):
     for first, last, at in ((1, 8, None), (5, 12, resumed_at)):
         logger = StoryLogger(tmp_path, ("text", "image", "sound"), resumed_at=at)
         for step in range(first, last + 1):
-            logger.log_metrics(
-                {"loss": 1.0, "loss/text": 2.0, **({"loss/image": 3.0} if step < 8 else {})}, step
-            )
+            logger.log_metrics({"loss": 1.0, "loss/text": 2.0, **({"loss/image": 3.0} if step < 8 else {})}, step)
         logger.finalize("success")
         for path in tmp_path.rglob("events.out.tfevents.1[1-9]*"):  # the name has the start time in seconds
-            path.rename(
-                path.with_name("events.out.tfevents.1000000000" if first == 1 else "events.out.tfevents.2")
-            )
+            path.rename(path.with_name("events.out.tfevents.1000000000" if first == 1 else "events.out.tfevents.2"))
     for tag, end in (("loss", 12), ("loss/text", 12), ("loss/image", 7)):
         steps = [event.step for event in accumulated(tmp_path).Scalars(tag)]
         assert sorted(steps) == sorted([*range(first_step, end + 1), *(s for s in twice if s <= end)])
@@ -135,8 +129,7 @@ def test_alarms_join_the_line_that_is_collected_or_have_their_own_and_are_counte
     for step in (1, 2, 3):
         logger.log_metrics({"loss": float(step)}, step)
     alarms = [
-        Alarm(name, step, "loss", 1.0, 1.0, "said")
-        for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
+        Alarm(name, step, "loss", 1.0, 1.0, "said") for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
     ]
     logger.log_alarms(alarms)
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before the logger is closed

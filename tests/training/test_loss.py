@@ -32,9 +32,7 @@ def test_sums_equal_torch_cross_entropy_of_each_modality():
     for m in range(2):
         chosen = mask & (modality == m)
         assert sums.count[m] == chosen.sum() > 0
-        torch.testing.assert_close(
-            sums.ce[m], F.cross_entropy(logits[chosen], targets[chosen], reduction="sum")
-        )
+        torch.testing.assert_close(sums.ce[m], F.cross_entropy(logits[chosen], targets[chosen], reduction="sum"))
         log_z = logits[chosen].exp().sum(-1).log()
         torch.testing.assert_close(sums.log_z[m], log_z.sum())
         torch.testing.assert_close(sums.log_z_sq[m], log_z.square().sum())
@@ -56,9 +54,7 @@ def test_total_and_its_gradient_equal_the_formula_over_valid_targets():
     exactly = {"rtol": 0, "atol": WRITTEN_OUT.tolerance}
     torch.testing.assert_close(loss, formula(mask), **exactly)
     torch.testing.assert_close(
-        torch.autograd.grad(loss, logits, retain_graph=True),
-        torch.autograd.grad(formula(mask), logits),
-        **exactly,
+        torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(formula(mask), logits), **exactly
     )
     # A z-loss mask that is not shifted with the targets, a known bug in other projects, gives a different value.
     assert abs(loss - formula(mask.roll(1, 1))) > 1e-2
@@ -118,9 +114,7 @@ def test_parts_of_the_loss_add_up_over_one_denominator():
     logits, targets, modality, mask = batch()
     weights, n = torch.tensor([1.0, 0.25, 1.0], dtype=logits.dtype), mask.sum()
     parts = loss_parts(modality_losses(logits, targets, modality, mask, M), weights, 0.1, n)
-    position = (
-        F.cross_entropy(logits.transpose(1, 2), targets, reduction="none") + 0.1 * logits.logsumexp(-1) ** 2
-    )
+    position = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none") + 0.1 * logits.logsumexp(-1) ** 2
     for m in range(M):
         here = position[mask & (modality == m)].sum()
         torch.testing.assert_close(parts[m], weights[m] * here / n, rtol=0, atol=1e-12)
@@ -205,8 +199,6 @@ def test_bf16_weights_round_no_sum_and_no_weight_of_the_loss():
     wanted = torch.tensor([0.3, 1.0])
     # The control: in bf16 the weights are rounded.
     assert not torch.equal(module.loss_weights_M.float(), wanted)
-    module.trainer = L.Trainer(
-        accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False
-    )
+    module.trainer = L.Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
     module.on_fit_start()
     assert torch.equal(module.loss_weights_M, wanted)

@@ -49,9 +49,7 @@ def test_muon_is_torchs_for_the_matrices_and_adamw_for_the_rest():
     ours, theirs = model(), model()
     train(ours, make_optimizer(config, ours))
     chosen = block_matrices(theirs)
-    muon = torch.optim.Muon(
-        list(chosen), lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = torch.optim.Muon(list(chosen), lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     rest = [p for p in theirs.parameters() if p not in chosen]
     decaying = [theirs.embed.weight, theirs.head.weight]
     gains = [p for p in rest if all(p is not q for q in decaying)]
@@ -183,13 +181,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(field, tiny_args, tmp_path):
     assert main([*tiny_args, field, f"--out={parts}"]) == 0
     for checkpoint in sorted((parts / "checkpoints").glob("*.ckpt"))[1:]:
         checkpoint.unlink()
-    (parts / "status.json").write_text(
-        (parts / "status.json").read_text().replace("completed", "interrupted")
-    )
+    (parts / "status.json").write_text((parts / "status.json").read_text().replace("completed", "interrupted"))
     assert main([*tiny_args, field, f"--out={parts}"]) == 0
-    losses = [
-        [line["loss"] for line in read_metrics(f / "metrics.jsonl") if "loss" in line] for f in (whole, parts)
-    ]
+    losses = [[line["loss"] for line in read_metrics(f / "metrics.jsonl") if "loss" in line] for f in (whole, parts)]
     assert losses[0] == losses[1] and len(losses[0]) == 12
     assert all(a != b for a, b in pairwise(losses[0]))
     assert resolve([*tiny_args, field]).id != resolve(tiny_args).id

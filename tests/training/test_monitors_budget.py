@@ -143,9 +143,7 @@ def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
         own = {}
         for m in range(2):
             optimizer.zero_grad()
-            ce_BT = F.cross_entropy(
-                model(batch.ids_BT).transpose(1, 2), batch.ids_BT.roll(-1, 1), reduction="none"
-            )
+            ce_BT = F.cross_entropy(model(batch.ids_BT).transpose(1, 2), batch.ids_BT.roll(-1, 1), reduction="none")
             of_m = batch.target_mask_BT & ((batch.ids_BT.roll(-1, 1) >= 9) == m)
             (ce_BT[of_m].sum() / batch.target_mask_BT.sum()).backward()
             own[m] = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}

@@ -39,9 +39,7 @@ def rows(which: list[int]) -> TokenBatch:
 def parts(model, batch) -> torch.Tensor:
     ce_BT = F.cross_entropy(model(batch.ids_BT).transpose(1, 2), batch.targets_BT, reduction="none")
     ce_BT = ce_BT * batch.target_mask_BT
-    return (
-        torch.stack([(ce_BT * (batch.target_modality_BT == m)).sum() for m in range(2)]) / batch.step_targets
-    )
+    return torch.stack([(ce_BT * (batch.target_modality_BT == m)).sum() for m in range(2)]) / batch.step_targets
 
 
 def measure(which: list[int], collective: bool) -> dict[str, float]:

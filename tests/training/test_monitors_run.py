@@ -71,9 +71,7 @@ def test_the_share_of_weights_that_an_update_left_unchanged(tiny_args, tmp_path,
         torch.load(tmp_path / f"run/checkpoints/step{step:08d}.ckpt", weights_only=True)["state_dict"]
         for step in (7, 8)
     )
-    assert before["model.embed.weight"].dtype == (
-        torch.bfloat16 if precision == "bf16-true" else torch.float32
-    )
+    assert before["model.embed.weight"].dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
     equal = sum(int((before[name] == after[name]).sum()) for name in before)
     share = equal / sum(weight.numel() for weight in before.values())
     lines = series(tmp_path / "run").items()

@@ -47,8 +47,7 @@ def test_schedules_are_their_formulas(final):
         "exponential": {step: math.exp(t * math.log(final)) for step, t in after},
     }
     found = {
-        name: shares(OptimConfig(schedule=name, warmup_steps=WARMUP, final_lr_ratio=final))
-        for name in written_out
+        name: shares(OptimConfig(schedule=name, warmup_steps=WARMUP, final_lr_ratio=final)) for name in written_out
     }
     for name, formula in written_out.items():
         assert found[name][WARMUP:] == pytest.approx(list(formula.values())), name

@@ -96,45 +96,20 @@ def test_a_probe_changes_no_weight_of_a_remedy(optim):
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        (
-            {"max_epochs": 1},
-            r"TokenDataModule needs the number of steps: set max_steps of lightning.Trainer.",
-        ),
-        (
-            {"max_steps": 2, "accumulate_grad_batches": 3},
-            r"data.batch_size 4 is not a multiple of accumulate",
-        ),
-        (
-            {"max_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 3},
-            r"limit_train_batches 3 is not a",
-        ),
-        (
-            {"max_steps": 4, "callbacks": [GradientAccumulationScheduler({0: 2})]},
-            r"All sequences of max_steps are",
-        ),
-        (
-            {"max_steps": 2, "gradient_clip_val": 1, "gradient_clip_algorithm": "value"},
-            r"Module clips by norm",
-        ),
-        (
-            {"max_steps": 2, "precision": "16-true"},
-            r"TrainingModule does not scale its loss, .* 16-true needs",
-        ),
+        ({"max_epochs": 1}, r"TokenDataModule needs the number of steps: set max_steps of lightning.Trainer."),
+        ({"max_steps": 2, "accumulate_grad_batches": 3}, r"data.batch_size 4 is not a multiple of accumulate"),
+        ({"max_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 3}, r"limit_train_batches 3 is not a"),
+        ({"max_steps": 4, "callbacks": [GradientAccumulationScheduler({0: 2})]}, r"All sequences of max_steps are"),
+        ({"max_steps": 2, "gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, r"Module clips by norm"),
+        ({"max_steps": 2, "precision": "16-true"}, r"TrainingModule does not scale its loss, .* 16-true needs"),
     ],
 )
 def test_a_trainer_that_cannot_be_served_is_one_sentence(tiny_data, trainer, message):
     folders = {"pairs": f"{tiny_data}/pairs", "text": f"{tiny_data}/text", "cache": f"{tiny_data}/cache"}
-    config = DataConfig(
-        **folders, tokenizers=f"{tiny_data}/tokenizers", seq_len=88, batch_size=4, val_sequences=8
-    )
+    config = DataConfig(**folders, tokenizers=f"{tiny_data}/tokenizers", seq_len=88, batch_size=4, val_sequences=8)
     data = TokenDataModule(config)
     module = module_of(replace(module_of().model_config, vocab_sizes=data.vocab_sizes))
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "accelerator": "cpu",
-    }
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     with pytest.raises(UserError, match=message):
         L.Trainer(**trainer, **quiet).fit(module, datamodule=data)
 

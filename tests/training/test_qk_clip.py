@@ -107,14 +107,11 @@ def logits_by_head(model, batch) -> list[Tensor]:
     found: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad():
         model(
-            batch.ids_BT,
-            batch.modality_BT,
-            sink=lambda site, layer, x: found.__setitem__((site, layer), x.clone()),
+            batch.ids_BT, batch.modality_BT, sink=lambda site, layer, x: found.__setitem__((site, layer), x.clone())
         )
     layers = range(model.config.n_layers)
     return [
-        (model.attn_scale_value * found["q", i] @ found["k", i].transpose(-1, -2)).transpose(0, 1)
-        for i in layers
+        (model.attn_scale_value * found["q", i] @ found["k", i].transpose(-1, -2)).transpose(0, 1) for i in layers
     ]
 
 
@@ -146,9 +143,7 @@ def test_it_is_the_clip_of_x_transformers():
     from x_transformers.x_transformers import Attention
 
     D, T, batch = MODEL.d_model, 12, toy_batch(3)
-    model = module_of(
-        replace(MODEL, d_head=D)
-    ).model  # square matrices: x-transformers broadcasts its factors
+    model = module_of(replace(MODEL, d_head=D)).model  # square matrices: x-transformers broadcasts its factors
     attention, found = model.blocks[0].attention, {}
     with torch.no_grad():
         model(batch.ids_BT, sink=lambda site, layer, x: layer or found.__setitem__(site, x.clone()))
@@ -180,9 +175,7 @@ def test_weights_take_the_root_each_and_shared_keys_stay_as_they_are():
         attention = module_of(replace(MODEL, n_kv_heads=kv_heads)).model.blocks[0].attention
         before = [w.weight.detach().clone() for w in (attention.w_q, attention.w_k, attention.w_v)]
         clip_heads(attention.w_q, attention.w_k, gamma, kv_heads)
-        for w, old, factors in zip(
-            (attention.w_q, attention.w_k), before, (q_factors, k_factors), strict=False
-        ):
+        for w, old, factors in zip((attention.w_q, attention.w_k), before, (q_factors, k_factors), strict=False):
             expected = torch.cat([f * old[4 * i : 4 * i + 4] for i, f in enumerate(factors)])
             torch.testing.assert_close(w.weight.detach(), expected, rtol=0, atol=WRITTEN_OUT.tolerance)
             assert torch.equal(w.weight[4:8], old[4:8]) == (factors[1] == 1.0)  # a factor of 1 changes no bit
@@ -228,9 +221,7 @@ def test_below_the_threshold_it_changes_no_bit():
         lines = fit(module, batches)
         gammas = [line.get("qk_clip_gamma/layer00") for line in lines]
         assert module is plain or (min(gammas) == 1.0) is (module is idle)
-    assert all(
-        torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(idle).values(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(idle).values(), strict=True))
     assert apart(weights(plain), weights(active)) > 1e-3
 
 

@@ -93,9 +93,7 @@ def test_two_processes_train_what_one_does(pair):
         "step00000004.ckpt", "step00000008.ckpt", "step00000012.ckpt"]  # fmt: skip
     assert len(list(two.glob("events.out*"))) == 1
     assert read_status(two).status == "completed" and not is_locked(two)
-    assert (
-        json.loads((two / "run.json").read_text())["id"] == json.loads((one / "run.json").read_text())["id"]
-    )
+    assert json.loads((two / "run.json").read_text())["id"] == json.loads((one / "run.json").read_text())["id"]
     trainer = json.loads((two / "run.json").read_text())["details"]["config"]["trainer"]
     assert trainer["devices"] * trainer["num_nodes"] == 2
 
@@ -131,9 +129,7 @@ def test_remedies_of_the_optimizer_act_alike_in_both_processes(tiny_args, tmp_pa
         assert all(torch.equal(first[n], second[n]) for n in first), name
         alone = load_model(one).state_dict()
         for parameter, weight in first.items():
-            torch.testing.assert_close(
-                weight, alone[parameter], rtol=2e-2, atol=5e-4, msg=f"{name}: {parameter}"
-            )
+            torch.testing.assert_close(weight, alone[parameter], rtol=2e-2, atol=5e-4, msg=f"{name}: {parameter}")
         if name == "skip_step":
             guards = torch.load(next(iter((two / "checkpoints").iterdir())), weights_only=True)["mmqk_guards"]
             assert 0 < int(guards["skip_step"]["skipped"]) < 16
@@ -172,9 +168,7 @@ def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tm
         args = [a for a in rewind(before, tmp_path / name, step) if not a.startswith(WHERE)]
         assert main([*args, f"--out={tmp_path / name}"]) == 0
         ids.append(read.copy())
-    assert (
-        ids[0][8:] == ids[1] and ids[1][8:] == ids[2] and ids[0] != ids[0][::-1]
-    )  # two micro-batches a step
+    assert ids[0][8:] == ids[1] and ids[1][8:] == ids[2] and ids[0] != ids[0][::-1]  # two micro-batches a step
     assert series(tmp_path / "again") == series(tmp_path / "alone")
     ours, theirs = state(tmp_path / "again"), state(tmp_path / "alone")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -199,10 +193,7 @@ def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_pat
     args = [a for a in args if not a.startswith(WHERE)]
     assert main([*args, f"--out={tmp_path / 'alone'}"]) == 0
     said = capsys.readouterr().err
-    assert (
-        f"2 processes ({strategy}) and the run continues with one process" in said
-        and "up to rounding" in said
-    )
+    assert f"2 processes ({strategy}) and the run continues with one process" in said and "up to rounding" in said
     close(series(tmp_path / "alone"), series(one))
     if strategy == "fsdp":
         rewind(one, tmp_path / "more", 4)

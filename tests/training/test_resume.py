@@ -18,10 +18,7 @@ WALL_CLOCK = {"tokens_per_s"}
 
 
 def series(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if k not in WALL_CLOCK}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

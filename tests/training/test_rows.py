@@ -66,9 +66,7 @@ def by_hand(rows: list[RowStats], batch) -> dict[str, float]:
 
 
 def together(parts: list[list[RowStats]]) -> list[RowStats]:
-    return [
-        RowStats(*(torch.cat(x) for x in zip(*layers, strict=True))) for layers in zip(*parts, strict=True)
-    ]
+    return [RowStats(*(torch.cat(x) for x in zip(*layers, strict=True))) for layers in zip(*parts, strict=True)]
 
 
 # What is collected -----------------------------------------------------------------------------------------
@@ -94,10 +92,7 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
     kept = torch.stack([r.max_BHT.masked_fill(~batch.valid_BT[:, None], -math.inf) for r in rows])
     torch.testing.assert_close(torch.stack(heads).amax(0), kept.amax((1, 3)), rtol=0, atol=0)
     # The controls: with padding counted, or with exchanged modalities, the numbers differ.
-    for wrong in (
-        replace(batch, valid_BT=batch.valid_BT | True),
-        replace(batch, modality_BT=1 - batch.modality_BT),
-    ):
+    for wrong in (replace(batch, valid_BT=batch.valid_BT | True), replace(batch, modality_BT=1 - batch.modality_BT)):
         assert by_hand(rows, wrong) != pytest.approx(expected, rel=1e-3)
     log.add(rows, batch)  # no value is carried over to the next step
     assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
@@ -180,9 +175,7 @@ def test_qk_clip_takes_them_and_clips_as_where_it_looks_itself(flex, variant):
     }
     lines = {name: fit(module, batches, accumulate=2) for name, module in modules.items()}
     assert apart(weights(modules["flex"]), weights(modules["sdpa"])) < 1e-9
-    assert (
-        apart(weights(modules["flex"]), weights(modules["free"])) > 1e-3
-    )  # the control: clipping has an effect
+    assert apart(weights(modules["flex"]), weights(modules["free"])) > 1e-3  # the control: clipping has an effect
     for ours, theirs in zip(lines["flex"], lines["sdpa"], strict=True):
         own = {name for name in ours if name.startswith("attn_row")}
         assert len(own) == 8 and ours.keys() - own == theirs.keys()
@@ -210,19 +203,12 @@ def test_they_arrive_in_the_metrics_file(flex, tmp_path, monkeypatch):
     logger.finalize("success")
     lines = {line["step"]: line for line in read_metrics(tmp_path / "metrics.jsonl")}
     rows = [{name for name in lines[step] if name.startswith("attn_row")} for step in (1, 2, 3)]
-    every = {
-        f"attn_row_{what}/{name}/layer{i:02d}" for what in ("max", "lse") for name in NAMES for i in range(2)
-    }
+    every = {f"attn_row_{what}/{name}/layer{i:02d}" for what in ("max", "lse") for name in NAMES for i in range(2)}
     assert rows == [every, {name for name in every if "text" in name}, every]
     for step in (1, 2, 3):
-        assert {
-            "loss",
-            "loss/text",
-            "log_z/text",
-            "grad_norm",
-            "qk_clip_logit/layer01",
-            "qk_clip_gamma/layer00",
-        } <= (lines[step].keys())
+        assert {"loss", "loss/text", "log_z/text", "grad_norm", "qk_clip_logit/layer01", "qk_clip_gamma/layer00"} <= (
+            lines[step].keys()
+        )
     # The control: backend sdpa logs no row statistics.
     assert not any("row" in name for line in fit_sdpa(batches) for name in line)
 

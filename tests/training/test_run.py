@@ -30,10 +30,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def series(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if k not in WALL_CLOCK}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -100,9 +97,7 @@ def test_another_identity_is_refused_by_field(whole, tiny_args):
 
 def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> int:
     """Start a run in a separate process and send ``signum`` once a checkpoint of ``after_step`` exists."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE)
     for _ in range(36_000):  # half an hour at most
         if (out / f"checkpoints/step{after_step:08d}.ckpt").exists() or process.poll() is not None:
             break
@@ -137,21 +132,14 @@ def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
     base = [*tiny_args, "--model.residual_dropout=0.1", "--model.qk_norm.kind=rms"]
     for name, every in (("often", 1), ("never", 0)):
         assert main([*base, f"--monitor.every_n_steps={every}", f"--out={tmp_path / name}"]) == 0
-    current = [
-        *base,
-        "--monitor.every_n_steps=1",
-        "--monitor.probe_split=current",
-        f"--out={tmp_path / 'current'}",
-    ]
+    current = [*base, "--monitor.every_n_steps=1", "--monitor.probe_split=current", f"--out={tmp_path / 'current'}"]
     assert main(current) == 0
     assert same_weights(tmp_path / "often", tmp_path / "never")
     assert same_weights(tmp_path / "current", tmp_path / "never")
 
 
 @pytest.mark.parametrize("step", [7, 11])  # each is followed by a checkpoint; step 11 is the last of the run
-def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(
-    tiny_args, tmp_path, monkeypatch, step
-):
+def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(tiny_args, tmp_path, monkeypatch, step):
     """The gradients of the step are finite, but the updated weights are not; without a check, only the gradients of
     the next step would reveal it."""
     training_step = TrainingModule.training_step
@@ -175,22 +163,14 @@ def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(
 def test_divergence_ends_in_order(tiny_args, tmp_path):
     out = tmp_path / "hot"
     code = main(
-        [
-            *tiny_args,
-            "--optim.lr=1e30",
-            "--trainer.max_steps=200",
-            "--trainer.gradient_clip_val=0",
-            f"--out={out}",
-        ]
+        [*tiny_args, "--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", f"--out={out}"]
     )
     assert code == 3
     found = status(out)
     assert found["status"] == "diverged" and 0 < found["step"] < 200 and found["reason"]
     kept = sorted((out / "checkpoints").glob("*.ckpt"))
     for path in kept:  # the kept checkpoints are from before the divergence
-        assert all(
-            torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values()
-        )
+        assert all(torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values())
     assert (
         main(
             [
@@ -262,11 +242,7 @@ def test_two_processes_never_share_a_folder(tiny_args, tmp_path):
     run = resolve(args)
     with RunFolder.open(run.out, run.identity, {}):
         done = subprocess.run([sys.executable, "-m", "mmqk.train", *args], capture_output=True, text=True)
-    assert (
-        done.returncode == 2
-        and "a process is already training" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 2 and "a process is already training" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp_path, capsys):

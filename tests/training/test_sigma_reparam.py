@@ -163,9 +163,7 @@ def test_a_probe_logs_how_near_sigma_is_to_the_true_one():
     changed = probe(module.model, toy_batch(0)).flat()
     assert changed["sigma_ratio/layer00"] < 0.9 < flat["sigma_ratio/layer00"]
     assert changed["sigma_ratio/layer01"] == flat["sigma_ratio/layer01"]
-    assert not any(
-        name.startswith("sigma_ratio") for name in probe(module_of(MODEL).model, toy_batch(0)).flat()
-    )
+    assert not any(name.startswith("sigma_ratio") for name in probe(module_of(MODEL).model, toy_batch(0)).flat())
 
 
 def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):

@@ -16,12 +16,7 @@ from mmqk.training.module import TrainingModule
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 GUARDS = {"adagc": 1.05, "skip_step": 6.0}
-OTHER_OPTIMIZERS = [
-    {"matrices": "muon"},
-    {"matrices": "adamh"},
-    {"update_clip": True},
-    {"split_second_moment": True},
-]
+OTHER_OPTIMIZERS = [{"matrices": "muon"}, {"matrices": "adamh"}, {"update_clip": True}, {"split_second_moment": True}]
 
 
 def clipped(steps: dict[int, float]) -> tuple[list[float], float]:
@@ -54,9 +49,7 @@ def test_matrices_of_a_modality_that_the_warm_up_lacks_train_later():
     untied = [name for name in ends[0] if "mlp.copies.1." in name]
     assert len(untied) == 6
     for name in untied:
-        assert torch.equal(ends[0][name], module_of(config).model.state_dict()[name]), (
-            name
-        )  # the control: absent
+        assert torch.equal(ends[0][name], module_of(config).model.state_dict()[name]), name  # the control: absent
         assert not torch.equal(ends[1][name], ends[0][name]), name
 
 
@@ -84,9 +77,7 @@ def trained(batches, **optim) -> dict[str, Tensor]:
     """Return the weights and the moments after a run. With `skip_step`, its window has losses and norms near 3."""
     module = module_of(**optim)
     if module.skip_step is not None:
-        module.skip_step.window_2N[:, :64] = 3 + 0.5 * torch.randn(
-            2, 64, generator=torch.Generator().manual_seed(0)
-        )
+        module.skip_step.window_2N[:, :64] = 3 + 0.5 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
         module.skip_step.count.fill_(64)
     fit(module, batches)
     assert module.skip_step is None or int(module.skip_step.skipped) == 1
@@ -100,9 +91,7 @@ def trained(batches, **optim) -> dict[str, Tensor]:
 @pytest.mark.parametrize("optim", OTHER_OPTIMIZERS, ids=["muon", "adamh", "update_clip", "split"])
 def test_a_skipped_step_leaves_no_trace_in_the_moments(optim):
     first, second, last = (toy_batch(seed) for seed in range(3))
-    outlier = replace(
-        toy_batch(3), step_targets=torch.tensor(1)
-    )  # multiplies the loss by its number of targets
+    outlier = replace(toy_batch(3), step_targets=torch.tensor(1))  # multiplies the loss by its number of targets
     without = trained([first, second, last], **optim)
     assert apart(trained([first, second, outlier, last], skip_step=6.0, **optim), without) == 0
     assert apart(trained([first, second, outlier, last], **optim), without) > 1e-2  # the control

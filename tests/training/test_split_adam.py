@@ -34,9 +34,7 @@ class Three(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for name in ("both", "first", "second", "neither"):
-            self.register_parameter(
-                name, nn.Parameter(torch.randn(3, 2, generator=generator, dtype=torch.float64))
-            )
+            self.register_parameter(name, nn.Parameter(torch.randn(3, 2, generator=generator, dtype=torch.float64)))
 
     def losses(self, step: int) -> list[Tensor]:
         """Return the losses of the two modalities, whose gradients differ in size and direction."""
@@ -160,8 +158,7 @@ def test_training_on_one_modality_is_adamw(only):
     setting = {"weight_decay": 0.3, "decay_mode": "independent", "lr": 0.02}
     batches = [toy_batch(seed, only=only) for seed in range(4)]
     split, plain = (
-        module_of(loss=LossConfig(z_loss=0.01), split_second_moment=split, **setting)
-        for split in (True, False)
+        module_of(loss=LossConfig(z_loss=0.01), split_second_moment=split, **setting) for split in (True, False)
     )
     lines = [fit(module, batches, clip=0.5) for module in (split, plain)]
     assert apart(weights(split), weights(plain)) < 1e-10
@@ -280,9 +277,7 @@ def held(found_inf: float | None, steps: int = 4, moments: bool = False):
         with Operations(asked := Counter()), Methods(asked):
             optimizer.step()
         assert not asked
-    state = {
-        name: optimizer.state[p]["exp_avg_sq"] for name, p in model.named_parameters() if optimizer.state[p]
-    }
+    state = {name: optimizer.state[p]["exp_avg_sq"] for name, p in model.named_parameters() if optimizer.state[p]}
     return (model, state) if moments else model
 
 

@@ -67,11 +67,7 @@ def cut(batch: TokenBatch, n: int) -> list[TokenBatch]:
 
 
 def module_of(
-    model: ModelConfig = MODEL,
-    loss: LossConfig | None = None,
-    backend: str = "math",
-    seed: int = 0,
-    **optim: Any,
+    model: ModelConfig = MODEL, loss: LossConfig | None = None, backend: str = "math", seed: int = 0, **optim: Any
 ) -> TrainingModule:
     """Return a training module in fp64 with a constant learning rate, unless `optim` sets another schedule."""
     config = OptimConfig(**{"lr": 0.01, "warmup_steps": 0, "schedule": "constant", **optim})

@@ -67,9 +67,7 @@ class DialRows(IndexedCache):
 
     def __init__(self, dial: Dial, room: int, seed: int, pack: bool) -> None:
         if dial.length > room:
-            raise ValueError(
-                f"data.seq_len {room} is too short for the dial's documents of {dial.length} tokens."
-            )
+            raise ValueError(f"data.seq_len {room} is too short for the dial's documents of {dial.length} tokens.")
         self.dial, self.seed = dial, seed
         self.per_row = room // dial.length if pack else 1
         super().__init__(4)
@@ -87,9 +85,7 @@ class DialRows(IndexedCache):
         chunk, place = divmod(nth, DIAL_CHUNK)
         ids, surprise, targets = self._kept(chunk)
         starts = tuple(range(0, self.per_row * self.dial.length, self.dial.length))
-        return Row(
-            ids[place], starts, surprise[place], targets[place] if self.dial.config.target_noise else None
-        )
+        return Row(ids[place], starts, surprise[place], targets[place] if self.dial.config.target_noise else None)
 
 
 class TrainingOrder:
@@ -119,9 +115,7 @@ class TrainingOrder:
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
         self._sources: dict[str, Windows | DialRows] = {}  # kinds whose source returns whole rows
-        self._orders: dict[
-            str, Epochs | Packing
-        ] = {}  # kinds whose rows are made of items: pairs, images or pieces
+        self._orders: dict[str, Epochs | Packing] = {}  # kinds whose rows are made of items: pairs, images or pieces
         self._pieces: dict[str, np.ndarray] = {}
         room, stores = builder.seq_len, builder.stores
         for kind in (kind for kind, weight in weights.items() if weight > 0):

@@ -76,9 +76,7 @@ class SequenceBuilder:
             if self.caption_room < SHORTEST_CAPTION:
                 what = f"an image of {image - 2} codes and its caption" if image else "a caption"
                 least = image + 2 + SHORTEST_CAPTION
-                raise ValueError(
-                    f"data.seq_len {seq_len} is too short for {what}: at least {least} is needed."
-                )
+                raise ValueError(f"data.seq_len {seq_len} is too short for {what}: at least {least} is needed.")
 
     @property
     def captions_cut(self) -> float | None:
@@ -129,9 +127,7 @@ class SequenceBuilder:
         image = self.stores["pair"].image_tokens
         return document[:image], document[image:-1][: self.caption_room]
 
-    def batch(
-        self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False
-    ) -> TokenBatch:
+    def batch(self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False) -> TokenBatch:
         """Pad rows to one TokenBatch.
 
         Args:
@@ -163,12 +159,8 @@ class SequenceBuilder:
             valid_BT=torch.from_numpy(document_BT >= 0),
             step_targets=torch.tensor(max(1, step_targets)),  # not 0, because it is a divisor
             document_BT=torch.from_numpy(document_BT) if documents else None,
-            surprise_BT=torch.from_numpy(surprise_BT)
-            if all(row.surprise is not None for row in rows)
-            else None,
-            target_ids_BT=torch.from_numpy(target_ids_BT)
-            if any(r.target_ids is not None for r in rows)
-            else None,
+            surprise_BT=torch.from_numpy(surprise_BT) if all(row.surprise is not None for row in rows) else None,
+            target_ids_BT=torch.from_numpy(target_ids_BT) if any(r.target_ids is not None for r in rows) else None,
         )
 
 

@@ -84,15 +84,11 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         ValueError: `fit` is unknown, or `size` is below 1.
     """
     if fit not in get_args(Fit) or size < 1:
-        raise ValueError(
-            f"fit is {fit!r}, size is {size}: fit must be {' | '.join(get_args(Fit))}, size 1 or more"
-        )
+        raise ValueError(f"fit is {fit!r}, size is {size}: fit must be {' | '.join(get_args(Fit))}, size 1 or more")
     if not content:
         raise Dropped(EMPTY)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Pillow warns of odd metadata, and of sizes that this function checks
+        warnings.simplefilter("ignore")  # Pillow warns of odd metadata, and of sizes that this function checks
         try:
             with open_image(content) as image:
                 return _fitted(_decoded(image, size, fit, max_pixels), size, fit)
@@ -102,9 +98,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
             raise Dropped(TOO_LARGE) from None
         except (Dropped, MemoryError):
             raise
-        except (
-            Exception
-        ):  # for damaged files Pillow raises OSError, ValueError, SyntaxError, struct.error and others
+        except Exception:  # for damaged files Pillow raises OSError, ValueError, SyntaxError, struct.error and others
             raise Dropped(BROKEN) from None
 
 

@@ -94,6 +94,4 @@ def read_text(folder: Path | str, split: str) -> Iterator[str]:
                     f"line {count} of {path} cannot be used ({dropped.reason}): {RESTORE}"
                 ) from None
         if count != shard.samples:
-            raise UserError(
-                f"{path} has {count} documents, but the manifest lists {shard.samples}: {RESTORE}"
-            )
+            raise UserError(f"{path} has {count} documents, but the manifest lists {shard.samples}: {RESTORE}")

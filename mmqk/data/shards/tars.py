@@ -166,15 +166,7 @@ def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
                     raise tarfile.ReadError(f"the size of {printable(info.name)} is negative")
                 yield info
             end = tar.offset
-    except (
-        tarfile.TarError,
-        ValueError,
-        EOFError,
-        OverflowError,
-        IndexError,
-        MemoryError,
-        RecursionError,
-    ) as error:
+    except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError, MemoryError, RecursionError) as error:
         if file.seek(0, os.SEEK_END) == 0 or "unexpected end" in str(error):
             raise UserError(f"shard {path} is truncated: {_REWRITE}") from None
         raise UserError(f"shard {path} is damaged or not a tar archive ({error}): {_REWRITE}") from None
@@ -223,9 +215,7 @@ def _files_of(pattern: str) -> Iterator[Path]:
         names = [whole]
     for name in names:
         if os.path.exists(os.path.join(name, "tokens.json")):
-            raise UserError(
-                f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens"
-            )
+            raise UserError(f"{name} is a token folder, not a shard: name shards, or read it with data.read tokens")
         if os.path.isdir(name):
             raise UserError(f"{name} is a folder: name its files, such as {os.path.join(name, '*.tar')!r}")
         if os.path.exists(name):

@@ -54,9 +54,7 @@ class Coupling:
         greatest: mutual information of N, nats.
     """
 
-    def __init__(
-        self, units_a_V: np.ndarray, units_b_V: np.ndarray, order_a_V: np.ndarray, order_b_V: np.ndarray
-    ):
+    def __init__(self, units_a_V: np.ndarray, units_b_V: np.ndarray, order_a_V: np.ndarray, order_b_V: np.ndarray):
         ends_a_V, self.low_a_V, self.high_a_V = _intervals(units_a_V, order_a_V)
         ends_b_V, self.low_b_V, self.high_b_V = _intervals(units_b_V, order_b_V)
         self._quantile_b = Quantile(ends_b_V, order_b_V)
@@ -108,9 +106,7 @@ def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: in
 
     Equal arguments give equal orders, so modalities with equal vocabulary, skew and entropy have equal statistics.
     """
-    orders = (
-        random_stream(language, _ORDERS, role, side).permutation(v) for side, (v, _) in enumerate((a, b))
-    )
+    orders = (random_stream(language, _ORDERS, role, side).permutation(v) for side, (v, _) in enumerate((a, b)))
     return Coupling(zipf(*a), zipf(*b), *orders)
 
 

@@ -26,9 +26,7 @@ from mmqk.data.synthetic.coupling import UNITS, Edge, unigram_entropy, zipf
 
 __all__ = ["Dial", "DialConfig"]
 
-_CHUNK = (
-    512  # number of documents drawn together (fewer if they are long); another number gives other documents
-)
+_CHUNK = 512  # number of documents drawn together (fewer if they are long); another number gives other documents
 _CHUNK_TOKENS = 2**19
 # Random streams of the documents and of the noise of the targets; the order of samples uses other streams.
 _DOCUMENTS, _NOISE = 101, 103
@@ -86,13 +84,9 @@ class Dial:
         self._first_id_T1 = np.repeat(np.cumsum([0, *sizes[:-1]]), tokens)[:, None]
         self._size_T1 = np.repeat(sizes, tokens)[:, None]
         places = np.split(np.arange(self.length), starts[1:-1])
-        self._backward_T = np.concatenate(
-            places[::-1]
-        )  # canonical position of each position in a backward document
+        self._backward_T = np.concatenate(places[::-1])  # canonical position of each position in a backward document
         self._canonical_T = np.argsort(self._backward_T)
-        self._last = int(
-            starts[-2]
-        )  # first position of the last modality, with which a backward document begins
+        self._last = int(starts[-2])  # first position of the last modality, with which a backward document begins
         # With one modality there is only one order, so the order has no entropy.
         share = {"forward": 0.0, "backward": 1.0, "both": 0.5}[config.order]
         self._backward_share = share if len(tokens) > 1 else 0.0
@@ -247,9 +241,7 @@ class Dial:
         ids_NT[backward_N] = ids_NT[backward_N][:, self._canonical_T]
         ids_TN = ids_NT.T - self._first_id_T1
         if not ((ids_TN >= 0) & (ids_TN < self._size_T1)).all():
-            raise ValueError(
-                f"ids do not have the modalities of this source in the order {self.config.order}."
-            )
+            raise ValueError(f"ids do not have the modalities of this source in the order {self.config.order}.")
         return ids_TN
 
     def floors(self) -> dict[str, float]:

@@ -100,9 +100,7 @@ class ImageTokenizerConfig:
             fit = f"use {' or '.join(grids)}" if grids else "use images whose side is a multiple of 4"
             raise ValueError(f"a grid of {self.grid} does not fit {self.image_size} px images: {fit}")
         if self.decoder_width % 2 ** (self.doublings - 1):
-            raise ValueError(
-                f"decoder_width {self.decoder_width} cannot be halved {self.doublings - 1} times"
-            )
+            raise ValueError(f"decoder_width {self.decoder_width} cannot be halved {self.doublings - 1} times")
 
     @property
     def stride(self) -> int:

@@ -60,21 +60,11 @@ class Selection:
 def add_data_arguments(p: argparse.ArgumentParser) -> None:
     """Add the arguments `--shards`, `--text` and one for each field of `Selection`."""
     c, add = Selection(), p.add_argument
-    add(
-        "--shards",
-        nargs="+",
-        default=[str(find_file("data/emoji"))],
-        help="folder or tars of pairs (data/emoji)",
-    )
+    add("--shards", nargs="+", default=[str(find_file("data/emoji"))], help="folder or tars of pairs (data/emoji)")
     add("--text", nargs="+", default=[str(find_file("data/text"))], help="folder or JSON lines (data/text)")
     add("--images", type=int, default=c.images, help=f"largest number of images in memory ({c.images})")
     add("--captions", type=int, default=c.captions, help=f"largest number of captions ({c.captions})")
-    add(
-        "--characters",
-        type=int,
-        default=c.characters,
-        help=f"largest number of --text characters ({c.characters})",
-    )
+    add("--characters", type=int, default=c.characters, help=f"largest number of --text characters ({c.characters})")
     add_sample_arguments(p)
 
 
@@ -85,9 +75,7 @@ def add_sample_arguments(p: argparse.ArgumentParser) -> None:
     add("--val-fraction", type=float, help=share)
     add("--fit", choices=get_args(Fit), default=c.fit, help="how images of tars are made square (crop)")
     add("--max-pixels", type=int, default=MAX_PIXELS, help=f"drop images with more pixels ({MAX_PIXELS})")
-    field = (
-        "JSON field of the caption, or txt for the text file (default: field caption, or else the text file)"
-    )
+    field = "JSON field of the caption, or txt for the text file (default: field caption, or else the text file)"
     add("--caption-field", metavar="NAME", help=field)
 
 
@@ -223,9 +211,7 @@ class Source:
             train += split == "train"
         read = self._summary(self.indexes, n, dropped)
         if not train and val == n:
-            raise UserError(
-                f"{self.name} has no image that can be used ({read or 'no samples'}): check the shards."
-            )
+            raise UserError(f"{self.name} has no image that can be used ({read or 'no samples'}): check the shards.")
         if not train or val == n:
             where = "in the train split" if not train else "held out"
             share = f" at a share of {self.val_fraction:g}" if self.folder is None else ""

@@ -40,9 +40,7 @@ class TextTokenizer:
         except Exception as error:  # the library raises bare Exception for every error in a file
             raise damaged(path, error) from error
         # The block of text in the joint vocabulary has one id for each entry of the model.
-        if sorted(tokenizer.get_vocab().values()) != list(
-            range(tokenizer.get_vocab_size(with_added_tokens=False))
-        ):
+        if sorted(tokenizer.get_vocab().values()) != list(range(tokenizer.get_vocab_size(with_added_tokens=False))):
             raise damaged(path, "model.vocab does not have all ids from 0 on, or there are added tokens")
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -63,9 +63,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--decoder-width", type=int, help=width)
     p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
     p.add_argument("--batch-size", type=int, default=32, help="images per step (32)")
-    p.add_argument(
-        "--seed", type=int, default=0, help="seed of the image tokenizer's weights and batches (0)"
-    )
+    p.add_argument("--seed", type=int, default=0, help="seed of the image tokenizer's weights and batches (0)")
     p.add_argument("--threads", type=int, default=1, help="CPU threads; their number changes rounding (1)")
     p.add_argument("--log-dir", type=Path, default=log_dir, help="TensorBoard events (runs/tokenizer)")
     p.add_argument("--overwrite", action="store_true", help="replace existing tokenizer files in --out")
@@ -86,9 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"text: training {args.text_size} entries on {both}", flush=True)
         text = train_text(source, documents, args.text_size)
         if text.size < args.text_size:
-            print(
-                f"text: the texts give {text.size} entries, not {args.text_size}: the vocabulary has {text.size}"
-            )
+            print(f"text: the texts give {text.size} entries, not {args.text_size}: the vocabulary has {text.size}")
         _write(args.out / TEXT_FILE, text.to_json().encode())
     if images is not None:
         image = train_image(images, args)

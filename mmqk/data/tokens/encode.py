@@ -56,9 +56,7 @@ class DocumentEncoder:
         """Remove the documents that `take` has not returned yet."""
         self.tokens = 0
         self._documents: list[list[np.ndarray]] = []  # ids of each text or image, then <eos>
-        self._waiting: list[
-            tuple[Image.Image, list[np.ndarray], int]
-        ] = []  # image, document, index in document
+        self._waiting: list[tuple[Image.Image, list[np.ndarray], int]] = []  # image, document, index in document
 
     def add(self, places: Sequence[str | Image.Image]) -> None:
         """Add a document of texts and RGB images in order.

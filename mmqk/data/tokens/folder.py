@@ -158,9 +158,7 @@ class TokenWriter:
         _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.layout.dtype))
         _save(self.folder / split / f"{name}.lengths.npy", lengths)
 
-    def finish(
-        self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None
-    ) -> None:
+    def finish(self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None) -> None:
         """Write tokens.json, which makes the folder readable.
 
         Args:
@@ -168,9 +166,7 @@ class TokenWriter:
             about: free-form metadata, which is not part of the folder's hash.
         """
         splits = {split: self._parts(split) for split in SPLITS}
-        header = Header(
-            self.kind, self.layout, self.tokenizers, splits, dict(dropped or {}), dict(about or {})
-        )
+        header = Header(self.kind, self.layout, self.tokenizers, splits, dict(dropped or {}), dict(about or {}))
         write_json(self.folder / TOKENS, {"format": FORMAT, **asdict(header)})
 
     def _parts(self, split: str) -> list[Part]:
@@ -198,9 +194,7 @@ class TokenStore:
         lengths_N: tokens of each document, int64.
     """
 
-    def __init__(
-        self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
-    ) -> None:
+    def __init__(self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> None:
         # Use plain arrays: a slice of a memmap is a memmap, and creating one takes longer than reading the document.
         self.kind, self.layout, self.parts = kind, layout, [np.asarray(part) for part in parts]
         self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
@@ -375,9 +369,7 @@ def read_header(folder: Path | str) -> Header:
         )
         known = record["format"] == FORMAT and header.kind in KINDS
     except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedFile(
-            path, f"it is not the record of a token folder: {error!r}", "make it again."
-        ) from None
+        raise DamagedFile(path, f"it is not the record of a token folder: {error!r}", "make it again.") from None
     if not known:
         raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
     return header

@@ -175,9 +175,7 @@ def check_settings(arm: Arm, where: str) -> None:
         if key in _OF_A_FORK and arm.fork is None:
             raise UserError(f"{where}: {key!r} is for forks only, and this arm is not a fork: remove it")
         if key in crossed and any(f"{key}.".startswith(f"{other}.") for other in arm.fields):
-            raise UserError(
-                f"{where}: {key} is both set and an axis: remove it, or give the arm 'axes: {{}}'"
-            )
+            raise UserError(f"{where}: {key} is both set and an axis: remove it, or give the arm 'axes: {{}}'")
     if arm.lr and any(f"{LR}.".startswith(f"{key}.") for key in (*arm.fields, *crossed)):
         raise UserError(f"{where}: {LR} is set, but the rule own_best also selects it: remove one of the two")
     if arm.lr and (both := set(arm.lr.seeds) & set(arm.seeds)):

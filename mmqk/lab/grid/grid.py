@@ -138,9 +138,7 @@ def _check_names(grid: Grid) -> None:
     path, raw = grid.path, grid.raw
     names = [name for _, name, _ in grid.points]
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        raise UserError(
-            f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one"
-        )
+        raise UserError(f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one")
     every = {*names, *(arm.name for arm in grid.arms)}
     claims = read_claims(raw.get("claims"), every, grid.name, path)
     check_directions(claims, raw.get("claims") or (), raw.get("direction"), path)
@@ -256,9 +254,7 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
         for arm in grid.arms:
             arm = replace(arm, block=arm.block or grid.name)
             arms[arm.name] = _together(arms.get(arm.name, arm), arm)
-            record = records.setdefault(
-                arm.name, dict(grid.raw["arms"][arm.name] or {}) | {"block": arm.block}
-            )
+            record = records.setdefault(arm.name, dict(grid.raw["arms"][arm.name] or {}) | {"block": arm.block})
             record["seeds"] = list(arms[arm.name].seeds)
             if arm.axes:
                 record["axes"] = {axis.name: [fields for _, fields in axis.values] for axis in arm.axes}

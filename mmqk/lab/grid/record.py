@@ -20,9 +20,7 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
         DamagedFile: the file cannot be read, has no grid or no list of runs, or lists a run outside ``folder``.
     """
     path = folder / ABLATION_NAME
-    record = read_json(
-        path, {"name": str, "registered": str | None, "grid": dict, "runs": list, "lr": list}, ADVICE
-    )
+    record = read_json(path, {"name": str, "registered": str | None, "grid": dict, "runs": list, "lr": list}, ADVICE)
     if record is None:
         return None
     for key in ("grid", "runs"):

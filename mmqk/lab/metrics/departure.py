@@ -63,9 +63,7 @@ def departures(run: Run, healthy: Sequence[Run]) -> dict[tuple[str, str], Depart
     trained = {one.name: trained_modalities(one) for one in (run, *healthy)}
     left: dict[tuple[str, str], Departure | None] = {}
     for statistic in (*PROBED, *STEPPED):
-        names = {
-            (tag.pair[0] if tag.pair else tag.modality) or "" for tag in tags if tag.statistic == statistic
-        }
+        names = {(tag.pair[0] if tag.pair else tag.modality) or "" for tag in tags if tag.statistic == statistic}
         for modality in sorted(names):
             steps, values = reduced(run, statistic, modality)
             during = (steps > start) & (steps <= end)

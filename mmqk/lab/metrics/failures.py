@@ -162,9 +162,7 @@ def late_rise(run: Run, modality: str | None = None) -> float:
     """
     step = rise_step(run, modality)
     if step is None and run.status.status == "diverged":
-        series = [
-            run.series(tag)[1][-1:] for tag in ("grad_norm", *(f"loss/{m}" for m in trained_modalities(run)))
-        ]
+        series = [run.series(tag)[1][-1:] for tag in ("grad_norm", *(f"loss/{m}" for m in trained_modalities(run)))]
         if not run.setting("alarm.stop_diverged", True) or not np.isfinite(np.concatenate(series)).all():
             step = run.status.step
     return _late(run, step, modality)

@@ -239,9 +239,7 @@ def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapol
     return Extrapolation(rate, tuple(sizes), logits, steps[0], predicted), ""
 
 
-def fit_quadratic(
-    sizes: Sequence[float], values: Sequence[float]
-) -> Callable[[ArrayLike], NDArray[np.float64]]:
+def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[ArrayLike], NDArray[np.float64]]:
     """Return the least-squares quadratic of log value in log size, as a function of size."""
     curve = np.polynomial.Polynomial.fit(np.log(sizes), np.log(values), 2)
     return lambda at: np.exp(curve(np.log(at)))

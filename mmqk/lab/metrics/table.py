@@ -136,3 +136,4 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     if modality and base in WITHOUT_MODALITY:
         raise UserError(f"metric {name!r} of a claim has no modality: write {base}")
     return metric, modality or None
+

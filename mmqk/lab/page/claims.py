@@ -92,11 +92,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
 
 def _between(study: Study, verdict: Verdict) -> str:
     claim = verdict.claim
-    arms = (
-        f" in “{study.label(claim.treatment)}” than in “{study.label(claim.control)}”"
-        if claim.treatment
-        else ""
-    )
+    arms = f" in “{study.label(claim.treatment)}” than in “{study.label(claim.control)}”" if claim.treatment else ""
     return f"{effect_tested(claim)}{arms}"
 
 
@@ -206,9 +202,7 @@ def effect_bar(verdict: Verdict) -> str:
     values = sorted([0.0, *limits])
     # If marks are close together, the outer labels extend outward.
     near = (values[-1] - values[0]) / span * (WIDTH - 2 * PAD) < 40
-    anchors = (
-        ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
-    )
+    anchors = ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
     middle = HEIGHT / 2 - 6
     parts = [
         f'<svg class="bar" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(description)}">',
@@ -263,29 +257,17 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[tuple[str, st
     rows: list[tuple[str, str]] = [("", text) for text in study.named("cannot_tell")]
     for verdict in verdicts:
         id = verdict.claim.id
-        rows += [
-            ("A control did not pass", f"{id}: {c.name}: {c.detail}")
-            for c in verdict.controls
-            if not c.passed
-        ]
+        rows += [("A control did not pass", f"{id}: {c.name}: {c.detail}") for c in verdict.controls if not c.passed]
         if verdict.claim.decided and verdict.claim.not_checked:
             rows.append(("Not checked", f"{id}: {listed(verdict.claim.not_checked)}"))
-        size = (
-            ""
-            if verdict.effect is None or verdict.claim.test == "equivalence"
-            else detectable_in_words(verdict)
-        )
+        size = "" if verdict.effect is None or verdict.claim.test == "equivalence" else detectable_in_words(verdict)
         if size and verdict.effect is not None:
-            rows.append(
-                ("Effects with less than 80 % power", f"{id}: weaker than {size}, n = {verdict.effect.n}")
-            )
+            rows.append(("Effects with less than 80 % power", f"{id}: weaker than {size}, n = {verdict.effect.n}"))
     decided = [v.claim for v in verdicts if v.claim.decided]
     families = {c.alpha_family for c in decided if c.status == "confirmatory"}
     if len(families) > 1:
         rows.append(("Families of claims with an error of 5 % each", str(len(families))))
-    looks = (
-        "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
-    )
+    looks = "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
     rows.append((looks, ", ".join(c.id for c in decided if not c.seeds)))
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
     rows.append(("Shown without a verdict, from a few runs and without an interval", ", ".join(shown)))
@@ -293,13 +275,9 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[tuple[str, st
         rows.append(("No claim was registered, so no difference has a verdict", study.title))
     rows.append(("Runs that have not started", str(len(study.missing) or "")))
     unfinished = [run for run in study.runs if run.status.status and not run.status.finished]
-    ends = [
-        f"{study.label(r.arm)}, seed {r.seed}: {r.status.status} at step {r.status.step}" for r in unfinished
-    ]
+    ends = [f"{study.label(r.arm)}, seed {r.seed}: {r.status.status} at step {r.status.step}" for r in unfinished]
     rows.append(("Unfinished runs, which figures show and verdicts do not count", "; ".join(ends)))
-    rates = {
-        rate for arm in study.hero for run in study.of_arm(arm) if math.isfinite(rate := learning_rate(run))
-    }
+    rates = {rate for arm in study.hero for run in study.of_arm(arm) if math.isfinite(rate := learning_rate(run))}
     tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
     if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
         rows.append(("One learning rate, not tuned for each arm", f"{rates.pop():g}"))

@@ -121,13 +121,7 @@ def png(study: Study, colors: Mapping[str, str], figure: Figure) -> bytes:
         )  # fmt: skip
         for r, row in enumerate(figure.rows):
             for c, panel in enumerate(row):
-                _draw(
-                    canvas.add_subplot(len(figure.rows), columns, r * columns + c + 1),
-                    study,
-                    colors,
-                    row,
-                    panel,
-                )
+                _draw(canvas.add_subplot(len(figure.rows), columns, r * columns + c + 1), study, colors, row, panel)
         canvas.legend(
             handles=handles, title="\n".join(title), title_fontproperties={"size": 13, "weight": "bold"},
             alignment="left", loc="upper left", ncols=per_row, frameon=False, handlelength=2.6,
@@ -143,9 +137,7 @@ def _handles(study: Study, colors: Mapping[str, str], figure: Figure) -> list[Li
     shown = list(keys(study, colors, figure).items())
     points = all(line.marker for line in figure.lines)
     look: dict[str, Any] = {"linestyle": "", "marker": "o"} if points else {"linewidth": 2.2}
-    handles = [
-        Line2D([], [], color=color, label=" ".join(name.split()), **look) for name, color in shown[:MOST_KEYS]
-    ]
+    handles = [Line2D([], [], color=color, label=" ".join(name.split()), **look) for name, color in shown[:MOST_KEYS]]
     if len(shown) > MOST_KEYS:
         handles.append(Line2D([], [], color=GRAY, label=f"and {len(shown) - MOST_KEYS} others"))
     modalities = [m for m in study.modalities if any(line.modality == m for line in figure.lines)]

@@ -137,10 +137,7 @@ def groups(study: Study, figure: Figure) -> dict[str, str]:
 def keys(study: Study, colors: Mapping[str, str], figure: Figure) -> dict[str, str]:
     """Return the legend: the color of each group of lines."""
     names = groups(study, figure)
-    named = {
-        line.group or names.get(line.arm, ""): line.color or colors.get(line.arm, INK)
-        for line in figure.lines
-    }
+    named = {line.group or names.get(line.arm, ""): line.color or colors.get(line.arm, INK) for line in figure.lines}
     return {name: color for name, color in named.items() if name}
 
 
@@ -159,9 +156,7 @@ def chart_data(study: Study, colors: Mapping[str, str], figure: Figure) -> str:
             "modality": line.modality,
             "seed": "" if line.layer is not None else of,
             "color": line.color or colors.get(line.arm, INK),
-            "dash": [2, 3]
-            if line.role in CALCULATED
-            else [2 * length for length in DASHES[place % len(DASHES)]],
+            "dash": [2, 3] if line.role in CALCULATED else [2 * length for length in DASHES[place % len(DASHES)]],
             "width": 2.4 if line.thick else 1.0,
             "marker": bool(line.marker),
             "at": [_rounded(x) for x in line.x],

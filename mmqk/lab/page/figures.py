@@ -73,9 +73,7 @@ def figures(study: Study, verdicts: Sequence[Verdict]) -> list[Figure]:
         by_layer(study),
         outcomes(study),
         outcomes_by_layer(study),
-        loss_and_logits(
-            study, "shown", "Shown without a verdict: loss and largest attention logit", study.shown
-        ),
+        loss_and_logits(study, "shown", "Shown without a verdict: loss and largest attention logit", study.shown),
     ]
     return [figure for figure in made if figure is not None]
 
@@ -110,9 +108,7 @@ def loss_and_logits(study: Study, name: str, title: str, arms: Sequence[str]) ->
         lines = arm_lines(study, arms, modality, reduced("attn_logit_absmax", np.max, modality), points)
         lines += bound_lines(study, arms, modality) if len(arms) <= FEW_ARMS else ()
         where = f"{capital(modality)} queries"
-        logits.append(
-            Panel(f"attn_logit_absmax/{modality}", where, "largest |attention logit|", lines, log=True)
-        )
+        logits.append(Panel(f"attn_logit_absmax/{modality}", where, "largest |attention logit|", lines, log=True))
     top = LOSS_TOP * max((line.y[0] for panel in losses for line in panel.lines), default=math.nan)
     losses = [replace(panel, top=top) for panel in losses]
     if len(arms) > FEW_ARMS:  # medians would hide the runs
@@ -126,9 +122,7 @@ def loss_and_logits(study: Study, name: str, title: str, arms: Sequence[str]) ->
     return _figure(name, title, caption, [losses, logits])
 
 
-def _figure(
-    name: str, title: str, caption: str, rows: Sequence[Sequence[Panel]], like: str = ""
-) -> Figure | None:
+def _figure(name: str, title: str, caption: str, rows: Sequence[Sequence[Panel]], like: str = "") -> Figure | None:
     """Return the figure without rows that have no line; None if no row has one."""
     kept = tuple(tuple(row) for row in rows if any(panel.lines for panel in row))
     return Figure(name, title, caption, kept, like) if kept else None
@@ -153,13 +147,7 @@ def _few_lines(
 
 
 def _row(
-    study: Study,
-    arms: Sequence[str],
-    statistic: str,
-    reduce: Callable,
-    titles: str,
-    ylabel: str,
-    log: bool = False,
+    study: Study, arms: Sequence[str], statistic: str, reduce: Callable, titles: str, ylabel: str, log: bool = False
 ) -> list[Panel]:
     """Return a panel per modality; ``titles`` has a place for its name."""
     return [
@@ -176,9 +164,7 @@ def _row(
 
 def entropy(study: Study) -> Figure | None:
     """Draw the attention entropy by query modality."""
-    caption = (
-        f"{LINES} Mean over heads and queries with at least 8 keys, in the layer with the lowest entropy."
-    )
+    caption = f"{LINES} Mean over heads and queries with at least 8 keys, in the layer with the lowest entropy."
     row = _row(study, leading_arms(study), "attn_entropy", np.min, "{} queries", "attention entropy (nats)")
     return _figure("entropy", "Attention entropy", caption, [row])
 
@@ -295,9 +281,7 @@ def survival(study: Study) -> Figure | None:
     if not claims:
         return None
     metric = claims[0].metric if claims[0].metric in EVENTS else "time_of_failure"
-    compared = dict.fromkeys(
-        arm.name for c in claims for name in c.compared for arm in study.arms_of(name, c.at)
-    )
+    compared = dict.fromkeys(arm.name for c in claims for name in c.compared for arm in study.arms_of(name, c.at))
     lines = []
     for arm in compared:
         if study.finished(arm):
@@ -322,9 +306,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
     several = study.modalities if len(study.modalities) > 1 else ()
     panels = []
     for modality in ("", *several):
-        training = [
-            a for a in arms if not modality or all(is_trained(run, modality) for run in study.of_arm(a))
-        ]
+        training = [a for a in arms if not modality or all(is_trained(run, modality) for run in study.of_arm(a))]
         lines = _few_lines(study, training, modality, _loss(modality, width))
         title = f"{capital(modality) or 'All'} tokens"
         panels.append(Panel(f"loss/{modality}" if modality else "loss", title, LOSS_LABEL, lines))

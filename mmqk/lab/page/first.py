@@ -123,15 +123,7 @@ def order_table(study: Study) -> Table | None:
         ]
         for row in order.rows
     ]
-    heads = [
-        "Statistic",
-        "Layer",
-        "Failed runs",
-        "From step",
-        "Steps before the failure",
-        "Survivors",
-        "Healthy",
-    ]
+    heads = ["Statistic", "Layer", "Failed runs", "From step", "Steps before the failure", "Survivors", "Healthy"]
     note = ABOUT.format(treatment=study.label(order.treatment), control=study.label(order.control))
     if order.others:
         arms = sorted({study.label(run.arm) for run in order.others})

@@ -94,9 +94,7 @@ def report_files(findings: Findings) -> dict[str, str | bytes]:
     """Return the files of the report by name."""
     study, verdicts = findings.study, findings.verdicts
     records = without_roots([verdict.as_record() for verdict in verdicts])
-    files: dict[str, str | bytes] = {
-        "verdicts.json": json.dumps(records, indent=1, ensure_ascii=False) + "\n"
-    }
+    files: dict[str, str | bytes] = {"verdicts.json": json.dumps(records, indent=1, ensure_ascii=False) + "\n"}
     ranked, colors = ranking(study), arm_colors(study)
     papers = sweep_figures(study)
     drawn = [*figures(study, verdicts), *papers, *([ranking_figure(study, ranked)] if ranked else ())]
@@ -112,10 +110,7 @@ def report_files(findings: Findings) -> dict[str, str | bytes]:
 
 
 def page_content(
-    findings: Findings,
-    drawn: Sequence[Figure] = (),
-    papers: Sequence[str] = (),
-    ranked: Ranking | None = None,
+    findings: Findings, drawn: Sequence[Figure] = (), papers: Sequence[str] = (), ranked: Ranking | None = None
 ) -> dict[str, Any]:
     """Return the values that the templates use, as plain data; ``papers`` names the figures in the form of the
     papers' figures."""
@@ -137,9 +132,7 @@ def page_content(
         "in_rows": sum(claim["verdict"] != "not run" for claim in claims) > MOST_CARDS,
         "first": "survival" if "survival" in views else "hero",
         "figures": views,
-        "sections": [
-            (id, title, kept) for id, title, of in sections if (kept := [n for n in of if n in views])
-        ],
+        "sections": [(id, title, kept) for id, title, of in sections if (kept := [n for n in of if n in views])],
         "registration": " ".join(notes),
         "marks": [(mark, meaning) for mark, meaning in MARKS.items() if mark in used],
         "numbers": NUMBERS,

@@ -35,15 +35,7 @@ ABOUT = (
 
 def ranking_table(study: Study, ranking: Ranking) -> Table:
     """Return the arms, best first; the arms without a remedy are last."""
-    heads = [
-        "Remedy",
-        "Difference (nats)",
-        "Best learning rate",
-        "Trains",
-        "Sensitivity",
-        "Largest logit",
-        "Ratio",
-    ]
+    heads = ["Remedy", "Difference (nats)", "Best learning rate", "Trains", "Sensitivity", "Largest logit", "Ratio"]
     heads += [*(f"Growth, {m}" for m in study.modalities), "Failed", "Time", "Parameters", "Front"]
     note = ABOUT
     if ranking.unfinished:
@@ -87,17 +79,11 @@ def interval(effect: Effect | None, ratio: bool = False) -> str:
     if ratio:
         value, low, high = (
             f"{exp(log):.2f}" if exp(log) < 100 else number(exp(log))
-            for log in (
-                (effect.value, effect.low, effect.high) if effect.has_interval else [effect.value] * 3
-            )
+            for log in ((effect.value, effect.low, effect.high) if effect.has_interval else [effect.value] * 3)
         )
         return f"×{value} ({low} to {high})" if effect.has_interval else f"×{value}"
     places = decimals(effect.error) if effect.has_interval else 2
-    ends = (
-        f" ({fixed(effect.low, places, '+')} to {fixed(effect.high, places, '+')})"
-        if effect.has_interval
-        else ""
-    )
+    ends = f" ({fixed(effect.low, places, '+')} to {fixed(effect.high, places, '+')})" if effect.has_interval else ""
     return f"{fixed(effect.value, places, '+')}{ends}"
 
 
@@ -124,9 +110,7 @@ def ranking_figure(study: Study, ranking: Ranking) -> Figure:
 def _panel(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str) -> Panel:
     lines: list[Line] = []
     for row, x in points:
-        group, color = (
-            ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
-        )
+        group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
         group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
         y = np.array([row.difference.value if row.difference else 0.0])
         lines.append(Line(row.arm, "", None, np.array([x]), y, color=color, marker="o", group=group))
@@ -140,30 +124,16 @@ def ranking_csv(study: Study, ranking: Ranking) -> str:
     growth = [f"growth_{m}" for m in study.modalities]
     writer = csv.writer(out, lineterminator="\n")
     effects = [
-        f"{name}{end}"
-        for name in ("difference", "logit_ratio", "time_ratio")
-        for end in ("", "_low", "_high")
+        f"{name}{end}" for name in ("difference", "logit_ratio", "time_ratio") for end in ("", "_low", "_high")
     ]
     writer.writerow(
         ["arm", "label", "control", "seeds", "rate", "at_edge", "loss", "sensitivity", "trains", "rates", "logit",
          *growth, "failed", "runs", "parameters", "front", *effects]
     )  # fmt: skip
     for row in [*ranking.rows, *ranking.controls]:
-        cells: list[Any] = [
-            row.arm,
-            study.label(row.arm),
-            row.control,
-            row.seeds,
-            f"{row.rate:g}",
-            int(row.at_edge),
-        ]
+        cells: list[Any] = [row.arm, study.label(row.arm), row.control, row.seeds, f"{row.rate:g}", int(row.at_edge)]
         cells += [f"{row.loss:.6g}", f"{row.sensitivity:.6g}", sum(row.trains.values()), len(row.trains)]
-        cells += [
-            f"{row.logit:.6g}",
-            *(f"{value:.6g}" for value in row.growth.values()),
-            row.failed,
-            row.runs,
-        ]
+        cells += [f"{row.logit:.6g}", *(f"{value:.6g}" for value in row.growth.values()), row.failed, row.runs]
         cells += ["" if row.parameters is None else row.parameters, int(row.arm in ranking.front)]
         cells += _ends(row.difference, False) + _ends(row.logit_ratio, True) + _ends(row.time, True)
         writer.writerow(cells)

@@ -42,9 +42,7 @@ RATES: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
 SIZES: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
 MOST_SWEEPS, MOST_SIZES = 3, 3
 FIT_SIZES = 3
-POINTS = (
-    "One point per run (× if it diverged); lines through the medians. At most {} configurations are drawn."
-)
+POINTS = "One point per run (× if it diverged); lines through the medians. At most {} configurations are drawn."
 CAPPED = " A diverged run has its loss at initialization, and its last finite logit."
 Value = Callable[[Run], float]
 
@@ -125,9 +123,7 @@ def _named(study: Study, entry: Mapping[str, Any]) -> Figure | None:
     names = as_list(entry.get("arms"))
     if unknown := [arm for arm in names if arm not in study.arms and arm not in members]:
         raise UserError(f"report.figures: {kind} names the arm {unknown[0]!r}, which the grid does not have")
-    arms = tuple(
-        dict.fromkeys(a for name in names for a in ([name] if name in study.arms else members[name]))
-    )
+    arms = tuple(dict.fromkeys(a for name in names for a in ([name] if name in study.arms else members[name])))
     make, like = KINDS[kind]
     figure = make(study, arms, str(entry.get("like") or like))
     if figure is None and not study.missing and all(run.status.finished for run in study.runs):
@@ -147,8 +143,7 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
         loss, label = _capped_loss(modality), f"final {modality} loss (nats per token)"
         if len(sizes) > 1:
             columns = [
-                (sweep.label, [(shades[n], _size(n), sweep.at(size=n)) for n in sweep.sizes])
-                for _, sweep in groups
+                (sweep.label, [(shades[n], _size(n), sweep.at(size=n)) for n in sweep.sizes]) for _, sweep in groups
             ]
         else:
             columns = [(_size(sizes[0]), [(color, sweep.label, list(sweep.runs)) for color, sweep in groups])]
@@ -163,13 +158,9 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
             statistic = f"lr_sensitivity/{modality}"
             row.append(Panel(statistic, "LR sensitivity", label, tuple(lines), shared=False, **SIZES))
         rows.append(tuple(row))
-    caption = (
-        POINTS.format(MOST_SWEEPS)
-        + CAPPED
-        + (
-            " Sensitivity (the source's Section 2.2): the mean over the learning rates of min(final loss, loss at "
-            "initialization), minus the lowest of these values; over the seeds that have every learning rate."
-        )
+    caption = POINTS.format(MOST_SWEEPS) + CAPPED + (
+        " Sensitivity (the source's Section 2.2): the mean over the learning rates of min(final loss, loss at "
+        "initialization), minus the lowest of these values; over the seeds that have every learning rate."
     )
     title = "Final loss and learning-rate sensitivity"
     return Figure("lr_sensitivity", title, caption, tuple(rows), like) if rows else None
@@ -251,9 +242,7 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
             lines.append(Line("", "", None, at, curve(at), role="fit", color=color, group=name))
         if lines:
             label = "largest |attention logit|"
-            panels.append(
-                Panel("largest_attention_logit", sweep.label, label, tuple(lines), log=True, **SIZES)
-            )
+            panels.append(Panel("largest_attention_logit", sweep.label, label, tuple(lines), log=True, **SIZES))
     caption = (
         "One point per run: the largest logit of layer 0 at the last probe in the first fifth of the run (source: "
         "block 0, step 2,000 of 100,000). Dotted: for each learning rate a quadratic in log-log through the medians "
@@ -277,13 +266,9 @@ def _over(runs: Iterable[Run], value: Value, color: str, name: str) -> list[Line
     by_rate: dict[float, list[float]] = {}
     for run in sorted(done, key=learning_rate):
         by_rate.setdefault(learning_rate(run), []).append(value(run))
-    lines = (
-        [_median(list(by_rate), list(map(middle, by_rate.values())), color, name)] if len(by_rate) > 1 else []
-    )
+    lines = [_median(list(by_rate), list(map(middle, by_rate.values())), color, name)] if len(by_rate) > 1 else []
     for run in done:
-        dot = _dots(
-            [learning_rate(run)], [value(run)], color, name, "x" if run.status.status == "diverged" else "o"
-        )
+        dot = _dots([learning_rate(run)], [value(run)], color, name, "x" if run.status.status == "diverged" else "o")
         lines.append(replace(dot, arm=run.arm, seed=run.seed, run=run.name))
     return lines
 
@@ -314,9 +299,7 @@ def _logit(run: Run) -> float:
 
 
 def _trained(study: Study, groups: Sequence[tuple[str, Sweep]]) -> list[str]:
-    return [
-        m for m in study.modalities if any(is_trained(run, m) for _, sweep in groups for run in sweep.runs)
-    ]
+    return [m for m in study.modalities if any(is_trained(run, m) for _, sweep in groups for run in sweep.runs)]
 
 
 def _size(size: float) -> str:

@@ -106,9 +106,7 @@ def arm_table(study: Study, colors: Mapping[str, str]) -> Table | None:
             ends = [final_loss(run, modality) for run in runs]
             values = [end.value for end in ends if math.isfinite(end.value)]
             # If a monitored model has no recorded losses, it is unknown whether it learned.
-            losses = any(
-                len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss")
-            )
+            losses = any(len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss"))
             star = "" if all(end.held_out for end in ends) or not values else "*"
             first = modality == study.losses[0]
             trained = all(is_trained(run, modality) for run in runs)
@@ -119,35 +117,20 @@ def arm_table(study: Study, colors: Mapping[str, str]) -> Table | None:
                     _nats(middle(initial_loss(run, modality) for run in runs)),
                     _nats(middle(unigram_entropy(run, modality) for run in runs)),
                     _nats(middle(values)) + star,
-                    *(
-                        [_nats(middle(final_loss(r, modality, "excess").value for r in runs))]
-                        if excess
-                        else ()
-                    ),
+                    *([_nats(middle(final_loss(r, modality, "excess").value for r in runs))] if excess else ()),
                     f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
                     f"{sum(learned(run, modality) for run in runs)} of {len(runs)}" if losses else DASH,
                     ("yes" if trained else "no") if losses else DASH,
                 ]
             )
-    heads = [
-        "Arm",
-        "Modality",
-        "Loss at start",
-        "Unigram loss",
-        "Final loss",
-        *(["Excess"] if excess else ()),
-    ]
-    return table(
-        "First and final losses by arm and modality", [*heads, "Range", "Learned", "Trained"], rows, 2
-    )
+    heads = ["Arm", "Modality", "Loss at start", "Unigram loss", "Final loss", *(["Excess"] if excess else ())]
+    return table("First and final losses by arm and modality", [*heads, "Range", "Learned", "Trained"], rows, 2)
 
 
 def data_table(study: Study) -> Table | None:
     """Return how predictable the tokens are: one row per modality and group of arms with the same data."""
     found: dict[tuple[str, ...], tuple[list[str], list[float]]] = {}
-    older = [
-        n for n in ("compressed", "model") if any(n in s for run in study.runs for s in run.data.values())
-    ]
+    older = [n for n in ("compressed", "model") if any(n in s for run in study.runs for s in run.data.values())]
     for modality, arm in itertools.product(study.modalities, study.arms):
         runs = [run for run in study.of_arm(arm) if modality in run.data]
         if runs:
@@ -192,9 +175,7 @@ def environment(study: Study) -> list[tuple[str, str]]:
         "Threads per run": lambda run: as_text(run.setting("threads"), ""),
         "Code": lambda run: run.code,
     }
-    rows = [
-        (name, " / ".join(dict.fromkeys(filter(None, map(text, study.runs))))) for name, text in texts.items()
-    ]
+    rows = [(name, " / ".join(dict.fromkeys(filter(None, map(text, study.runs))))) for name, text in texts.items()]
     return [row for row in rows if row[1]]
 
 
@@ -214,9 +195,7 @@ def run_table(study: Study, colors: Mapping[str, str]) -> Table:
     for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
         color = colors.get(arm, "#000000")
         order = list(ROLES)
-        by_role = sorted(
-            by_arm[arm], key=lambda r: (order.index(r.role) if r.role in order else 9, r.seed, r.name)
-        )
+        by_role = sorted(by_arm[arm], key=lambda r: (order.index(r.role) if r.role in order else 9, r.seed, r.name))
         for run in by_role:
             arms = list(dict.fromkeys(arms_of[run.name]))
             targets = [anchor(run), *(f"arm-{slug(a)}" for a in arms if a not in linked)]
@@ -224,14 +203,8 @@ def run_table(study: Study, colors: Mapping[str, str]) -> Table:
             rows.append(Row(_run_cells(study, run, listed(list(map(study.label, arms))), color), targets))
         for i, seed in enumerate(missing[arm]):
             dashes = [Cell(DASH)] * (len(study.losses) + 3)
-            cells = [
-                Cell(study.label(arm), color=color),
-                Cell(str(seed)),
-                Cell("not started", css="not-started"),
-            ]
-            rows.append(
-                Row([*cells, Cell(DASH), *dashes, Cell("", code=arm)], [f"missing-{slug(arm)}-{seed}-{i}"])
-            )
+            cells = [Cell(study.label(arm), color=color), Cell(str(seed)), Cell("not started", css="not-started")]
+            rows.append(Row([*cells, Cell(DASH), *dashes, Cell("", code=arm)], [f"missing-{slug(arm)}-{seed}-{i}"]))
     heads = ["Arm", "Seed", "Status", "Step", *(f"{capital(m)} loss" for m in study.losses)]
     heads += ["Largest logit", "Tokens", "Time", "Remarks"]
     numbers = [head for head in heads if head not in ("Arm", "Status", "Remarks")]
@@ -248,10 +221,7 @@ def _run_cells(study: Study, run: Run, label: str, color: str) -> list[Cell]:
         Cell(str(run.seed)),
         Cell(run.status.status or DASH, css=run.status.status),
         Cell(f"{max(run.status.step, run.last_step):,}"),
-        *(
-            Cell(_nats(loss.value) + "*" * (not loss.held_out and loss.value == loss.value))
-            for loss in losses
-        ),
+        *(Cell(_nats(loss.value) + "*" * (not loss.held_out and loss.value == loss.value)) for loss in losses),
         Cell(DASH if math.isnan(logit) else number(logit)),
         Cell(count(read) if read else DASH, sort=read),
         Cell(duration(seconds) if seconds else DASH, sort=round(seconds, 1)),
@@ -280,10 +250,7 @@ def totals(study: Study) -> str:
     by_status = Counter(run.status.status or "without a status" for run in runs)
     if study.missing:
         by_status["not started"] += len(study.missing)
-    parts = [
-        f"{plural(sum(by_status.values()), 'run')}",
-        *(f"{n} {status}" for status, n in by_status.most_common()),
-    ]
+    parts = [f"{plural(sum(by_status.values()), 'run')}", *(f"{n} {status}" for status, n in by_status.most_common())]
     parts.append(duration(sum(run.status.seconds for run in runs)))
     return " · ".join([*parts, f"{count(sum(map(tokens, runs)))} tokens"])
 
@@ -384,9 +351,7 @@ def _changes(run: Run) -> tuple[str, str]:
         return f"{value:g}" if isinstance(value, float) else as_text(value, "none")
 
     record = run.forked
-    changed = [
-        f"{c.get('field')} {short(c.get('from'))} → {short(c.get('to'))}" for c in record.get("changed") or ()
-    ]
+    changed = [f"{c.get('field')} {short(c.get('from'))} → {short(c.get('to'))}" for c in record.get("changed") or ()]
     fork = run.identity.get("fork")
     fork = fork if isinstance(fork, Mapping) else {}
     if fork.get("skip_batches"):

@@ -124,9 +124,7 @@ class Resolver:
         self.choices: dict[tuple[Path, ...], ChosenRate] = {}
         self._runs: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(
-        self, args: Sequence[str], job: Job, parent: ResolvedJob | None = None, step: int = 0
-    ) -> Any:
+    def __call__(self, args: Sequence[str], job: Job, parent: ResolvedJob | None = None, step: int = 0) -> Any:
         """Return the resolved configuration of a command line; with ``parent``, that of a fork from ``parent`` at
         ``step``.
 
@@ -269,9 +267,7 @@ class _Planner:
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
         seed = f"seed{run.identity['seed']}"
         folder = self.out / f"{job.arm}-{variant}" / seed
-        others = [
-            path / seed for path in sorted(self.out.glob(f"*-{variant}"))
-        ]  # an arm may have been renamed
+        others = [path / seed for path in sorted(self.out.glob(f"*-{variant}"))]  # an arm may have been renamed
         existing = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
         self.owners[run.id] = replace(resolved, folder=next(existing, folder))
         return self.owners[run.id]
@@ -329,9 +325,7 @@ class _Planner:
         of = parent.task()
         now = standing(of)
         if now.status == "diverged" and now.step < step:
-            return BlockedJob(
-                task, f"{of.name} diverged at step {now.step}, before step {step}", possible=False
-            )
+            return BlockedJob(task, f"{of.name} diverged at step {now.step}, before step {step}", possible=False)
         reason = f"waits for step {step} of {of.name}"
         before = self._start_of(task, parent.parent, parent.step) if parent.parent else None
         if not now.finished:
@@ -374,9 +368,7 @@ class _Planner:
             args = ("--fork", str(file), *args) if file else args
         elif (of := job.family.fork) and of.checkpoint:
             fork = {"parent": str(of.checkpoint), "step": resolved.first}
-        if (
-            resolved.folder in self.at
-        ):  # keep the checkpoints that forks start from, and those of the configuration
+        if resolved.folder in self.at:  # keep the checkpoints that forks start from, and those of the configuration
             configured = resolved.run.nested()["checkpoint"].get("at") or []
             at = {*configured, *self.at[resolved.folder]} - {resolved.step}
             args = (*args, f"--checkpoint.at={sorted(at)}")

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 
-def kaplan_meier(
-    times: Sequence[float], failed: Sequence[bool]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def kaplan_meier(times: Sequence[float], failed: Sequence[bool]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return (times, share of runs that survive beyond each time), starting at time 0 (Kaplan and Meier 1958)."""
     curve = stats.ecdf(_censored(times, failed)).sf
     return np.concatenate([[0.0], curve.quantiles]), np.concatenate([[1.0], curve.probabilities])

@@ -27,11 +27,7 @@ def claim_metric(claim: Claim) -> Metric | FamilyMetric:
         return metric
     if claim.test == "count":
         return replace(
-            metric,
-            label=f"share of runs {counted_label(claim)}",
-            unit="of the runs",
-            scale="linear",
-            worst="high",
+            metric, label=f"share of runs {counted_label(claim)}", unit="of the runs", scale="linear", worst="high"
         )
     if claim.test == "prediction":
         return replace(metric, label=f"AUROC of the {metric.label}", unit="", scale="linear", worst="low")

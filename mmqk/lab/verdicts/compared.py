@@ -225,6 +225,4 @@ def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], lis
     """Return, for each run, the step of the event (the last step if there was none), and whether the event
     happened."""
     steps = [(EVENTS[metric](run), run.last_step) for run in runs]
-    return [float(last if step is None else step) for step, last in steps], [
-        step is not None for step, _ in steps
-    ]
+    return [float(last if step is None else step) for step, last in steps], [step is not None for step, _ in steps]

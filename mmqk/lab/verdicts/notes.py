@@ -45,13 +45,9 @@ def about_effect(effect: AnyEffect | None, spread: Spread | None, sign_flip: flo
         arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
         shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
                   for count, n in arms for low, high in [clopper_pearson(count, n)]]  # fmt: skip
-        return [
-            f"Counted (95 % Clopper-Pearson): {'; '.join(shares)}. Fisher's exact test: p {_p(effect.fisher)}."
-        ]
+        return [f"Counted (95 % Clopper-Pearson): {'; '.join(shares)}. Fisher's exact test: p {_p(effect.fisher)}."]
     if isinstance(effect, Auroc):
-        return [
-            f"Pairs of runs: {effect.pairs}; failed runs: {effect.failures}; other runs: {effect.survivors}."
-        ]
+        return [f"Pairs of runs: {effect.pairs}; failed runs: {effect.failures}; other runs: {effect.survivors}."]
     if effect is None or not effect.has_interval:
         return []
     notes = [f"Interval from: {effect.of}, {plain(effect.df)} degrees of freedom."]

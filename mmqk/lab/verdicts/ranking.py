@@ -160,9 +160,7 @@ def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
     )
 
 
-def _effect(
-    treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None
-) -> Effect | None:
+def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
     """Return `paired_effect`; if a run of the treatment diverged, the effect is infinite and has no interval. None if
     a run has no value or a run of the control diverged."""
     if any(map(math.isnan, treatment.values())) or not all(map(math.isfinite, control.values())):

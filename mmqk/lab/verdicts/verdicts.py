@@ -180,9 +180,7 @@ def _judge(
     if claim.not_run:
         return replace(made, verdict="not run", notes=(sentence(claim.not_run), *notes))
     if missing := [f"“{members.label}”" for members in groups if not members.runs]:
-        return replace(
-            made, verdict="not run", notes=(*notes, f"No finished run of {listed(missing, 'or')}.")
-        )
+        return replace(made, verdict="not run", notes=(*notes, f"No finished run of {listed(missing, 'or')}."))
     notes += [*about_targets(groups), *assessment.notes]
     if adjusted is None:
         n = max(len(members.runs) for members in groups)
@@ -326,3 +324,4 @@ def detectable_in_words(verdict: Verdict) -> str:
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
+

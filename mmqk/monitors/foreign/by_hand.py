@@ -24,18 +24,7 @@ from mmqk.monitors.foreign.origins import flat
 Order = Literal["sequences", "heads", "unclear"]
 _MERGES = {"reshape", "view", "flatten", "_unsafe_view", "contiguous"}
 # Functions that move axes or select a part, so that the shape changes and the order does not.
-_MOVES = {
-    "transpose",
-    "permute",
-    "movedim",
-    "swapaxes",
-    "swapdims",
-    "__get__",
-    "chunk",
-    "split",
-    "unbind",
-    "narrow",
-}
+_MOVES = {"transpose", "permute", "movedim", "swapaxes", "swapdims", "__get__", "chunk", "split", "unbind", "narrow"}
 _PARTS = {"cat", "__getitem__", "bmm", "matmul", "__matmul__"}
 # Functions that may put the rows in another order.
 _REORDERS = {"__getitem__", "index_select", "gather", "take_along_dim", "flip", "roll"}
@@ -69,19 +58,9 @@ class Layout:
             if is_first and is_second:
                 return "unclear"
             return "sequences" if is_first else "heads" if is_second else None
-        if (
-            name in _MERGES
-            and x.ndim == 3
-            and len(x) == len(out)
-            and x.shape[1] == rows
-            and out.shape[1] > rows
-        ):
+        if name in _MERGES and x.ndim == 3 and len(x) == len(out) and x.shape[1] == rows and out.shape[1] > rows:
             return "sequences"  # (T, B, D) to (T, B * H, K)
-        if (
-            name in ("cat", "concat", "concatenate")
-            and len(out) > rows
-            and all(len(x) == rows for x in tensors)
-        ):
+        if name in ("cat", "concat", "concatenate") and len(out) > rows and all(len(x) == rows for x in tensors):
             return "heads"  # chunks of one head each, of all sequences
         traced = next((y for y in tensors if y in self._orders), None)
         if traced is None or (name in _REORDERS and (tensors[1:] or name in ("flip", "roll"))):
@@ -250,9 +229,7 @@ class ByHand:
         added_BHTS.masked_fill_(is_masked & (added_BHTS > MASKED), -torch.inf)
         # Differences as large as rounding are no bias.
         largest = torch.where(is_masked, 0.0, z_BHTS.float().abs()).amax()
-        if torch.where(is_masked, 0.0, added_BHTS.abs()).amax() <= 8 * torch.finfo(z.dtype).eps * (
-            1 + largest
-        ):
+        if torch.where(is_masked, 0.0, added_BHTS.abs()).amax() <= 8 * torch.finfo(z.dtype).eps * (1 + largest):
             added_BHTS = torch.where(is_masked, added_BHTS, 0.0)
             if (is_masked == is_masked[:, :1]).all():
                 added_BHTS = added_BHTS[:, :1]

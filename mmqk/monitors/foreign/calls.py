@@ -201,11 +201,7 @@ def of_flex(
     over_bts = torch.vmap(over_ts, (0, 0, None, None, None))
 
     def of_one_head(z_BTS: Tensor, head: int) -> Tensor:
-        h, t, s = (
-            torch.tensor(head, device=device),
-            torch.arange(T, device=device),
-            torch.arange(S, device=device),
-        )
+        h, t, s = (torch.tensor(head, device=device), torch.arange(T, device=device), torch.arange(S, device=device))
         with indexing():
             return over_bts(z_BTS, torch.arange(len(z_BTS), device=device), h, t, s)
 
@@ -316,9 +312,7 @@ def of_flash_varlen(
     if not rows or len(q) % rows or len(k) != len(q):
         raise NotMeasured(f"its {len(q)} packed tokens cannot be split into {rows} sequences of equal length")
     call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
-    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(
-        rows, -1
-    )
+    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(rows, -1)
     same_document = document_BT[:, None, :, None] == document_BT[:, None, None, :]
     call.mask = same_document if call.mask is None else same_document & call.mask
     return call

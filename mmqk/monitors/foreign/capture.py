@@ -175,9 +175,7 @@ class Capture(TorchFunctionMode):
             call.set_sinks(getattr(module, "sinks", None))
         return call, self._measure(path, module, call, origins)
 
-    def _measure(
-        self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins
-    ) -> Origin | None:
+    def _measure(self, path: str, module: nn.Module, call: Call | NotMeasured, origins: CallOrigins) -> Origin | None:
         """Measure a call of this module and return the origin of its output."""
         self.attention_types.add(type(module))
         number = self.measurement.attention(path, call, origins)
@@ -288,9 +286,7 @@ class Capture(TorchFunctionMode):
         outermost = {path for path in hidden if not any(_within(path, p) for p in hidden - {path, ""})}
         measured_blocks = {block_of(path) for path in measured}
         places = {path if block_of(path) in measured_blocks else block_of(path) for path in outermost}
-        in_order = sorted(
-            places, key=lambda s: [(int(x), "") if x.isdigit() else (-1, x) for x in s.split(".")]
-        )
+        in_order = sorted(places, key=lambda s: [(int(x), "") if x.isdigit() else (-1, x) for x in s.split(".")])
         names = [place or "the model" for place in in_order]  # layers.2 before layers.10
         seen = {path for path in measured if not any(_within(path, place) for place in places - {""})}
         return Layers(layer_numbers(measured), names, len(seen), bool(hidden - not_measured))
@@ -311,9 +307,7 @@ def _run_eager(
         return out, NotMeasured(str(error))
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
-        return out, NotMeasured(
-            f"its attention function takes {parameters}, not module, query, key and value"
-        )
+        return out, NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
     call = calls.of_transformers(rows, **{"attention_mask": None, **named})
     call.weights_BHTS = out[1] if isinstance(out, tuple) and len(out) > 1 else None
     return out, call
@@ -362,9 +356,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
         if callable(forward):
-            _replace(
-                stack, sys.modules[name], "eager_attention_forward", capture.wrapped(forward, _run_eager)
-            )
+            _replace(stack, sys.modules[name], "eager_attention_forward", capture.wrapped(forward, _run_eager))
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     if table is not None:
         entries = getattr(table, "_global_mapping", table)

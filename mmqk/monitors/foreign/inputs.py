@@ -225,9 +225,7 @@ class Modalities:
     def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):
         self.function = modality if callable(modality) else None
         if isinstance(names, str) or len(set(names)) < max(1, len(names)):
-            raise UserError(
-                f"names is {names!r}: give one or more different names, such as ('text', 'image')"
-            )
+            raise UserError(f"names is {names!r}: give one or more different names, such as ('text', 'image')")
         self.ranges: dict[str, list[range]] | None = None
         if callable(modality):
             self.names = tuple(names)

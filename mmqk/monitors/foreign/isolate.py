@@ -58,9 +58,7 @@ class State:
                 if isinstance(hooks, dict):
                     self._entries("", hooks, dict(hooks))
             own = [kind for kind in type(module).__mro__[:-1] if not kind.__module__.startswith("torch.")]
-            if (
-                own
-            ):  # the modules of torch, such as the wrapper of FSDP, have no state of a model in attributes
+            if own:  # the modules of torch, such as the wrapper of FSDP, have no state of a model in attributes
                 prefix, self._seen[id(module)] = f"{path}." if path else "", module
                 saved = {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
                 self._entries(prefix, vars(module), saved, each=True)
@@ -98,11 +96,7 @@ class State:
             parts = () if isinstance(x, set) else list(x)
         elif isinstance(x, tuple):
             parts = x
-        elif (
-            depth < _DEEPEST
-            and type(x).__module__.partition(".")[0] not in _MACHINERY
-            and hasattr(x, "__dict__")
-        ):
+        elif depth < _DEEPEST and type(x).__module__.partition(".")[0] not in _MACHINERY and hasattr(x, "__dict__"):
             depth += 1
             self._entries(name, vars(x), dict(vars(x)))
             parts = list(vars(x).values())
@@ -150,10 +144,7 @@ class State:
 
         def restore() -> bool:
             now = {key: value for key, value in x.items() if not (each and key in _OF_MODULE)}
-            added, kept = (
-                now.keys() - saved.keys(),
-                [key for key in saved if now.get(key, self) is not saved[key]],
-            )
+            added, kept = now.keys() - saved.keys(), [key for key in saved if now.get(key, self) is not saved[key]]
             # A number or a string may be replaced by an equal one.
             pairs = ((key, now.get(key), saved[key]) for key in kept)
             equal = {key for key, a, b in pairs if isinstance(a, _PLAIN) and type(a) is type(b) and a == b}
@@ -260,9 +251,7 @@ def isolated(
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        if any(
-            getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()
-        ):
+        if any(getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()):
             _disable_cache(root, stack)
         stack.enter_context(evaluation_mode(root))
         state = State(root, inputs)

@@ -88,9 +88,7 @@ def is_scripted(module: nn.Module) -> bool:
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     functions = [names.get(name) for name in code.co_names] if code is not None else []
     functions += [value for name, value in vars(module).items() if not name.startswith("_")]
-    return any(
-        isinstance(function, torch.jit.ScriptFunction) and _has_attention(function) for function in functions
-    )
+    return any(isinstance(function, torch.jit.ScriptFunction) and _has_attention(function) for function in functions)
 
 
 def _has_attention(scripted: Any) -> bool:

@@ -70,11 +70,7 @@ class Measurement:
     """
 
     def __init__(
-        self,
-        main: Side,
-        others: Sequence[Side] = (),
-        adapter: Adapter | None = None,
-        collective: bool = False,
+        self, main: Side, others: Sequence[Side] = (), adapter: Adapter | None = None, collective: bool = False
     ):
         self.main, self.sides, self.collective = main, [main, *others], collective
         self.modality_BT, self.valid_BT = main.tokens
@@ -106,12 +102,7 @@ class Measurement:
         """
         self.main_used = self.main_used or self.main.has(origin)
         for side in self.sides:
-            if (
-                side.has(origin)
-                and side.modality_BT is None
-                and side.modalities is not None
-                and ids.ndim == 2
-            ):
+            if side.has(origin) and side.modality_BT is None and side.modalities is not None and ids.ndim == 2:
                 side.modality_BT = side.modalities.of_ids(ids)
 
     def _sides_of(self, call: Call | NotMeasured, origins: CallOrigins) -> tuple[Side, Side]:
@@ -177,12 +168,8 @@ class Measurement:
             record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
         except NotMeasured as reason:
             record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
-        flags = (
-            [x is not None for x in (call.score_mod, call.masked)] if isinstance(call, Call) else [False] * 2
-        )
-        counts, (has_score_mod, has_masked) = self._merge_over_ranks(
-            record, pairs, flags, len(side.names) ** 2
-        )
+        flags = [x is not None for x in (call.score_mod, call.masked)] if isinstance(call, Call) else [False] * 2
+        counts, (has_score_mod, has_masked) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
         if pairs is not None and record.not_measured is None:
             assert isinstance(call, Call)
             # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
@@ -230,9 +217,7 @@ class Measurement:
             return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), flags
         own = [record.not_measured is not None, record.no_weights is not None, *flags]
         not_measured, no_weights, *any_flags = agreed(self.device, *own)
-        record.not_measured = record.not_measured or (
-            "not measured on another rank" if not_measured else None
-        )
+        record.not_measured = record.not_measured or ("not measured on another rank" if not_measured else None)
         record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
         if not_measured or pairs is None:
             return [0] * n, any_flags

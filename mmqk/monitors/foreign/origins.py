@@ -134,9 +134,7 @@ class Origins:
         inputs = frozenset().union(*(origin.inputs for origin in full))
         calls = [origin.call for origin in full]
         # x + attention(x) is still the residual stream, so an addition keeps the earlier call.
-        return Origin(
-            inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs)
-        )
+        return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
 
 
 def flat(value: Any) -> Iterator[Tensor]:

@@ -73,9 +73,7 @@ class Prober:
         probe = self._probe_rows(args, kwargs, B)
         self.whole_batch = True
         if rank() == 0:
-            print(
-                f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True
-            )
+            print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
         return probe
 
     def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
@@ -124,25 +122,19 @@ class Prober:
             # With FSDP the other ranks wait for this rank's weights, so they cannot end the probe.
             is_fatal = in_forward and world_size() > 1 and any(hasattr(m, "unshard") for m in root.modules())
             is_user_error = isinstance(error, UserError)
-            is_final = is_fatal or failed_here(
-                device, is_user_error or isinstance(error, torch.OutOfMemoryError)
-            )
+            is_final = is_fatal or failed_here(device, is_user_error or isinstance(error, torch.OutOfMemoryError))
             if is_user_error and not is_fatal:
                 raise
             where = f"the probe's forward of {type(root).__name__} (evaluation mode, {rows} of {B} sequences) failed"
             message = f"{where} ({type(error).__name__}: {error})" if in_forward else str(error)
             raise ProbeError(message, is_final, is_fatal) from error
 
-    def _finished(
-        self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int
-    ) -> Probe:
+    def _finished(self, measurement: Measurement, capture: Capture, output: Any, inputs: Inputs, rows: int) -> Probe:
         """Return the probe after the forward pass, merged over ranks, and store its layers, records and tokens."""
         measurement.residual_stream(capture.stream)
         self._output(measurement, output, inputs, capture.root, capture.origins)
         if self.matrices:
-            main = [
-                (i, r.path) for i, r in enumerate(measurement.records) if r.number in measurement.main_calls
-            ]
+            main = [(i, r.path) for i, r in enumerate(measurement.records) if r.number in measurement.main_calls]
             add_matrices(measurement.main.collector.probe, capture.root, main)
         probe = measurement.finished()
         probe.add(
@@ -243,9 +235,7 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     rows = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
-    candidates = (
-        [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
-    )
+    candidates = [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
     for x in candidates:
         fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point()
         if fits and x.shape[-1] >= least and (x is named or x.shape[-1] in rows):

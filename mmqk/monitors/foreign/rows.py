@@ -44,9 +44,7 @@ def _lists(value: Any) -> Iterator[list[Tensor]]:
             yield from _lists(part)
 
 
-def first_rows(
-    value: Any, inputs: Inputs, root: nn.Module, rows: int, dtype: torch.dtype | None = None
-) -> Any:
+def first_rows(value: Any, inputs: Inputs, root: nn.Module, rows: int, dtype: torch.dtype | None = None) -> Any:
     """Return ``value``, a call's arguments, with the first ``rows`` of B sequences and the images that they contain.
 
     A tensor is sliced on its first axis if that axis has B entries. An integer tensor with three axes (positions in
@@ -88,14 +86,10 @@ def _vision_entries(inputs: Inputs, root: nn.Module, rows: int) -> dict[int, int
         grid = next((x for name, x in own if name == f"{kind}_grid_thw"), None)
         if grid is not None:
             ends_n = grid.prod(-1).cumsum(0).tolist()
-            ends = dict(
-                zip([0, *ends_n], range(len(grid) + 1), strict=True)
-            )  # patches up to an image -> images
+            ends = dict(zip([0, *ends_n], range(len(grid) + 1), strict=True))  # patches up to an image -> images
             patches = kept * ends_n[-1] // max(total, 1)
             if not total or kept * ends_n[-1] % total or patches not in ends:
-                raise UncuttableError(
-                    f"{kind}_grid_thw does not fit the {kind} tokens of its {len(ids[1])} rows"
-                )
+                raise UncuttableError(f"{kind}_grid_thw does not fit the {kind} tokens of its {len(ids[1])} rows")
             for _, x in own:
                 entries[id(x)] = patches if len(x) == ends_n[-1] and x is not grid else ends[patches]
             for name, x in named:

@@ -115,9 +115,7 @@ def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
     share_MBH = k_MBHSK.sum(-2).square().sum(-1) / (n_MB1 * k_sq_MBH)
     # If all keys are 0, the share is 0 / 0: leave it out.
     defined_MBH = (n_MB1 > 0) & (k_sq_MBH != 0)
-    return Sums(
-        count=defined_MBH.sum((1, 2)).float(), sum=torch.where(defined_MBH, share_MBH, 0.0).sum((1, 2))
-    )
+    return Sums(count=defined_MBH.sum((1, 2)).float(), sum=torch.where(defined_MBH, share_MBH, 0.0).sum((1, 2)))
 
 
 def attention_rank(
@@ -154,9 +152,7 @@ def attention_rank(
         some = slice(start, start + max(1, at_once // H))
         mask = Mask.of(visible_BTS[some, None])
         of_heads = []
-        for q_BhTK, k_BhSK, sink_h in zip(
-            q[some].split(at_once, 1), k[some].split(at_once, 1), sinks, strict=False
-        ):
+        for q_BhTK, k_BhSK, sink_h in zip(q[some].split(at_once, 1), k[some].split(at_once, 1), sinks, strict=False):
             logits_BhTS = q_BhTK @ k_BhSK.mT
             if softcap is not None:
                 logits_BhTS = softcap * torch.tanh(logits_BhTS / softcap)

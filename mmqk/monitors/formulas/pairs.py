@@ -112,9 +112,7 @@ class Pairs:
     @cached_property
     def token_MBT(self) -> Tensor:
         """True at the tokens of each modality, including padding."""
-        return selection(
-            self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool), self.n_modalities
-        )
+        return selection(self.modality_BT, torch.ones_like(self.modality_BT, dtype=torch.bool), self.n_modalities)
 
     @cached_property
     def key_BMS(self) -> Tensor:
@@ -158,9 +156,7 @@ class Pairs:
         visible_TS = self.visible_BTS.any(0)
         last_T = (visible_TS * torch.arange(1, visible_TS.shape[1] + 1, device=visible_TS.device)).amax(1)
         others = (self.visible_BTS.any(1) & ~self.token_MBT.any(0)).any()
-        return torch.stack(
-            [*(rows.amax() for rows in last_T.split(self._block_size)), others.long()]
-        ).tolist()
+        return torch.stack([*(rows.amax() for rows in last_T.split(self._block_size)), others.long()]).tolist()
 
     @cached_property
     def one_head(self) -> Pairs:

@@ -49,8 +49,7 @@ def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
     # torch.where, since a product would spread a NaN from another modality's token.
     return Sums(
-        count=selected_MBHT.sum(dim=(1, 2, 3)).float(),
-        sum=torch.where(selected_MBHT, values, 0.0).sum(dim=(1, 2, 3)),
+        count=selected_MBHT.sum(dim=(1, 2, 3)).float(), sum=torch.where(selected_MBHT, values, 0.0).sum(dim=(1, 2, 3))
     )
 
 
@@ -95,9 +94,7 @@ def output_statistics(
     mean_BT = logits_BTV.mean(-1)
     block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
-    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[
-        ..., 0
-    ]  # log Z of the target's modality
+    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]  # log Z of the target's modality
     log_v = math.log(logits_BTV.shape[-1])
     return OutputStatistics(
         log_z=sums(log_z_BT, selected_MBT),

@@ -137,9 +137,7 @@ class RadialBudget:
         self.total = self.total + after.square().sum() - before.square().sum()
 
 
-def _at_fixed_norm(
-    w: Tensor, factor: Tensor, moment: Tensor | float, lr: float | Tensor
-) -> tuple[Tensor, Tensor]:
+def _at_fixed_norm(w: Tensor, factor: Tensor, moment: Tensor | float, lr: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return AdamH's factor on the first moment, and the share of ``w`` that the return to the fixed norm removes."""
     update = factor * moment  # -lr u
     length, norm = w.norm(), update.norm()

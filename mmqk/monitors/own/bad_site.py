@@ -17,9 +17,7 @@ from mmqk.monitors.formulas.pairs import visible_pairs
 from mmqk.monitors.formulas.reduce import selection
 
 
-def first_bad_site(
-    model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor]
-) -> str | None:
+def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor]) -> str | None:
     """Return a description of the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image
     tokens, is infinite``.
 

@@ -44,9 +44,7 @@ class RunMonitor(L.Callback):
         step_rows: Callable[[int, int], TokenBatch] | None = None,
     ):
         if config.probe_split == "heldout" and heldout is None:
-            raise ValueError(
-                "monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout."
-            )
+            raise ValueError("monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout.")
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[tuple[int, bool], Pairs] | None = None  # of the held-out batch
         self._probed = -1
@@ -99,11 +97,7 @@ class RunMonitor(L.Callback):
             self._probe(trainer, pl_module, batch, forced=True)
 
     def _probe(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        current: TokenBatch | None,
-        forced: bool = False,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, current: TokenBatch | None, forced: bool = False
     ) -> None:
         """Probe and log; ``current`` is the batch of the step, None before the first step and after the last."""
         c, module = self.config, pl_module
@@ -126,9 +120,7 @@ class RunMonitor(L.Callback):
             values |= self._step_monitor.sizes()
         _log(trainer, values)
 
-    def _probed_batch(
-        self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None
-    ) -> TokenBatch:
+    def _probed_batch(self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None) -> TokenBatch:
         n = self.config.probe_sequences
         if self.config.probe_split == "heldout":
             assert self.heldout is not None
@@ -142,9 +134,7 @@ class RunMonitor(L.Callback):
         latest = trainer.global_step * trainer.accumulate_grad_batches - 1
         return self.step_rows(latest, n).to(module.device)
 
-    def _values(
-        self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch
-    ) -> dict[str, float]:
+    def _values(self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch) -> dict[str, float]:
         c = self.config
         probes = [probe(model, batch, c.heads, pairs=self._pairs, matrices=c.matrices)]
         if self.config.precision:

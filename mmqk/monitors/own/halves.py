@@ -25,9 +25,7 @@ from mmqk.store.tags import tag
 LossParts = Callable[[TokenBatch], Tensor]
 
 
-def gradient_agreement(
-    model: EarlyFusionTransformer, batch: TokenBatch, loss_parts: LossParts
-) -> dict[str, float]:
+def gradient_agreement(model: EarlyFusionTransformer, batch: TokenBatch, loss_parts: LossParts) -> dict[str, float]:
     """Return, by tag, the cosine, signal and noise of the modalities' gradients by layer and over all parameters.
 
     The halves are the even and the odd sequences, numbered over all ranks; every rank has a batch of equal size. The
@@ -47,15 +45,12 @@ def gradient_agreement(
         ValueError: the batch has one sequence.
     """
     if len(batch.ids_BT) < 2:
-        raise ValueError(
-            "monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size."
-        )
+        raise ValueError("monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size.")
     names = model.config.modalities
     before = rank() * len(batch.ids_BT)  # number of sequences on the ranks before this one
     halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
     counts_2M = [
-        summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2)))
-        for half in halves
+        summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2))) for half in halves
     ]
     present = (torch.stack(counts_2M) > 0).all(0).nonzero()[:, 0].tolist()
     if not present:
@@ -63,9 +58,7 @@ def gradient_agreement(
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     with evaluation_mode(model):
         gradients = [  # by half, then modality
-            _gradients(
-                loss_parts(replace(half, step_targets=count_M.sum())), present, [p for _, p in parameters]
-            )
+            _gradients(loss_parts(replace(half, step_targets=count_M.sum())), present, [p for _, p in parameters])
             for half, count_M in zip(halves, counts_2M, strict=True)
         ]
     groups: dict[int | None, list[int]] = {}

@@ -82,9 +82,7 @@ class StepMonitor:
         if self.window is not None:
             self.window.add_gradients(parts_M)
 
-    def before_update(
-        self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
-    ) -> None:
+    def before_update(self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]) -> None:
         """Store the weights before the update. Call this after gradients are clipped by ``factor``.
 
         ``grad_norms`` are the norms before clipping, by parameter.

@@ -25,9 +25,7 @@ def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], lis
     σReparam these are the raw weights."""
     return {
         (name, layer): [
-            cast(nn.Parameter, m.weight)
-            for m in getattr(attention, name).modules()
-            if isinstance(m, nn.Linear)
+            cast(nn.Parameter, m.weight) for m in getattr(attention, name).modules() if isinstance(m, nn.Linear)
         ]
         for name in MATRICES
         for layer, attention in enumerate(cast(Block, block).attention for block in model.blocks)

@@ -132,9 +132,7 @@ def test_a_mistake_in_a_grid_is_one_sentence_that_names_it(write, old, new, sent
         ),
     ],
 )
-def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(
-    write, old, wrong, right, sentence
-):
+def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(write, old, wrong, right, sentence):
     assert GRID.count(old) == 1
     with pytest.raises(UserError, match=sentence) as refusal:
         load_grid(write(GRID.replace(old, wrong)))

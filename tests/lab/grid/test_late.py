@@ -48,11 +48,7 @@ def test_each_arm_changes_what_it_names(study):
     assert longer == {("--trainer.max_steps=20000",)}
     settings = runs["mixed"]
     assert (settings.model.n_layers, settings.model.d_model) == (24, 48)
-    assert (settings.optim.schedule, settings.optim.weight_decay, settings.optim.lr) == (
-        "constant",
-        0.0,
-        0.01,
-    )
+    assert (settings.optim.schedule, settings.optim.weight_decay, settings.optim.lr) == ("constant", 0.0, 0.01)
 
 
 def test_targets_per_step_are_matched(study):

@@ -57,17 +57,7 @@ def test_the_primary_contrasts_change_one_thing_each(study):
 
 def test_each_mechanism_is_removed_from_the_same_run(mechanisms):
     _, runs = mechanisms
-    for name in (
-        "sink",
-        "qk",
-        "adamh",
-        "embed_norm",
-        "split",
-        "untie_norms",
-        "untie_qk",
-        "untie_mlp",
-        "batch",
-    ):
+    for name in ("sink", "qk", "adamh", "embed_norm", "split", "untie_norms", "untie_qk", "untie_mlp", "batch"):
         changed = unequal(runs["hi"], runs[name]) - {"backend"}
         assert len(changed) == 1, (name, changed)
     assert trained_targets(runs["text_only"]) == trained_targets(runs["mid"])

@@ -64,9 +64,7 @@ def test_a_changed_field_is_another_run_and_the_old_one_stays(toy, tmp_path):
 
 def test_claims_stay_registered_as_they_first_were(toy, tmp_path):
     path = tmp_path / "runs/toy/ablation.json"
-    grid = (
-        GRID + "claims:\n  - {id: A, treatment: good, control: wild, min_effect: 0.5, direction: greater}\n"
-    )
+    grid = GRID + "claims:\n  - {id: A, treatment: good, control: wild, min_effect: 0.5, direction: greater}\n"
     assert toy(grid=grid) == 0
     first = json.loads(path.read_text())
     assert first["registered"] == claims_hash(first["grid"])

@@ -29,9 +29,7 @@ def toy(world):
 
 
 def trained():
-    return sorted(
-        path.parent.relative_to(OUT).as_posix().partition("-")[0] for path in OUT.rglob("train.log")
-    )
+    return sorted(path.parent.relative_to(OUT).as_posix().partition("-")[0] for path in OUT.rglob("train.log"))
 
 
 def arms():
@@ -48,9 +46,7 @@ def test_only_some_arms_are_trained_and_all_are_recorded(toy, argv):
 
 
 def test_quick_trains_the_quick_arms_of_every_grid(toy, capsys):
-    other = (
-        "name: other\nbase: base.yaml\nquick: [tall]\narms: {tall: {set: {size: 5}}, low: {set: {size: 6}}}\n"
-    )
+    other = "name: other\nbase: base.yaml\nquick: [tall]\narms: {tall: {set: {size: 5}}, low: {set: {size: 6}}}\n"
     Path("other.yaml").write_text(other)
     assert toy("--config", "other.yaml", "--quick", "--dry-run") == 0
     said = capsys.readouterr().out

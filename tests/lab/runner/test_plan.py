@@ -125,9 +125,7 @@ def test_forks_begin_when_their_parents_are_there(world, tmp_path, capsys):
     fork = identity_of(out, later)["fork"]
     assert (fork["parent"], fork["step"], fork["noise"]) == (late["id"], 4, 1e-6)
     for run in (plain, late, later):
-        assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], (
-            "the id was known before the run"
-        )
+        assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], "the id was known before the run"
     assert [line["step"] for line in map(json.loads, (out / later["folder"] / "metrics.jsonl").open())] == [
         5,
         6,

@@ -146,9 +146,7 @@ def test_a_finished_run_without_readable_metrics_is_named(tmp_path, capsys):
         write_run(tmp_path / name, "completed")
     (tmp_path / "damaged/metrics.jsonl").write_bytes(b"\x80\x02 not JSON")
     said = shown(capsys, "--once", tmp_path)
-    assert (
-        "damaged completed: metrics.jsonl has no readable line" in said and said.count("metrics.jsonl") == 1
-    )
+    assert "damaged completed: metrics.jsonl has no readable line" in said and said.count("metrics.jsonl") == 1
     (tmp_path / "damaged/metrics.jsonl").unlink()
     (tmp_path / "damaged/metrics.jsonl").mkdir()
     assert "damaged completed: metrics.jsonl has no readable line" in shown(capsys, "--once", tmp_path)
@@ -385,9 +383,7 @@ def test_in_a_terminal_it_does_not_wait_for_a_file_to_become_a_folder(tmp_path):
     here, there = pty.openpty()
     command = [sys.executable, "-m", "mmqk", "watch", str(tmp_path / "runs.zip")]
     environment = {**os.environ, "TERM": "xterm"}
-    done = subprocess.run(
-        command, stdout=there, stderr=subprocess.PIPE, cwd=ROOT, env=environment, timeout=1800
-    )
+    done = subprocess.run(command, stdout=there, stderr=subprocess.PIPE, cwd=ROOT, env=environment, timeout=1800)
     os.close(there)
     os.close(here)
     assert done.returncode == 2 and b"runs.zip is not a folder" in done.stderr

@@ -86,9 +86,7 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """A small transformer that maps ids to logits."""
 
-    def __init__(
-        self, calls: str | list[str] = "sdpa", seed: int = 0, dropout: float = 0.0, kv_heads: int = H
-    ):
+    def __init__(self, calls: str | list[str] = "sdpa", seed: int = 0, dropout: float = 0.0, kv_heads: int = H):
         super().__init__()
         torch.manual_seed(seed)
         calls = [calls] * L if isinstance(calls, str) else calls
@@ -100,11 +98,7 @@ class Net(nn.Module):
                     p.mul_(4)
 
     def _attention(self, call: str, kv_heads: int) -> nn.Module:
-        return (
-            TorchAttention(call == "torch weights")
-            if call.startswith("torch")
-            else SelfAttention(call, kv_heads)
-        )
+        return TorchAttention(call == "torch weights") if call.startswith("torch") else SelfAttention(call, kv_heads)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.embed(ids)

@@ -74,9 +74,7 @@ def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_ca
 @pytest.mark.parametrize("swin", [False, True])
 def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
     """For both placements of the norms, attn_out and mlp_out are the tensors added to the residual stream."""
-    model = hugging_face(
-        "chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin}
-    )
+    model = hugging_face("chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin})
     adapter, (ids,), recorded = adapter_for(model), batches(1, B=2), {}
     assert adapter is not None
     for path, module in model.named_modules():
@@ -140,11 +138,7 @@ def test_an_adapter_reads_only_the_layers_of_its_class():
     adapter = adapter_for(model)
     assert adapter is not None and adapter.layers == {"tower.blocks.0"}
     assert adapter.at("tower.blocks.0.attn.qkv") and adapter.at("tower.norm") and adapter.at("tower.blocks.0")
-    assert (
-        not adapter.at("blocks.0.attn.qkv")
-        and not adapter.at("norm")
-        and not adapter.at("tower.blocks.0.norm")
-    )
+    assert not adapter.at("blocks.0.attn.qkv") and not adapter.at("norm") and not adapter.at("tower.blocks.0.norm")
     measured = attach(model, modality=IMAGE).probe(ids=ids, pixels=torch.zeros(3, 3, 8, 8)).flat()
     net = OwnNet(["sdpa"] * 2)
     net.embed, net.layers, net.final_norm, net.head = model.embed, model.blocks, model.norm, model.head

@@ -87,17 +87,11 @@ def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     plain = llama()
     mask = torch.zeros(3, 1, 20, 20, dtype=torch.bool)
     mask[..., :8, :8], mask[..., 8:, 8:] = (torch.ones(n, n, dtype=torch.bool).tril() for n in (8, 12))
-    apart = (
-        attach(plain, modality=IMAGE).probe(input_ids=ids, position_ids=packed, attention_mask=mask).flat()
-    )
-    assert logged["attn_entropy/image/layer01"] == pytest.approx(
-        apart["attn_entropy/image/layer01"], rel=1e-4
-    )
+    apart = attach(plain, modality=IMAGE).probe(input_ids=ids, position_ids=packed, attention_mask=mask).flat()
+    assert logged["attn_entropy/image/layer01"] == pytest.approx(apart["attn_entropy/image/layer01"], rel=1e-4)
     # Control: with the cache of evaluation mode the numbers differ.
     whole = attach(llama().eval(), modality=IMAGE).probe(input_ids=ids, position_ids=packed).flat()
-    assert logged["attn_entropy/image/layer01"] != pytest.approx(
-        whole["attn_entropy/image/layer01"], rel=1e-2
-    )
+    assert logged["attn_entropy/image/layer01"] != pytest.approx(whole["attn_entropy/image/layer01"], rel=1e-2)
 
 
 def test_two_watches_of_a_model_compiled_in_place():

@@ -127,14 +127,10 @@ def test_it_equals_brute_force_and_the_same_model_with_sdpa(function):
         assert same(values, norms(q, k, modality, n) | expected)
         # Control: another scale.
         other = brute_force.attention(q, k, 0.9 * K**-0.5, modality, causal, NAMES, n)
-        assert not same(
-            values, {t: x for t, x in other.items() if t.startswith(("attn_logit_m", "attn_entropy"))}
-        )
+        assert not same(values, {t: x for t, x in other.items() if t.startswith(("attn_logit_m", "attn_entropy"))})
     expected = measured(sdpa)[0]
     assert same(values, expected)
-    assert {
-        tag for tag in values if not tag.startswith("masked_mass")
-    } == expected.keys()  # with finite masks only
+    assert {tag for tag in values if not tag.startswith("masked_mass")} == expected.keys()  # with finite masks only
 
 
 def test_a_cap_and_a_bias_are_no_part_of_the_raw_logits():
@@ -148,18 +144,14 @@ def test_a_cap_and_a_bias_are_no_part_of_the_raw_logits():
     expected = brute_force.attention(q, k, K**-0.5, modality_of(ids), causal, NAMES, 0, cap=3.0)
     assert same(values, expected)
     uncapped = brute_force.attention(q, k, K**-0.5, modality_of(ids), causal, NAMES, 0)
-    assert not same(
-        values, {t: x for t, x in uncapped.items() if t.startswith("attn_entropy")}
-    )  # the control
+    assert not same(values, {t: x for t, x in uncapped.items() if t.startswith("attn_entropy")})  # the control
 
 
 @pytest.mark.parametrize("function", [flat, heads_first])
 def test_as_many_sequences_as_heads_are_refused_only_where_the_order_is_unclear(function):
     values, _, _, watch = measured(function, B=H)
     if function is flat:
-        assert watch.layers.hidden == ["layers.0", "layers.1"] and "another number of sequences" in summary(
-            watch
-        )
+        assert watch.layers.hidden == ["layers.0", "layers.1"] and "another number of sequences" in summary(watch)
     else:
         assert same(values, measured(sdpa, B=H)[0])
 
@@ -196,8 +188,5 @@ def test_weights_that_are_changed_before_the_values_are_not_measured():
 
     for function in (gated, mixed):
         values, _, _, watch = measured(function)
-        assert (
-            watch.layers.hidden == ["layers.0", "layers.1"]
-            and "attn_logit_max/text-text/layer00" not in values
-        )
+        assert watch.layers.hidden == ["layers.0", "layers.1"] and "attn_logit_max/text-text/layer00" not in values
         assert "; F.scaled_dot_product_attention outside torch.jit is measured" in summary(watch)

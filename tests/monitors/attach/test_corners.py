@@ -77,9 +77,7 @@ def test_a_model_in_half_precision_that_is_called_under_autocast_is_probed():
     model(ids, pixels.bfloat16())
     watch.step()
     assert logged[0].keys() == logged[1].keys() and "attn_entropy/image/layer01" in logged[0]
-    series = {
-        tag: x for tag, x in logged[1].items() if tag.startswith(("attn_entropy", "q_norm", "resid_norm"))
-    }
+    series = {tag: x for tag, x in logged[1].items() if tag.startswith(("attn_entropy", "q_norm", "resid_norm"))}
     assert same(logged[0], series, rel=0.05)
 
 
@@ -106,9 +104,7 @@ def test_an_additive_padding_mask_is_the_same_padding():
     measured = watch.probe(ids=ids, attention_mask=keep).flat()
     added = torch.zeros(ids.shape).masked_fill(keep == 0, -torch.inf)
     assert watch.probe(ids=ids, attention_mask=added).flat() == measured
-    assert (
-        watch.probe(ids=ids, attention_mask=torch.zeros(ids.shape)).flat() != measured
-    )  # the control: no padding
+    assert watch.probe(ids=ids, attention_mask=torch.zeros(ids.shape)).flat() != measured  # the control: no padding
 
 
 def test_a_padding_mask_that_does_not_fit_is_named():
@@ -119,9 +115,7 @@ def test_a_padding_mask_that_does_not_fit_is_named():
             return super().forward(torch.cat([ids[:, :4], ids], 1), None)
 
     net, (ids,) = Prefixed(["sdpa"]), batches(1, B=3)
-    watch = attach(
-        net, modality=lambda inputs: torch.cat([0 * inputs["ids"][:, :4] + 1, 0 * inputs["ids"]], 1)
-    )
+    watch = attach(net, modality=lambda inputs: torch.cat([0 * inputs["ids"][:, :4] + 1, 0 * inputs["ids"]], 1))
     with pytest.warns(UserWarning, match=r"padding mask has shape \(3, 16\), but .* of shape \(3, 20\)"):
         watch.probe(ids=ids, attention_mask=torch.ones_like(ids))
     with warnings.catch_warnings():  # the control
@@ -152,9 +146,7 @@ def test_a_mask_of_pairs_marks_the_padding_that_no_token_sees(kind, side):
         assert measured == watch.probe(ids=ids, attention_mask=keep).flat()
         assert int(watch.prober.tokens_M.sum()) == int(keep.sum()) == 43
         whole = watch.probe(ids=ids, attention_mask=pairs_of(torch.ones_like(ids), kind)).flat()
-    assert (
-        whole == watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat() != measured
-    )  # the control
+    assert whole == watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat() != measured  # the control
 
 
 def test_padding_that_sees_itself_is_unclear_on_the_right_only():
@@ -162,9 +154,7 @@ def test_padding_that_sees_itself_is_unclear_on_the_right_only():
     keep = torch.ones_like(ids)
     keep[0, 12:] = 0
     watch = attach(net, modality=IMAGE)
-    with pytest.warns(
-        UserWarning, match=r"attention_mask has shape \(3, 1, 16, 16\), and no other token sees some"
-    ):
+    with pytest.warns(UserWarning, match=r"attention_mask has shape \(3, 1, 16, 16\), and no other token sees some"):
         watch.probe(ids=ids, attention_mask=pairs_of(keep, "padding sees itself"))
     # Control: on the left such tokens see nothing else, and the last tokens of packed documents are no padding.
     document = torch.tensor([[0] * 6 + [1] * 10, [0] * 16, [0] * 4 + [1] * 8 + [2] * 4])

@@ -97,9 +97,7 @@ def test_a_plain_model_equals_brute_force(name):
         assert any(tag.startswith("out_") for tag in measured)
     assert same(measured, expected)
     added = ("attn_out_", "mlp_out_", "resid_")  # test_stream.py compares these
-    compared = {
-        t for t in measured if not t.startswith(("v_norm", "probe_", "q_norm_max", "k_norm_max", *added))
-    }
+    compared = {t for t in measured if not t.startswith(("v_norm", "probe_", "q_norm_max", "k_norm_max", *added))}
     assert compared <= expected.keys()
     # Controls: with another scale, with other image ids, or without the bias, the comparison fails.
     assert not same(measured, expected_of(net, ids, 2 * scale, sees, bias))
@@ -146,9 +144,7 @@ def test_masks_of_each_sequence_are_those_of_the_call():
         again = attach(net, modality=IMAGE).probe(ids=ids, mask=added).flat()
         assert same(again, measured, rel=1e-6, abs=1e-6)
         rest = {tag: x for tag, x in again.items() if tag not in measured}
-        assert rest == (
-            {} if low < -1e30 else {f"masked_mass/{m}/layer0{n}": 0 for n in range(2) for m in NAMES}
-        )
+        assert rest == ({} if low < -1e30 else {f"masked_mass/{m}/layer0{n}": 0 for n in range(2) for m in NAMES})
     weak = torch.zeros(mask.shape).masked_fill(~mask, -9.0)  # control: this is a bias
     assert attach(net, modality=IMAGE).probe(ids=ids, mask=weak).flat() != measured
 
@@ -161,9 +157,7 @@ def test_pytorchs_own_module_is_seen_as_a_plain_call_is(call):
     for layer, torch_layer in zip(plain.layers, net.layers, strict=True):
         inner = torch_layer.attention.inner
         weight, bias = inner.in_proj_weight.chunk(3), inner.in_proj_bias.chunk(3)
-        for part, w, b in zip(
-            (layer.attention.q, layer.attention.k, layer.attention.v), weight, bias, strict=True
-        ):
+        for part, w, b in zip((layer.attention.q, layer.attention.k, layer.attention.v), weight, bias, strict=True):
             part.weight.data, part.bias.data = w.data, b.data
         layer.attention.out.load_state_dict(torch_layer.attention.inner.out_proj.state_dict())
     measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
@@ -192,9 +186,7 @@ def hugging_face(family: str, model: str, config: str, options: dict, layers: in
                                "num_res_blocks": 1, "resolution": 8, "latent_channels": 8},
                  "vocabulary_map": {"<image>": 3, **{f"IMGIMG{'ABCDEFGHIJKLMNO'[i]}Z": 10 + i
                                                      for i in range(15)}}}  # fmt: skip
-    built = getattr(transformers, model)(
-        getattr(transformers, config)(**size | options, attn_implementation="eager")
-    )
+    built = getattr(transformers, model)(getattr(transformers, config)(**size | options, attn_implementation="eager"))
     with torch.no_grad():
         for name, p in built.named_parameters():
             p.mul_(8 if "_proj" in name else 1)
@@ -239,9 +231,7 @@ def test_a_hugging_face_model_equals_brute_force(name, monkeypatch):
         trained[:, -1] = False
         expected |= output_of(logits, modality, trained)
     assert len(recorded) == 2 and same(measured, expected)
-    assert not same(
-        measured, brute_force.attention(q, k, scale, modality, causal, NAMES, 0, cap, valid=valid_mask)
-    )
+    assert not same(measured, brute_force.attention(q, k, scale, modality, causal, NAMES, 0, cap, valid=valid_mask))
 
 
 INTERFACES = [("llama", "sdpa"), *((name, kind) for name in ("llama", "gemma 2")  # Gemma 2 with sdpa has no softcap
@@ -278,9 +268,7 @@ def test_our_own_model_attached_says_what_its_probe_says(changes, backend):
     seen = torch.ones_like(ids, dtype=torch.bool)
     target_mask = seen.clone()
     target_mask[:, -1] = False
-    expected_values = probe(
-        model, TokenBatch(ids, (ids >= 30).long(), target_mask, seen, torch.tensor(1.0))
-    ).flat()
+    expected_values = probe(model, TokenBatch(ids, (ids >= 30).long(), target_mask, seen, torch.tensor(1.0))).flat()
     watch = attach(model, modality={"image": range(30, 42)})
     measured = watch.probe(ids_BT=ids).flat()
     shared = measured.keys() - {"probe_sequences"}
@@ -297,16 +285,12 @@ def test_our_own_model_attached_says_what_its_probe_says(changes, backend):
 def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its_adapter(names):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=64, depth=8, embed_dim=32, num_heads=4, num_classes=5
-    )
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=8, embed_dim=32, num_heads=4, num_classes=5)
     images = torch.randn(2, 3, 64, 64)
 
     # The class token has no modality; each half of the image, or the whole image, is a modality.
     numbers = [-1] + [0] * 8 + [len(names) - 1] * 8
-    watch = attach(
-        model, modality=lambda inputs: torch.tensor(numbers).expand(len(inputs["x"]), -1), names=names
-    )
+    watch = attach(model, modality=lambda inputs: torch.tensor(numbers).expand(len(inputs["x"]), -1), names=names)
     measured = watch.probe(x=images).flat()
     recorded = {}
     model.eval()
@@ -316,19 +300,12 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     q, k, _ = recorded["qkv"].detach().double().unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).numpy()
     modality = np.broadcast_to(numbers, (2, 17))
     sites = {("q", 3): q, ("k", 3): k, ("q_raw", 3): q, ("k_raw", 3): k}
-    sites |= {
-        ("attn_in", 3): recorded["x"].detach().numpy(),
-        ("resid", 3): recorded["resid"].detach().numpy(),
-    }
+    sites |= {("attn_in", 3): recorded["x"].detach().numpy(), ("resid", 3): recorded["resid"].detach().numpy()}
     expected = brute_force.streams(sites, modality, np.ones((2, 17), bool), names)
     assert len(expected) == 14 * len(names) and same(measured, expected)
-    both = brute_force.attention(
-        q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True, names, 3
-    )
+    both = brute_force.attention(q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True, names, 3)
     logits = {
-        name: x
-        for name, x in both.items()
-        if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
+        name: x for name, x in both.items() if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
     }
     assert len(logits) == 2 * len(names) ** 2 and same(measured, logits)
     assert watch.layers.total == len(watch.layers.numbers) == L and watch.layers.hidden == [] and H == 4

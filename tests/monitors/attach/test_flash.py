@@ -45,9 +45,7 @@ class Flash(SelfAttention):
         elif self.call == "packed":
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             run = torch.ops.flash_attn._flash_attn_varlen_forward
-            out = run(q, k, v, DOCUMENTS, DOCUMENTS, 16, 16, 0.0, 0.3, causal=True)[0].unflatten(
-                0, (len(x), -1)
-            )
+            out = run(q, k, v, DOCUMENTS, DOCUMENTS, 16, 16, 0.0, 0.3, causal=True)[0].unflatten(0, (len(x), -1))
         else:
             t = torch.arange(16)
             back = t[:, None] - t

@@ -51,16 +51,12 @@ def test_two_ranks_are_probed_as_one(tmp_path):
     first, second = (batches(50, B=2, seed=rank)[9] for rank in (0, 1))
     ids = torch.cat([first % 10, second])
     alone = attach(net, modality={"image": range(10, 40)}).probe(ids=ids).flat()
-    together = {
-        k: v for k, v in lines[0].items() if k not in ("step", "attn_layers_seen", "attn_layers_hidden")
-    }
+    together = {k: v for k, v in lines[0].items() if k not in ("step", "attn_layers_seen", "attn_layers_hidden")}
     assert together == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in alone.items()}
     assert together["probe_sequences"] == 4
     # Control: the sequences of one rank alone give other numbers.
     one = attach(net, modality={"image": range(10, 40)}).probe(ids=second).flat()
-    assert together["attn_logit_mean/text/layer03"] != pytest.approx(
-        one["attn_logit_mean/text/layer03"], rel=1e-4
-    )
+    assert together["attn_logit_mean/text/layer03"] != pytest.approx(one["attn_logit_mean/text/layer03"], rel=1e-4)
 
 
 def test_a_probe_that_fails_on_one_rank_is_skipped_on_both(tmp_path):

@@ -25,11 +25,7 @@ def probed(model, **inputs):
 def test_layers_whose_attention_is_not_seen_are_named():
     hidden = {2: "by log", 5: "by log"}
     values, layers, line = probed(Net([hidden.get(n, "sdpa") for n in range(8)]))
-    assert (
-        layers.numbers == [0, 1, 3, 4, 6, 7]
-        and layers.hidden == ["layers.2", "layers.5"]
-        and layers.total == 8
-    )
+    assert layers.numbers == [0, 1, 3, 4, 6, 7] and layers.hidden == ["layers.2", "layers.5"] and layers.total == 8
     assert "attention measured in 6 of 8 layers, not in layers.2, layers.5 (maxima over layers" in line
     assert "attn_entropy/image/layer03" in values and not any("layer02" in name for name in values)
     all_values, layers, line = probed(Net())

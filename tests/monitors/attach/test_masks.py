@@ -84,9 +84,7 @@ def test_weights_are_computed_with_the_finite_mask_that_is_given(way):
     infinite = Masked(-torch.inf, bias, flex=way == "score_mod")
     without = attach(infinite, modality=IMAGE).probe(ids=ids).flat()
     assert not any("masked_mass" in tag for tag in without) and not same(without, expected)
-    entropies = {
-        tag: x for tag, x in expected_of(net, ids, infinite.mask).items() if "masked_mass" not in tag
-    }
+    entropies = {tag: x for tag, x in expected_of(net, ids, infinite.mask).items() if "masked_mass" not in tag}
     assert same(without, entropies) and not same(measured, entropies)
 
 
@@ -123,9 +121,7 @@ def test_a_line_says_that_logits_outgrow_a_mask():
         lines = [str(w.message) for w in caught if "outgrow" in str(w.message)]
         assert len(lines) == warned
         if warned:
-            share = 100 * max(
-                expected_of(net, ids, net.mask)[f"masked_mass/{name}/layer00"] for name in NAMES
-            )
+            share = 100 * max(expected_of(net, ids, net.mask)[f"masked_mass/{name}/layer00"] for name in NAMES)
             assert f"{share:.3g} %" in lines[0] and "at step 1 " in lines[0]
 
 
@@ -148,16 +144,11 @@ def test_a_leak_between_packed_documents_is_visible_if_modality_is_the_document(
     apart = (document[:, None] == document).tril()[None, None]
     mask = torch.ones(1, 32, dtype=torch.long) if leaks else (0.0 * apart).masked_fill(~apart, -torch.inf)
     packed = {"position_ids": (torch.arange(32) % 16)[None], "attention_mask": mask, "use_cache": False}
-    watch = attach(
-        model, modality=lambda inputs: document.expand(len(inputs["input_ids"]), -1), names=["a", "b"]
-    )
+    watch = attach(model, modality=lambda inputs: document.expand(len(inputs["input_ids"]), -1), names=["a", "b"])
     measured = watch.probe(input_ids=ids, **packed).flat()
     other = torch.cat([(ids[:, :16] + 7) % 40, ids[:, 16:]], 1)  # another first document
     with torch.no_grad():
-        out, changed = (
-            model(input_ids=ids, output_attentions=True, **packed),
-            model(input_ids=other, **packed),
-        )
+        out, changed = model(input_ids=ids, output_attentions=True, **packed), model(input_ids=other, **packed)
     assert ((out.logits - changed.logits)[:, 16:].abs().max() > 1e-3) == leaks
     for layer, weights in enumerate(out.attentions):
         crossing = float(weights[0, :, 16:, :16].double().sum(-1).mean())

@@ -74,9 +74,7 @@ def test_a_list_of_sequences_is_a_batch():
     values = attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences).flat()
     assert values["probe_sequences"] == 4
     fewer = attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[:4]).flat()
-    assert (
-        values == fewer != attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[1:5]).flat()
-    )
+    assert values == fewer != attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[1:5]).flat()
 
 
 TEXT = {
@@ -87,12 +85,7 @@ VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
     "spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2,
 }  # fmt: skip
-IDS = {
-    "image_token_id": IMAGE_ID,
-    "video_token_id": 51,
-    "vision_start_token_id": 52,
-    "vision_end_token_id": 53,
-}
+IDS = {"image_token_id": IMAGE_ID, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
 
 
 def qwen(name: str):
@@ -116,19 +109,13 @@ def with_images(images: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
     for row, of_row in enumerate(images):
         at = 1
         for h, w in of_row:
-            ids[row, at], ids[row, at + 1 : at + 1 + h * w // 4], ids[row, at + 1 + h * w // 4] = (
-                52,
-                IMAGE_ID,
-                53,
-            )
+            ids[row, at], ids[row, at + 1 : at + 1 + h * w // 4], ids[row, at + 1 + h * w // 4] = 52, IMAGE_ID, 53
             at += h * w // 4 + 3
             grids.append([1, h, w])
             pixels.append(torch.randn(h * w, 96, generator=random))
     batch = {"input_ids": ids[: len(images)], "attention_mask": torch.ones(len(images), T, dtype=torch.long)}
     batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_ID).int()
-    return batch | (
-        {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)} if grids else {}
-    )
+    return batch | ({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)} if grids else {})
 
 
 @pytest.mark.parametrize("name", ["qwen 2.5", "qwen 3"])
@@ -182,11 +169,7 @@ def test_smolvlm_with_a_batch_of_8(way, capsys):
         pixels[row, :n] = torch.randn(n, 3, 16, 16)
     real = pixels.flatten(0, 1)[pixels.flatten(0, 1).abs().sum((1, 2, 3)) > 0]
     watch = attach(model, modality={"image": range(IMAGE_ID, 51)}, every_n_steps=1, strict=True)
-    model(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        pixel_values=pixels if way == "by row" else real[None],
-    )
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels if way == "by row" else real[None])
     watch.step()
     is_whole = "the probe uses all 8 sequences" in capsys.readouterr().out
     assert is_whole == (way == "one list") and watch.layers.numbers == [0, 1]

@@ -31,9 +31,7 @@ def random_(model):
 def t5():
     t = pytest.importorskip("transformers")
     if not hasattr(t.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
-        pytest.skip(
-            "T5 of this transformers multiplies the matrices itself, so attach cannot measure its attention"
-        )
+        pytest.skip("T5 of this transformers multiplies the matrices itself, so attach cannot measure its attention")
     config = t.T5Config(
         vocab_size=V, d_model=32, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=4, decoder_start_token_id=0,
         attn_implementation="eager",
@@ -53,18 +51,8 @@ def bart():
 def clip():
     """Return a CLIP model with 17 image tokens, including the class token."""
     t = pytest.importorskip("transformers")
-    with_vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-    }
-    text = with_vision | {
-        "vocab_size": V,
-        "max_position_embeddings": 32,
-        "eos_token_id": V - 1,
-        "bos_token_id": 0,
-    }
+    with_vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    text = with_vision | {"vocab_size": V, "max_position_embeddings": 32, "eos_token_id": V - 1, "bos_token_id": 0}
     vision = with_vision | {"image_size": 12, "patch_size": 3}
     config = t.CLIPConfig(text_config=text, vision_config=vision, attn_implementation="eager")
     return random_(t.CLIPModel(config))
@@ -116,10 +104,7 @@ def test_a_decoder_as_long_as_its_encoder_is_not_counted_with_it(build):
     assert not any(name.startswith(("out_", "cross_")) for name in measured)
     source, line = next(iter(decoder)), summary(watch)
     assert f"not measured (attention over the tokens of {source}; modality describes input_ids)" in line
-    assert (
-        f"not measured (cross-attention from {source} to input_ids; declare the other input with sides=)"
-        in line
-    )
+    assert f"not measured (cross-attention from {source} to input_ids; declare the other input with sides=)" in line
 
 
 @pytest.mark.parametrize("build", [t5, bart])
@@ -131,9 +116,7 @@ def test_a_declared_side_and_cross_attention_are_measured_under_their_own_names(
     attention_mask_BS = torch.ones_like(ids)
     attention_mask_BS[-1, -2:] = 0
     measured = watch.probe(input_ids=ids, attention_mask=attention_mask_BS, **{source: other}).flat()
-    outputs = model(
-        input_ids=ids, attention_mask=attention_mask_BS, output_attentions=True, **{source: other}
-    )
+    outputs = model(input_ids=ids, attention_mask=attention_mask_BS, output_attentions=True, **{source: other})
     # T5 shifts its labels to the right by one.
     taken = model._shift_right(other) if build is t5 else other
     names = tuple(f"decoder_{name}" for name in NAMES)
@@ -177,9 +160,7 @@ def test_norms_and_logits_of_cross_attention_equal_the_projections():
         outputs = np.broadcast_to((of_key == m)[:, None, None], z_BHTS.shape)
         expected[f"cross_attn_logit_max/decoder-{name}/{layer}"] = z_BHTS[outputs].max()
         expected[f"cross_attn_logit_absmax/decoder-{name}/{layer}"] = abs(z_BHTS[outputs]).max()
-        expected[f"cross_k_norm/{name}/{layer}"] = np.linalg.norm(k.numpy(), axis=-1)[
-            outputs[..., 0, :]
-        ].mean()
+        expected[f"cross_k_norm/{name}/{layer}"] = np.linalg.norm(k.numpy(), axis=-1)[outputs[..., 0, :]].mean()
     assert same(measured, expected)
     assert not same(measured, {name.replace("cross_", ""): x for name, x in expected.items()})
 
@@ -195,17 +176,11 @@ def test_a_vision_tower_is_no_part_of_the_text():
         pytest.skip("CLIP of this transformers does not return the attention weights of its text model")
     text = of_weights(dict(enumerate(outputs.text_model_output.attentions)), modality, modality, NAMES, NAMES)
     assert same(measured, text) and watch.layers.numbers == list(range(LAYERS))
-    assert (
-        "not measured (attention over the tokens of pixel_values; modality describes input_ids)"
-        in summary(watch)
-    )
+    assert "not measured (attention over the tokens of pixel_values; modality describes input_ids)" in summary(watch)
 
     watch = attach(model, modality=IMAGE, sides={"patch": "pixel_values"})
     with_vision = watch.probe(input_ids=ids, pixel_values=images).flat()
-    zero, places = (
-        np.zeros((3, 17), int),
-        [s.path.startswith("vision") for s in watch.prober.records if s.is_call],
-    )
+    zero, places = np.zeros((3, 17), int), [s.path.startswith("vision") for s in watch.prober.records if s.is_call]
     first = 0 if places[0] else LAYERS
     weights = {n + first: x for n, x in enumerate(outputs.vision_model_output.attentions)}
     vision = of_weights(weights, zero, zero, ["patch"], ["patch"])
@@ -238,10 +213,7 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
     watch = attach(model, modality=modality)
     measured = watch.probe(src=src, tgt=tgt).flat()
     line = summary(watch)
-    assert (
-        f"attention over the tokens of {other}; modality describes {watched}" in line
-        and "from tgt to src" in line
-    )
+    assert f"attention over the tokens of {other}; modality describes {watched}" in line and "from tgt to src" in line
     assert watch.layers.numbers == list(range(LAYERS))
     stack = "encoder" if watched == "src" else "decoder"
     paths = [s.path for s in watch.prober.records if s.is_call and s.not_measured is None]
@@ -321,9 +293,7 @@ def test_a_call_of_another_length_than_its_side_is_named_by_its_own_numbers():
 
     class Shorter(Net):
         def forward(self, ids, pixels):
-            heads = [
-                x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (self.embed(ids), pixels, pixels[:, :7])
-            ]
+            heads = [x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (self.embed(ids), pixels, pixels[:, :7])]
             x, y, short = heads
             y = F.scaled_dot_product_attention(y, y, y)
             out = F.scaled_dot_product_attention(x, short, short)
@@ -364,9 +334,7 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
     watch = attach(model, modality=IMAGE)
     watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
     assert watch.layers.hidden == ["layers.1"] * by_hand
-    assert "not measured (cross-attention written with matmul and softmax): across.0 and 1 more" in summary(
-        watch
-    )
+    assert "not measured (cross-attention written with matmul and softmax): across.0 and 1 more" in summary(watch)
 
 
 @pytest.mark.parametrize("calls", [["sdpa", "sdpa"], ["sdpa", "by head"]])

@@ -122,9 +122,7 @@ class Cached(Net):
 
     def forward(self, input_ids, memory):
         memory.entries.append({"mean": self.embed(input_ids).mean((0, 1)).mean().detach()})
-        return super().forward(input_ids) * (
-            1 + torch.stack([entry["mean"] for entry in memory.entries]).sum()
-        )
+        return super().forward(input_ids) * (1 + torch.stack([entry["mean"] for entry in memory.entries]).sum())
 
 
 @pytest.mark.parametrize("name", ["memory", "cache", "past_key_values"])
@@ -152,9 +150,7 @@ def test_a_cache_among_the_inputs_is_left_alone(name, capsys):
             if is_watched and len(losses) == 1:  # the cache of the first segment was empty
                 empty = {} if name != "memory" else {"memory": Cache()}
                 alone = attach(model, modality=IMAGE).probe(input_ids=ids, **empty).flat()
-                assert {
-                    tag: logged[0][tag] for tag in alone
-                } == alone and "attn_entropy/image/layer00" in alone
+                assert {tag: logged[0][tag] for tag in alone} == alone and "attn_entropy/image/layer00" in alone
         return losses, cache.get_seq_length()
 
     plain = run(False)
@@ -201,9 +197,7 @@ def test_the_batch_that_the_step_saw_is_probed(way):
         return {"ids": ids_of_step()} if way in ("in a dictionary", "replaced") else ids_of_step()
 
     model, logged = Editing(way), []
-    watch = attach(
-        model, modality=is_image, every_n_steps=2, log=lambda values, step: logged.append((step, values))
-    )
+    watch = attach(model, modality=is_image, every_n_steps=2, log=lambda values, step: logged.append((step, values)))
     for _ in range(4):
         given = batch()
         model(given).sum().backward()
@@ -236,9 +230,7 @@ def test_a_compiled_forward_that_edits_its_batch_is_probed_as_it_got_it(way, who
     """The hook is in a compiled frame of its own, or, if the whole step is compiled, in the graph of the step."""
     torch._dynamo.reset()
     model, logged = Editing(way), []
-    watch = attach(
-        model, modality=is_image, every_n_steps=1, log=lambda values, step: logged.append((step, values))
-    )
+    watch = attach(model, modality=is_image, every_n_steps=1, log=lambda values, step: logged.append((step, values)))
     called = (lambda batch: model(batch).sum()) if whole else model
     compiled = torch.compile(called, backend="aot_eager", fullgraph=True)
     for _ in range(3):

@@ -51,9 +51,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
             ("attn_out", block.get_submodule(attn)), ("mlp_out", block.get_submodule(mlp)), ("resid", block)
         ):  # fmt: skip
             module.register_forward_hook(
-                lambda m, x, out, at=(site, n): recorded.update(
-                    {at: out[0] if isinstance(out, tuple) else out}
-                )
+                lambda m, x, out, at=(site, n): recorded.update({at: out[0] if isinstance(out, tuple) else out})
             )
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
     for n in range(L - 1):  # the last of the model's hidden states comes after the final norm
@@ -147,9 +145,7 @@ def test_however_it_is_added(kind, wrapped):
     valid = np.ones(ids.shape, bool)
     expected = brute_force.streams(arrays, modality_of(ids), valid, NAMES)
     assert same(measured, expected) and len(expected) == 12 * L
-    swapped = {
-        ({"attn_out": "mlp_out", "mlp_out": "attn_out"}.get(s, s), n): x for (s, n), x in arrays.items()
-    }
+    swapped = {({"attn_out": "mlp_out", "mlp_out": "attn_out"}.get(s, s), n): x for (s, n), x in arrays.items()}
     assert not same(measured, brute_force.streams(swapped, modality_of(ids), valid, NAMES))
 
 
@@ -208,17 +204,14 @@ def test_a_model_without_a_residual_stream_has_none_and_the_line_says_so(capsys)
     for kinds in ([Straight] * 2, [Layer, Half], [Layer] * 2):
         net, (ids,), logged = Net(["sdpa"] * 2), batches(1), []
         net.layers = nn.ModuleList(kind(SelfAttention()) for kind in kinds)
-        watch = attach(
-            net, modality=IMAGE, every_n_steps=1, log=lambda values, step, to=logged: to.append(values)
-        )
+        watch = attach(net, modality=IMAGE, every_n_steps=1, log=lambda values, step, to=logged: to.append(values))
         net(ids)
         watch.step()
         watch.close()
         lines.append(capsys.readouterr().out)
         assert any(name.startswith("resid") for name in logged[0]) == (kinds[0] is Layer)
     assert (
-        f"not measured: {WITHOUT}, attn_out_norm, mlp_out_norm, resid_norm, final_norm (pass an adapter"
-        in lines[0]
+        f"not measured: {WITHOUT}, attn_out_norm, mlp_out_norm, resid_norm, final_norm (pass an adapter" in lines[0]
     )
     assert f"not measured: {WITHOUT}, final_norm, mlp_out_norm in 1 of 2 layers (pass an adapter" in lines[1]
     assert f"not measured: {WITHOUT}, final_norm (pass an adapter" in lines[2]

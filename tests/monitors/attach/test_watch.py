@@ -42,9 +42,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     for watched in (False, True):
         model = called = Net("sdpa", dropout=0.2)
         if way in ("compiled", "its module attached"):
-            called = torch.compile(
-                model, backend="aot_eager" if way == "compiled" else "eager", fullgraph=True
-            )
+            called = torch.compile(model, backend="aot_eager" if way == "compiled" else "eager", fullgraph=True)
         elif way == "compiled in place":
             model.compile(backend="eager", fullgraph=True)
         watch = None
@@ -56,9 +54,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
         if watch is not None:
             watch.close()
     assert all(torch.equal(x, runs[1][name]) for name, x in runs[0].items())
-    assert not any(
-        torch.equal(x, Net("sdpa").state_dict()[name]) for name, x in runs[1].items() if "mlp" in name
-    )
+    assert not any(torch.equal(x, Net("sdpa").state_dict()[name]) for name, x in runs[1].items() if "mlp" in name)
     lines = read_metrics(tmp_path / "mine" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [step for step, _ in logged] == [10, 20, 40]
     last = {k: v for k, v in lines[-1].items() if k != "step"}
@@ -100,9 +96,7 @@ class Stateful(nn.Module):
         self.cache[: len(ids)] = ids
         self.calls = self.calls + 1
         noise = (
-            torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum()
-            + random.random()
-            + np.random.rand()
+            torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum() + random.random() + np.random.rand()
         )
         y = self.frozen(self.norm(self.net(ids).transpose(1, 2)[:, :16])).mean() + 0 * noise
         return self.net(ids) + y
@@ -153,10 +147,7 @@ def test_autocast_that_a_model_enters_itself_is_off():
     wrapped = Wrapped()
     wrapped.load_state_dict(net.state_dict())
     assert wrapped(ids).dtype == torch.bfloat16
-    assert (
-        attach(wrapped, modality=IMAGE).probe(ids=ids).flat()
-        == attach(net, modality=IMAGE).probe(ids=ids).flat()
-    )
+    assert attach(wrapped, modality=IMAGE).probe(ids=ids).flat() == attach(net, modality=IMAGE).probe(ids=ids).flat()
 
 
 def test_a_failing_forward_is_told_and_everything_put_back(capsys):
@@ -169,16 +160,12 @@ def test_a_failing_forward_is_told_and_everything_put_back(capsys):
     model, (ids,) = Whole(), batches(1)
     watch = attach(model, modality=IMAGE)
     whole = attach(model, modality=IMAGE, sequences=6).probe(ids=ids).flat()
-    assert (
-        watch.probe(ids=ids).flat() == watch.probe(ids=ids).flat() == whole and whole["probe_sequences"] == 6
-    )
+    assert watch.probe(ids=ids).flat() == watch.probe(ids=ids).flat() == whole and whole["probe_sequences"] == 6
     said = "mmqk: the probe uses all 6 sequences of the batch, not 4: "
     assert capsys.readouterr().out.count(said) == 1
     with pytest.raises(RuntimeError, match=r"6 of 6 sequences\) failed \(ValueError: all 7 or none"):
         watch.probe(ids=ids, size=7)
-    assert (
-        model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
-    )
+    assert model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
@@ -303,9 +290,7 @@ def test_ids_that_cannot_be_found_are_asked_for():
     x = torch.randn(2, 16, 32)
     with pytest.raises(UserError, match="inputs \\(vectors\\) have no token ids"):
         attach(Embedded(), modality=IMAGE).probe(vectors=x)
-    numbers = (
-        attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
-    )
+    numbers = attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
     assert "attn_rank/layer07" in numbers and not any(name.startswith("out_") for name in numbers)
 
 
@@ -325,9 +310,7 @@ def test_activation_checkpointing_counts_nothing_twice():
         model = Net("sdpa")
         if again:
             model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
-        watch = attach(
-            model, modality=IMAGE, every_n_steps=5, log=lambda values, step: numbers[-1].append(values)
-        )
+        watch = attach(model, modality=IMAGE, every_n_steps=5, log=lambda values, step: numbers[-1].append(values))
         numbers.append([])
         ends.append(list(train(model, model, steps=10, watch=watch).values()))
         watch.close()

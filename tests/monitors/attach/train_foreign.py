@@ -45,9 +45,7 @@ def plain(out: Path) -> None:
     for watched in (True, False):
         net = sharded(Net(dropout=0.1))
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-        watch = (
-            attach(net, modality=IMAGE, every_n_steps=20, sequences=2, out=out / "run") if watched else None
-        )
+        watch = attach(net, modality=IMAGE, every_n_steps=20, sequences=2, out=out / "run") if watched else None
         torch.manual_seed(dist.get_rank())
         for step, ids in enumerate(of_rank(STEPS)):
             loss_of(net(ids), ids).backward()

@@ -15,9 +15,7 @@ from tests.monitors.attach.nets import Net, batches, loss_of
 IMAGE = {"image": range(10, 40)}
 
 
-def lightning_run(
-    out: Path, fsdp: bool = False, compiled: bool = False, watched: bool = True, logger: Any = False
-):
+def lightning_run(out: Path, fsdp: bool = False, compiled: bool = False, watched: bool = True, logger: Any = False):
     """Train a LightningModule whose ``net`` is watched, and return the weights of ``net``."""
     import lightning as L
 
@@ -45,18 +43,14 @@ def lightning_run(
     if fsdp:  # Lightning's FSDP strategy needs a GPU
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    callbacks = (
-        [NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
-    )
+    callbacks = [NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
     trainer = L.Trainer(
         max_steps=50, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         **({"plugins": [_alone()]} if fsdp else {}),
     )  # fmt: skip
     module = Module()
-    trainer.fit(
-        module, torch.utils.data.DataLoader(_rows(50, dist.get_rank() if fsdp else 0), batch_size=None)
-    )
+    trainer.fit(module, torch.utils.data.DataLoader(_rows(50, dist.get_rank() if fsdp else 0), batch_size=None))
     if fsdp:
         dist.destroy_process_group()
     return module.net.state_dict()
