@@ -51,13 +51,13 @@ def times(value: str) -> str:
 
 
 def whole() -> str:
-    """Return the table of all remedies."""
+    """Return the table of the remedies whose interval does not include 0."""
     lines = [
         "| remedy | loss relative to no remedy (nats) | trains | sensitivity | largest logit | time |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
     for row in rows().values():
-        if row["difference"]:
+        if row["difference"] and float(row["difference_low"]) * float(row["difference_high"]) > 0:
             cells = [f"`{row['arm']}`", signed(row), row["trains"], f"{float(row['sensitivity']):.2f}"]
             cells += [times(row["logit_ratio"]), times(row["time_ratio"])]
             lines.append(f"| {' | '.join(cells)} |")
@@ -66,7 +66,7 @@ def whole() -> str:
 
 def filled(text: str) -> str:
     """Return the text of the page with a new table between the markers."""
-    place = re.compile(r"(<!-- tournament whole -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
+    place = re.compile(r"(<!-- tournament -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
     return place.sub(lambda match: match[1] + whole() + match[2], text)
 
 
