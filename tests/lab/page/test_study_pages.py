@@ -11,7 +11,7 @@ import pytest
 
 import mmqk
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "reports/examples"
 RATIO = re.compile(r"×([\d.]+) \(([\d.]+) to ([\d.]+)\)")
 

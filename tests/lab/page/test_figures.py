@@ -31,7 +31,7 @@ from mmqk.lab.verdicts.study import StudyArm
 from mmqk.store import UserError
 from tests.analysis.fake_runs import DEMO, write_demo
 from tests.analysis.small_runs import small_run
-from tests.report.report_runs import RATES, START, WIDTHS, write, write_sweep
+from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
 
 LAYERS, PROBES = 3, 5
 

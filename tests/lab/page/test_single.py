@@ -7,7 +7,7 @@ import pytest
 
 from tests.analysis.fake_runs import write_demo
 from tests.analysis.test_growth_order import run_of
-from tests.report.test_page import pages_of
+from tests.lab.page.test_page import pages_of
 
 
 def write_lines(folder, lines):

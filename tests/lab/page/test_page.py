@@ -21,7 +21,7 @@ from mmqk.lab.page.render import render
 from mmqk.lab.page.tables import arm_table, data_table, fork_table, fork_tree, tokens, totals
 from mmqk.lab.verdicts.verdicts import read
 from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
-from tests.report.report_runs import write_forks
+from tests.lab.page.report_runs import write_forks
 
 FIGURES = ("hero", "claim-C2", "claim-C10", "claim-C13", "entropy", "norms", "final_norm", "layers", "shown")
 FILES = {
@@ -343,7 +343,7 @@ sys.exit(cli_main(main)(sys.argv[1:]))
 
 def front_door(*args, cwd=None):
     """Run `mmqk.report` in a process that cannot import torch."""
-    source = Path(__file__).resolve().parents[2]
+    source = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", FRONT_DOOR, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)

@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.lab.page.page import write_report
 from tests.analysis.fake_runs import write_demo
-from tests.report.report_runs import write_forks
+from tests.lab.page.report_runs import write_forks
 from tests.training.browser import browser, installed
 
 CHROMIUM = installed()
@@ -43,7 +43,7 @@ def pages(tmp_path_factory):
     write_report(write_demo(root / "demo"), root / "grid")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmqk.lab.page.page.png", lambda study, colors, figure: b"")
-        write_report(Path(__file__).parents[2] / "reports/examples/demo.zip", root / "pack")
+        write_report(Path(__file__).parents[3] / "reports/examples/demo.zip", root / "pack")
         write_report(write_forks(root / "runs"), root / "forks")
     return {name: root / name / "index.html" for name in ("grid", "pack", "forks")}
 
