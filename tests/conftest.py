@@ -18,7 +18,7 @@ from tests import tiny
 SLOW = (
     "benchmarks/test_tables.py", "training/test_ranks.py", "test_pairs.py",
     "lab/page/test_page.py", "store/test_store_damage.py", "training/test_run.py", "monitors/attach/test_fsdp.py",
-    "analysis/test_null_arms.py", "model/test_transformer.py", "data/test_tokenize.py", "training/test_ending.py",
+    "lab/verdicts/test_null_arms.py", "model/test_transformer.py", "data/test_tokenize.py", "training/test_ending.py",
     "benchmarks/test_harness.py", "training/test_compiled_run.py", "test_config.py", "training/test_disk_errors.py",
     "test_imports.py", "lab/page/test_figures.py", "model/test_compiled.py", "monitors/attach/test_trainers.py",
     "test_add_a_norm.py", "training/test_own_trainer.py",

@@ -14,7 +14,7 @@ import pytest
 import mmqk
 from mmqk.lab import judge, load_study
 from mmqk.store import UserError
-from tests.analysis.fake_runs import DEMO, write_demo
+from tests.lab.fake_runs import DEMO, write_demo
 
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 

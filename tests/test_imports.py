@@ -91,7 +91,7 @@ REPORT = f"""
 import sys, tempfile
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from tests.analysis.fake_runs import DEMO, write_run
+from tests.lab.fake_runs import DEMO, write_run
 from mmqk.report import main
 with tempfile.TemporaryDirectory() as folder:
     write_run(Path(folder) / "runs/one", DEMO["mixed"])

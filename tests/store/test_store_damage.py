@@ -11,7 +11,7 @@ import pytest
 
 from mmqk import report, watch
 from mmqk.store import DamagedFile, UserError, cli_main, read_json, read_regular, write_json
-from tests.analysis.fake_runs import Planted, write_grid
+from tests.lab.fake_runs import Planted, write_grid
 
 DAMAGE = {
     "cut": b'{"a": ',

@@ -18,7 +18,7 @@ from mmqk.pack import main as pack
 from mmqk.report import main as report
 from mmqk.store import UserError, cli_main
 from mmqk.store.pack import REPORTED, unpacked, write_pack
-from tests.analysis.fake_runs import write_demo
+from tests.lab.fake_runs import write_demo
 
 
 @pytest.fixture(scope="module")

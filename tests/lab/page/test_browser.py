@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.page.page import write_report
-from tests.analysis.fake_runs import write_demo
+from tests.lab.fake_runs import write_demo
 from tests.lab.page.report_runs import write_forks
 from tests.training.browser import browser, installed
 

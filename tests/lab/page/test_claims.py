@@ -14,7 +14,7 @@ from mmqk.lab.page.figures import claim_figure
 from mmqk.lab.page.sweeps import lr_sensitivity
 from mmqk.lab.verdicts.verdicts import effect_tested
 from mmqk.store import UserError
-from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
+from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
 from tests.lab.page.report_runs import RATES, write_forks, write_sweep
 
 WORDS = {

@@ -7,7 +7,7 @@ import pytest
 
 from mmqk.lab.page.page import write_report
 from mmqk.lab.page.render import Raw, code, fenced, markdown
-from tests.analysis.fake_runs import DEMO, write_demo, write_run
+from tests.lab.fake_runs import DEMO, write_demo, write_run
 
 EVIL = "http://evil.example"
 HOSTILE = (

@@ -20,7 +20,7 @@ from mmqk.lab.page.page import page_content, report_files, write_report
 from mmqk.lab.page.render import render
 from mmqk.lab.page.tables import arm_table, data_table, fork_table, fork_tree, tokens, totals
 from mmqk.lab.verdicts.verdicts import read
-from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
+from tests.lab.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 from tests.lab.page.report_runs import write_forks
 
 FIGURES = ("hero", "claim-C2", "claim-C10", "claim-C13", "entropy", "norms", "final_norm", "layers", "shown")

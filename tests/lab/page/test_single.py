@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.analysis.fake_runs import write_demo
-from tests.analysis.test_growth_order import run_of
+from tests.lab.fake_runs import write_demo
+from tests.lab.metrics.test_growth_order import run_of
 from tests.lab.page.test_page import pages_of
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.lab import judge, load_runs, load_study
 from mmqk.lab.verdicts.controls import within_bound
-from tests.analysis.fake_runs import DEMO, Planted, write_demo
+from tests.lab.fake_runs import DEMO, Planted, write_demo
 
 UNLEARNED = {"text": 3.4, "image": 5.45}
 

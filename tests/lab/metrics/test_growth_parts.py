@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mmqk.lab.metrics import METRICS
-from tests.analysis.small_runs import small_run
+from tests.lab.small_runs import small_run
 
 METRIC = METRICS["norms_over_alignment"]
 START = (2.0, 3.0, -4.0)

@@ -10,7 +10,7 @@ import pytest
 from mmqk.lab import judge, load_study
 from mmqk.lab.verdicts.notes import trained_targets
 from mmqk.lab.verdicts.study import Study
-from tests.analysis.fake_runs import C2, C10, C13, Planted, write_grid
+from tests.lab.fake_runs import C2, C10, C13, Planted, write_grid
 
 PLAIN, QK = {"model.qk_norm.kind": "none"}, {"model.qk_norm.kind": "rms"}
 OFF = {"loss.weights.image": 0.0}

@@ -11,7 +11,7 @@ from mmqk.lab import judge, load_study
 from mmqk.lab.page.claims import p_values
 from mmqk.lab.verdicts.verdicts import detectable_in_words
 from mmqk.store import UserError
-from tests.analysis.fake_runs import Planted, write_grid
+from tests.lab.fake_runs import Planted, write_grid
 
 POSITIVE = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
 BASIC = {

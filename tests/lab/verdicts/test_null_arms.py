@@ -14,7 +14,7 @@ from mmqk.lab.stats.exact import clopper_pearson
 from mmqk.lab.stats.multiple import level_of_look
 from mmqk.lab.verdicts.compared import metric_value
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

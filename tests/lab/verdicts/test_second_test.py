@@ -12,10 +12,10 @@ from scipy import stats
 from mmqk.lab import judge
 from mmqk.lab.page.claims import cannot_tell
 from mmqk.lab.stats.effects import paired_effect, pooled_spread
-from tests.analysis.fake_runs import Planted
-from tests.analysis.test_analysis_claims import BASIC, one, study
+from tests.lab.fake_runs import Planted
+from tests.lab.verdicts.test_claims import BASIC, one, study
 
-EXPERIMENTS = Path(__file__).parents[2] / "docs/experiments"
+EXPERIMENTS = Path(__file__).parents[3] / "docs/experiments"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from mmqk.lab.metrics import find_metric
 from mmqk.lab.metrics.failures import outcomes
 from mmqk.lab.metrics.probes import norm_slope
-from tests.analysis.small_runs import config, small_run
+from tests.lab.small_runs import config, small_run
 
 DATA = {"source": "one"}
 

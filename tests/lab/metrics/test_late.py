@@ -9,9 +9,9 @@ import pytest
 from mmqk.lab.metrics import find_metric
 from mmqk.lab.metrics.failures import failure_step, rise_step, window_means
 from mmqk.lab.runs import load_runs
-from tests.analysis.fake_runs import Planted
-from tests.analysis.small_runs import config, small_run
-from tests.analysis.test_analysis_claims import BASIC, one
+from tests.lab.fake_runs import Planted
+from tests.lab.small_runs import config, small_run
+from tests.lab.verdicts.test_claims import BASIC, one
 
 STEPS = 6000
 

@@ -10,7 +10,7 @@ from mmqk.lab import load_study
 from mmqk.lab.metrics.departure import departures
 from mmqk.lab.page.page import write_report
 from mmqk.lab.verdicts.failure_order import failure_order
-from tests.analysis.small_runs import config, small_run
+from tests.lab.small_runs import config, small_run
 
 STEPS = range(100, 2001, 100)
 CONFIG = config(steps=2000) | {"monitor": {"every_n_steps": 100}}

@@ -22,12 +22,12 @@ from mmqk.lab.metrics import (
 )
 from mmqk.lab.runs import load_runs
 from mmqk.store import UserError
-from tests.analysis.fake_runs import UNIGRAM, Planted, write_run
-from tests.analysis.small_runs import small_run
+from tests.lab.fake_runs import UNIGRAM, Planted, write_run
+from tests.lab.small_runs import small_run
 
 largest_attention_logit = METRICS["largest_attention_logit"].measure
-CHECK = Path(__file__).parents[2] / "docs/experiments/norm_competition_check.py"
-PACK = Path(__file__).parents[2] / "reports/examples/norm_competition_large.zip"
+CHECK = Path(__file__).parents[3] / "docs/experiments/norm_competition_check.py"
+PACK = Path(__file__).parents[3] / "reports/examples/norm_competition_large.zip"
 
 
 def run_of(tmp_path, planted, **kwargs):

@@ -6,7 +6,7 @@ import pytest
 
 from mmqk.lab.metrics import extrapolate, find_metric, model_size
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from tests.analysis.small_runs import config, small_run
+from tests.lab.small_runs import config, small_run
 
 BLOCKS = {"text": 20, "image": 12}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmqk.lab.metrics import METRICS, divergence_step, find_metric
-from tests.analysis.small_runs import config, small_run
+from tests.lab.small_runs import config, small_run
 
 
 def noise(n, seed=0, size=0.02):
@@ -49,7 +49,7 @@ def test_spike_score_is_that_of_brute_force(tmp_path):
 
 
 def test_the_denominator_of_the_spike_score_is_the_one_of_the_page(tmp_path):
-    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| `spike_score`"))
     stated = re.search(r"with at least (\d+) losses before them", row)
     assert stated is not None

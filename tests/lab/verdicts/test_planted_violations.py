@@ -3,8 +3,8 @@
 
 import pytest
 
-from tests.analysis.fake_runs import Planted
-from tests.analysis.test_analysis_claims import BASIC, one, passed
+from tests.lab.fake_runs import Planted
+from tests.lab.verdicts.test_claims import BASIC, one, passed
 
 ARMS = {arm: Planted(logit, spread=0.05) for arm, logit in {"a": 20, "b": 10, "c": 10, "d": 30}.items()}
 SHOWS = {"id": "N", "treatment": "d", "control": "b", "min_effect": 0.2, "status": "exploratory"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmqk.lab.metrics import METRICS, find_metric
-from tests.analysis.small_runs import small_run
+from tests.lab.small_runs import small_run
 
 LAYERS, ROWS, KEYS = 3, 5, 12
 PARTS = ("logit_mean", "logit_offset", "logit_spread", "attention_mass_other")

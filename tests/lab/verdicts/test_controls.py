@@ -12,8 +12,8 @@ from mmqk.lab.page.claims import cannot_tell
 from mmqk.lab.page.page import write_report
 from mmqk.report import main
 from mmqk.store import UserError
-from tests.analysis.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
-from tests.analysis.test_analysis_claims import BASIC, POSITIVE
+from tests.lab.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
+from tests.lab.verdicts.test_claims import BASIC, POSITIVE
 
 UNLEARNED = {"text": 5.58, "image": 5.48}
 NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNED) for arm in ("mixed", "mixed-qk")}

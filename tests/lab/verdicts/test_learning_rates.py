@@ -10,7 +10,7 @@ from scipy import stats
 from mmqk.lab import judge, load_study
 from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable, selection_metric
 from mmqk.store import UserError
-from tests.analysis.fake_runs import Planted, write_grid
+from tests.lab.fake_runs import Planted, write_grid
 
 RATES = (0.01, 0.02, 0.04)
 # The arms have the same configuration; their difference is planted.

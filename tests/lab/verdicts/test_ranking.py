@@ -14,7 +14,7 @@ from mmqk.lab.page.page import write_report
 from mmqk.lab.page.ranking import interval, ranking_csv, ranking_table
 from mmqk.lab.stats.effects import Effect
 from mmqk.lab.verdicts.ranking import _effect, ranking
-from tests.analysis.small_runs import config, small_run
+from tests.lab.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)
 # SELECTION has the final loss of the selection run at each learning rate. VERDICT has the final losses of the verdict

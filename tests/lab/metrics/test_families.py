@@ -6,7 +6,7 @@ import pytest
 
 from mmqk.lab.metrics import FAMILY_METRICS, FamilyMetric, find_metric
 from mmqk.store import UserError
-from tests.analysis.small_runs import config, small_run
+from tests.lab.small_runs import config, small_run
 
 
 def ended(path, rate, final, *, initial=7.0, excess=None, image=None, status="completed", steps=60, **more):

@@ -1,6 +1,6 @@
 """Write run folders like those of the demo, with planted numbers, without using mmqk's writers.
 
-``python tests/analysis/fake_runs.py FOLDER`` writes an example.
+``python tests/lab/fake_runs.py FOLDER`` writes an example.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from scipy import special, stats
 
 from mmqk.lab.stats.auroc import auroc
 from mmqk.store import UserError
-from tests.analysis.fake_runs import Planted
-from tests.analysis.test_analysis_claims import one, passed, study
+from tests.lab.fake_runs import Planted
+from tests.lab.verdicts.test_claims import one, passed, study
 
 CLAIM = {
     "id": "C",

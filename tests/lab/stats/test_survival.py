@@ -10,8 +10,8 @@ from scipy import stats
 from mmqk.lab import judge, load_study
 from mmqk.lab.page.figures import survival
 from mmqk.lab.stats.survival import kaplan_meier, log_rank
-from tests.analysis.fake_runs import Planted
-from tests.analysis.test_analysis_claims import BASIC, study
+from tests.lab.fake_runs import Planted
+from tests.lab.verdicts.test_claims import BASIC, study
 
 RNG = np.random.default_rng(5)
 

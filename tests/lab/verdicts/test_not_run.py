@@ -4,8 +4,8 @@ import pytest
 
 from mmqk.lab import judge
 from mmqk.store import UserError
-from tests.analysis.fake_runs import Planted
-from tests.analysis.test_analysis_claims import BASIC, study
+from tests.lab.fake_runs import Planted
+from tests.lab.verdicts.test_claims import BASIC, study
 
 REASON = "It would need a larger model, about 8 hours of one GPU"
 ABSENT = {"id": "C5", "statement": "a trend over sizes", "not_run": REASON}

@@ -9,7 +9,7 @@ import pytest
 import mmqk
 from mmqk.lab import load_runs, load_study
 from mmqk.store import Tag, UserError, write_json
-from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
+from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
 
 
 def test_ablation_lists_its_runs_in_order(tmp_path):

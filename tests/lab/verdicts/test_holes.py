@@ -7,7 +7,7 @@ import pytest
 from mmqk.lab import judge, load_study
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.verdicts.compared import compare, measure, spread_outcomes
-from tests.analysis.fake_runs import DEMO, Planted, write_demo
+from tests.lab.fake_runs import DEMO, Planted, write_demo
 
 
 def verdicts(folder, planted=None, change=None):
@@ -98,7 +98,7 @@ def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
         for arm in ("late", "later"):
             grid["arms"][arm] = {"label": arm, "block": "decided", "set": {}}
 
-    from tests.analysis import fake_runs
+    from tests.lab import fake_runs
 
     fake = {arm: fake_runs.SETTINGS["mixed"] for arm in ("late", "later")}
     with pytest.MonkeyPatch.context() as patch:

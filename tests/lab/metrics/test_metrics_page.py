@@ -9,7 +9,7 @@ from mmqk.lab.metrics import FAMILY_METRICS, METRICS, failures, families, losses
 from mmqk.lab.stats.auroc import FEWEST_OF_EACH
 from mmqk.store.alarms import divergence, series
 
-PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
 ROWS = {
     cells[0].split("`")[1]: cells
