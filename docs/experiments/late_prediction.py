@@ -22,9 +22,8 @@ import numpy as np
 from scipy import stats
 
 import mmqk
-from mmqk.lab.metrics import failures
-from mmqk.lab.metrics.failures import divergence_step, failure_step, window_means
-from mmqk.lab.metrics.losses import trained_modalities
+from mmqk.lab.metrics import outcomes
+from mmqk.lab.metrics.outcomes import divergence_step, failure_step, trained_modalities, window_means
 
 RULES = ("spike", "spike_median", "growth", "collapse", "stall")
 # Monitor: statistic, reduction over layers and modalities, and the width of the window before the step.
@@ -131,7 +130,7 @@ def text_failure(run, rule):
     is first, as a share of 10,000 steps; 1 without failure."""
     steps, above = above_lowest(run, "text")
     diverged = steps[above > 0.5][:1].tolist() if rule else []
-    return min([10_000, *diverged, *filter(None, [failures.rise_step(run, "text")])]) / 10_000
+    return min([10_000, *diverged, *filter(None, [outcomes.rise_step(run, "text")])]) / 10_000
 
 
 def text_rows(runs):
@@ -178,13 +177,13 @@ def threshold_rows(runs):
         row = [f"{min(highest):.2f} to {max(highest):.2f}"]
         row += [str(sum(value > nats for value in highest)) for nats in (0.4, 0.5, 0.6, 0.8)]
         for nats in (0.05, 0.1, 0.15, 0.2):
-            failures.ABOVE_OWN_BEST_NATS = nats
-            row.append(str(sum(failures.rise_step(run, "text") is not None for run in of_arm)))
-        failures.ABOVE_OWN_BEST_NATS = 0.1
+            outcomes.ABOVE_OWN_BEST_NATS = nats
+            row.append(str(sum(outcomes.rise_step(run, "text") is not None for run in of_arm)))
+        outcomes.ABOVE_OWN_BEST_NATS = 0.1
         for window, fewest in ((500, 3), (1000, 2)):
-            failures.WINDOW_STEPS, failures.FEWEST_WINDOWS_ABOVE = window, fewest
-            row.append(str(sum(failures.rise_step(run, "text") is not None for run in of_arm)))
-        failures.WINDOW_STEPS, failures.FEWEST_WINDOWS_ABOVE = 500, 2
+            outcomes.WINDOW_STEPS, outcomes.FEWEST_WINDOWS_ABOVE = window, fewest
+            row.append(str(sum(outcomes.rise_step(run, "text") is not None for run in of_arm)))
+        outcomes.WINDOW_STEPS, outcomes.FEWEST_WINDOWS_ABOVE = 500, 2
         yield arm, str(len(of_arm)), *row
 
 

@@ -14,8 +14,7 @@ import sys
 import numpy as np
 
 import mmqk
-from mmqk.lab.metrics.failures import rise_step, window_means
-from mmqk.lab.metrics.losses import final_loss
+from mmqk.lab.metrics.outcomes import final_loss, rise_step, window_means
 
 
 def over_seeds(runs, value):

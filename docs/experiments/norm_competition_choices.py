@@ -16,7 +16,6 @@ import numpy as np
 
 from mmqk.lab import load_study
 from mmqk.lab.metrics import METRICS, find_metric, is_trained
-from mmqk.lab.metrics.metric import warmup_steps
 from mmqk.lab.stats.effects import paired_effect, pooled_spread
 from mmqk.lab.verdicts.compared import compare
 
@@ -32,7 +31,7 @@ def of_window(share):
 
     def measure(run, metric, modality):
         steps, values = metric.series(run, modality)
-        values = values[steps >= max((1 - share) * max(steps, default=0), warmup_steps(run))]
+        values = values[steps >= max((1 - share) * max(steps, default=0), run.warmup_steps)]
         usable = len(values) and (values > 0).all() and np.isfinite(values).all()
         return float(np.exp(np.log(values).mean())) if usable else math.nan
 

@@ -221,6 +221,16 @@ class Run:
         """The last step of all series."""
         return self._columns.last_step
 
+    @property
+    def warmup_steps(self) -> int:
+        """The number of warm-up steps of the learning rate; 0 if not recorded."""
+        return self.setting("optim.warmup_steps", 0)
+
+    @property
+    def planned_steps(self) -> int:
+        """The configured length of the run in optimizer steps; if not recorded, its last step."""
+        return self.setting("trainer.max_steps", 0) or self.last_step
+
     def series(self, tag: str) -> Series:
         """Return (steps, values) of one series; both empty if the run does not have it."""
         return self._columns.series.get(tag, EMPTY)

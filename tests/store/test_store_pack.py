@@ -12,7 +12,7 @@ import pytest
 
 import mmqk
 from mmqk.lab.metrics import METRICS
-from mmqk.lab.metrics.growth import FALLING, GROWING
+from mmqk.lab.metrics.probes import FALLING, GROWING
 from mmqk.lab.runs import Run
 from mmqk.pack import main as pack
 from mmqk.report import main as report

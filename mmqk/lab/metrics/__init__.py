@@ -5,24 +5,21 @@ The suffix ``/modality`` selects one modality. Examples: ``largest_attention_log
 ``largest_attention_logit/text`` (text queries), ``final_loss/image``, ``lr_sensitivity/text``.
 `docs/metrics.md` lists all metrics.
 
-metric        the classes of metrics
-probes        attention logits, entropy, norms and their slopes
-losses        initial, best and final loss; learned modalities
-failures      spikes, divergence, late failure; diverged, stalled, regime not reached
-departure     the step at which a statistic leaves the range of healthy runs
-growth        the order in which the statistics of one run grew
-families      learning-rate sensitivity, first unstable learning rate; extrapolation over model size
 table         all metrics by name
+probes        attention logits, entropy, norms and their slopes; the order in which the statistics of one run grew
+outcomes      initial, best and final loss; spikes, divergence, late failure; diverged, stalled, regime not reached
+families      learning-rate sensitivity, first unstable learning rate; extrapolation over model size
+departure     the step at which a statistic leaves the range of healthy runs
 """
 
 # ruff: noqa: F401
-from mmqk.lab.metrics.failures import divergence_step
 from mmqk.lab.metrics.families import Extrapolation, extrapolate, model_size
-from mmqk.lab.metrics.losses import (
+from mmqk.lab.metrics.outcomes import (
     LEARNED_NATS,
     LOSS_WINDOW,
     FinalLoss,
     best_loss,
+    divergence_step,
     final_loss,
     initial_loss,
     is_trained,
@@ -30,5 +27,4 @@ from mmqk.lab.metrics.losses import (
     trained_modalities,
     unigram_entropy,
 )
-from mmqk.lab.metrics.metric import FamilyMetric, Measured, Metric
-from mmqk.lab.metrics.table import FAMILY_METRICS, METRICS, find_metric
+from mmqk.lab.metrics.table import FAMILY_METRICS, METRICS, FamilyMetric, Measured, Metric, find_metric

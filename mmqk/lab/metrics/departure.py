@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.lab.metrics.failures import failure_step
-from mmqk.lab.metrics.losses import trained_modalities
-from mmqk.lab.metrics.metric import warmup_steps
+from mmqk.lab.metrics.outcomes import failure_step, trained_modalities
 from mmqk.lab.runs import Run, Series, aligned
 
 # Statistics that probes measure, each with the function that reduces it over layers; in the order of the page.
@@ -57,7 +55,7 @@ def departures(run: Run, healthy: Sequence[Run]) -> dict[tuple[str, str], Depart
         run: the run to examine.
         healthy: other runs.
     """
-    failed, start = failure_step(run), warmup_steps(run)
+    failed, start = failure_step(run), run.warmup_steps
     end = run.last_step if failed is None else failed
     tags = [tag for name, tag in run.tags.items() if tag.head is None and not name.startswith("grad_norm/")]
     trained = {one.name: trained_modalities(one) for one in (run, *healthy)}

@@ -5,17 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mmqk.lab.metrics.failures import divergence_step
-from mmqk.lab.metrics.losses import final_loss, has_floor, initial_loss, trained_modalities, weight_of
-from mmqk.lab.metrics.metric import Measured, planned_steps
+from mmqk.lab.metrics.outcomes import (
+    divergence_step,
+    final_loss,
+    has_floor,
+    initial_loss,
+    trained_modalities,
+    weight_of,
+)
 from mmqk.lab.runs import Run
 
 RATE = "optim.lr"
 UNSTABLE_NATS = 0.1
+
+
+class Measured(NamedTuple):
+    """A measured number, or NaN with the reason.
+
+    Attributes:
+        value: the number; if ``towards`` is not 0, a bound.
+        why: why the value is NaN or a bound; else empty.
+        towards: 1 if the true value is at least ``value``, -1 if it is at most ``value``, 0 if it is ``value``.
+    """
+
+    value: float
+    why: str = ""
+    towards: int = 0
 
 
 def learning_rate(run: Run) -> float:
@@ -204,7 +224,7 @@ def extrapolate(runs: Sequence[Run], modality: str | None = None) -> tuple[list[
         if math.isnan(rate) or math.isnan(size):
             return [], f"the learning rate or the model's size is not recorded in {run.name}"
         steps, values = run.combined("attn_logit_absmax", np.max, modality, BLOCK)
-        by = AT_SHARE * planned_steps(run)
+        by = AT_SHARE * run.planned_steps
         at = int(np.searchsorted(steps, by, side="right")) - 1
         if at < 0:
             return [], f"{run.name} has no probe up to step {by:g}"

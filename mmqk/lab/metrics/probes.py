@@ -1,14 +1,20 @@
-"""Metrics of a run from its probes: attention logits, attention entropy, norms, and their growth rates."""
+"""Series of a run from its probes: attention logits, attention entropy, norms; their growth rates, and the order in
+which they grew.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-from mmqk.lab.metrics.metric import BySeries, End, Metric, Scale, alone, planned_steps, warmup_steps
 from mmqk.lab.runs import EMPTY, Run, Series
+from mmqk.store import Tag
+
+BySeries = Callable[[Run, str | None], Series]
 
 LAST_PROBES = 3
 # The window of a slope starts at this share of the run, like the window of the growth alarm. Earlier in the run,
@@ -28,7 +34,7 @@ def last_probes(series: Series) -> np.ndarray:
     return (values[steps > 0] if (steps > 0).any() else values)[-LAST_PROBES:]
 
 
-def _end(series: Series, worst: float) -> float:
+def end_of(series: Series, worst: float) -> float:
     """Return the median of `last_probes`; ``worst`` if the last one is not finite, NaN if there are none. The last
     probes of a run that diverged are those before it was stopped."""
     values = last_probes(series)
@@ -164,8 +170,8 @@ def norm_slope(
     """
     series = logit_series if statistic == "attn_logit_absmax" else norm_series(statistic)
     steps, values = series(run, modality)
-    length = planned_steps(run)
-    inside = (steps >= max(start * length, warmup_steps(run))) & (steps <= end * length)
+    length = run.planned_steps
+    inside = (steps >= max(start * length, run.warmup_steps)) & (steps <= end * length)
     steps, values = steps[inside], values[inside]
     if len(steps) < FEWEST_PROBES:
         return math.nan
@@ -176,19 +182,72 @@ def norm_slope(
     return float(stats.linregress(steps / SLOPE_STEPS, np.log(values)).slope)
 
 
-def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
-    """Return the metric that measures the end of a series of probes: the median of the last three."""
+# Statistics that grow before a divergence; attention entropy falls.
+GROWING = (
+    "attn_logit_absmax", "q_norm", "k_norm", "v_norm", "attn_out_norm", "mlp_out_norm", "resid_norm", "final_norm",
+)  # fmt: skip
+FALLING = ("attn_entropy",)
+FACTOR = 2.0
 
-    def measure(run: Run, modality: str | None = None) -> float:
-        return _end(series(run, modality), math.inf if worst == "high" else -math.inf)
 
-    return Metric(label, unit, scale, worst, measure, series)
+@dataclass(frozen=True)
+class Growth:
+    """One series that crossed its limit and stayed beyond it (see `growth_order`).
+
+    Attributes:
+        statistic: name of the statistic, as in docs/statistics.md.
+        modality: modality of the tokens; "text-image" for text queries and image keys; empty if there is none.
+        layer: the layer; None for the output of the last layer.
+        step: the step from which the series stays beyond its limit.
+        start: the reference value: the value of the series at the end of the warm-up.
+        end: the last value of the series.
+    """
+
+    statistic: str
+    modality: str
+    layer: int | None
+    step: int
+    start: float
+    end: float
+
+    @property
+    def ratio(self) -> float:
+        """The factor by which the series grew or fell; infinite if a value is not finite."""
+        small, large = (self.start, self.end) if self.statistic in GROWING else (self.end, self.start)
+        ratio = large / small if small else math.inf
+        return ratio if math.isfinite(ratio) else math.inf
 
 
-def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
-    """Return the metric that measures `norm_slope` in a window."""
+def growth_order(run: Run) -> list[Growth]:
+    """Return the series that crossed their limit and stayed beyond it, sorted by the step at which they crossed it.
 
-    def measure(run: Run, modality: str | None = None) -> float:
-        return norm_slope(run, statistic, modality, start, end)
+    The limit is twice the reference value; for an attention entropy, half of it. The reference is the value at the
+    first probe at or after the end of the learning-rate warm-up. If the run has no recorded warm-up, as with
+    `mmqk.monitors.attach`, the reference is the value at the first probe. A value that is not finite is beyond every
+    limit. Series that crossed at the same step are sorted by their ratio, the largest first.
+    """
+    grown = []
+    for tag, steps, values in _after_warmup(run):
+        start = float(values[0])
+        if not start > 0 or not math.isfinite(start):
+            continue
+        with np.errstate(invalid="ignore"):
+            beyond = values > FACTOR * start if tag.statistic in GROWING else values < start / FACTOR
+        beyond |= ~np.isfinite(values)
+        inside = np.flatnonzero(~beyond)
+        index = int(inside[-1]) + 1 if len(inside) else 0
+        if index < len(steps):
+            end = float(values[-1])
+            grown.append(Growth(tag.statistic, tag.modality or "", tag.layer, int(steps[index]), start, end))
+    return sorted(grown, key=lambda growth: (growth.step, -growth.ratio))
 
-    return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))
+
+def _after_warmup(run: Run) -> Iterator[tuple[Tag, np.ndarray, np.ndarray]]:
+    """Yield the tag, steps and values, from the end of the warm-up on, of each series of `GROWING` and `FALLING` that
+    has at least two values there. Series of single heads are left out."""
+    for name, tag in run.tags.items():
+        if tag.statistic in (*GROWING, *FALLING) and tag.head is None:
+            steps, values = run.series(name)
+            after = np.flatnonzero(steps >= run.warmup_steps)
+            if len(after) >= 2:
+                yield tag, steps[after], values[after]

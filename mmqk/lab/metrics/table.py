@@ -1,29 +1,34 @@
-"""All metrics by the name that a claim uses."""
+"""The metrics that a claim can name. A metric is a number of one run, or of the runs of one family at one seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, Literal
 
-from mmqk.lab.metrics.failures import (
+import numpy as np
+
+from mmqk.lab.metrics.families import Measured, first_unstable_lr, logit_extrapolation, lr_sensitivity
+from mmqk.lab.metrics.outcomes import (
     diverged,
+    final_log_z,
+    final_loss,
     grad_norm_spike_score,
     late_failure,
     late_rise,
+    log_z_series,
     spike_score,
     time_of_divergence,
     time_of_failure,
 )
-from mmqk.lab.metrics.families import (
-    first_unstable_lr,
-    logit_extrapolation,
-    lr_sensitivity,
-)
-from mmqk.lab.metrics.losses import final_log_z, final_loss, log_z_series
-from mmqk.lab.metrics.metric import End, FamilyMetric, Metric, alone
 from mmqk.lab.metrics.probes import (
     EARLY_SHARE,
+    SLOPE_FROM_SHARE,
+    BySeries,
     deviation_series,
+    end_of,
     entropy_series,
     growth_series,
     logit_mean_series,
@@ -31,13 +36,135 @@ from mmqk.lab.metrics.probes import (
     mass_other_series,
     norm_product_series,
     norm_series,
+    norm_slope,
     norms_over_alignment,
-    probed,
-    slope_of,
     weight_growth_series,
 )
 from mmqk.lab.runs import Run, Series
 from mmqk.store import UserError
+
+Scale = Literal["log", "linear"]
+End = Literal["high", "low"]
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """The fields of every metric.
+
+    Attributes:
+        label: the name of the metric in a sentence.
+        unit: the unit; empty for a pure number.
+        scale: "log" when effects are ratios, "linear" when they are differences.
+        worst: the bad end of the scale; a value that is not finite ranks at this end.
+    """
+
+    label: str
+    unit: str
+    scale: Scale
+    worst: End
+
+    def on_scale(self, value: float) -> float:
+        """Return the value itself if the scale is linear, its logarithm if the scale is log; NaN if there is no
+        logarithm."""
+        if self.scale == "linear":
+            return value
+        return math.log(value) if value > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Metric(_Quantity):
+    """A metric with one value for each run.
+
+    Attributes:
+        measure: computes the number; infinite if the last value of the run is not finite, NaN if there is no value.
+        series: function that returns the series whose end the metric measures; if there is no such series, the result
+            of `alone`.
+        by_modality: whether the metric needs a modality.
+        counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
+    """
+
+    measure: Callable[[Run, str | None], float]
+    series: BySeries
+    by_modality: bool = False
+    counts_failures: bool = False
+
+    def worst_seen(self, run: Run, modality: str | None) -> float:
+        """Return the worst finite value of the whole run; NaN if no value is finite."""
+        values = self.series(run, modality)[1]
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return math.nan
+        return float(values.max() if self.worst == "high" else values.min())
+
+
+@dataclass(frozen=True)
+class FamilyMetric(_Quantity):
+    """A metric with one value for each family and seed, from the runs at all values of the family's axes.
+
+    Attributes:
+        compute: function that returns the number. Its arguments are the runs, in any order, and a modality or None.
+        of_rates: whether the metric measures the learning rates at which runs fail. If True, a run that learned
+            nothing still counts, provided that a run at another learning rate learned, with the same seed and the
+            same values on the other axes.
+    """
+
+    compute: Callable[[Sequence[Run], str | None], Measured]
+    of_rates: bool = False
+
+    def measured(
+        self,
+        runs: Sequence[Run],
+        modality: str | None = None,
+        planned: Collection[Mapping[str, Any]] = (),
+    ) -> Measured:
+        """Return the number, or NaN with the reason.
+
+        Args:
+            runs: verdict runs of one family at one seed, without selection runs.
+            modality: the modality, if the metric has one.
+            planned: the points of the grid; the number is NaN if a point has no run.
+        """
+        if not runs:
+            return Measured(math.nan, "there are no runs")
+        if len({run.seed for run in runs}) > 1:
+            return Measured(math.nan, "the runs have several seeds: give the runs of one seed")
+        for point in planned:
+            if all(dict(run.point) != dict(point) for run in runs):
+                label = ", ".join(f"{name} {value}" for name, value in point.items())
+                return Measured(math.nan, f"there is no run at {label}")
+        return self.compute(runs, modality)
+
+    def measure(self, runs: Sequence[Run], modality: str | None = None) -> float:
+        """Return only the number; NaN if there is no value."""
+        return self.measured(runs, modality).value
+
+
+def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
+    """Return a function for the field ``series`` of a metric that has no series. The function returns one
+    point: the last step of the run and the value of the metric."""
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return np.array([run.last_step]), np.array([measure(run, modality)])
+
+    return series
+
+
+def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
+    """Return the metric that measures the end of a series of probes: the median of the last three."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return end_of(series(run, modality), math.inf if worst == "high" else -math.inf)
+
+    return Metric(label, unit, scale, worst, measure, series)
+
+
+def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
+    """Return the metric that measures `norm_slope` in a window."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return norm_slope(run, statistic, modality, start, end)
+
+    return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))
 
 
 def _loss(label: str, name: str) -> Metric:

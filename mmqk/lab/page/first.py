@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.lab.formatting import DASH, number
-from mmqk.lab.metrics.growth import FACTOR, FALLING, GROWING, Growth, growth_order
+from mmqk.lab.metrics.probes import FACTOR, FALLING, GROWING, Growth, growth_order
 from mmqk.lab.page.tables import PLACES, Cell, Table, as_text, table
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.failure_order import failure_order

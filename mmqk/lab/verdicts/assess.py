@@ -14,7 +14,7 @@ import numpy as np
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import Metric, find_metric
-from mmqk.lab.metrics.failures import outcomes
+from mmqk.lab.metrics.outcomes import outcomes
 from mmqk.lab.runs import Run
 from mmqk.lab.stats import AnyEffect
 from mmqk.lab.stats.auroc import auroc
@@ -250,7 +250,7 @@ def _counted(compared: Compared) -> Assessment:
 def _predicted(compared: Compared) -> Assessment:
     """Assess the claim that a metric predicts which runs of an arm fail, by its AUROC over pairs of runs of one arm.
 
-    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.lab.metrics.failures`); whether
+    A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.lab.metrics.outcomes`); whether
     it stalled depends on the best of the compared runs. A metric that differs between arms but not within an arm,
     such as the learning rate, has an AUROC of 0.5.
     """

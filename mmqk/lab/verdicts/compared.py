@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import FamilyMetric, Measured, Metric, find_metric, is_trained
-from mmqk.lab.metrics.failures import divergence_step, failure_step
+from mmqk.lab.metrics.outcomes import divergence_step, failure_step
 from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.verdicts.study import Study, StudyArm
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mmqk.lab.metrics.departure import FEWEST_HEALTHY, PROBED, STEPPED, Departure, departures
-from mmqk.lab.metrics.failures import failure_step
+from mmqk.lab.metrics.outcomes import failure_step
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.compared import EVENTS
 from mmqk.lab.verdicts.study import Study

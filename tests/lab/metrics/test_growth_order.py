@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mmqk.lab.metrics.growth import growth_order
+from mmqk.lab.metrics.probes import growth_order
 from mmqk.lab.runs import load_runs
 
 STEPS = range(0, 201, 20)

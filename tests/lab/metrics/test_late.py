@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmqk.lab.metrics import find_metric
-from mmqk.lab.metrics.failures import failure_step, rise_step, window_means
+from mmqk.lab.metrics.outcomes import failure_step, rise_step, window_means
 from mmqk.lab.runs import load_runs
 from tests.lab.fake_runs import Planted
 from tests.lab.small_runs import config, small_run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.metrics import FAMILY_METRICS, METRICS, failures, families, losses, probes
+from mmqk.lab.metrics import FAMILY_METRICS, METRICS, families, outcomes, probes
 from mmqk.lab.stats.auroc import FEWEST_OF_EACH
 from mmqk.store.alarms import divergence, series
 
@@ -35,8 +35,8 @@ def test_a_row_says_what_the_metric_is(name):
     ("said", "value"),
     [
         (r"\*Last (\d+) probes\*", probes.LAST_PROBES),
-        (r"mean of the last (\d+) training steps", losses.LOSS_WINDOW),
-        (r"never fell ([\d.]+) nat below", losses.LEARNED_NATS),
+        (r"mean of the last (\d+) training steps", outcomes.LOSS_WINDOW),
+        (r"never fell ([\d.]+) nat below", outcomes.LEARNED_NATS),
         (r"\| per ([\d,]+) steps, linear, high \|", probes.SLOPE_STEPS),
         (r"(\d+) probes in the window", probes.FEWEST_PROBES),
         (r"at least (\d+) standard deviations", series.SPIKE_STDS),
@@ -45,10 +45,10 @@ def test_a_row_says_what_the_metric_is(name):
         (r"has been more than ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),
         (r"first value for (\d+) steps", divergence.WINDOW),
         (r"median more than ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
-        (r"modality ended more than ([\d.]+) nat above the best run", failures.STALLED_NATS),
-        (r"averaged over windows of (\d+) steps", failures.WINDOW_STEPS),
-        (r"in at least (\d+) windows", failures.FEWEST_WINDOWS_ABOVE),
-        (r"more than ([\d.]+) nat above the lowest", failures.ABOVE_OWN_BEST_NATS),
+        (r"modality ended more than ([\d.]+) nat above the best run", outcomes.STALLED_NATS),
+        (r"averaged over windows of (\d+) steps", outcomes.WINDOW_STEPS),
+        (r"in at least (\d+) windows", outcomes.FEWEST_WINDOWS_ABOVE),
+        (r"more than ([\d.]+) nat above the lowest", outcomes.ABOVE_OWN_BEST_NATS),
         (r"ended ([\d.]+) nat above the best loss", families.UNSTABLE_NATS),
         (r"needs (\d+) failures and", FEWEST_OF_EACH),
     ],

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mmqk.lab.metrics import find_metric
-from mmqk.lab.metrics.failures import outcomes
+from mmqk.lab.metrics.outcomes import outcomes
 from mmqk.lab.metrics.probes import norm_slope
 from tests.lab.small_runs import config, small_run
 
