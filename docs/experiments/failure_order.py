@@ -144,9 +144,7 @@ if __name__ == "__main__":
     titles = ["statistic", "layer", "failed runs", "leaves the range at step", "steps before the failure"]
     print("| " + " | ".join([*titles, "survivors", "healthy"]) + " |")
     print("| --- " * 7 + "|")
-    for statistic, modality, layer, steps, before, surviving, healthy in failure_order(
-        load_study(sys.argv[1])
-    ):
+    for statistic, modality, layer, steps, before, surviving, healthy in failure_order(load_study(sys.argv[1])):
         name = f"{statistic}, {modality}" if modality else statistic
         cells = [name, "–" if layer is None else str(layer), str(len(steps)), spread(steps.values())]
         cells += [spread(before.values()), "{} of {}".format(*surviving), "{} of {}".format(*healthy)]

@@ -92,9 +92,7 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
         if not diverged:
             held_out |= {end.held_out for end in last}
         final = (
-            math.inf
-            if diverged
-            else sum(weight_of(run, m) * end.value for m, end in zip(names, last, strict=True))
+            math.inf if diverged else sum(weight_of(run, m) * end.value for m, end in zip(names, last, strict=True))
         )
         first = sum(weight_of(run, m) * initial_loss(run, m, series) for m in names)
         if total <= 0 or math.isnan(final) or math.isnan(first):
@@ -275,9 +273,7 @@ def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Mea
         return Measured(math.nan, why)
     undefined = [one for one in predictions if math.isnan(one.ratio)]
     if undefined:
-        return Measured(
-            math.nan, f"the largest model's logit is not finite at learning rate {undefined[0].rate:g}"
-        )
+        return Measured(math.nan, f"the largest model's logit is not finite at learning rate {undefined[0].rate:g}")
     if zero := [one for one in predictions if one.ratio == 0]:
         return Measured(math.nan, f"the fit predicts a logit of 0 at learning rate {zero[0].rate:g}")
     return Measured(max((one.ratio for one in predictions), key=lambda ratio: abs(math.log(ratio))))

@@ -40,9 +40,7 @@ def end_of(series: Series, worst: float) -> float:
     values = last_probes(series)
     if not len(values):
         return math.nan
-    return (
-        float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
-    )
+    return float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
 
 
 def logit_series(run: Run, modality: str | None = None) -> Series:

@@ -188,17 +188,13 @@ METRICS = {
     "largest_attention_logit": probed("largest attention logit", logit_series),
     "logit_growth": probed("growth of the largest attention logit", growth_series),
     "attention_entropy": probed("attention entropy", entropy_series, "nats", "linear", "low"),
-    "attention_mass_other": probed(
-        "attention mass on other modalities", mass_other_series, "", "linear", "low"
-    ),
+    "attention_mass_other": probed("attention mass on other modalities", mass_other_series, "", "linear", "low"),
     "logit_mean": probed("mean attention logit", logit_mean_series),
     "logit_offset": probed("offset between modalities", deviation_series("attn_logit_offset_var")),
     "logit_spread": probed("spread within a modality", deviation_series("attn_logit_spread_var")),
     "final_loss": _loss("final loss", "loss"),
     "final_excess": _loss("final excess", "excess"),
-    "final_log_z": Metric(
-        "final log Z", "nats", "linear", "high", final_log_z, log_z_series, by_modality=True
-    ),
+    "final_log_z": Metric("final log Z", "nats", "linear", "high", final_log_z, log_z_series, by_modality=True),
     "final_norm": probed("last-layer output norm", norm_series("final_norm")),
     "q_norm": probed("query norm", norm_series("q_norm")),
     "k_norm": probed("key norm", norm_series("k_norm")),
@@ -229,12 +225,8 @@ METRICS = {
 }
 _EXTRAPOLATION = "predicted divided by actual largest logit of the held-out largest model"
 FAMILY_METRICS = {
-    "lr_sensitivity": FamilyMetric(
-        "learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, True
-    ),
-    "first_unstable_lr": FamilyMetric(
-        "first unstable learning rate", "", "log", "low", first_unstable_lr, True
-    ),
+    "lr_sensitivity": FamilyMetric("learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, True),
+    "first_unstable_lr": FamilyMetric("first unstable learning rate", "", "log", "low", first_unstable_lr, True),
     "logit_extrapolation": FamilyMetric(_EXTRAPOLATION, "", "log", "high", logit_extrapolation),
 }
 # Metrics of a whole run.
@@ -263,4 +255,3 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     if modality and base in WITHOUT_MODALITY:
         raise UserError(f"metric {name!r} of a claim has no modality: write {base}")
     return metric, modality or None
-
