@@ -30,8 +30,8 @@ from mmqk.lab.page.sweeps import (
 from mmqk.lab.verdicts.study import StudyArm
 from mmqk.store import UserError
 from tests.lab.fake_runs import DEMO, write_demo
-from tests.lab.small_runs import small_run
 from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
+from tests.lab.small_runs import small_run
 
 LAYERS, PROBES = 3, 5
 
