@@ -16,11 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors import probe
-from mmqk.monitors.formulas.attention import attention_statistics
-from mmqk.monitors.formulas.growth import common_mode, logit_growth
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.own.halves import gradient_agreement
-from mmqk.monitors.own.window import BudgetWindow
+from mmqk.monitors.formulas.attention import attention_statistics, common_mode, logit_growth
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
 from mmqk.monitors.probe import residual_absorption
 from mmqk.remedies import MARKS
 from mmqk.training.module import TrainingModule

@@ -194,7 +194,7 @@ def test_the_rule_is_kept(name):
         ("store", "store/files.py", "from mmqk.model import ModelConfig", "imports mmqk.model"),
         ("model", "model/__init__.py", "from mmqk.store import tag", "imports mmqk.store"),
         ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
-        ("monitors", "monitors/record.py", "import tensorboard", "No module named 'tensorboard'"),
+        ("monitors", "monitors/collect.py", "import tensorboard", "No module named 'tensorboard'"),
         ("config", "config/training.py", "import lightning", "imports lightning"),
         ("config", "data/tokenizers/files.py", "from torch import Tensor", "imports torch"),  # by `resolve` only
         ("shards", "data/shards/pairs.py", "import mmqk.data.tokenizers.text", "imports mmqk.data.tokenizers"),

@@ -14,12 +14,13 @@ from torch import nn
 
 from mmqk.distributed import rank, summed
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.foreign.inputs import LastCall, Modalities, Modality, find_ids, named_inputs
+from mmqk.monitors.collect import Probe, over_layers
+from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
 from mmqk.monitors.foreign.isolate import copied, unwrapped
 from mmqk.monitors.foreign.layers import Layers
+from mmqk.monitors.foreign.measurement import FailedElsewhereError, agreed
 from mmqk.monitors.foreign.probing import Prober
-from mmqk.monitors.foreign.sides import Sides, check_sides
-from mmqk.monitors.record import FailedElsewhereError, Probe, agreed, over_layers
+from mmqk.monitors.foreign.sides import Modalities, Modality, Sides, check_sides
 from mmqk.monitors.summary import (
     WatchFolder,
     missing_series,

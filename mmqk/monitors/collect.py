@@ -1,28 +1,151 @@
-"""Computes the statistics of each site from the tensors of a forward pass, for mmqk's own and third-party models.
+"""Computes the statistics of each site from the tensors of a forward pass, and stores them until they become numbers.
+
+`Collector` serves mmqk's own and third-party models. A `Probe` stores tensors that merge exactly over ranks, and
+computes the number of each tag from them.
 
 Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statistics of a row of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmqk.distributed import world_size
 from mmqk.monitors.formulas.attention import (
+    GROWTH_PARTS,
     AttentionStatistics,
+    LogitGrowth,
+    attention_rank,
     attention_statistics,
+    common_mode,
     exceeded_by_one_in_a_thousand,
+    logit_growth,
     participation,
 )
-from mmqk.monitors.formulas.growth import GROWTH_PARTS, LogitGrowth, attention_rank, common_mode, logit_growth
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs
-from mmqk.monitors.formulas.reduce import Sums, output_statistics, selection, sums
-from mmqk.monitors.record import Probe
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, Sums, output_statistics, selection, sums
+from mmqk.store.tags import parsed_tag
 from mmqk.store.tags import tag as uncached_tag
+
+# Computes the value of each tag, and the number of values in its mean, from the merged tensors of a part.
+Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class StatisticPart:
+    """Statistics that are computed together.
+
+    Attributes:
+        tags: tags of these statistics.
+        raw: tensors to merge over ranks, by name. Tensors whose names start with ``max`` are merged by maximum, with
+            ``tail`` by concatenation, and all others by sum.
+        finish: computes the value and the count of each tag; tags with count 0 are left out.
+    """
+
+    tags: list[str]
+    raw: dict[str, Tensor]
+    finish: Finish
+
+
+@dataclass
+class Probe:
+    """Statistics of one batch, still on the device.
+
+    Attributes:
+        sequences: number of probed sequences, over all ranks; maxima are exact over these sequences.
+        parts: the statistics, in the order in which the forward pass computes them.
+    """
+
+    sequences: int
+    parts: list[StatisticPart] = field(default_factory=list)
+
+    def add(self, tags: list[str], raw: dict[str, Tensor], finish: Finish) -> None:
+        self.parts.append(StatisticPart(tags, raw, finish))
+
+    def add_values(self, tags: list[str], values: Tensor) -> None:
+        """Add numbers that are the same on every rank, such as those of weights."""
+        self.add(tags, {"max": values.float()}, lambda raw: (raw["max"], torch.ones_like(raw["max"])))
+
+    def add_means(self, tags: list[str], sums: Sums) -> None:
+        """Add one mean for each tag, from its count and sum."""
+        raw = {"sum": sums.sum, "count": sums.count}
+        self.add(tags, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
+
+    def merged(self) -> Probe:
+        """Merge the probe over all ranks and return it. This is a collective call; every rank must have probed the
+        same tags."""
+        if (world := world_size()) == 1:
+            return self
+        for part in self.parts:
+            for name, tensor in part.raw.items():
+                if name.startswith("tail"):
+                    gathered = [torch.empty_like(tensor) for _ in range(world)]
+                    dist.all_gather(gathered, tensor.contiguous())
+                    part.raw[name] = torch.cat(gathered)
+                else:
+                    op = dist.ReduceOp.MAX if name.startswith("max") else dist.ReduceOp.SUM
+                    dist.all_reduce(tensor, op)
+        self.sequences *= world
+        return self
+
+    def flat(self) -> dict[str, float]:
+        """Return ``{tag: number}``, with one transfer to the host."""
+        if not self.parts:
+            return {}
+        finished = [part.finish(part.raw) for part in self.parts]
+        both = torch.stack([torch.cat([f[i].float().flatten() for f in finished]) for i in (0, 1)])
+        values, counts = both.tolist()
+        tags = [t for part in self.parts for t in part.tags]
+        return {t: v for t, v, n in zip(tags, values, counts, strict=True) if n}
+
+
+def _all(reducer: Callable[[Sequence[float]], float]) -> Callable[[Sequence[float]], float]:
+    """Return a reducer that gives NaN if any value is NaN; Python's max would depend on the order of values."""
+    return lambda values: math.nan if any(map(math.isnan, values)) else reducer(values)
+
+
+REDUCERS = {"max": _all(max), "min": _all(min), "median": _all(statistics.median)}
+# The reducers of each statistic by layer.
+BY_LAYER = {
+    "attn_logit_absmax": ("max",),
+    "attn_entropy": ("median", "min"),
+    "q_norm": ("max", "median"),
+    "k_norm": ("max", "median"),
+    "v_norm": ("max",),
+    "attn_logit_mean": ("median",),
+    "attn_logit_offset_var": ("max",),
+    "attn_logit_spread_var": ("max",),
+    "logit_alignment": ("max",),
+    "resid_norm": ("max",),
+    "attn_out_norm": ("max",),
+    "mlp_out_norm": ("max",),
+    "attn_rank": ("min",),
+    "qk_clip_logit": ("max",),
+    "qk_clip_gamma": ("min",),
+}
+
+
+def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the reductions over layers of the statistics in `BY_LAYER`; values by head are ignored."""
+    layers: dict[str, list[float]] = {}
+    for name, value in metrics.items():
+        parsed = parsed_tag(name)
+        if parsed.head is None and parsed.layer is not None and parsed.statistic in BY_LAYER:
+            layers.setdefault(name.rpartition("/")[0], []).append(value)
+    return {
+        f"{series}/{reducer}": float(REDUCERS[reducer](values))
+        for series, values in layers.items()
+        for reducer in BY_LAYER[series.split("/")[0]]
+    }
+
 
 # Sites whose L2 norms are measured, as ``q_norm`` (mean) and ``q_norm_max``.
 NORM_SITES = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")

@@ -19,12 +19,9 @@ from mmqk.model.backends import documents_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped, evaluation_mode
-from mmqk.monitors.collect import NORM_SITES, Collector
-from mmqk.monitors.formulas.gradients import Absorption, absorption
-from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
-from mmqk.monitors.formulas.reduce import selection
-from mmqk.monitors.formulas.weights import matrix_sizes
-from mmqk.monitors.record import Probe
+from mmqk.monitors.collect import NORM_SITES, Collector, Probe
+from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
+from mmqk.monitors.formulas.weights import Absorption, absorption, matrix_sizes
 from mmqk.store.tags import tag
 
 # Statistics of `residual_absorption`, and the fields of `Absorption`.

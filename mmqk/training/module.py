@@ -23,7 +23,7 @@ from mmqk.model.dynamo import compile_blocks, keep_graphs
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink, evaluation_mode
-from mmqk.monitors.own.step_monitor import StepMonitor
+from mmqk.monitors.own.callback import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
 from mmqk.training.losses import (

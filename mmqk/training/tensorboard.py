@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.monitors import record
+from mmqk.monitors import collect
 from mmqk.store import Alarm, flatten, naming, parsed_tag, read_alarms, read_run, read_status
 from mmqk.store.identity import HASH_DIGITS
 
@@ -80,7 +80,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
     For two modalities these are at most 60 tags; metrics.jsonl has all values.
     """
     kept = {name: value for name, value in metrics.items() if _is_whole(name)}
-    return kept | record.over_layers(metrics)
+    return kept | collect.over_layers(metrics)
 
 
 def _is_whole(name: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.monitors.formulas.gradients import half_products
+from mmqk.monitors.formulas.weights import half_products
 
 D = 400
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.formulas import pairs as pairs_module
+from mmqk.monitors.formulas import reduce as reduce_module
 from mmqk.monitors.formulas.attention import attention_statistics
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, visible_pairs
 
 B, H, T, K, M = 2, 3, 30, 4, 3
 PARTS = ("mean", "variance", "offset_variance", "spread_variance", "entropy", "block_entropy", "within_entropy")
@@ -83,7 +83,7 @@ def by_name(rows_FM):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [2**24, 600], ids=["one chunk", "many chunks"])
 def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
-    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
     q, k, modality_BT, visible_BTS = case()
     statistics = attention_statistics(q, k, 0.7, Pairs(modality_BT, visible_BTS, M, H), softcap)
     expected = row_by_row(q, k, 0.7, modality_BT, visible_BTS, softcap)

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from mmqk.config import MonitorConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.monitors.own.callback import RunMonitor
-from mmqk.monitors.own.step_monitor import StepMonitor
+from mmqk.monitors.own.callback import RunMonitor, StepMonitor
 from mmqk.training.loop import StepLog
 from tests.one_step import build, step, token_batch
 from tests.training.toy import fit, module_of, toy_batch

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.formulas import pairs as pairs_module
-from mmqk.monitors.formulas.attention import attention_statistics
-from mmqk.monitors.formulas.growth import GROWTH_PARTS, attention_rank, common_mode, logit_growth
-from mmqk.monitors.formulas.pairs import Pairs, visible_pairs
-from mmqk.monitors.formulas.reduce import selection
+from mmqk.monitors.formulas import reduce as reduce_module
+from mmqk.monitors.formulas.attention import (
+    GROWTH_PARTS,
+    attention_rank,
+    attention_statistics,
+    common_mode,
+    logit_growth,
+)
+from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
 
 B, H, T, K, M = 2, 3, 24, 4, 2
 
@@ -44,7 +48,7 @@ def pairs(q, k, modality, valid, h, a, c, masked):
 
 @pytest.mark.parametrize("chunk", [2**24, 300], ids=["one chunk", "many chunks"])
 def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
-    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
     q, k, modality_BT, valid_BT = case()
     scale = 0.3
     measured = growth(q, k, selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H))

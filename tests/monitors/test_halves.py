@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.formulas.gradients import absorption
 from mmqk.monitors.formulas.reduce import selection
-from mmqk.monitors.own.halves import gradient_agreement
+from mmqk.monitors.formulas.weights import absorption
+from mmqk.monitors.own.gradients import gradient_agreement
 from mmqk.monitors.probe import residual_absorption
 
 NAMES = ("text", "image")

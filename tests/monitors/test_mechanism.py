@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from mmqk.config import MonitorConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
-from mmqk.monitors.own.step_monitor import StepMonitor
-from mmqk.monitors.own.window import BudgetWindow, watched_matrices
+from mmqk.monitors.own.callback import StepMonitor
+from mmqk.monitors.own.gradients import BudgetWindow, watched_matrices
 
 BLOCKS = {"text": 9, "image": 7}
 PARTS = ("decay", "step", "unattributed", "rest")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.formulas.gradients import absorption, below_epsilon, update_size
 from mmqk.monitors.formulas.reduce import selection
+from mmqk.monitors.formulas.weights import absorption, below_epsilon, update_size
 
 B, T, D, M = 2, 5, 8, 2
 

@@ -12,10 +12,9 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.monitors.formulas import pairs as pairs_module
+from mmqk.monitors.formulas import reduce as reduce_module
 from mmqk.monitors.formulas.attention import attention_statistics
-from mmqk.monitors.formulas.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.formulas.reduce import selection, sums
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, selection, sums, visible_pairs
 from tests.monitors import brute_force
 
 NAMES = ("text", "image")
@@ -121,7 +120,7 @@ IDS = [
 @pytest.mark.parametrize("changes", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
 def test_probe_equals_brute_force(changes, chunk, monkeypatch):
-    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
     model, batch = make_model(**changes), make_batch()
     measured = {k: v for k, v in probe(model, batch).flat().items() if not k.startswith("attn_logit_bound")}
     expected = expected_of(model, batch)
@@ -341,7 +340,7 @@ def test_nan_of_one_modality_does_not_spread_to_the_other():
 
 @pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
 def test_a_sequence_of_padding_alone_adds_nothing(chunk, monkeypatch):
-    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
     model, batch = make_model(), make_batch(pad=0)
     valid_BT = batch.valid_BT.clone()
     valid_BT[-1] = False

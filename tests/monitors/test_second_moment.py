@@ -12,7 +12,7 @@ import torch
 from mmqk.config import MonitorConfig, OptimConfig
 from mmqk.config.checks import check_matrices
 from mmqk.model import PerModalityConfig
-from mmqk.monitors.formulas.gradients import gradient_over_second_moment
+from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.training.optimizers import AdamVariant
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmqk.config import LossConfig, MonitorConfig
 from mmqk.monitors.own.callback import RunMonitor
-from mmqk.monitors.own.halves import gradient_agreement
+from mmqk.monitors.own.gradients import gradient_agreement
 from mmqk.training import losses as chunked_loss
 from mmqk.training.losses import LossSums, chunked_losses, loss_parts, modality_losses, total_loss
 from mmqk.training.optimizers import SplitAdamW

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.own.halves import gradient_agreement
-from mmqk.monitors.own.window import BudgetWindow
+from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
 
 SEQUENCES = 6  # three for each process: an odd number
 

@@ -24,12 +24,11 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign import calls
-from mmqk.monitors.foreign.by_hand import PRODUCT, SOFTMAX, ByHand, Layout
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
-from mmqk.monitors.foreign.layers import Layers, block_of, clean, is_scripted, layer_numbers
+from mmqk.monitors.foreign.layers import Layers, Stream, block_of, clean, is_scripted, layer_numbers
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.origins import Origin, Origins, Stream, flat
+from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins, flat
 
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,

@@ -15,15 +15,29 @@ from torch import Tensor, nn
 
 from mmqk.distributed import rank, world_size
 from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.collect import Probe
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import Inputs, Modalities, find_ids, named_inputs, padding_mask, tensors
+from mmqk.monitors.foreign.inputs import (
+    Inputs,
+    batch_size,
+    find_ids,
+    first_rows,
+    named_inputs,
+    padding_mask,
+    tensors,
+)
 from mmqk.monitors.foreign.isolate import isolated, unwrapped
 from mmqk.monitors.foreign.layers import Layers, add_matrices
-from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
-from mmqk.monitors.foreign.origins import Origins, Tracing
-from mmqk.monitors.foreign.rows import batch_size, first_rows
-from mmqk.monitors.foreign.sides import Side, sides_of_batch
-from mmqk.monitors.record import FailedElsewhereError, Probe, ProbeError, agreed, failed_here
+from mmqk.monitors.foreign.measurement import (
+    FailedElsewhereError,
+    Measurement,
+    ProbeError,
+    SiteRecord,
+    agreed,
+    failed_here,
+)
+from mmqk.monitors.foreign.sides import Modalities, Side, sides_of_batch
+from mmqk.monitors.foreign.trace import Origins, Tracing
 from mmqk.store.errors import UserError
 
 

@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K hea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,17 +18,110 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmqk.monitors.collect import Collector
+from mmqk.monitors.collect import Collector, StatisticPart
 from mmqk.monitors.foreign.calls import Call, NotMeasured
-from mmqk.monitors.foreign.inputs import Inputs, Modalities, Modality, padding_mask, tensors, visible_of
-from mmqk.monitors.foreign.origins import Origin
-from mmqk.monitors.formulas.pairs import Pairs
-from mmqk.monitors.record import StatisticPart
+from mmqk.monitors.foreign.inputs import Inputs, find_ids, padding_mask, tensors, visible_of
+from mmqk.monitors.foreign.trace import Origin
+from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.store.errors import UserError
 from mmqk.store.tags import parsed_tag, tag
 
+Ranges = range | Sequence[range]
+# Id ranges of each modality except text, or a function from the inputs to (B, T) modality numbers.
+Modality = Mapping[str, Ranges] | Callable[[Inputs], Tensor]
 # Name of a side in tags -> the model input with the side's tokens, or (input, modality) for several modalities.
 Sides = Mapping[str, "str | tuple[str, Modality]"]
+
+
+class Modalities:
+    """Maps tokens to modalities.
+
+    Args:
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality. Other ids are text; with ``{}``
+            all ids are text. It may also be a function that gets the model's inputs by name and returns (B, T), the
+            modality number of each token over which attention runs. A token with a number outside 0 to M - 1 has no
+            modality.
+        names: if ``modality`` is a function, the names of modalities 0 to M - 1; else ignored.
+
+    Attributes:
+        names: the M names.
+        ranges: id ranges by modality; None if ``modality`` is a function.
+
+    Raises:
+        UserError: a range overlaps another, is empty or has a step other than 1, or a name is not a valid tag.
+    """
+
+    def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):
+        self.function = modality if callable(modality) else None
+        if isinstance(names, str) or len(set(names)) < max(1, len(names)):
+            raise UserError(f"names is {names!r}: give one or more different names, such as ('text', 'image')")
+        self.ranges: dict[str, list[range]] | None = None
+        if callable(modality):
+            self.names = tuple(names)
+        elif isinstance(modality, Mapping):
+            ranges: dict[str, list[range]] = {"text": []}
+            for name, ids in modality.items():
+                ranges[str(name)] = list(ids) if isinstance(ids, list | tuple) else [ids]  # type: ignore[list-item]
+            self.ranges = ranges
+            self.names = tuple(ranges)
+            _check_ranges(ranges)
+        else:
+            raise UserError(
+                f'modality is {modality!r}: give ranges of ids, such as {{"image": range(4, 8196)}}, or a function'
+            )
+        for name in self.names:
+            try:
+                tag("q_norm", name)
+            except ValueError as error:
+                raise UserError(f"modality: {error}") from error
+
+    def of(self, inputs: Inputs) -> Tensor:
+        """Return the modality numbers, (B, T)."""
+        if self.function is not None:
+            modality_BT = self.function(inputs)
+            if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
+                is_tensor = isinstance(modality_BT, Tensor)
+                returned = f"shape {tuple(modality_BT.shape)}" if is_tensor else type(modality_BT).__name__
+                raise UserError(f"the modality function returned {returned}: return modality numbers (B, T)")
+            return modality_BT.long()
+        ids = find_ids(inputs)
+        if ids is None:
+            raise UserError(
+                f"modality has id ranges, but the model's inputs ({', '.join(inputs)}) have no token ids: "
+                "pass a function from the inputs to modality numbers (B, T)"
+            )
+        return self.of_ids(ids[1])
+
+    def of_ids(self, ids: Tensor) -> Tensor:
+        """Return the modality numbers of ids of any shape, by the ranges."""
+        assert self.ranges is not None
+        number = torch.zeros_like(ids, dtype=torch.long)
+        for m, name in enumerate(self.names):
+            for part in self.ranges[name]:
+                number = torch.where((ids >= part.start) & (ids < part.stop), m, number)
+        return number
+
+
+def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
+    if len(ranges) < 2 and ranges["text"]:
+        raise UserError(
+            'modality has only text: give the ids of another modality, such as {"image": range(4, 8196)}, or {} if '
+            "all ids are text"
+        )
+    for name, parts in ranges.items():
+        if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
+            raise UserError(
+                f"modality: {name} is {parts}: give ranges of ids from 0 up, not empty and with step 1, or pass a "
+                "function from the model's inputs to modality numbers (B, T)"
+            )
+        if not parts and name != "text":
+            raise UserError(f"modality: {name} has no ids: give a range of ids")
+    spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise UserError(
+                f"modality: ids {start} to {end - 1} are both {one} and {other}: give ranges that do not overlap"
+            )
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.monitors import attach
-from mmqk.monitors.record import over_layers
+from mmqk.monitors.collect import over_layers
 from mmqk.store import UserError
 from tests.monitors.attach.nets import Net, batches, loss_of
 

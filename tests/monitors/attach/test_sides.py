@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmqk.monitors import attach, record
-from mmqk.monitors.foreign import probing
-from mmqk.monitors.foreign.origins import NO_INPUTS, Origins
+from mmqk.monitors import attach, collect
+from mmqk.monitors.foreign import measurement, probing
+from mmqk.monitors.foreign.trace import NO_INPUTS, Origins
 from mmqk.monitors.summary import summary_line
 from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
@@ -358,10 +358,10 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
     watch = attach(model, modality=IMAGE)
     pixels = torch.randn(3, 9, D)
     alone = watch.probe(ids=ids, pixels=pixels).flat()
-    for module in (probing, record):
+    for module in (probing, measurement):
         monkeypatch.setattr(module, "world_size", lambda: 2)
-    monkeypatch.setattr(record, "summed", lambda flags: agreements.append(flags) or flags)
-    monkeypatch.setattr(record.Probe, "merged", lambda probe: probe)
+    monkeypatch.setattr(measurement, "summed", lambda flags: agreements.append(flags) or flags)
+    monkeypatch.setattr(collect.Probe, "merged", lambda probe: probe)
     monkeypatch.setattr(torch.distributed, "all_reduce", sums.append)
     assert watch.probe(ids=ids, pixels=pixels).flat() == alone
     assert sum(call.other_tokens for call in watch.prober.records) == 3

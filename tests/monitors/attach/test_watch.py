@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmqk.lab import load_runs
 from mmqk.monitors import attach
-from mmqk.monitors.record import over_layers
+from mmqk.monitors.collect import over_layers
 from mmqk.monitors.summary import WatchFolder
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import L, Net, batches, loss_of
