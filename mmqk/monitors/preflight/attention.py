@@ -22,12 +22,18 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import Modalities, find_ids, named_inputs, padding_mask
+from mmqk.monitors.foreign.inputs import (
+    UncuttableError,
+    batch_size,
+    find_ids,
+    first_rows,
+    named_inputs,
+    padding_mask,
+)
 from mmqk.monitors.foreign.isolate import isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.origins import Origins, flat
-from mmqk.monitors.foreign.rows import UncuttableError, batch_size, first_rows
-from mmqk.monitors.foreign.sides import Side
+from mmqk.monitors.foreign.sides import Modalities, Side
+from mmqk.monitors.foreign.trace import Origins, flat
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention
