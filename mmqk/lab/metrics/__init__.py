@@ -27,4 +27,12 @@ from mmqk.lab.metrics.outcomes import (
     trained_modalities,
     unigram_entropy,
 )
-from mmqk.lab.metrics.table import FAMILY_METRICS, METRICS, FamilyMetric, Measured, Metric, find_metric
+from mmqk.lab.metrics.table import (
+    FAMILY_METRICS,
+    METRICS,
+    FamilyMetric,
+    Measured,
+    Metric,
+    find_metric,
+    metric_value,
+)

@@ -40,7 +40,7 @@ from mmqk.lab.metrics.probes import (
     norms_over_alignment,
     weight_growth_series,
 )
-from mmqk.lab.runs import Run, Series
+from mmqk.lab.runs import Run, Series, once_per_run
 from mmqk.store import UserError
 
 Scale = Literal["log", "linear"]
@@ -255,3 +255,11 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     if modality and base in WITHOUT_MODALITY:
         raise UserError(f"metric {name!r} of a claim has no modality: write {base}")
     return metric, modality or None
+
+
+@once_per_run
+def metric_value(run: Run, name: str) -> float:
+    """Return a metric of a run."""
+    metric, modality = find_metric(name)
+    assert isinstance(metric, Metric)
+    return metric.measure(run, modality)

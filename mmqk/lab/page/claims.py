@@ -14,12 +14,11 @@ from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.page.figures import claim_runs, of_family
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
-from mmqk.lab.stats import AnyEffect
-from mmqk.lab.stats.auroc import Auroc
+from mmqk.lab.stats.effects import Auroc
+from mmqk.lab.stats.exact import AnyEffect
 from mmqk.lab.verdicts.claims import measured_label
-from mmqk.lab.verdicts.notes import interval_text
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import Verdict, detectable_in_words, effect_tested
+from mmqk.lab.verdicts.verdicts import Verdict, detectable_in_words, effect_tested, interval_text
 from mmqk.store.formatting import percent
 
 BADGES = ("reproduced", "contradicted", "inconclusive", "not run", "shown")

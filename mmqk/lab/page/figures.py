@@ -25,8 +25,8 @@ from mmqk.lab.page.curves import (
 from mmqk.lab.page.draw import GRAY, arm_colors, families, ramp
 from mmqk.lab.page.figure import FEW_ARMS, Figure, Line, Panel
 from mmqk.lab.runs import EMPTY, Run, Series
-from mmqk.lab.stats.survival import kaplan_meier
-from mmqk.lab.verdicts.compared import EVENTS, times_to_failure
+from mmqk.lab.stats.exact import kaplan_meier
+from mmqk.lab.verdicts.assess import EVENTS, times_to_failure
 from mmqk.lab.verdicts.failure_order import LATE
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.verdicts import Verdict, middle

@@ -1,37 +1,23 @@
 """Assess one claim from its runs alone.
 
-The module `verdicts` then corrects for the family of the claim and makes the checks that need other claims.
-"""
+The module `verdicts` then corrects for the family of the claim and makes the checks that need other claims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
-from mmqk.lab.metrics import Metric, find_metric
-from mmqk.lab.metrics.outcomes import outcomes
+from mmqk.lab.metrics import FamilyMetric, Measured, Metric, find_metric, is_trained, metric_value
+from mmqk.lab.metrics.outcomes import divergence_step, failure_step, outcomes
 from mmqk.lab.runs import Run
-from mmqk.lab.stats import AnyEffect
-from mmqk.lab.stats.auroc import auroc
-from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread
-from mmqk.lab.stats.exact import Counts, sign_flip
-from mmqk.lab.stats.multiple import p_over_looks
-from mmqk.lab.verdicts.compared import (
-    EVENTS,
-    Compared,
-    Outcomes,
-    compare,
-    measure,
-    metric_value,
-    middle,
-    share_history,
-    spread_outcomes,
-)
+from mmqk.lab.stats.effects import Effect, Spread, auroc, paired_effect, pooled_spread
+from mmqk.lab.stats.exact import AnyEffect, Counts, p_over_looks, sign_flip
 from mmqk.lab.verdicts.controls import (
     Control,
     enough_seeds,
@@ -40,7 +26,130 @@ from mmqk.lab.verdicts.controls import (
     regime_reached,
     within_bound,
 )
-from mmqk.lab.verdicts.study import Study
+from mmqk.lab.verdicts.study import Compared, Group, Study, compare, group, share_history
+
+
+@dataclass
+class Outcomes:
+    """The values of a metric in the compared groups.
+
+    Attributes:
+        values: values on the metric's scale, by group and seed; a failed run has the worst finite value of all
+            groups.
+        raw: the measured values by group.
+        bounds: for each value that is a bound, by group and seed: 1 if the true value is higher, -1 if it is lower.
+        unmeasured: the runs without a value, with the reason if it is known.
+    """
+
+    values: dict[str, dict[int, float]] = field(default_factory=dict)
+    raw: dict[str, list[float]] = field(default_factory=dict)
+    bounds: dict[str, dict[int, int]] = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
+
+    def measured(self, name: str) -> list[float]:
+        """Return the values of a group that are not bounds; the spread uses only these."""
+        bounds = self.bounds.get(name, {})
+        return [value for seed, value in self.values[name].items() if seed not in bounds]
+
+
+def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
+    """Return the metric ``name`` for every group and seed."""
+    metric, modality = find_metric(name)
+    outcomes = Outcomes()
+    observed: list[float] = []
+    for key, members in groups.items():
+        outcomes.values[key], outcomes.raw[key] = {}, []
+        for seed, runs in sorted(members.runs.items()):
+            if isinstance(metric, FamilyMetric):
+                measured = metric.measured(runs, modality, [arm.point for arm in members.arms])
+            else:
+                measured = Measured(metric_value(runs[0], name))
+            value = metric.on_scale(measured.value)
+            outcomes.raw[key].append(measured.value)
+            towards = measured.towards or _bound(metric, runs, measured.value)
+            if towards:
+                outcomes.bounds.setdefault(key, {})[seed] = towards
+                observed.append(value)
+                if isinstance(metric, Metric):
+                    observed.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
+            elif math.isnan(value):
+                why = f" ({measured.why})" if measured.why else ""
+                outcomes.unmeasured.append(f"“{members.label}” seed {seed}{why}")
+            else:
+                outcomes.values[key][seed] = value
+    observed += [value for by_seed in outcomes.values.values() for value in by_seed.values()]
+    finite = [value for value in observed if math.isfinite(value)]
+    if not finite:
+        return outcomes
+    for key, bounds in outcomes.bounds.items():
+        for seed, towards in bounds.items():
+            outcomes.values[key][seed] = max(finite) if towards > 0 else min(finite)
+    return outcomes
+
+
+def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
+    """Return 1 if the true value is higher than the value that replaces it, -1 if lower, 0 if it was measured."""
+    if math.isinf(value):
+        return 1 if value > 0 else -1
+    if isinstance(metric, FamilyMetric) or metric.counts_failures:
+        return 0
+    failed = any(run.status.status == "diverged" for run in runs)
+    return 0 if not failed else 1 if metric.worst == "high" else -1
+
+
+def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
+    """Return the outcomes from which the spread over seeds is computed: the outcomes of the compared groups and of
+    all other arms of the same block at the same point.
+
+    An arm that does not train the modality of the metric is left out. Of several arms whose runs are identical until
+    a fork, only the first is used.
+    """
+    study, claim = compared.study, compared.claim
+    by_name = {name: outcomes.measured(name) for name in compared.groups}
+    counted = {*compared.groups, *(arm.name for arm in compared.arms)}
+    treatment = compared.pair[0].arms[0]
+    metric, modality = find_metric(claim.metric)
+    if isinstance(metric, FamilyMetric):
+        others = list(study.families.values())
+    else:
+        others = [arm for arm in study.arms.values() if arm.point == treatment.point]
+    origins_used = {_origin(run) for run in compared.runs}
+    for name in (arm.name for arm in others if arm.block == treatment.block and arm.name not in counted):
+        other = group(study, claim, name)
+        origins = {_origin(run) for run in other.all}
+        trained = not modality or all(is_trained(run, modality) for run in other.all)
+        if other.arms and trained and not origins & origins_used:
+            origins_used |= origins
+            by_name[name] = measure({name: other}, claim.metric).measured(name)
+    return by_name
+
+
+def _origin(run: Run) -> str:
+    """Return the name of the run at the start of a chain of forks; for a run that is not a fork, its own name."""
+    while run.parent is not None:
+        run = run.parent
+    return str((run.fork or {}).get("parent") or run.name)
+
+
+def middle(values: Iterable[float]) -> float:
+    """Return the median of the values that are not NaN; NaN if all of them are."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return statistics.median(numbers) if numbers else math.nan
+
+
+# Metrics that measure the time of an event, and the functions that return the step of the event.
+EVENTS: dict[str, Callable[[Run], int | None]] = {
+    "time_of_failure": failure_step,
+    "time_of_divergence": divergence_step,
+}
+
+
+def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], list[bool]]:
+    """Return, for each run, the step of the event (the last step if there was none), and whether the event
+    happened."""
+    steps = [(EVENTS[metric](run), run.last_step) for run in runs]
+    return [float(last if step is None else step) for step, last in steps], [step is not None for step, _ in steps]
+
 
 FEWEST_FLIPPED = 6
 # A smaller standard error, relative to the effect, is rounding: the runs of each arm have equal values.
@@ -230,9 +339,7 @@ def _counted(compared: Compared) -> Assessment:
         counted = [_counts(claim, run) for run in members.all]
         counts[name] = counted.count(True), len(counted)
         unmeasured += [
-            f"“{members.label}” seed {run.seed}"
-            for run, one in zip(members.all, counted, strict=True)
-            if one is None
+            f"“{members.label}” seed {run.seed}" for run, one in zip(members.all, counted, strict=True) if one is None
         ]
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)

@@ -12,7 +12,7 @@ from mmqk.lab.formatting import plural
 from mmqk.lab.grid.arms import Job
 from mmqk.lab.grid.claims import CHECKS, NUMBERS, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric
-from mmqk.lab.stats.auroc import FEWEST_OF_EACH
+from mmqk.lab.stats.effects import FEWEST_OF_EACH
 from mmqk.lab.stats.exact import Counts
 from mmqk.store import UserError
 
@@ -50,9 +50,7 @@ def counted_label(claim: Claim) -> str:
     return f"{diverged}whose {measured_label(claim)} is {bound} {claim.at_least:g}"
 
 
-def check_claims(
-    claims: Sequence[Claim], arms: Mapping[str, Sequence[Mapping[str, Any]]], where: str
-) -> None:
+def check_claims(claims: Sequence[Claim], arms: Mapping[str, Sequence[Mapping[str, Any]]], where: str) -> None:
     """Check that the fields of each claim are consistent with each other, with its metric and with its arms.
 
     Args:
@@ -89,8 +87,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
             sentence.format(**dict.fromkeys(NUMBERS, ""))
         except (KeyError, IndexError, ValueError):
             raise UserError(
-                f"{where}: finding.{verdict} may contain {', '.join(f'{{{n}}}' for n in NUMBERS)} "
-                "and no other braces"
+                f"{where}: finding.{verdict} may contain {', '.join(f'{{{n}}}' for n in NUMBERS)} and no other braces"
             ) from None
     for name, reason in claim.unchecked.items():
         if name not in CHECKS or not reason.strip():
@@ -119,9 +116,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     if claim.status == "control" and math.isnan(claim.at_least):
         raise UserError(f"{where} is a control and needs at_least")
     if claim.status == "control" and isinstance(metric, FamilyMetric):
-        raise UserError(
-            f"{where} is a control, and {claim.metric} needs several runs: give a metric of one run"
-        )
+        raise UserError(f"{where} is a control, and {claim.metric} needs several runs: give a metric of one run")
     if set(claim.stopping) - {"max_seeds"}:
         raise UserError(f"{where}: give stopping as {{max_seeds: n}}")
     if claim.stopping and not 2 <= claim.seeds <= claim.max_seeds:
@@ -131,9 +126,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     for name in claim.compared:
         points = [point for point in arms[name] if at(point, claim.at)]
         if not points:
-            raise UserError(
-                f"{where}: {name!r} has no point at {point_label(claim.at)}: give a point of its axes"
-            )
+            raise UserError(f"{where}: {name!r} has no point at {point_label(claim.at)}: give a point of its axes")
         if isinstance(metric, FamilyMetric):
             if claim.test == "count":
                 raise UserError(
@@ -148,18 +141,14 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
 
 def _check_prediction(claim: Claim, metric: Metric | FamilyMetric, where: str) -> None:
     if claim.treatment or claim.control or not claim.arms:
-        raise UserError(
-            f"{where} predicts failures within arms: give arms, and neither treatment nor control"
-        )
+        raise UserError(f"{where} predicts failures within arms: give arms, and neither treatment nor control")
     if not 0.5 < claim.min_effect < 1 or claim.direction != "greater":
         raise UserError(
             f"{where} predicts failures: give the smallest AUROC of interest as min_effect, between 0.5 and 1, and "
             "no direction"
         )
     if isinstance(metric, FamilyMetric):
-        raise UserError(
-            f"{where} predicts failures, but {claim.metric} needs several runs: name a metric of one run"
-        )
+        raise UserError(f"{where} predicts failures, but {claim.metric} needs several runs: name a metric of one run")
 
 
 def at(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -202,9 +191,7 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
     for claim in claims:
         if claim.test == "prediction":
             continue  # check_decidable checks the number of runs
-        arms = [
-            {job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)
-        ]
+        arms = [{job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)]
         n = min(map(len, arms)) if claim.test == "count" else len(arms[0] & arms[1])
         if claim.decided and "seeds" not in claim.unchecked and n < FEWEST_SEEDS:
             warnings.append(

@@ -12,13 +12,12 @@ import numpy as np
 
 from mmqk.lab.formatting import listed, number, plural
 from mmqk.lab.grid.claims import CHECKS
-from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned
+from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned, metric_value
 from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.verdicts.claims import FEWEST_SEEDS
-from mmqk.lab.verdicts.compared import Compared, Group, metric_value
-from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
-from mmqk.lab.verdicts.study import Claim, Study
+from mmqk.lab.verdicts.ranking import BestRate, chosen, distinguishable, metric_of, value_of
+from mmqk.lab.verdicts.study import Claim, Compared, Group, Study
 from mmqk.store import AlarmConfig, differing_fields, flatten
 
 BOUND_SLACK = 1.01
@@ -303,9 +302,7 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]
     close = []
     for one, other in pairs:
         a, b = choices[one.name], choices[other.name]
-        values = [
-            [value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)
-        ]
+        values = [[value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)]
         if not distinguishable(a, b, values):
             close.append(f"{a.rate:g} ({study.label(one.name)}) from {b.rate:g} ({study.label(other.name)})")
     if all(choices[one.name].rate == choices[other.name].rate for one, other in pairs):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mmqk.lab.metrics.departure import FEWEST_HEALTHY, PROBED, STEPPED, Departure, departures
 from mmqk.lab.metrics.outcomes import failure_step
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.compared import EVENTS
+from mmqk.lab.verdicts.assess import EVENTS
 from mmqk.lab.verdicts.study import Study
 
 LATE = ("late_failure", *EVENTS)

@@ -153,6 +153,88 @@ class Study:
         return entry.label if entry else arm
 
 
+@dataclass(frozen=True)
+class Group:
+    """The runs of an arm or family that a claim names.
+
+    Attributes:
+        name: the name in the claim.
+        label: the name on the page.
+        arms: the arm, or the arms of the family.
+        runs: finished verdict runs by seed; an arm has one run per seed.
+        planned: number of planned runs.
+    """
+
+    name: str
+    label: str
+    arms: tuple[StudyArm, ...]
+    runs: Mapping[int, tuple[Run, ...]]
+    planned: int
+
+    @property
+    def all(self) -> tuple[Run, ...]:
+        """All runs of the group, sorted by seed."""
+        return tuple(run for seed in sorted(self.runs) for run in self.runs[seed])
+
+    @property
+    def seeds(self) -> int:
+        """The number of planned seeds per arm; the largest number if the arms differ."""
+        return max((len(arm.seeds) for arm in self.arms), default=0)
+
+
+def group(study: Study, claim: Claim, name: str) -> Group:
+    """Return the group that a claim calls ``name``."""
+    arms = study.arms_of(name, claim.at)
+    by_seed: dict[int, tuple[Run, ...]] = {}
+    for arm in arms:
+        for run in study.finished(arm.name):
+            by_seed[run.seed] = (*by_seed.get(run.seed, ()), run)
+    return Group(name, study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The groups that a claim compares, by name."""
+
+    study: Study
+    claim: Claim
+    groups: Mapping[str, Group]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of all groups."""
+        return [run for members in self.groups.values() for run in members.all]
+
+    @property
+    def arms(self) -> list[StudyArm]:
+        """The arms of all groups."""
+        return [arm for members in self.groups.values() for arm in members.arms]
+
+    @property
+    def pair(self) -> tuple[Group, Group]:
+        """The treatment and the control."""
+        return self.groups[self.claim.treatment], self.groups[self.claim.control]
+
+
+def compare(study: Study, claim: Claim) -> Compared:
+    """Return the groups that a claim compares."""
+    return Compared(study, claim, {name: group(study, claim, name) for name in claim.compared})
+
+
+def share_history(treatment: Group, control: Group) -> bool:
+    """Return whether the runs of each seed are equal until a fork: forks of one checkpoint, or a fork and its
+    parent."""
+    both = [(treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()]
+    return bool(both) and all(len(a) == len(b) == 1 and _forked(a[0], b[0]) for a, b in both)
+
+
+def _forked(a: Run, b: Run) -> bool:
+    if a.fork and b.fork:
+        return a.fork == b.fork
+    fork, parent = (a.fork or b.fork or {}), (b if a.fork else a)
+    return fork.get("parent") == parent.name
+
+
 def as_list(value: Any) -> list[str]:
     """Return a setting of the report as a list: a string is one name or sentence, and None is none."""
     return [value] if value and isinstance(value, str) else [str(one) for one in value or ()]

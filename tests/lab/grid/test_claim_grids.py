@@ -13,8 +13,7 @@ import yaml
 
 from mmqk.lab.grid.claims import Claim, read_claims
 from mmqk.lab.grid.grid import Grid, load_grids
-from mmqk.lab.stats.auroc import FEWEST_OF_EACH
-from mmqk.lab.stats.effects import quantile_t
+from mmqk.lab.stats.effects import FEWEST_OF_EACH, quantile_t
 from mmqk.lab.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims, check_decidable, few_seeds
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS, families, outcomes, probes
-from mmqk.lab.stats.auroc import FEWEST_OF_EACH
+from mmqk.lab.stats.effects import FEWEST_OF_EACH
 from mmqk.store.alarms import divergence, series
 
 PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from mmqk.lab.stats.auroc import auroc
+from mmqk.lab.stats.effects import auroc
 
 RNG = np.random.default_rng(7)
 

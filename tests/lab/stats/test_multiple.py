@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.stats.multiple import benjamini_hochberg, holm, level_of_look, p_over_looks
+from mmqk.lab.stats.exact import benjamini_hochberg, holm, level_of_look, p_over_looks
 
 DRAWN = [np.random.default_rng(n).uniform(0, 0.08, n) for n in (1, 2, 4, 6)]
 

@@ -9,7 +9,7 @@ from scipy import stats
 
 from mmqk.lab import judge, load_study
 from mmqk.lab.page.figures import survival
-from mmqk.lab.stats.survival import kaplan_meier, log_rank
+from mmqk.lab.stats.exact import kaplan_meier, log_rank
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, study
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.compared import Group, share_history
+from mmqk.lab.verdicts.study import Group, share_history
 
 CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}
 

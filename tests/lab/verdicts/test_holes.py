@@ -6,7 +6,8 @@ import pytest
 
 from mmqk.lab import judge, load_study
 from mmqk.lab.grid.claims import Claim
-from mmqk.lab.verdicts.compared import compare, measure, spread_outcomes
+from mmqk.lab.verdicts.assess import measure, spread_outcomes
+from mmqk.lab.verdicts.study import compare
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
 

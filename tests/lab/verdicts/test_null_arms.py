@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.metrics import find_metric
-from mmqk.lab.stats.exact import clopper_pearson
-from mmqk.lab.stats.multiple import level_of_look
-from mmqk.lab.verdicts.compared import metric_value
+from mmqk.lab.metrics import find_metric, metric_value
+from mmqk.lab.stats.exact import clopper_pearson, level_of_look
 
 ROOT = Path(__file__).parents[3]
 

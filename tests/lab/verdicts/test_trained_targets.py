@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.verdicts.notes import trained_targets
 from mmqk.lab.verdicts.study import Study
+from mmqk.lab.verdicts.verdicts import trained_targets
 from tests.lab.fake_runs import C2, C10, C13, Planted, write_grid
 
 PLAIN, QK = {"model.qk_norm.kind": "none"}, {"model.qk_norm.kind": "rms"}
