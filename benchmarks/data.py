@@ -22,13 +22,13 @@ from benchmarks.setups import toy
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
+from mmqk.data.shards.archives import index_tar
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.shards.tars import index_tar
 from mmqk.data.synthetic.dial import Dial, DialConfig
+from mmqk.data.tokens.encode import Encoder, ShardPart, TokenizeJob
 from mmqk.data.tokens.online import open_online
-from mmqk.data.tokens.worker import Encoder, ShardPart, TokenizeJob
 
 PLAIN = "plain WebDataset loop, images decoded"
 ONLINE = 100  # samples per repetition of the candidate that tokenizes while reading

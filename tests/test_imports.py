@@ -197,7 +197,7 @@ def test_the_rule_is_kept(name):
         ("monitors", "monitors/collect.py", "import tensorboard", "No module named 'tensorboard'"),
         ("config", "config/training.py", "import lightning", "imports lightning"),
         ("config", "data/tokenizers/files.py", "from torch import Tensor", "imports torch"),  # by `resolve` only
-        ("shards", "data/shards/pairs.py", "import mmqk.data.tokenizers.text", "imports mmqk.data.tokenizers"),
+        ("shards", "data/shards/manifest.py", "import mmqk.data.tokenizers.files", "imports mmqk.data.tokenizers"),
         ("report", "lab/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
         ("report", "report.py", "def main(argv): import torch", "imports torch"),
     ],

@@ -17,7 +17,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of

@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmqk.data.batch import TokenBatch, prefetched
 from mmqk.data.config import DataConfig, layout
-from mmqk.data.order.order import TrainingOrder, validation_rows
-from mmqk.data.order.sequences import Row, SequenceBuilder
+from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.sequences import Row, SequenceBuilder
 from mmqk.data.statistics import describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source
-from mmqk.data.tokens.folder import Layout, open_tokens
+from mmqk.data.tokens.folder import Captions, Layout, ShuffledPairs, open_tokens
 from mmqk.data.tokens.online import open_online
-from mmqk.data.tokens.pairing import Captions, ShuffledPairs
 from mmqk.store import UserError
 
 # Number of training sequences from which the statistics of the data are computed.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.shards.held_out import SHARE, default_share, small_set_sentence
+from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence
 from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder
 from mmqk.store.files import writing

@@ -15,16 +15,20 @@ from typing import Any
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from mmqk.data.shards.held_out import SHARE, default_share, default_share_of_tars, small_set_sentence
+from mmqk.data.shards.archives import TarIndex, expand, index_tar, read_lines
 from mmqk.data.shards.images import MAX_PIXELS, Dropped
-from mmqk.data.shards.lines import read_lines
-from mmqk.data.shards.manifest import sha256_file
+from mmqk.data.shards.manifest import (
+    SHARE,
+    default_share,
+    default_share_of_tars,
+    sha256_file,
+    small_set_sentence,
+)
 from mmqk.data.shards.samples import ReasonCounts, Unread, document_of, text_of
-from mmqk.data.shards.tars import TarIndex, expand, index_tar
 from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.source import add_sample_arguments
+from mmqk.data.tokenizers.train import add_sample_arguments
+from mmqk.data.tokens.encode import ShardPart, TokenizeJob, run_shards
 from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, layout_of, read_header
-from mmqk.data.tokens.worker import ShardPart, TokenizeJob, run_shards
 from mmqk.progress import track
 from mmqk.store import (
     DamagedFile,

@@ -17,7 +17,7 @@ import yaml
 
 from mmqk.data.datamodule import TokenDataModule, documents, targets_by_modality
 from mmqk.data.mixture import CYCLE, SLOTS
-from mmqk.data.order.order import Content
+from mmqk.data.order import Content
 from mmqk.data.statistics import describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import is_token_folder, read_header

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, tokenizers_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.store import UserError, find_file
 
 

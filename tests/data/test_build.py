@@ -17,8 +17,7 @@ from data.build import __main__ as build_module
 from data.build.captions import Annotations, WordNet, caption
 from data.build.emoji import base_of
 from data.build.sources import SOURCES
-from mmqk.data.shards.manifest import load_manifest, sha256_file
-from mmqk.data.shards.pairs import read_pairs, read_text
+from mmqk.data.shards.manifest import load_manifest, read_pairs, read_text, sha256_file
 from mmqk.store import UserError
 
 DATA = Path(__file__).parents[2] / "data"

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.data.synthetic.config import forest
-from mmqk.data.synthetic.dial import Dial, DialConfig
+from mmqk.data.synthetic.dial import Dial, DialConfig, forest
 
 THREE = DialConfig(
     vocabulary={"text": 12, "image": 16, "audio": 8},

@@ -17,11 +17,10 @@ from PIL import Image
 
 from mmqk.config import resolve
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
-from mmqk.data.shards.pairs import read_pairs
+from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.synthetic.dial import Dial
-from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, tokenizers_hash
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
 from mmqk.inspection.views import IdDecoder

@@ -15,10 +15,10 @@ import torch
 
 from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.shards.tars import index_tar
+from mmqk.data.shards.archives import index_tar
 from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.encode import TokenizeJob, _samples, split_of
 from mmqk.data.tokens.online import online_hash, open_online
-from mmqk.data.tokens.worker import TokenizeJob, _samples, split_of
 from mmqk.store import UserError
 
 

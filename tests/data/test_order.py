@@ -12,17 +12,17 @@ import torch
 from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
-from mmqk.data.order.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
-from mmqk.data.order.sequences import SequenceBuilder, pieces
+from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
+from mmqk.data.sequences import SequenceBuilder, pieces
 from mmqk.data.tokenizers.files import (
     BEGIN_IMAGE,
     BOS,
     END_IMAGE,
     EOS,
+    TextTokenizer,
     vocab_sizes_of,
 )
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, layout_of
 from mmqk.store import UserError, identity_hash
@@ -131,7 +131,7 @@ def test_impossible_mixtures_are_refused(weights, share, says):
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
     """In both orders, the row of a pair decodes to the image and the caption of the pair."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
-    from mmqk.data.shards.pairs import read_pairs
+    from mmqk.data.shards.manifest import read_pairs
 
     pair = list(read_pairs(tiny_data / "pairs", "train"))[7]
     pixels = torch.from_numpy(np.array(pair.image)).permute(2, 0, 1)[None].float() / 255

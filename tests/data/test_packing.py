@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.data.mixture import CYCLE
-from mmqk.data.order.order import TrainingOrder
-from mmqk.data.order.packing import Packing, fit
-from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.mixture import CYCLE, Packing, fit
+from mmqk.data.order import TrainingOrder
+from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.tokens.folder import Layout, TokenStore
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 

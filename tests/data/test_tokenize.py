@@ -42,11 +42,10 @@ from mmqk.data.shards.samples import (
     OF_DROPPED,
     UNUSED,
 )
-from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.data.tokens import encode
-from mmqk.data.tokens import worker as tokenize_worker
+from mmqk.data.tokens import encode as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import UserError
 

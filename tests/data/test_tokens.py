@@ -14,8 +14,8 @@ import pytest
 from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.ids import main
-from mmqk.data.order.order import TrainingOrder
-from mmqk.data.order.sequences import SequenceBuilder, pieces
+from mmqk.data.order import TrainingOrder
+from mmqk.data.sequences import SequenceBuilder, pieces
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
 from mmqk.store import UserError, cli_main
 
@@ -267,12 +267,12 @@ def within_a_minute(do):
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     from mmqk.data import ids
-    from mmqk.data.shards import command, manifest, tars
+    from mmqk.data.shards import archives, manifest
 
     pipe = tmp_path / "train-0.tar"
     os.mkfifo(pipe)
-    refused = [lambda: tars.expand([str(pipe)]), lambda: tars.expand([f"{tmp_path}/*.tar"]),
-               lambda: command.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
+    refused = [lambda: archives.expand([str(pipe)]), lambda: archives.expand([f"{tmp_path}/*.tar"]),
+               lambda: manifest.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
     for name in ("tokens.json", "train/00001.ids.npy"):
         folder = write(tmp_path / name.replace("/", "-"), some(9))
         (folder / name).unlink()
@@ -287,4 +287,4 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     link = tmp_path / "link.tar"  # a link to a regular file is accepted
     (tmp_path / "a.bin").write_bytes(b"")
     link.symlink_to(tmp_path / "a.bin")
-    assert tars.expand([str(link)]) == [link]
+    assert archives.expand([str(link)]) == [link]

@@ -13,7 +13,7 @@ import yaml
 
 from mmqk.checkpoint import load_model
 from mmqk.data.shards.manifest import manifest_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.interop.card import model_card
 from mmqk.interop.command import main
 from mmqk.model import ModelConfig

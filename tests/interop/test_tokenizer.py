@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
 from mmqk.interop.tokenizer import tokenizer_files
 
 FOLDER = Path(__file__).parents[2] / "data/tokenizers"

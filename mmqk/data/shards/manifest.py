@@ -1,16 +1,35 @@
-"""The manifest of a folder of shards: the files of each split, with their sample counts and sha256.
+"""The splits of shards: a manifest lists the files of each split, and a share is held out of any other samples.
 
-``mmqk data shards FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
+``mmqk data shards FOLDER`` writes the manifest of your own shards (``train-*.tar``, ``val-*.tar``).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
+import numpy as np
+from PIL import Image
+
+from mmqk.data.shards.archives import TarIndex, index_tar, read_lines
+from mmqk.data.shards.images import Dropped, load_image, open_image
+from mmqk.data.shards.samples import Unread, count_unread, json_of, pair_of, printable, text_of
+from mmqk.store import (
+    DamagedFile,
+    OneSentenceParser,
+    UserError,
+    check_regular,
+    hash_fraction,
+    identity_hash,
+    read_json,
+    write_json,
+)
+from mmqk.store.files import writing
 
 MANIFEST = "manifest.json"
 RESTORE = "restore it with git, or rebuild with python -m data.build"
@@ -103,3 +122,173 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
             )
         shards.append((path, shard))
     return shards
+
+
+IMAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and its caption.
+
+    Attributes:
+        key: sample key, ``<vendor>-<codepoint>`` in the shipped shards.
+        image: RGB, 64x64.
+        caption: the caption.
+        meta: the sample's JSON (caption, its parts, source, licence); empty for a sample with a txt caption.
+    """
+
+    key: str
+    image: Image.Image
+    caption: str
+    meta: dict[str, Any]
+
+
+def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
+    """Yield the pairs of a split, in the order of the shards.
+
+    Raises:
+        UserError: the manifest, a shard or a sample is missing or damaged, or differs from the manifest.
+    """
+    for path, shard in checked_shards(folder, split):
+        index = index_tar(path)
+        if len(index) != shard.samples:
+            raise UserError(
+                f"shard {path} has {len(index)} samples, but the manifest lists {shard.samples}: {RESTORE}"
+            )
+        yield from checked_pairs(index)
+
+
+def checked_pairs(index: TarIndex) -> Iterator[Pair]:
+    """Yield the pairs of one archive.
+
+    Raises:
+        UserError: a sample lacks a readable image or caption, or its image is not 64x64.
+    """
+    for key, sample in index:
+        where = f"sample {printable(key)} of shard {index.path}"
+        try:
+            content, caption = pair_of(sample)
+            image = load_image(content, IMAGE_SIZE)
+            meta = json_of(sample)
+        except Dropped as dropped:
+            raise UserError(
+                f"{where} cannot be used ({dropped.reason}): repair or remove the sample, then write the shard"
+                " and its manifest again"
+            ) from None
+        # Check the size of the file's image, because load_image scales an image of another size.
+        with open_image(content) as original:
+            width, height = original.size
+        if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
+            raise UserError(
+                f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it"
+            )
+        yield Pair(key, image, caption, meta)
+
+
+def read_text(folder: Path | str, split: str) -> Iterator[str]:
+    """Yield the documents of a split, in the order of the files.
+
+    Raises:
+        UserError: the manifest, a shard or a document is missing or damaged, or differs from the manifest.
+    """
+    for path, shard in checked_shards(folder, split):
+        count = 0
+        for count, line in read_lines(path):
+            try:
+                yield text_of(line)
+            except Dropped as dropped:
+                raise UserError(
+                    f"line {count} of {path} cannot be used ({dropped.reason}): {RESTORE}"
+                ) from None
+        if count != shard.samples:
+            raise UserError(f"{path} has {count} documents, but the manifest lists {shard.samples}: {RESTORE}")
+
+
+SHARE = 0.01
+# Of a small set, this many samples are held out (a batch), but at most a third of the set.
+LEAST = 16
+# A set of this many samples is not small: SHARE holds out 40 of them on average, and fewer than LEAST of one set in
+# 200,000.
+FEW = 4000
+
+
+def split_of(identity: bytes, val_fraction: float) -> str:
+    """Return the split of a sample; equal content falls into the same split in every shard."""
+    return "val" if hash_fraction(identity) < val_fraction else "train"
+
+
+def default_share(fractions: Iterable[float]) -> float:
+    """Return the share to hold out of samples whose `hash_fraction` is given: `SHARE`, or more for a small set.
+
+    A sample is held out if its fraction is below the share, so equal samples stay in one split. At most half of the
+    set is held out if samples are not all equal. Only the first `FEW` fractions are read.
+    """
+    few = list(islice(fractions, FEW))
+    if len(few) < 2 or len(few) == FEW:
+        return SHARE
+    values, counts = np.unique(few, return_counts=True)
+    held_out = np.cumsum(counts)  # with a share just above each value
+    last = int(np.searchsorted(held_out, min(LEAST, max(1, len(few) // 3))))
+    if last and held_out[last] > len(few) / 2:  # many samples are equal
+        last -= 1
+    return SHARE if held_out[last] == len(few) else max(SHARE, float(np.nextafter(values[last], 1)))
+
+
+def default_share_of_tars(
+    indexes: Iterable[TarIndex], identity: Callable[[Mapping[str, bytes]], bytes]
+) -> float:
+    """Return `default_share` of the samples of tars; a large set is recognized without reading its samples.
+
+    Args:
+        indexes: index of each archive; no further ones are read once they have `FEW` samples.
+        identity: returns the bytes that decide the split of a sample, or raises Dropped.
+    """
+    small: list[TarIndex] = []
+    for index in indexes:
+        small.append(index)
+        if sum(map(len, small)) >= FEW:
+            return SHARE
+    fractions = []
+    for index in small:
+        for _, sample in index:
+            with suppress(Dropped):
+                fractions.append(hash_fraction(identity(sample)))
+    return default_share(fractions)
+
+
+def small_set_sentence(share: float) -> str:
+    """Return the sentence to print if `default_share` gave more than `SHARE`."""
+    return f"the set is small: a share of {share:.2g} is held out for validation instead of {SHARE:g}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the manifest of a folder of WebDataset shards."""
+    parser = OneSentenceParser(
+        prog="mmqk data shards",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar.\n"
+        "A sample is a 64x64 image (webp, png or jpg) and a caption (json with\n'caption', or txt).",
+    )
+    parser.add_argument("folder", type=Path, help="the folder with the shards")
+    folder: Path = parser.parse_args(argv).folder
+    unread, files = Unread(), 0
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for path in sorted(folder.glob("*-*.tar")):
+        check_regular(path)
+        index = index_tar(path)
+        samples = sum(1 for _ in checked_pairs(index))  # every pair is checked
+        split = path.name.rsplit("-", 1)[0]
+        splits[split] = (*splits.get(split, ()), Shard(path.name, samples, sha256_file(path)))
+        for key, sample in index:
+            count_unread(index.unread, "pair", key, sample)
+        unread.take(index.unread, f"{path.name}: ")
+        files += index.files
+    if not splits:
+        raise UserError(f"{folder} has no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
+    manifest = Manifest(splits, {})
+    with writing(folder, "make it writable"):
+        write_manifest(folder, manifest)
+    print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
+    for line in unread.lines(files):
+        print(line)
+    return 0

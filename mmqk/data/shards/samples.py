@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmqk.data.shards.images import IMAGE_REASONS, Dropped
-from mmqk.data.shards.lines import LONGEST_LINE
 
 EXAMPLES = 5
 LONGEST_SHOWN = 200  # characters of a name
@@ -29,8 +28,9 @@ DOTTED = "with a second dot in the name"
 
 # Longest text of a document, in bytes of UTF-8; the tokenizer needs about 150 times this size in memory.
 MAX_TEXT = 2**22
-# Longest JSON in bytes: more than for the text, because the JSON may contain escapes and other fields.
-MAX_JSON = LONGEST_LINE
+# Longest line and longest JSON in bytes: more than for the text, because a JSON may contain escapes and other fields.
+# Of a longer line only this many bytes plus one are read into memory.
+LONGEST_LINE = MAX_JSON = 2**24
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 CAPTION_FIELD = "caption"

@@ -13,8 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 from PIL import Image
 
-from mmqk.data.shards.manifest import MANIFEST, manifest_hash
-from mmqk.data.shards.pairs import IMAGE_SIZE, read_pairs, read_text
+from mmqk.data.shards.manifest import IMAGE_SIZE, MANIFEST, manifest_hash, read_pairs, read_text
 from mmqk.data.tokenizers.files import read_config, tokenizers_hash
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.data.tokens.folder import (

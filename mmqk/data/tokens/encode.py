@@ -1,4 +1,4 @@
-"""Encode documents of texts and images as ids, for `mmqk.data.tokenize`, the token cache and ``data.read shards``.
+"""Encode documents of texts and images as ids, and shards as parts of a token folder.
 
 ```
 text ── BPE ───────────────────────┐
@@ -8,16 +8,38 @@ image ── batches ── codes ── <boi>, <eoi> ┴─ joint vocabulary �
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from mmqk.data.shards.images import Dropped
-from mmqk.data.shards.samples import EMPTY_DOCUMENT
-from mmqk.data.tokenizers.files import SPECIALS
-from mmqk.data.tokens.folder import layout_of
+from mmqk.data.shards.archives import TarIndex, index_tar, read_lines
+from mmqk.data.shards.images import Dropped, Fit, load_image
+from mmqk.data.shards.manifest import sha256_file, split_of
+from mmqk.data.shards.samples import (
+    EMPTY_DOCUMENT,
+    OF_DROPPED,
+    UNUSED,
+    ReasonCounts,
+    Unread,
+    count_unread,
+    document_of,
+    text_of,
+)
+from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, tokenizers_hash
+from mmqk.data.tokens.folder import SPLITS, TokenWriter, layout_of
+from mmqk.store import UserError
 
 IMAGES_A_BATCH = 64
 
@@ -38,12 +60,13 @@ class DocumentEncoder:
     """
 
     def __init__(self, tokenizers: Path, images: bool = True) -> None:
-        from mmqk.data.tokenizers.image import ImageTokenizer
-        from mmqk.data.tokenizers.text import TextTokenizer
-
         self.layout = layout_of(tokenizers)
         self._text = TextTokenizer.load(tokenizers)
-        self._images = ImageTokenizer.load(tokenizers) if images else None
+        self._images = None
+        if images:
+            from mmqk.data.tokenizers.image import ImageTokenizer  # imports timm, which takes seconds
+
+            self._images = ImageTokenizer.load(tokenizers)
         self.clear()
 
     @property
@@ -100,3 +123,241 @@ class DocumentEncoder:
             document[n] = np.array([begin, *codes_N, end], dtype=self.layout.dtype)
             self.tokens += len(document[n])
         self._waiting.clear()
+
+
+# Beyond this many tokens a part continues in another file, which bounds memory.
+TOKENS_A_FILE = 2**25
+
+Place = bytes | str
+# ("done", record), ("broken", sentence) if the shard cannot be read, or ("unwritable", reason) if its part cannot be
+# written.
+Result = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """Settings that all shards share.
+
+    Attributes:
+        kind: pair, interleaved or text.
+        tokenizers: folder of the tokenizers.
+        out: the token folder.
+        val_fraction: share of the documents that go to val, by a hash of their content.
+        fit: how images fit into the square, see `load_image`.
+        max_pixels: largest number of pixels of an image; larger images are dropped.
+        caption_field: see `pair_of`.
+    """
+
+    kind: str
+    tokenizers: Path
+    out: Path
+    val_fraction: float
+    fit: Fit
+    max_pixels: int
+    caption_field: str | None
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """A shard's file and the name of the part that is made from it."""
+
+    part: str
+    path: Path
+
+
+def run_shards(
+    job: TokenizeJob, shards: Sequence[ShardPart], workers: int
+) -> Generator[tuple[ShardPart, Result], None, None]:
+    """Tokenize shards in worker processes, or in this process if workers is 0, and yield each with its result.
+
+    Closing the iterator ends the workers.
+
+    Raises:
+        UserError: the tokenizers cannot be used, or a worker was killed.
+    """
+    if not shards:
+        return
+    if workers == 0:
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # results must not depend on the number of threads
+        try:
+            encoder = Encoder(job)
+            for shard in shards:
+                yield shard, _attempt(encoder, shard)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    before = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")  # torch's threads do not exist in a forked process
+    waiting, running = iter(shards), dict[Future[Result], ShardPart]()
+    with ProcessPoolExecutor(workers, context, _begin) as pool:
+        try:
+            while True:
+                for shard in islice(waiting, workers - len(running)):
+                    running[pool.submit(_tokenize, job, shard)] = shard
+                if not running:
+                    return
+                for future in sorted(wait(running, return_when=FIRST_COMPLETED).done, key=_has_failed):
+                    result = future.result()
+                    yield running.pop(future), result
+        except BrokenProcessPool:
+            paths = ", ".join(str(shard.path) for shard in running.values())
+            raise UserError(
+                f"a worker was killed while tokenizing {paths or 'shards'}: if the machine ran out of memory, give"
+                " fewer --workers or a smaller --max-pixels; finished shards are kept, and the same command continues"
+            ) from None
+        finally:
+            for worker in set(multiprocessing.active_children()) - before if running else ():
+                worker.terminate()
+            pool.shutdown(cancel_futures=True)
+
+
+def _has_failed(future: Future[Result]) -> bool:
+    return future.exception() is not None
+
+
+def _begin() -> None:
+    """Prepare a worker process."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # the workers share the cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _tokenize(job: TokenizeJob, shard: ShardPart) -> Result:
+    return _attempt(_encoder(job), shard)
+
+
+@cache
+def _encoder(job: TokenizeJob) -> Encoder:
+    return Encoder(job)
+
+
+def _attempt(encoder: Encoder, shard: ShardPart) -> Result:
+    try:
+        return "done", encoder.shard(shard)
+    except UserError as error:
+        return "broken", str(error)
+    except OSError as error:
+        return "unwritable", error.strerror or str(error)
+
+
+class Encoder:
+    """The tokenizers and the writer of one job.
+
+    Raises:
+        UserError: the tokenizers are missing or damaged.
+    """
+
+    def __init__(self, job: TokenizeJob) -> None:
+        self.job = job
+        self.documents = DocumentEncoder(job.tokenizers, images=job.kind != "text")
+        self.writer = TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
+
+    def shard(self, shard: ShardPart) -> dict[str, Any]:
+        """Write the part of one shard.
+
+        Returns:
+            The record of the shard: its file name, size and sha256; the numbers of samples, of documents by split and
+            of dropped samples by reason; names of some dropped samples; and counts of the files that no document
+            uses. The record of an archive also has the number of its files.
+
+        Raises:
+            UserError: the shard cannot be read to its end. OSError: the part cannot be written.
+        """
+        part, job = _Part(self, shard.part), self.job
+        index = None if job.kind == "text" else index_tar(shard.path)
+        unread, files = (Unread(), {}) if index is None else (index.unread, {"files": index.files})
+        for key, fields, make in _samples(job, shard.path if index is None else index):
+            part.samples += 1
+            reason = UNUSED
+            try:
+                identity, places = make()
+                part.add(split_of(identity, job.val_fraction), [self._loaded(place) for place in places])
+            except Dropped as dropped:
+                part.dropped.add(dropped.reason, key)
+                reason = OF_DROPPED
+            count_unread(unread, job.kind, key, fields, reason)
+        part.write()
+        return {
+            "file": shard.path.name,
+            "size": shard.path.stat().st_size,
+            "sha256": sha256_file(shard.path),
+            "samples": part.samples,
+            "documents": part.documents,
+            "dropped": dict(sorted(part.dropped.counts.items())),
+            "examples": part.dropped.examples,
+            **files,
+            "unread": asdict(unread),
+        }
+
+    def _loaded(self, place: Place) -> str | Image.Image:
+        """Return a text unchanged, or an image decoded."""
+        if isinstance(place, str):
+            return place
+        return load_image(place, self.documents.image_size, self.job.fit, self.job.max_pixels)
+
+
+class _Part:
+    """The documents of one shard that are not written yet."""
+
+    def __init__(self, encoder: Encoder, name: str) -> None:
+        self._encoder, self._name = encoder, name
+        self.samples = 0
+        self.documents = dict.fromkeys(SPLITS, 0)
+        self.dropped = ReasonCounts()
+        self._splits: list[str] = []  # split of each document in the encoder
+        self._files = 0
+        encoder.documents.clear()  # drop documents of an earlier shard that was not read to its end
+
+    def add(self, split: str, places: Sequence[str | Image.Image]) -> None:
+        """Add a document, and write the pending documents if they exceed the size limit."""
+        self._encoder.documents.add(places)
+        self._splits.append(split)
+        self.documents[split] += 1
+        if self._encoder.documents.tokens >= TOKENS_A_FILE:
+            self.write()
+
+    def write(self) -> None:
+        """Write the pending documents as one file per split."""
+        documents = self._encoder.documents.take()
+        # "_" sorts after ".", so the files are read in the order in which they were written.
+        name = f"{self._name}_{self._files:06d}" if self._files else self._name
+        for split in SPLITS:
+            of_split = [ids for ids, of in zip(documents, self._splits, strict=True) if of == split]
+            if of_split:
+                self._encoder.writer.add_part(split, name, of_split)
+        self._splits.clear()
+        self._files += 1
+
+
+Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]]]
+
+
+def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
+    """Yield for each sample its key, its fields, and a function that makes its document.
+
+    The function returns the bytes that identify the document, and its texts and images in order; or raises Dropped.
+    """
+    if isinstance(source, Path):
+        for number, line in read_lines(source):
+            if line.strip():
+                yield f"line {number}", [], partial(_text_document, line)
+        return
+    for key, sample in source:
+        yield key, list(sample), partial(document_of, sample, job.kind, job.caption_field)
+
+
+def _text_document(line: bytes) -> tuple[bytes, list[Place]]:
+    text = text_of(line)
+    return text.encode(), [text]

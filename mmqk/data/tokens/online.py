@@ -20,11 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.data.shards.held_out import SHARE, default_share
+from mmqk.data.shards.archives import TarIndex, expand, index_tar
 from mmqk.data.shards.images import Dropped, load_image
-from mmqk.data.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
+from mmqk.data.shards.manifest import (
+    MANIFEST,
+    SHARE,
+    checked_shards,
+    default_share,
+    load_manifest,
+    manifest_hash,
+)
 from mmqk.data.shards.samples import IMAGE_FIELDS, REASONS, Unread, count_unread, pair_of, printable
-from mmqk.data.shards.tars import TarIndex, expand, index_tar
 from mmqk.data.tokenizers.files import read_config
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.store import UserError, identity_hash, replacing

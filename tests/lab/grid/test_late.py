@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from mmqk.config import resolve
-from mmqk.data.shards.pairs import read_pairs
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.shards.manifest import read_pairs
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.claims import read_claims
 from mmqk.lab.verdicts.claims import check_claims, check_decidable

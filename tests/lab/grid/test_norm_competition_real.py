@@ -9,9 +9,9 @@ import pytest
 import torch
 from torchvision.transforms.functional import to_tensor
 
-from mmqk.data.shards.pairs import read_pairs
+from mmqk.data.shards.manifest import read_pairs
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 from mmqk.lab.grid.claims import read_claims
 from mmqk.lab.verdicts.claims import check_claims, check_decidable
 from tests.lab.grid.resolved import ROOT, resolved, unequal

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from mmqk.config import RunConfig, resolve
-from mmqk.data.shards.pairs import read_pairs
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.shards.manifest import read_pairs
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab import load_study
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.grid import Grid

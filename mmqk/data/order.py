@@ -8,9 +8,8 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from mmqk.data.mixture import Epochs, IndexedCache, Mixture, kind_of, random_stream
-from mmqk.data.order.packing import Packing
-from mmqk.data.order.sequences import Row, SequenceBuilder, joined, pieces
+from mmqk.data.mixture import Epochs, IndexedCache, Mixture, Packing, kind_of, random_stream
+from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
 from mmqk.data.synthetic.dial import Dial
 
 DIAL_CHUNK = 64

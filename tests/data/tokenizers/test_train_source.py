@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmqk.data.shards.held_out import split_of
-from mmqk.data.shards.pairs import read_pairs, read_text
-from mmqk.data.tokenizers.source import Documents, Selection, Source, spread
+from mmqk.data.shards.manifest import read_pairs, read_text, split_of
+from mmqk.data.tokenizers.train import Documents, Selection, Source, spread
 from mmqk.store import UserError
 
 SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))

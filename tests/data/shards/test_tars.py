@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import webdataset as wds
 
-from mmqk.data.shards.tars import expand, index_tar
+from mmqk.data.shards.archives import expand, index_tar
 from mmqk.store import UserError
 
 

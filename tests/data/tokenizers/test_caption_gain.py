@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from data.build.caption_gain import caption_gain, partners, summary
-from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig

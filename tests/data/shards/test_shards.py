@@ -14,9 +14,15 @@ from PIL import Image
 
 from data.build.write import write_documents, write_shard
 from mmqk.data.shards import manifest as manifest_module
-from mmqk.data.shards.command import main as write_manifest_main
-from mmqk.data.shards.manifest import Manifest, load_manifest, manifest_hash, write_manifest
-from mmqk.data.shards.pairs import read_pairs, read_text
+from mmqk.data.shards.manifest import (
+    Manifest,
+    load_manifest,
+    manifest_hash,
+    read_pairs,
+    read_text,
+    write_manifest,
+)
+from mmqk.data.shards.manifest import main as write_manifest_main
 from mmqk.store import UserError
 
 

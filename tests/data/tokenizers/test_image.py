@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Source
+from mmqk.data.tokenizers.train import Source
 from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import UserError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 # PSNR on held-out images in dB: that of the shipped codebook is higher, that of a permuted codebook is lower.
 HELD_OUT_DB = 20.0
 
@@ -98,7 +98,7 @@ import torch
 import mmqk.data.datamodule, mmqk.data.tokenizers.image, mmqk.data.tokenizers.train
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.data.tokenizers.files import vocab_sizes_of
 vocab_sizes_of({str(shipped)!r}), TextTokenizer.load({str(shipped)!r}), tokenizers_hash({str(shipped)!r})
 print("timm" in sys.modules)

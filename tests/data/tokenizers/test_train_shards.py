@@ -11,11 +11,9 @@ import torch
 from PIL import Image
 
 from mmqk.data.tokenize import main as tokenize
-from mmqk.data.tokenizers.files import vocab_sizes_of
+from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Source
-from mmqk.data.tokenizers.text import TextTokenizer
-from mmqk.data.tokenizers.train import main
+from mmqk.data.tokenizers.train import Source, main
 from mmqk.data.tokens.folder import read_header
 from mmqk.store import cli_main, find_file
 

@@ -5,12 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from mmqk.data.shards.pairs import read_pairs
-from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.shards.manifest import read_pairs
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
 from mmqk.store import UserError
 
-SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[2] / "data" / "tokenizers")
+SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[3] / "data" / "tokenizers")
 
 
 @settings(max_examples=200, deadline=None)
@@ -23,7 +22,7 @@ def test_any_text_comes_back(text):
 
 def test_shipped_vocabulary_has_1024_entries_and_covers_captions():
     captions = [
-        pair.caption for pair in read_pairs(Path(__file__).resolve().parents[2] / "data/emoji", "val")
+        pair.caption for pair in read_pairs(Path(__file__).resolve().parents[3] / "data/emoji", "val")
     ]
     tokens = sum(len(SHIPPED.encode(caption)) for caption in captions)
     assert SHIPPED.size == 1024

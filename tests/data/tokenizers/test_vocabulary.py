@@ -1,8 +1,16 @@
 from pathlib import Path
 
-from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, SPECIALS, vocab_sizes_of
+from mmqk.data.tokenizers.files import (
+    BEGIN_IMAGE,
+    BOS,
+    END_IMAGE,
+    EOS,
+    PAD,
+    SPECIALS,
+    TextTokenizer,
+    vocab_sizes_of,
+)
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.text import TextTokenizer
 
 
 def test_specials_come_first_and_count_as_text(shipped: Path):

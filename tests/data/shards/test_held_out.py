@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmqk.data.shards.held_out import FEW, SHARE, default_share
+from mmqk.data.shards.manifest import FEW, SHARE, default_share
 
 
 @pytest.mark.parametrize(("samples", "held_out"), [(2, 1), (3, 1), (30, 10), (48, 16), (200, 16), (1000, 16)])

@@ -18,7 +18,7 @@ from mmqk.data import tokenize
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import cli_main, read_metrics
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 WORDS = "a red bicycle leans on an old wall near the river while two people walk their dog past it".split()  # noqa: SIM905
 # Options that make a command small enough for a test; its other arguments are those of the README.
 SMALLER = {

@@ -13,10 +13,9 @@ from data.build.tokenizer_report import (
     measure,
     token_statistics,
 )
-from mmqk.data.tokenizers.files import ImageTokenizerConfig
+from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Documents, Source
-from mmqk.data.tokenizers.text import TextTokenizer
+from mmqk.data.tokenizers.train import Documents, Source
 
 
 @pytest.fixture

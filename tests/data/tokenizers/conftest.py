@@ -13,7 +13,7 @@ from data.build.write import write_documents, write_shard
 from mmqk.data.shards.manifest import Manifest, write_manifest
 from mmqk.data.tokenizers.image import ImageTokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 WORDS = ("red", "blue", "green", "round", "square", "small", "large", "heart", "star", "moon")
 
 

@@ -118,9 +118,9 @@ def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch
     import gzip
     import tracemalloc
 
-    from mmqk.data.shards import lines
+    from mmqk.data.shards import archives
 
-    monkeypatch.setattr(lines, "LONGEST_LINE", 2**20)
+    monkeypatch.setattr(archives, "LONGEST_LINE", 2**20)
     path = tmp_path / "x.jsonl.gz"
     with gzip.open(path, "wb") as file:
         for _ in range(256):
@@ -135,17 +135,17 @@ def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch
         finally:
             tracemalloc.stop()
 
-    assert peak(lambda: list(lines.read_lines(path))) < 2**25
+    assert peak(lambda: list(archives.read_lines(path))) < 2**25
     with gzip.open(path) as whole:
         assert peak(whole.readline) > 2**28  # the control
-    assert [text_of(line) for _, line in lines.read_lines(path) if line.strip()] == ["after"]
+    assert [text_of(line) for _, line in archives.read_lines(path) if line.strip()] == ["after"]
 
 
 def test_damage_after_the_first_xz_stream_is_no_end_of_the_file(tmp_path):
     """From each file in `damaged`, lzma.LZMAFile would read the first line and report no error."""
     import lzma
 
-    from mmqk.data.shards.lines import read_lines
+    from mmqk.data.shards.archives import read_lines
     from mmqk.store import UserError
 
     first, second = (lzma.compress(line) for line in (b"first\n", b"second\n"))
