@@ -21,9 +21,8 @@ from mmqk.lab.grid.claims import check_arms
 from mmqk.lab.grid.grid import Grid, load_grids
 from mmqk.lab.grid.record import read_ablation
 from mmqk.lab.runner.plan import Resolver, plan
-from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
+from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, cores, gpus, start_server
 from mmqk.lab.runner.session import Session, check_out, take_runs
-from mmqk.lab.runner.task import cores, gpus, outcome_table, time_left
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
 from mmqk.store.formatting import plural
 
@@ -74,12 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         # Start the server now, so that it imports torch at the same time as the resolver in this process.
         start_server(PRELOAD)
     resolver = Resolver(max(1, cores() // jobs))
-    session = Session(
-        grid, out, lambda: plan(grid, out, resolver), resolver.threads, options.slice, only
-    )
+    session = Session(grid, out, lambda: plan(grid, out, resolver), resolver.threads, options.slice, only)
     session.look()
     for sentence in _check_claims(grid, session):
         print(sentence, flush=True)
+    from mmqk.lab.runner.table import PoolProgress, outcome_table, time_left  # imports rich
+
     if options.dry_run:
         outcomes = session.outcomes()
         print("\n".join([outcome_table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
@@ -90,8 +89,6 @@ def main(argv: list[str] | None = None) -> int:
     slice_label = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
     runs = plural(len(session.tasks) + len(session.waiting), "run")
     print(f"{grid.title}: {slice_label}{runs} in {out}, {todo} to train, {jobs} at a time", flush=True)
-    from mmqk.lab.runner.table import PoolProgress  # imports rich
-
     with contextlib.closing(PoolProgress()) as progress:
         pool = Pool(
             tasks,
@@ -124,9 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     if statuses <= {"completed", "diverged"}:
         return 0
     if pool.stopping:
-        print(
-            f"{options.max_minutes:g} minutes are over: run the same command again to resume", file=sys.stderr
-        )
+        print(f"{options.max_minutes:g} minutes are over: run the same command again to resume", file=sys.stderr)
     return 130
 
 
@@ -148,9 +143,7 @@ def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     if not options.settings:
         return added
     if len(options.only) != 1 or len(options.config) != 1:
-        raise UserError(
-            "--set adds one arm to one grid: give one --config, and the arm's name with --only NAME"
-        )
+        raise UserError("--set adds one arm to one grid: give one --config, and the arm's name with --only NAME")
     return {**added, options.only[0]: {"set": dict(options.settings)}}
 
 
@@ -230,9 +223,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="ARM,ARM",
         help="train only these arms of the grid",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="train the arms that the grid lists under `quick`"
-    )
+    parser.add_argument("--quick", action="store_true", help="train the arms that the grid lists under `quick`")
     parser.add_argument(
         "--set",
         dest="settings",

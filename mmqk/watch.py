@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.live import Live
 
+    from mmqk.lab.runner.state import Follow, follow
     from mmqk.lab.runner.table import runs_table
-    from mmqk.lab.runner.views import Follow, follow
 
     console = Console()
     width = max(NARROWEST, console.width)
@@ -85,7 +85,7 @@ def _wait_for_run(folder: Path, every: float) -> None:
     Raises:
         UserError: the path is not a folder, or its ablation.json cannot be read.
     """
-    from mmqk.lab.runner.views import follow
+    from mmqk.lab.runner.state import follow
 
     waiting = False
     while True:

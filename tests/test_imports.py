@@ -156,7 +156,7 @@ RULES = {
         then=RESOLVE,
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
-    "watch": Rule(("mmqk.watch", "mmqk.lab.runner.views", "mmqk.lab.runner.table"), never=("torch", "lightning")),
+    "watch": Rule(("mmqk.watch", "mmqk.lab.runner.state", "mmqk.lab.runner.table"), never=("torch", "lightning")),
     "analysis": Rule(
         ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.formatting"),
         never=("torch", "lightning", "matplotlib"),

@@ -8,6 +8,7 @@ two ranks with DDP or FSDP, a grid.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -24,12 +25,15 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import mmqk.lab.runner.preload  # noqa: F401 (imported before the forks)
+from mmqk.lab.runner.pool import PRELOAD
 from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
 from mmqk.train import main, process
 from tests.faulty_disk import Disk
 from tests.tiny import tiny_args, write_tiny_data
 from tests.training.ranks import RANKS, _rank
+
+for name in PRELOAD:  # before the forks
+    importlib.import_module(name)
 
 CASES, QUICK, SECONDS = 1000, 20, 120.0
 KINDS = (*["plain"] * 8, *["accumulation"] * 4, *["fork"] * 4, "workers", "ddp", "fsdp", "grid")

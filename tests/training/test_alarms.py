@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mmqk.config import resolve
 from mmqk.lab import load_runs
-from mmqk.lab.runner.views import follow
+from mmqk.lab.runner.state import follow
 from mmqk.signals import ENDING
 from mmqk.store import (
     Alarm,

@@ -14,7 +14,7 @@ from typing import Any
 
 from mmqk.lab.grid.arms import LR, Job, LrRule, parts_of
 from mmqk.lab.grid.grid import Grid
-from mmqk.lab.runner.task import Task, standing
+from mmqk.lab.runner.state import Task, standing
 from mmqk.store import UserError, identity_hash, read_run
 from mmqk.store.checkpoints import checkpoints_in, step_of
 
@@ -236,9 +236,7 @@ class _Planner:
         origin = self._find(self.jobs[job.parent, job.seed, "verdict"])
         parent = origin if isinstance(origin, ResolvedJob) else self.drafts[job.parent, job.seed]
         if step > (last := parent.task().max_steps):
-            raise UserError(
-                f"{_where(job)}: {job.parent} has {last} steps, so it cannot be forked at step {step}"
-            )
+            raise UserError(f"{_where(job)}: {job.parent} has {last} steps, so it cannot be forked at step {step}")
         if step <= parent.first:
             raise UserError(
                 f"{_where(job)}: {job.parent} is a fork from step {parent.first}, so it cannot be forked at step"
@@ -299,9 +297,7 @@ class _Planner:
         self.choices[job.arm] = self.resolver.choices[folders]
         return self.choices[job.arm]
 
-    def _wait(
-        self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True
-    ) -> BlockedJob:
+    def _wait(self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True) -> BlockedJob:
         """Return the blocked job of a run whose identity is not known yet; ``draft`` is the run with a provisional
         configuration."""
         job, task = draft.job, draft.task()
@@ -339,9 +335,7 @@ class _Planner:
         if file := checkpoint_of(again.folder, step):
             return file
         if standing(again).finished:
-            reason = (
-                f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to train it again"
-            )
+            reason = f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to train it again"
             return BlockedJob(task, reason, possible=False, mistake=True)
         return BlockedJob(task, reason, (again.folder,), at=(again.folder, step))
 

@@ -25,13 +25,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from mmqk.lab.runner.task import Task, TaskOutcome, standing
+from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.store import DamagedFile, Status, cli_main, is_locked, last_metrics, mark_ended, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
 TRAIN = "mmqk.train:process"
-# Modules that the server imports once for all runs.
-PRELOAD = ("mmqk.lab.runner.preload",)
+# Modules that the server imports once for all runs: `mmqk.train` and what it imports inside its functions.
+# They start no thread and initialize no GPU, because threads and initialized GPUs do not work in a forked process.
+PRELOAD = (
+    "mmqk.train", "mmqk.checkpoint", "mmqk.config", "mmqk.data.datamodule", "mmqk.monitors.own.callback",
+    "mmqk.training.alarms", "mmqk.training.fork", "mmqk.training.loggers", "mmqk.training.loop",
+    "mmqk.training.module", "mmqk.training.ranks", "mmqk.training.tensorboard",
+    "lightning.pytorch.utilities.exceptions", "tensorboard.compat.proto.summary_pb2",
+    "tensorboard.plugins.hparams.api_pb2", "tensorboard.summary.writer.event_file_writer",
+)  # fmt: skip
 LOG_NAME = "train.log"
 POLL_SECONDS = 0.2
 # Seconds that an interrupted run has to write its checkpoint and status.
@@ -223,9 +230,27 @@ class Pool:
         self.signal_received = self.signal_received or number
 
 
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus() -> tuple[str, ...]:
+    """Return the GPUs that runs may use, each as a value for CUDA_VISIBLE_DEVICES. If this variable is set, these are
+    the GPUs that it lists; otherwise they are all GPUs of the machine.
+
+    The GPUs are counted without CUDA, because CUDA would create a context on each GPU.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return tuple(part.strip() for part in given.split(",") if part.strip() not in ("", "-1"))
+    files = sorted(Path("/dev").glob("nvidia[0-9]*"), key=lambda path: (len(path.name), path.name))
+    return tuple(str(i) for i in range(len(files)))
+
+
 def start_server(preload: Sequence[str]) -> None:
     """Start the fork server, once per process; it imports ``preload`` while the caller continues."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["mmqk.lab.runner.detach", *preload])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["mmqk.lab.runner.server", *preload])
     forkserver.ensure_running()
 
 

@@ -15,7 +15,7 @@ from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.grid.grid import Grid
 from mmqk.lab.grid.record import ABLATION_NAME, read_ablation
 from mmqk.lab.runner.plan import BlockedJob, Plan, checkpoint_of
-from mmqk.lab.runner.task import Task, TaskOutcome, standing
+from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.store import UserError, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
 from mmqk.store.pack import unpacked
@@ -119,9 +119,7 @@ def check_out(out: Path, grid: Grid) -> None:
         raise UserError(f"{out} is a file: give another --out")
     record = read_ablation(out)
     if record is not None and record.get("name") != grid.name:
-        raise UserError(
-            f"{out} has the runs of grid {record.get('name')!r}, not {grid.name!r}: give another --out"
-        )
+        raise UserError(f"{out} has the runs of grid {record.get('name')!r}, not {grid.name!r}: give another --out")
 
 
 def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
@@ -175,9 +173,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     source = unpacked(pack)
     packed = read_ablation(source)
     if not pack.is_file() or packed is None or packed.get("name") != grid.name:
-        raise UserError(
-            f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk.pack)"
-        )
+        raise UserError(f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk.pack)")
     new: list[str] = []
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -198,9 +194,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
             if _registered(first) == now:
                 first["registered"] = registered
             entries = [
-                {**run, "claims": run.get("claims", registered)}
-                for run in packed["runs"]
-                if run["folder"] in new
+                {**run, "claims": run.get("claims", registered)} for run in packed["runs"] if run["folder"] in new
             ]
             first["runs"] = [run for run in first["runs"] if run["folder"] not in new] + entries
             if packed.get("lost") or begun:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TextIO
 
 from rich.console import Group, RenderableType
@@ -11,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mmqk.lab.runner.pool import Pool
-from mmqk.lab.runner.task import Task
-from mmqk.lab.runner.views import Extreme, Follow, View, worst
+from mmqk.lab.runner.state import Extreme, Follow, Task, TaskOutcome, View, worst
 from mmqk.progress import Progress
 from mmqk.store import Alarm, clock, is_locked, last_metrics, parsed_tag
+from mmqk.store.formatting import plural, text_table
 
 ALARMS_SHOWN = 8
 STYLES = {
@@ -184,6 +185,53 @@ def _width(columns: dict[str, list[str]]) -> int:
     return sum(max(len(title), *map(len, cells)) + 2 for title, cells in columns.items())
 
 
+def outcome_table(outcomes: Mapping[Task, TaskOutcome]) -> str:
+    """Return a table with one line per run, followed by one line for each outcome that has a reason. The last loss is
+    in nats per token."""
+    rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
+    for task, out in outcomes.items():
+        loss = "" if out.loss is None else f"{out.loss:.3f}"
+        step = f"{out.step}/{task.max_steps}" if task.max_steps else str(out.step)
+        rows.append((task.arm, str(task.seed), out.status, step, loss, f"{out.seconds:.0f}"))
+    reasons = [f"{task.name} {out.status}: {out.reason}" for task, out in outcomes.items() if out.reason]
+    return "\n".join(line.rstrip() for line in [*text_table(rows, {0, 2}), *reasons])
+
+
+def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
+    """Return a sentence with the estimated time to train the unfinished runs, if ``jobs`` runs train at the same
+    time.
+
+    The time per step is the median over the finished runs of the arm. If the arm has no finished run, it is the
+    median over the finished runs of the family, or else over all finished runs of the grid. The time includes
+    probes and validation, but not the startup. For a fork, only the steps after the fork count.
+    """
+    left = [task for task, out in outcomes.items() if not out.finished and out.status != "never"]
+    paces = [
+        (task, out.seconds / (out.step - task.first))
+        for task, out in outcomes.items()
+        if out.finished and out.step > task.first and out.seconds > 0
+    ]
+    if not left:
+        return "nothing to train"
+    if not paces:
+        return f"time to train {plural(len(left), 'run')}: unknown, because no run of this grid has finished"
+    seconds, borrowed = 0.0, 0
+    for task in left:
+        of_arm = [pace for other, pace in paces if other.arm == task.arm]
+        of_family = of_arm or [pace for other, pace in paces if _family(other) == _family(task)]
+        of_step = median(of_family or [pace for _, pace in paces])
+        seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
+        borrowed += not of_family
+    from_others = f" ({plural(borrowed, 'run')} estimated from the speed of other arms)" if borrowed else ""
+    at_once = f", {jobs} at a time" if jobs > 1 else ""
+    about = clock(seconds / min(jobs, len(left)))
+    return f"time to train {plural(len(left), 'run')}{at_once}: about {about} (minutes:seconds){from_others}"
+
+
+def _family(task: Task) -> str:
+    return task.entry.get("family", task.arm)
+
+
 class PoolProgress:
     """Shows the progress of a pool: one line, and on a terminal also a table of the running runs.
 
@@ -215,9 +263,7 @@ class PoolProgress:
         }
         unfinished = [task for task, out in pool.outcomes.items() if not out.ended]
         if not pool.running:
-            locked = [
-                f"another process trains {t.name} in {t.folder}" for t in unfinished if is_locked(t.folder)
-            ]
+            locked = [f"another process trains {t.name} in {t.folder}" for t in unfinished if is_locked(t.folder)]
             starting = f"about to start {unfinished[0].name}" if unfinished else "all runs have ended"
             return f"waiting: {locked[0]}" if locked else starting, None, None
         task = next(iter(pool.running))

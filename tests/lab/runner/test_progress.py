@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.runner.pool import Pool
-from mmqk.lab.runner.table import PoolProgress
-from mmqk.lab.runner.task import Task, TaskOutcome, outcome_table, standing
+from mmqk.lab.runner.state import Task, TaskOutcome, standing
+from mmqk.lab.runner.table import PoolProgress, outcome_table
 from mmqk.store import MetricsWriter, write_json
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runner.views import Follow, follow
+from mmqk.lab.runner.state import Follow, follow
 from mmqk.store import Alarm, MetricsWriter, append_alarms, cli_main, write_json
 from mmqk.store.lock import lock_folder
 from mmqk.watch import main

@@ -1,22 +1,25 @@
-"""The current state of runs, read from their folders while they train."""
+"""Runs of a grid and the current state of runs, read from their folders while they train."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mmqk.lab.grid.record import read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,
     NoRun,
+    Status,
     UserError,
     find_runs,
     is_locked,
+    last_metrics,
     open_regular,
     parsed_tag,
     read_alarms,
@@ -34,6 +37,69 @@ FRESH_SECONDS = 60.0
 FRESH_ATTACHED_SECONDS = 3600.0
 
 Extreme = tuple[float, int | None]  # a value and its layer
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: its name, command line and folder.
+
+    Attributes:
+        args: command line of ``mmqk.train`` without ``--out``.
+        id: identity hash of the run, as in its run.json.
+        max_steps: length of the run in optimizer steps, 0 if unknown.
+        entry: further fields in ablation.json: family, point, role, fork.
+        part: number that decides which part of the grid the run belongs to.
+        first: the first step; 0, or for a fork the step of the checkpoint that it starts from.
+    """
+
+    arm: str
+    seed: int
+    # This field is not compared, because the arguments of a fork name a checkpoint that is known only after the
+    # parent has written it.
+    args: tuple[str, ...] = field(compare=False)
+    folder: Path
+    id: str
+    max_steps: int = 0
+    entry: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    part: int = field(default=0, compare=False)
+    first: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """Return the entry of the run in the ablation.json of the folder ``out``."""
+        folder = Path(os.path.relpath(self.folder, out)).as_posix()
+        return {"arm": self.arm, "seed": self.seed, "folder": folder, "id": self.id, **self.entry}
+
+
+@dataclass(frozen=True)
+class TaskOutcome(Status):
+    """The outcome of a task: the status of its run and its last training loss. The status is "waiting" before the
+    start, and "never" if the run cannot start."""
+
+    loss: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has stopped; a failed or interrupted run can be resumed."""
+        return self.finished or self.status in ("failed", "interrupted")
+
+
+def standing(task: Task) -> TaskOutcome:
+    """Return the outcome of a task from its folder.
+
+    The status is "waiting" if the folder has no run with this identity, and "failed" if its records cannot be read.
+    """
+    try:
+        record, status = read_run(task.folder), read_status(task.folder)
+    except DamagedFile as damaged:
+        return TaskOutcome("failed", reason=str(damaged))
+    if record is None or record.get("id") != task.id or status is None:
+        return TaskOutcome("waiting")
+    loss = last_metrics(task.folder / "metrics.jsonl", having="loss").get("loss")
+    return TaskOutcome(**vars(status), loss=loss if isinstance(loss, int | float) else None)
 
 
 @dataclass
@@ -158,9 +224,7 @@ class Follow:
                 self._damaged |= number > 0 or not cut
             else:
                 self._step = max(self._step, record.pop("step"))
-                self._values.update(
-                    {k: v for k, v in with_floats(record).items() if isinstance(v, int | float)}
-                )
+                self._values.update({k: v for k, v in with_floats(record).items() if isinstance(v, int | float)})
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
@@ -178,8 +242,7 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
             raise kind(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
         if entries := (read_ablation(folder) or {}).get("runs"):
             follows += [
-                Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", ""))
-                for e in entries
+                Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", "")) for e in entries
             ]
         else:
             for path in find_runs(folder):
