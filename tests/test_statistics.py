@@ -41,7 +41,7 @@ def logged(tmp_path_factory) -> set[str]:
     """Return the tags of a run with all compatible options, and those of `of_other_models`."""
     out = tmp_path_factory.mktemp("run") / "out"
     with pytest.MonkeyPatch.context() as patch:  # any attention entropy counts as collapsed
-        patch.setattr("mmqk.store.alarms.series.COLLAPSE_SHARE", 1e9)
+        patch.setattr("mmqk.store.rules.COLLAPSE_SHARE", 1e9)
         assert main([f"--config={ROOT / 'configs/dial.yaml'}", f"--out={out}", *EVERYTHING]) == 0
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return {tag for line in lines for tag in json.loads(line)} - {"step"} | of_other_models()

@@ -5,10 +5,18 @@ Needs neither torch nor Lightning.
 
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.run import SECTIONS, RunConfig, defaults, help_text, print_yaml, resolve
-from mmqk.config.training import CheckpointConfig, LossConfig, MonitorConfig, OptimConfig, TrainerConfig
+from mmqk.config.training import (
+    AlarmConfig,
+    CheckpointConfig,
+    LossConfig,
+    MonitorConfig,
+    OptimConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "SECTIONS",
+    "AlarmConfig",
     "CheckpointConfig",
     "ForkConfig",
     "LossConfig",

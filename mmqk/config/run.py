@@ -17,6 +17,7 @@ from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_p
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
     IN_IDENTITY,
+    AlarmConfig,
     CheckpointConfig,
     LossConfig,
     MonitorConfig,
@@ -27,7 +28,7 @@ from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_iden
 from mmqk.model.backend_check import check_backend
 from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
-from mmqk.store import AlarmConfig, UserError, check_local, flatten, identity_hash, with_configs
+from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
 from mmqk.store.shipped import CONFIGS, SHIPPED
 
 SECTIONS: dict[str, type] = {
@@ -60,7 +61,7 @@ class RunConfig:
     Attributes:
         trainer: the fields of `TrainerConfig`, as arguments of Lightning's Trainer.
         logging: names of the loggers besides metrics.jsonl; not part of the identity.
-        identity: the fields that identify the run (see `mmqk.store.identity`), as plain data.
+        identity: the fields that identify the run (see `mmqk.store.folder`), as plain data.
         out: the run folder.
         fork: the checkpoint and the changes that a fork starts with; None for a run from initial weights.
     """

@@ -13,7 +13,7 @@ from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence
 from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder
 from mmqk.store.files import writing
-from mmqk.store.vocab_sizes import parse_vocab_sizes
+from mmqk.store.metrics import parse_vocab_sizes
 
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmqk.store import DamagedFile, OneSentenceParser, UserError
 from mmqk.store import read_run as read_record
-from mmqk.store.vocab_sizes import parse_vocab_sizes
+from mmqk.store.metrics import parse_vocab_sizes
 
 from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
 from .names import CHAMELEON, READ, WRITTEN

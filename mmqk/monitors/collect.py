@@ -32,8 +32,8 @@ from mmqk.monitors.formulas.attention import (
     participation,
 )
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, Sums, output_statistics, selection, sums
-from mmqk.store.tags import parsed_tag
-from mmqk.store.tags import tag as uncached_tag
+from mmqk.store.metrics import parsed_tag
+from mmqk.store.metrics import tag as uncached_tag
 
 # Computes the value of each tag, and the number of values in its mean, from the merged tensors of a part.
 Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]

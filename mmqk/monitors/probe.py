@@ -22,7 +22,7 @@ from mmqk.model.transformer import Block, capped, evaluation_mode
 from mmqk.monitors.collect import NORM_SITES, Collector, Probe
 from mmqk.monitors.formulas.reduce import Pairs, selection, visible_pairs
 from mmqk.monitors.formulas.weights import Absorption, absorption, matrix_sizes
-from mmqk.store.tags import tag
+from mmqk.store.metrics import tag
 
 # Statistics of `residual_absorption`, and the fields of `Absorption`.
 ABSORPTION = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absorbed"}

@@ -13,8 +13,7 @@ from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
 from mmqk.store.folder import STATUS_NAME
 from mmqk.store.formatting import percent, plain
-from mmqk.store.metrics import MetricsWriter, last_metrics
-from mmqk.store.tags import parsed_tag
+from mmqk.store.metrics import MetricsWriter, last_metrics, parsed_tag
 
 
 def summary_line(

@@ -1,17 +1,7 @@
 """Read and write run folders: identity, lock, status, metrics, tags, alarms. Imports neither torch nor numpy."""
 
 # ruff: noqa: F401
-from mmqk.store.alarms import (
-    Alarm,
-    AlarmConfig,
-    AlarmRules,
-    DivergenceRule,
-    alarms_of,
-    append_alarms,
-    read_alarms,
-    truncate_alarms,
-)
-from mmqk.store.code import code_version
+from mmqk.store.alarms import AlarmRules, alarms_of, append_alarms, read_alarms, truncate_alarms
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main
 from mmqk.store.files import (
     DamagedFile,
@@ -34,20 +24,19 @@ from mmqk.store.folder import (
     NoRun,
     RunFolder,
     Status,
+    canonical,
+    code_version,
+    differing_fields,
     find_runs,
+    flatten,
+    hash_fraction,
+    identity_hash,
+    is_locked,
     mark_ended,
     read_run,
     read_status,
 )
 from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
-from mmqk.store.identity import (
-    canonical,
-    differing_fields,
-    flatten,
-    hash_fraction,
-    identity_hash,
-)
-from mmqk.store.lock import is_locked
-from mmqk.store.metrics import MetricsWriter, last_metrics, read_metrics
+from mmqk.store.metrics import MetricsWriter, Tag, last_metrics, parse_tag, parsed_tag, read_metrics, tag
+from mmqk.store.rules import Alarm, DivergenceRule
 from mmqk.store.shipped import GRIDS, find_file, named_config, with_configs
-from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag

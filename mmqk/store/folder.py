@@ -10,23 +10,25 @@ run.lock        locked while a process trains in the folder
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from mmqk.store.code import code_version
 from mmqk.store.errors import UserError
 from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json, writing
-from mmqk.store.identity import differing_fields, flatten, identity_hash
-from mmqk.store.lock import LOCK_NAME, lock_folder
+from mmqk.store.formatting import ROOT
 from mmqk.store.metrics import METRICS_NAME
 
-RUN_NAME, STATUS_NAME, LOG_NAME = "run.json", "status.json", "train.log"
+RUN_NAME, STATUS_NAME, LOG_NAME, LOCK_NAME = "run.json", "status.json", "train.log", "run.lock"
 EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
@@ -34,6 +36,98 @@ FINISHED = ("completed", "diverged")
 # Files that may exist if a run was killed before it wrote run.json; mmqk.ablate or the user's shell writes train.log.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
+HASH_DIGITS = 10
+# `is_locked` takes the lock for an instant, which must not make a run fail.
+_WAIT_SECONDS = 0.2
+
+
+def canonical(obj: Any) -> str:
+    """Return JSON with sorted keys and no spaces, so that equal values give equal text; tuples become lists.
+
+    Raises:
+        ValueError: a float is not finite.
+        TypeError: a value is not plain data.
+    """
+    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def identity_hash(record: Mapping[str, Any]) -> str:
+    """Return the first 10 hex digits of the sha256 of the canonical record."""
+    return hashlib.sha256(canonical(record).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return the sorted dotted names of the fields in which two records differ, including fields that only one record
+    has."""
+    flat_a, flat_b = flatten(json.loads(canonical(a))), flatten(json.loads(canonical(b)))
+    absent = object()
+    return sorted(
+        name
+        for name in flat_a.keys() | flat_b.keys()
+        if not _same(flat_a.get(name, absent), flat_b.get(name, absent))
+    )
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one mapping with dotted names as keys. An empty mapping counts as a value."""
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat
+
+
+def _same(a: Any, b: Any) -> bool:
+    # The values 1, 1.0 and True count as different, as they do in the hash.
+    return type(a) is type(b) and a == b
+
+
+def hash_fraction(content: bytes) -> float:
+    """Return a number in [0, 1) that depends only on the content. It decides which samples are held out."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+
+
+@cache
+def code_version() -> str:
+    """Return the commit at the first call, such as ``5a52617b21``; ``-dirty`` follows if files differ from it."""
+    if not (ROOT / ".git").exists():
+        return version("mmqk")
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"{version('mmqk')} (git cannot read {ROOT})"
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Lock a run folder; ``release()`` unlocks it.
+
+    Raises:
+        UserError: this or another process holds the lock, or the file system has no locks.
+        OSError: the lock file cannot be written.
+    """
+    lock = FileLock(folder / LOCK_NAME, timeout=_WAIT_SECONDS, thread_local=False)
+    try:
+        lock.acquire(poll_interval=0.02)
+    except Timeout:
+        raise UserError(f"a process is already training in {folder}: wait for it or give another --out") from None
+    except NotImplementedError as error:
+        raise UserError(f"{folder} cannot be locked ({error}): put --out on a file system with locks") from error
+    return lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a living process trains in ``folder`` (False for a folder without a lock file)."""
+    if not (folder / LOCK_NAME).exists():
+        return False
+    try:
+        with FileLock(folder / LOCK_NAME, timeout=0):
+            return False
+    except (Timeout, PermissionError):
+        return True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ the same runs have the same bytes, and the report of a pack equals the report of
 
 The zip file has one member, ``runs.tar``, in which files with the same name follow each other. The files of different
 runs are similar, so one compressed stream for all files is up to 2.5 times smaller than one stream per file. Metrics
-are stored as columns (`mmqk.store.columns`), which are another quarter smaller.
+are stored as columns (`to_columns`), which are another quarter smaller.
+
+A file of columns is one JSON object. ``shapes`` lists the different sequences of keys that lines have. ``lines`` has
+the index of each line's shape. ``values`` has the values of each key in the order of the lines.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmqk.store.columns import COLUMNS_NAME, from_columns, to_columns
 from mmqk.store.errors import UserError
 from mmqk.store.files import read_regular, write_atomic
 from mmqk.store.folder import find_runs
@@ -34,6 +36,7 @@ from mmqk.store.metrics import METRICS_NAME, parse_line
 TAR = "runs.tar"
 ABLATION = "ablation.json"
 THINNED = "thinned.json"
+COLUMNS_NAME = "metrics.columns.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
 # A report reads these statistics and those that start with val_.
@@ -182,3 +185,45 @@ def _read(path: Path) -> Iterable[tuple[str, bytes]]:
         raise UserError(
             f"{path} cannot be read as a pack ({' '.join(str(error).split())}): {advice}"
         ) from error
+
+
+def to_columns(metrics: bytes) -> bytes | None:
+    """Return the columns of a metrics file.
+
+    Returns None if `from_columns` would not restore the file byte for byte, for example because a line is unreadable.
+    """
+    shapes: dict[tuple[str, ...], int] = {}
+    lines: list[int] = []
+    values: dict[str, list[Any]] = {}
+    for line in metrics.splitlines():
+        if (record := parse_line(line)) is None:
+            return None
+        lines.append(shapes.setdefault(tuple(record), len(shapes)))
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    columns = _compact({"shapes": list(shapes), "lines": lines, "values": values})
+    return columns if from_columns(columns, len(metrics)) == metrics else None
+
+
+def from_columns(columns: bytes, most_bytes: int) -> bytes:
+    """Return the metrics file of these columns.
+
+    Raises:
+        ValueError: these are no columns, or the metrics file would have more than ``most_bytes`` bytes.
+    """
+    try:
+        content = json.loads(columns)
+        shapes, values = content["shapes"], {name: iter(v) for name, v in content["values"].items()}
+        lines, size = [], 0
+        for shape in content["lines"]:
+            lines.append(_compact({name: next(values[name]) for name in shapes[shape]}) + b"\n")
+            size += len(lines[-1])
+            if size > most_bytes:
+                raise ValueError(f"the metrics of a run have more than {most_bytes:,} bytes")
+    except (LookupError, TypeError, AttributeError, StopIteration, RecursionError) as error:
+        raise ValueError("the columns of a metrics file are damaged") from error
+    return b"".join(lines)
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

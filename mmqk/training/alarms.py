@@ -15,9 +15,10 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers.logger import Logger
 
+from mmqk.config.training import AlarmConfig
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.signals import Interrupted
-from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, replacing, truncate_alarms
+from mmqk.store import Alarm, AlarmRules, append_alarms, parse_tag, replacing, truncate_alarms
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.loggers import RunLogger
 from mmqk.training.loop import Checkpoints, StepLog, ends_step

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.monitors import collect
 from mmqk.store import Alarm, flatten, naming, parsed_tag, read_alarms, read_run, read_status
-from mmqk.store.identity import HASH_DIGITS
+from mmqk.store.folder import HASH_DIGITS
 
 
 class Chart(NamedTuple):

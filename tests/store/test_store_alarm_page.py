@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.config import resolve
-from mmqk.store import AlarmConfig, AlarmRules
-from mmqk.store.alarms import NAMES, divergence, series
+from mmqk.config import AlarmConfig, resolve
+from mmqk.store import AlarmRules, rules
+from mmqk.store.alarms import NAMES
 
 PAGE = Path(__file__).parents[2] / "docs/alarms.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -29,11 +29,11 @@ def test_every_alarm_has_a_row():
 def test_the_words_of_a_rule_have_its_numbers():
     said = {alarm: cells[1] for alarm, cells in rows(TEXT).items()}
     for alarm, numbers in {
-        "spike": (series.SPIKE_STDS, series.SPIKE_FEWEST),
-        "spike_median": (series.MEDIAN_WINDOW, series.ABOVE_MEDIAN_NATS, series.ABOVE_MEDIAN_STDS),
-        "stall": (series.STALL_MEDIAN, series.STALL_FEWEST_STEPS, series.STALL_NATS, series.STALL_ABOVE_NATS),
-        "growth": (series.GROWTH_PROBES, series.GROWTH_ERRORS, series.GROWTH_FACTOR, series.GROWTH_LOGIT),
-        "divergence": (divergence.ABOVE_INITIAL_NATS, divergence.WINDOW, divergence.ABOVE_BEST_NATS),
+        "spike": (rules.SPIKE_STDS, rules.SPIKE_FEWEST),
+        "spike_median": (rules.MEDIAN_WINDOW, rules.ABOVE_MEDIAN_NATS, rules.ABOVE_MEDIAN_STDS),
+        "stall": (rules.STALL_MEDIAN, rules.STALL_FEWEST_STEPS, rules.STALL_NATS, rules.STALL_ABOVE_NATS),
+        "growth": (rules.GROWTH_PROBES, rules.GROWTH_ERRORS, rules.GROWTH_FACTOR, rules.GROWTH_LOGIT),
+        "divergence": (rules.ABOVE_INITIAL_NATS, rules.DIVERGENCE_WINDOW, rules.ABOVE_BEST_NATS),
     }.items():
         assert all(re.search(rf"(?<![\d.]){n:g}(?![\d.])", said[alarm]) for n in numbers), alarm
 

@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from mmqk.store.alarms.series import Spike
-from mmqk.store.alarms.window import RunningMoments, Window
+from mmqk.store.rules import RunningMoments, Spike, Window
 from tests.store.test_store_alarm_rules import fed, noise
 
 

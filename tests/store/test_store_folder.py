@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmqk.store import RunFolder, UserError, code, is_locked, mark_ended, read_status
+from mmqk.store import RunFolder, UserError, folder, is_locked, mark_ended, read_status
 
 IDENTITY = {"model": {"d_model": 64}, "optim": {"lr": 0.01}, "seed": 0}
 
@@ -278,13 +278,13 @@ def test_the_version_of_the_code_is_the_commit_and_names_a_change(tmp_path, monk
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
-    monkeypatch.setattr(code, "ROOT", tmp_path)
+    monkeypatch.setattr(folder, "ROOT", tmp_path)
     (tmp_path / "a.py").write_text("1")
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "-m", "one")
     head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    clean = code.code_version.__wrapped__()
+    clean = folder.code_version.__wrapped__()
     assert len(clean) == 10 and head.startswith(clean)
     (tmp_path / "a.py").write_text("2")
-    assert code.code_version.__wrapped__() == f"{clean}-dirty"
+    assert folder.code_version.__wrapped__() == f"{clean}-dirty"

@@ -10,8 +10,8 @@ import pytest
 from mmqk.lab.formatting import count
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.summary import summary_line
-from mmqk.store.alarms.series import Growth
 from mmqk.store.formatting import percent, plain
+from mmqk.store.rules import Growth
 
 POWER = re.compile(r"\de[+-]\d")
 

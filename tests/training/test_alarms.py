@@ -22,8 +22,8 @@ from mmqk.store import (
     read_alarms,
     read_metrics,
     read_status,
+    rules,
 )
-from mmqk.store.alarms import series
 from mmqk.train import main
 from mmqk.training.loop import Lifecycle
 from mmqk.training.module import TrainingModule
@@ -51,7 +51,7 @@ def planted(self: TrainingModule, *rest):
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainingModule, "training_step", planted)
-    patch.setattr(series, "SPIKE_FEWEST", 20)
+    patch.setattr(rules, "SPIKE_FEWEST", 20)
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +101,8 @@ def test_a_healthy_run_of_60_steps_has_no_growth_alarm_live_or_afterwards(report
     assert not any(alarm.name == "growth" for alarm in read_alarms(folder)) and "growth" not in said
     assert "growth" not in afterwards(folder)
     # The control: the norms of the run grow fast enough for an alarm of a rule that needs fewer steps.
-    monkeypatch.setattr(series, "GROWTH_START_STEPS", 1)
-    monkeypatch.setattr(series, "GROWTH_STEPS", 0)
+    monkeypatch.setattr(rules, "GROWTH_START_STEPS", 1)
+    monkeypatch.setattr(rules, "GROWTH_STEPS", 0)
     assert "growth" in afterwards(folder)
 
 

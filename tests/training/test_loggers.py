@@ -187,7 +187,7 @@ def test_an_interrupted_run_has_no_row_until_it_ends(tiny_args, tmp_path):
     out = tmp_path / "run"
     args = [*tiny_args, f"--out={out}", "--alarm.stop=[collapse]"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmqk.store.alarms.series.COLLAPSE_SHARE", 1e9)
+        patch.setattr("mmqk.store.rules.COLLAPSE_SHARE", 1e9)
         assert main(args) == 130  # at the first step after a probe
     assert rows(out) == ({}, [], "")
     assert main(args) == 0

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmqk.lab.runs import Run, Series
 from mmqk.store import DivergenceRule
-from mmqk.store.alarms.series import SPIKE_FEWEST, Spike
+from mmqk.store.rules import SPIKE_FEWEST, Spike
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1

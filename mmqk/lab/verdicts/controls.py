@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mmqk.config.training import AlarmConfig
 from mmqk.lab.formatting import listed, number, plural
 from mmqk.lab.grid.claims import CHECKS
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned, metric_value
@@ -18,7 +19,7 @@ from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.verdicts.claims import FEWEST_SEEDS
 from mmqk.lab.verdicts.ranking import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.study import Claim, Compared, Group, Study
-from mmqk.store import AlarmConfig, differing_fields, flatten
+from mmqk.store import differing_fields, flatten
 
 BOUND_SLACK = 1.01
 # Identity fields with the order of the modalities of the dial (the synthetic source), and with the vocabulary sizes.

@@ -24,7 +24,7 @@ from mmqk.monitors.foreign.inputs import Inputs, find_ids, padding_mask, tensors
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.store.errors import UserError
-from mmqk.store.tags import parsed_tag, tag
+from mmqk.store.metrics import parsed_tag, tag
 
 Ranges = range | Sequence[range]
 # Id ranges of each modality except text, or a function from the inputs to (B, T) modality numbers.

@@ -23,7 +23,7 @@ from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.monitors.formulas.weights import below_epsilon, gradient_over_second_moment, update_size
 from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
 from mmqk.monitors.probe import block_matrices, pairs_of, probe, residual_absorption
-from mmqk.store.tags import tag
+from mmqk.store.metrics import tag
 
 if TYPE_CHECKING:
     from mmqk.config import MonitorConfig

@@ -23,7 +23,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import Block, evaluation_mode
 from mmqk.monitors.formulas.reduce import selection
 from mmqk.monitors.formulas.weights import AdamUpdate, Gradients, HalfProducts, RadialBudget, half_products
-from mmqk.store.tags import tag
+from mmqk.store.metrics import tag
 
 MATRICES = ("w_q", "w_k")
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm", "update_clip")

@@ -7,7 +7,7 @@ import pytest
 
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS, families, outcomes, probes
 from mmqk.lab.stats.effects import FEWEST_OF_EACH
-from mmqk.store.alarms import divergence, series
+from mmqk.store import rules
 
 PAGE = (Path(__file__).parents[3] / "docs/metrics.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
@@ -39,12 +39,12 @@ def test_a_row_says_what_the_metric_is(name):
         (r"never fell ([\d.]+) nat below", outcomes.LEARNED_NATS),
         (r"\| per ([\d,]+) steps, linear, high \|", probes.SLOPE_STEPS),
         (r"(\d+) probes in the window", probes.FEWEST_PROBES),
-        (r"at least (\d+) standard deviations", series.SPIKE_STDS),
-        (r"mean of the (\d+) before them", series.SPIKE_WINDOW),
-        (r"with at least (\d+) losses before them", series.SPIKE_FEWEST),
-        (r"has been more than ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),
-        (r"first value for (\d+) steps", divergence.WINDOW),
-        (r"median more than ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
+        (r"at least (\d+) standard deviations", rules.SPIKE_STDS),
+        (r"mean of the (\d+) before them", rules.SPIKE_WINDOW),
+        (r"with at least (\d+) losses before them", rules.SPIKE_FEWEST),
+        (r"has been more than ([\d.]+) nat above its first value", rules.ABOVE_INITIAL_NATS),
+        (r"first value for (\d+) steps", rules.DIVERGENCE_WINDOW),
+        (r"median more than ([\d.]+) nat above the best such", rules.ABOVE_BEST_NATS),
         (r"modality ended more than ([\d.]+) nat above the best run", outcomes.STALLED_NATS),
         (r"averaged over windows of (\d+) steps", outcomes.WINDOW_STEPS),
         (r"in at least (\d+) windows", outcomes.FEWEST_WINDOWS_ABOVE),

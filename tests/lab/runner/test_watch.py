@@ -18,7 +18,7 @@ import pytest
 
 from mmqk.lab.runner.state import Follow, follow
 from mmqk.store import Alarm, MetricsWriter, append_alarms, cli_main, write_json
-from mmqk.store.lock import lock_folder
+from mmqk.store.folder import lock_folder
 from mmqk.watch import main
 
 ROOT = Path(__file__).parents[3]

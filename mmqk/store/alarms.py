@@ -1,26 +1,37 @@
-"""All rules over all series of a run. The rules depend only on the logged numbers. Checkpoints store the state of the
-rules."""
+"""The alarms of a run: all rules over all series, with a state that checkpoints store, and ``alarms.jsonl``.
+
+The training callback applies the rules during the run, and the report applies them afterwards; both get the same
+alarms. The file has one line per alarm, in the order in which alarms begin.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from mmqk.store.alarms.alarm import Alarm
-from mmqk.store.alarms.divergence import DivergenceRule
-from mmqk.store.alarms.series import (
+from mmqk.store.files import as_json, naming, read_regular, write_atomic
+from mmqk.store.metrics import from_json, parsed_tag, tag
+from mmqk.store.rules import (
     GROWTH_LOGIT,
     LOGITS,
     NORMS,
     STALL_ABOVE_NATS,
+    Alarm,
     Collapse,
+    DivergenceRule,
     Growth,
     Spike,
     SpikeOfMedian,
     Stall,
 )
-from mmqk.store.tags import parsed_tag, tag
+
+ALARMS_NAME = "alarms.jsonl"
+NAMES = ("spike", "spike_median", "stall", "growth", "collapse", "divergence", "non_finite")
 
 
 class AlarmRules:
@@ -164,3 +175,64 @@ def alarms_of(
         for line in lines
         for alarm in rules.update(line["step"], {k: v for k, v in line.items() if k != "step"})
     ]
+
+
+def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
+    """Append alarms to ``alarms.jsonl`` and fsync; the first alarm creates the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = [_encode(alarm) for alarm in alarms]
+    if lines:
+        with naming(folder / ALARMS_NAME), open(folder / ALARMS_NAME, "ab", buffering=0) as file:
+            file.write(b"".join(lines))
+            os.fsync(file.fileno())
+
+
+def read_alarms(folder: str | os.PathLike[str]) -> list[Alarm]:
+    """Return the alarms of a run folder; an empty list if its alarms.jsonl is missing or cannot be read. Unreadable
+    lines are skipped."""
+    try:
+        return _read(Path(folder) / ALARMS_NAME)
+    except OSError:
+        return []
+
+
+def truncate_alarms(folder: Path, step: int) -> None:
+    """Remove alarms after ``step``, for a resume from the checkpoint of ``step``.
+
+    Raises:
+        OSError: the file cannot be read or written. It is then unchanged.
+    """
+    path = folder / ALARMS_NAME
+    if path.exists():
+        remaining = [alarm for alarm in _read(path) if alarm.step <= step]
+        if remaining:
+            write_atomic(path, b"".join(_encode(alarm) for alarm in remaining))
+        else:
+            path.unlink()
+
+
+def _read(path: Path) -> list[Alarm]:
+    return [alarm for line in read_regular(path).splitlines() if (alarm := alarm_of_line(line)) is not None]
+
+
+def _encode(alarm: Alarm) -> bytes:
+    return json.dumps(as_json(asdict(alarm)), separators=(",", ":")).encode() + b"\n"
+
+
+def alarm_of_line(line: bytes) -> Alarm | None:
+    """Return the alarm in a line; None if the line is damaged."""
+    try:
+        record = json.loads(line)
+        return Alarm(
+            str(record["name"]),
+            int(record["step"]),
+            str(record["tag"]),
+            from_json(record["value"]),
+            from_json(record["threshold"]),
+            str(record["sentence"]),
+        )
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
