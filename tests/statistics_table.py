@@ -261,9 +261,12 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "p of the learned sink, exp(s) / (exp(s) + Σ exp z), s its logit and z after the cap; with"
             " `model.attn_sink`", "–", "–", "near 1: the heads are silent; near 0: the sink is not used",
             "attention"),
-        Statistic(("masked_mass/QUERY/layerNN",),
+        Statistic(("attn_mass_hidden/QUERY/layerNN",),
             "sum of p over the keys that a finite additive mask, such as −1e4, hides; only with `attach`", "–",
             "0 [I]", "logits outgrow the mask: hide keys with −inf or a bool mask", "attention"),
+        Statistic(("attn_mass_padding/QUERY/layerNN", "attn_mass_documents/QUERY/layerNN"),
+            "sum of p over padding, and over the tokens of other packed documents; only with `attach`, and only"
+            " if they can get attention", "–", "0 [I]", "the attention mask leaks", "attention"),
         Statistic(("attn_rank/layerNN",),
             "(Σ s²)² / Σ s⁴, s the singular values of an attention matrix; mean over heads", "–", "between 1 and T",
             "near 1: all queries have the same weights", "attention"),

@@ -84,6 +84,13 @@ def of_other_models() -> set[str]:
     watch.close()
     masked, added = Net(["sdpa"]), torch.full((12, 12), -1e4).triu(1)
     found |= set(attach(masked, modality={"image": range(20, 32)}).probe(ids=batch.ids_BT, mask=added).flat())
+    packed = {"attention_mask": torch.ones(2, 12).triu()[:, :12], "document_ids": torch.arange(12)[None] // 6}
+
+    class Packed(Net):  # its attention sees padding and other documents
+        def forward(self, ids, attention_mask, document_ids):
+            return super().forward(ids)
+
+    found |= set(attach(Packed(["sdpa"]), modality={"image": range(20, 32)}).probe(ids=batch.ids_BT, **packed).flat())
     rows = RowLog(config.modalities).values([1.0] * 8)  # largest logits and log-sum-exps of 2 layers, 2 modalities
     return found | set(rows) | set(residual_absorption(model.bfloat16(), batch).flat())
 

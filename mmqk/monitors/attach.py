@@ -27,7 +27,7 @@ from mmqk.monitors.summary import (
     restored_note,
     summary_line,
     warn_of_absent,
-    warn_of_mask,
+    warn_of_mass,
 )
 from mmqk.store.errors import UserError
 
@@ -117,7 +117,7 @@ class Watch:
     _tried: bool = False  # a probe was due and had a batch
     _failures: set[str] = field(default_factory=set)
     _overdue: bool = False  # a probe was due, but the batch was empty
-    _outgrown: bool = False  # whether the warning about a mask that logits outgrow was shown
+    _warned: set[str] = field(default_factory=set)  # statistics of `warn_of_mass` whose warning was shown
 
     def __post_init__(self) -> None:
         self._last_call.copying = self.every_n_steps > 0
@@ -234,7 +234,7 @@ class Watch:
     def _write(self, values: dict[str, float]) -> None:
         if rank() > 0:
             return
-        self._outgrown = self._outgrown or warn_of_mask(values, self.steps)
+        warn_of_mass(values, self.steps, self._warned)
         if self._folder is not None:
             self._folder.write(self.steps, values)
         if self.log is not None:

@@ -49,7 +49,7 @@ SERIES = (
     "resid_norm", "final_norm",
 )  # fmt: skip
 
-NOTABLE_MASS = 1e-6  # mass on hidden keys from which `warn_of_mask` warns
+NOTABLE_MASS = 1e-6  # mass from which `warn_of_mass` warns
 
 
 def missing_series(tags: Collection[str], names: Collection[str]) -> str:
@@ -95,18 +95,27 @@ def warn_of_absent(tokens: Mapping[str, int]) -> None:
         )
 
 
-def warn_of_mask(values: Mapping[str, float], step: int) -> bool:
-    """Warn if the logits have outgrown a finite additive mask, so that hidden keys get attention; return whether."""
-    masses = {tag: x for tag, x in values.items() if parsed_tag(tag).statistic.endswith("masked_mass")}
-    worst = max(masses, key=masses.__getitem__, default="")
-    if not worst or not masses[worst] > NOTABLE_MASS:
-        return False
-    warnings.warn(
-        f"mmqk: at step {step} the attention logits outgrow an additive mask, and {percent(masses[worst], 3)} of the "
-        f"attention is on keys that it hides ({worst}): hide keys with -inf or a bool mask",
-        stacklevel=4,
-    )
-    return True
+# What the warning says about attention on each kind of keys that no query should attend to.
+MASS_WARNINGS = {
+    "attn_mass_hidden": (
+        "the attention logits outgrow an additive mask, and {} of the attention is on keys that it hides ({}): hide "
+        "keys with -inf or a bool mask"
+    ),
+    "attn_mass_padding": "{} of the attention is on padding ({}): pass the padding mask to the attention",
+    "attn_mass_documents": (
+        "{} of the attention is on other packed documents ({}): separate the documents in the attention mask"
+    ),
+}
+
+
+def warn_of_mass(values: Mapping[str, float], step: int, warned: set[str]) -> None:
+    """Warn once of attention on hidden keys, on padding, and on other documents; add the statistics to ``warned``."""
+    for statistic, text in MASS_WARNINGS.items():
+        masses = {tag: x for tag, x in values.items() if parsed_tag(tag).statistic.endswith(statistic)}
+        worst = max(masses, key=masses.__getitem__, default="")
+        if worst and masses[worst] > NOTABLE_MASS and statistic not in warned:
+            warned.add(statistic)
+            warnings.warn(f"mmqk: at step {step} {text.format(percent(masses[worst], 3), worst)}", stacklevel=4)
 
 
 def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:

@@ -232,6 +232,22 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
     return valid_BT.expand(len(ids[1]), -1) if ids is not None and len(valid_BT) == 1 else valid_BT
 
 
+def documents_of(inputs: Inputs, shape: torch.Size) -> Tensor | None:
+    """Return the number of each token's packed document, (B, T); None if the inputs do not tell documents apart.
+
+    The input document_BT or document_ids has these numbers. Without it, a position id (position_ids) below the
+    previous one starts a document, as in transformers.
+    """
+    named = dict(tensors(inputs))
+    document_BT = next((named[name] for name in ("document_BT", "document_ids") if name in named), None)
+    position_BT = named.get("position_ids")
+    if document_BT is None and position_BT is not None and position_BT.ndim == 2:
+        document_BT = (position_BT.diff(dim=1, prepend=position_BT[:, :1]) < 0).cumsum(1)
+    if document_BT is None or document_BT.shape not in (shape, (1, shape[1])) or not document_BT.any():
+        return None
+    return document_BT.expand(shape)
+
+
 def visible_of(mask: Tensor) -> Tensor:
     """Return True where a mask of 1 and 0, or of 0 and large negative numbers, lets tokens be seen."""
     is_additive = mask.is_floating_point() and not (mask > 0).any()

@@ -26,6 +26,9 @@ from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
 
+# Keys that no query should attend to, as in ``attn_mass_padding``: those that a finite additive mask hides, padding,
+# and the tokens of other packed documents.
+KINDS = ("hidden", "padding", "documents")
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
 # Largest accepted difference between the weights that a call returned and the softmax of its logits.
 _WEIGHT_TOLERANCE = 0.02
@@ -34,7 +37,7 @@ _WEIGHT_TOLERANCE = 0.02
 CallOrigins = tuple[Origin | None, Origin | None]
 
 
-_FLAGS = 4
+_FLAGS = 6
 _FINAL = 1000  # more than the number of ranks
 
 
@@ -64,7 +67,7 @@ class FailedElsewhereError(RuntimeError):
 
 
 def agreed(device: torch.device, *flags: bool) -> list[bool]:
-    """Return for each of at most four flags whether it is true on any rank.
+    """Return for each of at most six flags whether it is true on any rank.
 
     Raises:
         FailedElsewhereError: the probe failed on another rank.
@@ -221,14 +224,20 @@ class Measurement:
             record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
         except NotMeasured as reason:
             record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
-        flags = [x is not None for x in (call.score_mod, call.masked)] if isinstance(call, Call) else [False] * 2
-        counts, (has_score_mod, has_masked) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
+        kinds, has_kinds = dict[str, Tensor](), [False] * len(KINDS)
+        if pairs is not None and isinstance(call, Call):
+            kinds = self._kinds(call, pairs, side)
+            has_kinds = [kind in kinds and (kind == "hidden" or bool(kinds[kind].any())) for kind in KINDS]
+        flags = [isinstance(call, Call) and call.score_mod is not None, *has_kinds]
+        counts, (has_score_mod, *has_kinds) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
         if pairs is not None and record.not_measured is None:
             assert isinstance(call, Call)
             # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
             # call that computes them.
             vars(pairs)["counts_everywhere"] = counts
-            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod, has_masked)
+            none_BTS = torch.zeros_like(pairs.visible_BTS)
+            kinds = {kind: kinds.get(kind, none_BTS) for kind, has in zip(KINDS, has_kinds, strict=True) if has}
+            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod, kinds)
             if side is self.main:
                 self.main_calls.append(record.number)
 
@@ -261,7 +270,7 @@ class Measurement:
     def _merge_over_ranks(
         self, record: SiteRecord, pairs: Pairs | None, flags: list[bool], n: int
     ) -> tuple[list[int], list[bool]]:
-        """Return the pair counts, summed over ranks, and whether each of the two flags is true on any rank.
+        """Return the pair counts, summed over ranks, and whether each of the flags is true on any rank.
 
         If another rank cannot measure the call or compute its attention weights, ``record`` stores this reason. If
         the ranks do not probe together (`collective`), nothing is merged.
@@ -297,6 +306,19 @@ class Measurement:
         side.pairs.append(Pairs(modality_BT, visible_BTS, len(side.names), q.shape[1]))
         return side.pairs[-1]
 
+    def _kinds(self, call: Call, pairs: Pairs, side: Side) -> dict[str, Tensor]:
+        """Return the keys of each of the `KINDS` that can have weight, bool (B, T, S)."""
+        valid_BT, kinds = side.tokens[1], dict[str, Tensor]()
+        reachable_BTS = pairs.visible_BTS
+        if call.masked is not None:
+            hidden_BTS = call.masked.any(1).expand_as(reachable_BTS) & valid_BT[:, :, None]
+            kinds["hidden"], reachable_BTS = ~pairs.visible_BTS, reachable_BTS | hidden_BTS
+        kinds["padding"] = reachable_BTS & ~valid_BT[:, None]
+        if side.document_BT is not None:
+            is_other_BTS = side.document_BT[:, :, None] != side.document_BT[:, None]
+            kinds["documents"] = reachable_BTS & is_other_BTS & valid_BT[:, None]
+        return kinds
+
     def _measure(
         self,
         path: str,
@@ -305,7 +327,7 @@ class Measurement:
         pairs: Pairs,
         has_weights: bool,
         has_score_mod: bool,
-        has_masked: bool,
+        kinds: dict[str, Tensor],
     ) -> None:
         layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
         before = self._before_call.pop(self._layer_of(path), {}) if side is self.main else {}
@@ -319,11 +341,11 @@ class Measurement:
                     collector.gains(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
         for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
             collector.norms(site, layer, tensor)
-        softmax = has_weights and not has_score_mod
+        softmax = has_weights and not has_score_mod and not kinds
         sink_H = call.sink_H if softmax else None
         collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax, sink_H)
-        if has_weights and has_score_mod:
-            collector.weights(layer, call.weights, q.shape[1], pairs, has_masked)
+        if has_weights and not softmax:
+            collector.weights(layer, call.weights, q.shape[1], pairs, kinds)
 
     def _wrong_weights(self, call: Call, pairs: Pairs) -> str | None:
         """Return a reason if the weights that the call returned are not the softmax of its logits; else None."""

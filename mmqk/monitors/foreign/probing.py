@@ -20,6 +20,7 @@ from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import (
     Inputs,
     batch_size,
+    documents_of,
     find_ids,
     first_rows,
     named_inputs,
@@ -200,7 +201,9 @@ class Prober:
                 f"{tuple(modality_BT.shape)}, so padding is counted: in the modality function, return -1 for padding",
                 stacklevel=7,
             )
-        main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask)
+        document_BT = documents_of(inputs, modality_BT.shape)
+        document_BT = None if document_BT is None else document_BT.to(modality_BT.device)
+        main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask, document_BT)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
         return Measurement(main, others, self.adapter, collective)
 

@@ -135,6 +135,7 @@ class Side:
         modalities: maps its token ids to modalities; None if the side has one modality or a modality function.
         modality_BT: modality of each token; None until its ids or its length are known.
         padding_BT: 0 or False at padding, or an additive mask; None if there is no padding.
+        document_BT: number of each token's packed document; None if the inputs do not tell documents apart.
         pairs: the visible pairs of query and key, one entry for each mask so far.
     """
 
@@ -144,6 +145,7 @@ class Side:
     modalities: Modalities | None = None
     modality_BT: Tensor | None = None
     padding_BT: Tensor | None = None
+    document_BT: Tensor | None = None
     pairs: list[Pairs] = field(default_factory=list)
 
     @property

@@ -144,7 +144,8 @@ def test_masks_of_each_sequence_are_those_of_the_call():
         again = attach(net, modality=IMAGE).probe(ids=ids, mask=added).flat()
         assert same(again, measured, rel=1e-6, abs=1e-6)
         rest = {tag: x for tag, x in again.items() if tag not in measured}
-        assert rest == ({} if low < -1e30 else {f"masked_mass/{m}/layer0{n}": 0 for n in range(2) for m in NAMES})
+        hidden = {f"attn_mass_hidden/{m}/layer0{n}": 0 for n in range(2) for m in NAMES}
+        assert rest == ({} if low < -1e30 else hidden)
     weak = torch.zeros(mask.shape).masked_fill(~mask, -9.0)  # control: this is a bias
     assert attach(net, modality=IMAGE).probe(ids=ids, mask=weak).flat() != measured
 

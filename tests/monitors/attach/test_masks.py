@@ -54,7 +54,7 @@ def expected_of(net: Masked, ids: torch.Tensor, mask: torch.Tensor) -> dict[str,
     weights /= weights.sum(-1, keepdims=True)
     for (b, _, t), p in zip(np.ndindex(*z.shape[:3]), weights.reshape(-1, T), strict=True):
         seen, of_key, a = np.arange(T) <= t, modality[b], NAMES[modality[b, t]]
-        rows.see(f"masked_mass/{a}/layer00", p[~seen].sum())
+        rows.see(f"attn_mass_hidden/{a}/layer00", p[~seen].sum())
         if t < 7:
             continue
         mass = [p[seen & (of_key == m)].sum() for m in range(2)]
@@ -75,7 +75,7 @@ def test_weights_are_computed_with_the_finite_mask_that_is_given(way):
     measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
     expected = expected_of(net, ids, net.mask)
     assert len(expected) == 13 and same(measured, expected)
-    assert min(expected[f"masked_mass/{name}/layer00"] for name in NAMES) > 0.1
+    assert min(expected[f"attn_mass_hidden/{name}/layer00"] for name in NAMES) > 0.1
     # The raw logits are those of the visible keys.
     q, k = (x.detach().double().numpy() for x in net.kept[-1])
     raw = brute_force.attention(q, k, 0.5, modality_of(ids), causal, NAMES, 0, softmax=False)
@@ -83,8 +83,8 @@ def test_weights_are_computed_with_the_finite_mask_that_is_given(way):
     # Control: with -inf, no hidden key gets attention, and there is no mass to measure.
     infinite = Masked(-torch.inf, bias, flex=way == "score_mod")
     without = attach(infinite, modality=IMAGE).probe(ids=ids).flat()
-    assert not any("masked_mass" in tag for tag in without) and not same(without, expected)
-    entropies = {tag: x for tag, x in expected_of(net, ids, infinite.mask).items() if "masked_mass" not in tag}
+    assert not any("attn_mass_hidden" in tag for tag in without) and not same(without, expected)
+    entropies = {tag: x for tag, x in expected_of(net, ids, infinite.mask).items() if "attn_mass_hidden" not in tag}
     assert same(without, entropies) and not same(measured, entropies)
 
 
@@ -93,9 +93,9 @@ def test_a_mask_that_no_logit_reaches_has_mass_0_on_hidden_keys():
     for fill, size, mass in ((-1e9, 200, 0), (-1e4, 1, 0), (torch.finfo(torch.float32).min, 200, None)):
         net = Masked(fill, size=size)
         measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
-        assert measured.get("masked_mass/image/layer00") == mass
+        assert measured.get("attn_mass_hidden/image/layer00") == mass
         expected = expected_of(net, ids, net.mask.masked_fill(HIDDEN, -torch.inf))
-        assert same(measured, {tag: x for tag, x in expected.items() if "masked_mass" not in tag})
+        assert same(measured, {tag: x for tag, x in expected.items() if "attn_mass_hidden" not in tag})
 
 
 def test_a_bias_stays_a_bias():
@@ -121,7 +121,7 @@ def test_a_line_says_that_logits_outgrow_a_mask():
         lines = [str(w.message) for w in caught if "outgrow" in str(w.message)]
         assert len(lines) == warned
         if warned:
-            share = 100 * max(expected_of(net, ids, net.mask)[f"masked_mass/{name}/layer00"] for name in NAMES)
+            share = 100 * max(expected_of(net, ids, net.mask)[f"attn_mass_hidden/{name}/layer00"] for name in NAMES)
             assert f"{share:.3g} %" in lines[0] and "at step 1 " in lines[0]
 
 
@@ -134,6 +134,49 @@ def test_cross_attention_keeps_the_mask_that_is_given():
     torch.testing.assert_close(large[:, :3, 3:], small)
     assert not large[:, :3, :3].any()
     assert (small[~seen[:, 0]] > 0).all()  # the control
+
+
+class Packed(Masked):
+    """Two packed documents, and padding at the start of the second sequence."""
+
+    def __init__(self, apart: bool):
+        super().__init__(-torch.inf, size=1)
+        self.valid, self.document = torch.ones(2, T, dtype=torch.long), torch.arange(T)[None] // 9
+        self.valid[1, :3] = 0
+        if apart:
+            seen = (self.document[:, :, None] == self.document[:, None]) & self.valid[:, None].bool()
+            self.mask = torch.zeros(2, 1, T, T).masked_fill(~(seen[:, None] & ~HIDDEN), -torch.inf)
+
+    def forward(self, ids, attention_mask=None, position_ids=None):
+        return super().forward(ids)
+
+
+def test_attention_on_padding_and_on_other_documents_is_measured_where_the_mask_leaks():
+    (ids,), leaking, apart = batches(1, B=2, T=T), Packed(False), Packed(True)
+    packed = {"attention_mask": leaking.valid, "position_ids": torch.arange(T)[None] % 9}
+    measured = attach(leaking, modality=IMAGE).probe(ids=ids, **packed).flat()
+    leaking(ids)  # keeps q and k
+    q, k = (x.detach().double().numpy() for x in leaking.kept[-1])
+    z = 0.5 * q @ k.swapaxes(-1, -2) + leaking.mask.double().numpy()
+    modality, rows, valid, document = modality_of(ids), brute_force.Means(), leaking.valid, leaking.document[0]
+    for b, h, t in np.ndindex(*z.shape[:3]):
+        if not valid[b, t]:
+            continue
+        p = np.exp(z[b, h, t] - z[b, h, t].max())
+        p, a = p / p.sum(), NAMES[modality[b, t]]
+        rows.see(f"attn_mass_padding/{a}/layer00", p[valid[b] == 0].sum())
+        rows.see(f"attn_mass_documents/{a}/layer00", p[(valid[b] == 1) & (document != document[t])].sum())
+    expected = rows.means()
+    assert len(expected) == 4 and same(measured, expected) and min(expected.values()) > 0.01
+    # Controls: without the leak there is no such mass; the masses without it are other numbers.
+    kept = attach(apart, modality=IMAGE).probe(ids=ids, **packed).flat()
+    assert not any(tag.startswith(("attn_mass_padding", "attn_mass_documents")) for tag in kept)
+    plain = attach(leaking, modality=IMAGE).probe(ids=ids).flat()
+    assert not any(tag.startswith(("attn_mass_padding", "attn_mass_documents")) for tag in plain)
+    with pytest.warns(UserWarning, match="attention is on padding .attn_mass_padding.*pass the padding mask"):
+        watch = attach(leaking, modality=IMAGE, every_n_steps=1)
+        leaking(ids, **packed)
+        watch.step()
 
 
 @pytest.mark.parametrize("leaks", [True, False])
@@ -154,3 +197,4 @@ def test_a_leak_between_packed_documents_is_visible_if_modality_is_the_document(
         crossing = float(weights[0, :, 16:, :16].double().sum(-1).mean())
         assert measured.get(f"attn_mass/b-a/layer0{layer}", 0.0) == pytest.approx(crossing, rel=1e-5)
         assert (crossing > 0.5) == leaks
+        assert measured.get(f"attn_mass_documents/b/layer0{layer}", 0.0) == pytest.approx(crossing, rel=1e-5)
