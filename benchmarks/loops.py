@@ -223,7 +223,7 @@ class Stack:
         loggers: list[Any] = [
             RunLogger(folder / "metrics.jsonl"),
             StoryLogger(folder, run.model.modalities, monitor.tensorboard_layers),
-            alarms.tap,
+            alarms.collected,
         ]
         return [log, probes, alarms], loggers
 

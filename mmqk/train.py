@@ -208,7 +208,7 @@ def _attach(
     if not run.quiet:
         trainer.callbacks.append(ProgressLine(step_log))
     # `RunLogger` must come before `Integration`.
-    trainer.loggers = [RunLogger(run.out / METRICS_NAME), alarms.tap, *_tensorboard(run, resumed_at)]
+    trainer.loggers = [RunLogger(run.out / METRICS_NAME), alarms.collected, *_tensorboard(run, resumed_at)]
 
 
 def _tensorboard(run: RunConfig, resumed_at: int | None) -> list[Any]:

@@ -67,7 +67,7 @@ def parts() -> dict[str, int]:
     sites: dict[tuple[str, int], torch.Tensor] = {}
     with torch.no_grad():
         forward = flops(
-            lambda: model(few.ids_BT, sink=lambda site, layer, x: sites.__setitem__((site, layer), x))
+            lambda: model(few.ids_BT, observer=lambda site, layer, x: sites.__setitem__((site, layer), x))
         )
         pairs = Pairs(few.modality_BT, visible_pairs(few.valid_BT), len(c.modalities), c.n_heads)
         token_MBT = pairs.token_MBT & few.valid_BT

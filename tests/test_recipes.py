@@ -22,7 +22,7 @@ from mmqk.config import resolve
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, flatten, read_metrics
 from mmqk.train import main
-from mmqk.training.optimizers import block_matrices
+from mmqk.training.optimizers import hidden_matrices
 from tests import recipe_peers
 from tests.model.comparison import outcome
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
@@ -422,7 +422,7 @@ def muonclip(model: EarlyFusionTransformer, batches, lr: float) -> None:
     """Train with Kimi K2's Algorithm 1: torch's Muon and AdamW, x-transformers' QK-Clip, a cosine schedule."""
     from x_transformers.x_transformers import Attention
 
-    matrices = block_matrices(model)
+    matrices = hidden_matrices(model)
     decaying = [model.embed.weight, model.head.weight]
     gains = [p for p in model.parameters() if p.ndim == 1]
     muon = torch.optim.Muon(
@@ -436,7 +436,7 @@ def muonclip(model: EarlyFusionTransformer, batches, lr: float) -> None:
     for step, batch in enumerate(batches):
         seen: dict[tuple[str, int], torch.Tensor] = {}
         logits = model(
-            batch.ids_BT, sink=lambda site, layer, x, seen=seen: seen.update({(site, layer): x.detach()})
+            batch.ids_BT, observer=lambda site, layer, x, seen=seen: seen.update({(site, layer): x.detach()})
         )
         targets = batch.ids_BT.roll(-1, 1)[batch.target_mask_BT]
         F.cross_entropy(logits[batch.target_mask_BT], targets).backward()

@@ -124,7 +124,7 @@ def measure_model(config: ModelConfig, seed: int) -> list[Measured]:
     ids_BT = torch.randint(0, config.vocab_size, (SEQUENCES, TOKENS), generator=generator)
     model = EarlyFusionTransformer(config, seed=seed).eval()
     with torch.no_grad():
-        model(ids_BT, sink=lambda site, layer, x: seen.update({(site, layer): x}))
+        model(ids_BT, observer=lambda site, layer, x: seen.update({(site, layer): x}))
     layers = range(config.n_layers)
     return [measure(logits_of(seen["q", n], seen["k", n], config.attn_scale_value)) for n in layers]
 

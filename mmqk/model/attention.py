@@ -17,11 +17,11 @@ from .linear import linear, through, untied
 from .norms import LayerScale, at_least_fp32, qk_norm
 
 Rope = tuple[Tensor, Tensor]  # cosine and signed sine of every position's angles
-Tap = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward pass
+Observe = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward pass
 
 
-def no_tap(site: str, tensor: Tensor) -> None:
-    """Do nothing. A forward pass without a sink passes this tap to its layers."""
+def no_observer(site: str, tensor: Tensor) -> None:
+    """Do nothing. A forward pass without an observer passes this function to its layers."""
 
 
 class Attention(nn.Module):
@@ -63,7 +63,12 @@ class Attention(nn.Module):
         self.head_scale = untied(lambda: LayerScale(H, 1.0), config, separate) if config.head_scale else None
 
     def forward(
-        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        mask: Any,
+        modality_BT: Tensor | None = None,
+        observe: Observe = no_observer,
     ) -> tuple[Tensor, RowStats | None]:
         """Compute self-attention over `x_BTD`. `rope` comes from `rope_tables` and `mask` from `mask_of`, for T
         tokens.
@@ -71,22 +76,22 @@ class Attention(nn.Module):
         Returns:
             out_BTD, and the `RowStats` of the backend or None.
         """
-        tap("attn_in", x_BTD)
+        observe("attn_in", x_BTD)
         q_BTHK = through(self.w_q, x_BTD, modality_BT).unflatten(-1, (self.n_heads, -1))
         k_BTGK = through(self.w_k, x_BTD, modality_BT).unflatten(-1, (self.kv_heads, -1))
         v_BTGK = through(self.w_v, x_BTD, modality_BT).unflatten(-1, (self.kv_heads, -1))
         v_BTGK = through(self.v_norm, v_BTGK, modality_BT)
-        tap("q_raw", q_BTHK.transpose(1, 2))
-        tap("k_raw", k_BTGK.transpose(1, 2))
+        observe("q_raw", q_BTHK.transpose(1, 2))
+        observe("k_raw", k_BTGK.transpose(1, 2))
 
         q_BHTK = self._norm_and_rope(q_BTHK, self.q_norm, rope, modality_BT).transpose(1, 2)
         k_BHTK = self._norm_and_rope(k_BTGK, self.k_norm, rope, modality_BT).transpose(1, 2)
         v_BHTK = v_BTGK.transpose(1, 2)
-        if self.backend != "flex" or tap is not no_tap:  # flex supports shared heads
+        if self.backend != "flex" or observe is not no_observer:  # flex supports shared heads
             k_BHTK, v_BHTK = self._repeat_heads(k_BHTK), self._repeat_heads(v_BHTK)
-        tap("q", q_BHTK)
-        tap("k", k_BHTK)
-        tap("v", v_BHTK)
+        observe("q", q_BHTK)
+        observe("k", k_BHTK)
+        observe("v", v_BHTK)
 
         out_BHTK, row_stats = attention(
             q_BHTK,
@@ -105,7 +110,7 @@ class Attention(nn.Module):
             out_BTHK = through(self.head_scale, out_BTHK.mT, modality_BT).mT
         if self.w_g is not None:
             gate_BTHK = torch.sigmoid(through(self.w_g, x_BTD, modality_BT)).unflatten(-1, (self.n_heads, -1))
-            tap("gate", gate_BTHK)
+            observe("gate", gate_BTHK)
             out_BTHK = gate_BTHK * out_BTHK
         return through(self.w_o, out_BTHK.flatten(2), modality_BT), row_stats
 

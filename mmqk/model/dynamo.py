@@ -16,7 +16,7 @@ def compile_blocks(model: EarlyFusionTransformer) -> None:
     """Compile the blocks, with one graph for equal blocks, and the final norm.
 
     Names of parameters and modules do not change. A graph break raises an error. Hooks on a block are called;
-    hooks on its submodules are called only if they were registered before compilation. With a sink the blocks run
+    hooks on its submodules are called only if they were registered before compilation. With an observer the blocks run
     eagerly.
     """
     allow_many_graphs()

@@ -14,13 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Attention, Rope, Tap, no_tap, output_init_scale, rope_tables, value_init_scale
+from .attention import (
+    Attention,
+    Observe,
+    Rope,
+    no_observer,
+    output_init_scale,
+    rope_tables,
+    value_init_scale,
+)
 from .backends import RowStats, documents_of, mask_of
 from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
 
-Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward pass
+Observer = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward pass
 
 
 def modality_of_ids(ids_BT: Tensor, vocab_sizes: Mapping[str, int]) -> Tensor:
@@ -115,7 +123,12 @@ class Block(nn.Module):
         self.run: Callable[..., tuple[Tensor, RowStats | None]] = Block.compute
 
     def forward(
-        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        mask: Any,
+        modality_BT: Tensor | None = None,
+        observe: Observe = no_observer,
     ) -> tuple[Tensor, RowStats | None]:
         """Return `x + dropout(scale(post(sublayer(pre(x)))))` for attention, then for the MLP.
 
@@ -124,19 +137,21 @@ class Block(nn.Module):
         Returns:
             x_BTD, and the `RowStats` of the attention or None.
         """
-        run = self.run if tap is no_tap else Block.compute  # a compiled block cannot call a tap
-        return run(self, x_BTD, rope, mask, modality_BT, tap)
+        run = (
+            self.run if observe is no_observer else Block.compute
+        )  # a compiled block cannot call an observer
+        return run(self, x_BTD, rope, mask, modality_BT, observe)
 
     def compute(
-        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None, tap: Tap
+        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None, observe: Observe
     ) -> tuple[Tensor, RowStats | None]:
         """Compute `forward` eagerly; `compile_blocks` compiles this function."""
         in_BTD = self._scaled(through(self.attn_pre_norm, x_BTD, modality_BT), self.input_scale)
-        out_BTD, row_stats = self.attention(in_BTD, rope, mask, modality_BT, tap)
+        out_BTD, row_stats = self.attention(in_BTD, rope, mask, modality_BT, observe)
         out_BTD = through(self.attn_post_norm, out_BTD, modality_BT)
         out_BTD = through(self.attn_layer_scale, out_BTD, modality_BT)
         out_BTD = self._scaled(out_BTD, self.branch_scale)
-        tap("attn_out", out_BTD)
+        observe("attn_out", out_BTD)
         x_BTD = self._added(self.attn_residual_gate, x_BTD, out_BTD, modality_BT)
         x_BTD = through(self.attn_deep_norm, x_BTD, modality_BT)
 
@@ -145,10 +160,10 @@ class Block(nn.Module):
         out_BTD = through(self.mlp_post_norm, out_BTD, modality_BT)
         out_BTD = through(self.mlp_layer_scale, out_BTD, modality_BT)
         out_BTD = self._scaled(out_BTD, self.branch_scale)
-        tap("mlp_out", out_BTD)
+        observe("mlp_out", out_BTD)
         x_BTD = self._added(self.mlp_residual_gate, x_BTD, out_BTD, modality_BT)
         x_BTD = through(self.mlp_deep_norm, x_BTD, modality_BT)
-        tap("resid", x_BTD)
+        observe("resid", x_BTD)
         return x_BTD, row_stats
 
     @staticmethod
@@ -232,7 +247,7 @@ class EarlyFusionTransformer(nn.Module):
         ids_BT: Tensor,
         modality_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
-        sink: Sink | None = None,
+        observer: Observer | None = None,
         row_stats: list[RowStats] | None = None,
         output: Literal["logits", "raw_logits", "hidden"] = "logits",
     ) -> Tensor:
@@ -244,7 +259,8 @@ class EarlyFusionTransformer(nn.Module):
                 `config.per_modality`, separate layers or `config.embed_scale`; an unknown number counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None
                 means one document per row.
-            sink: Called as `sink(site, layer, tensor)` during the forward pass, with the tensor itself, not a copy.
+            observer: Called as `observer(site, layer, tensor)` during the forward pass, with the tensor itself, not a
+                copy.
 
                 | site              | shape            | tensor                                                      |
                 | ----------------- | ---------------- | ----------------------------------------------------------- |
@@ -266,7 +282,7 @@ class EarlyFusionTransformer(nn.Module):
 
         Returns:
             logits_BTV in fp32 (fp64 in an fp64 model), with and without autocast; raw_logits in the dtype of the
-            head, or in at least fp32 with a sink.
+            head, or in at least fp32 with an observer.
         """
         c, T, device = self.config, ids_BT.shape[1], ids_BT.device
         if self.reads_modality and modality_BT is None:
@@ -281,24 +297,24 @@ class EarlyFusionTransformer(nn.Module):
             )
             for window, apart in {c.reach_of(layer) for layer in range(c.n_layers)}
         }
-        # Recomputation would call a sink twice.
-        recompute = self.activation_checkpointing and sink is None and torch.is_grad_enabled()
+        # Recomputation would call an observer twice.
+        recompute = self.activation_checkpointing and observer is None and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
-            tap = no_tap if sink is None else partial(_at_layer, sink, layer)
+            observe = no_observer if observer is None else partial(_at_layer, observer, layer)
             reach = c.reach_of(layer)
-            inputs = (x_BTD, local_rope if reach[0] else rope, masks[reach], modality_BT, tap)
+            inputs = (x_BTD, local_rope if reach[0] else rope, masks[reach], modality_BT, observe)
             x_BTD, stats = self._checkpointed(block, inputs) if recompute else block(*inputs)
             if row_stats is not None and stats is not None:
                 row_stats.append(stats)
-        if sink is not None:
-            sink("final", -1, x_BTD)
+        if observer is not None:
+            observer("final", -1, x_BTD)
         hidden_BTD = through(self.final_norm, x_BTD, modality_BT)
         if output == "hidden":
             return hidden_BTD
         logits_BTV = self.head(hidden_BTD)
-        if sink is not None:
+        if observer is not None:
             logits_BTV = at_least_fp32(logits_BTV)
-            sink("logits", -1, logits_BTV)
+            observer("logits", -1, logits_BTV)
         return logits_BTV if output == "raw_logits" else capped(logits_BTV, c.final_softcap)
 
     def _embedded(self, ids_BT: Tensor, modality_BT: Tensor | None) -> Tensor:
@@ -347,8 +363,8 @@ class EarlyFusionTransformer(nn.Module):
 _DEFAULT = ModelConfig()
 
 
-def _at_layer(sink: Sink, layer: int, site: str, tensor: Tensor) -> None:
-    sink(site, layer, tensor)
+def _at_layer(observer: Observer, layer: int, site: str, tensor: Tensor) -> None:
+    observer(site, layer, tensor)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def probe(
     pairs = pairs_of(c, batch) if pairs is None else pairs
     sites: dict[str, Tensor] = {}  # tensors of the current layer
 
-    def sink(site: str, layer: int, tensor: Tensor) -> None:
+    def observer(site: str, layer: int, tensor: Tensor) -> None:
         if site in NORM_SITES:
             collector.norms(site, layer, tensor)
         sites[site] = tensor
@@ -96,7 +96,7 @@ def probe(
             collector.output(logits, batch.target_modality_BT, batch.target_mask_BT, c.vocab_sizes)
 
     with torch.autocast(batch.ids_BT.device.type, enabled=False):
-        eager_forward(model, batch, sink, NO_EAGER_FP32)
+        eager_forward(model, batch, observer, NO_EAGER_FP32)
     _weights(model, collector)
     if matrices:
         _matrices(model, collector)
@@ -178,17 +178,17 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
 def eager_forward(
     model: EarlyFusionTransformer,
     batch: TokenBatch,
-    sink: Callable[[str, int, Tensor], None],
+    observer: Callable[[str, int, Tensor], None],
     dense_for: Collection[str],
 ) -> None:
     """Run the model eagerly and in evaluation mode. If its backend is in ``dense_for``, use dense attention instead.
 
-    torch.compile would compile the model again for a forward pass with a sink, so it is disabled. Flex attention is
-    not fused when it runs eagerly, so callers include ``flex`` in ``dense_for``.
+    torch.compile would compile the model again for a forward pass with an observer, so it is disabled. Flex attention
+    is not fused when it runs eagerly, so callers include ``flex`` in ``dense_for``.
     """
     dense = model.use_backend("math") if model.backend in dense_for else nullcontext()
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"), dense:
-        model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
+        model(batch.ids_BT, batch.modality_BT, batch.document_BT, observer=observer)
 
 
 @torch.no_grad()
@@ -212,7 +212,7 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # the input of a pre-norm is the stream
         stream["x"] = inputs[0]
 
-    def sink(site: str, layer: int, tensor: Tensor) -> None:
+    def observer(site: str, layer: int, tensor: Tensor) -> None:
         if site not in ("attn_out", "mlp_out"):
             return
         x_BTD, alpha = stream["x"], blocks[layer].stream_scale
@@ -229,5 +229,5 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
         for block in blocks:
             for norm in (block.attn_pre_norm, block.mlp_pre_norm):
                 stack.callback(norm.register_forward_pre_hook(before).remove)
-        eager_forward(model, batch, sink, dense_for=("flex",))
+        eager_forward(model, batch, observer, dense_for=("flex",))
     return probe

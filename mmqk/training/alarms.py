@@ -37,7 +37,7 @@ class AlarmStop(Interrupted):
         self.args = (f"stopped by an alarm at {alarm.line()}",)
 
 
-class _Tap(Logger):
+class Collected(Logger):
     """A logger that keeps all logged values until they are drained."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class _Tap(Logger):
 class Alarms(L.Callback):
     """Passes every logged value to `AlarmRules`: the losses at each flush, and the statistics of each probe.
 
-    Place this callback after the callbacks that log and before `Checkpoints`, and add its `tap` to the trainer's
-    loggers. The callback reads only logged values, so it never synchronizes with the device.
+    Place this callback after the callbacks that log and before `Checkpoints`, and add its `collected` to the
+    trainer's loggers. The callback reads only logged values, so it never synchronizes with the device.
 
     Args:
         folder: Folder of ``alarms.jsonl``.
@@ -92,7 +92,7 @@ class Alarms(L.Callback):
     ):
         self.folder, self.config, self.rules = folder, config, rules
         self.step_log, self.monitor, self.checkpoints = step_log, monitor, checkpoints
-        self.tap = _Tap()
+        self.collected = Collected()
         self._probe_until, self._first_step = -1, 0
         self._waiting: list[Alarm] = []  # alarms whose actions have not been taken yet
         self._printed: Counter[tuple[str, ...]] = Counter()
@@ -133,7 +133,7 @@ class Alarms(L.Callback):
 
     def _look(self) -> list[Alarm]:
         """Check the logged values; print, write and log the new alarms, on the first rank only."""
-        logged = self.tap.drain()
+        logged = self.collected.drain()
         if not self._first_rank:
             return []
         alarms = [alarm for step, values in logged for alarm in self.rules.update(step, values)]

@@ -81,15 +81,15 @@ class QKClip:
         self.model, self.threshold = model, threshold
         self._largest: dict[int, Tensor] = {}
 
-    def sink(self, batch: TokenBatch) -> Callable[[str, int, Tensor], None]:
-        """Return a sink: a callback that gets q and k in a forward pass over `batch` and finds the largest logits.
+    def observer(self, batch: TokenBatch) -> Callable[[str, int, Tensor], None]:
+        """Return an observer that gets q and k in a forward pass over `batch` and finds the largest logits.
 
         The largest logits are collected over all micro-batches of the step.
         """
         queries: dict[int, Tensor] = {}
         scale, config = self.model.attn_scale_value, self.model.config
 
-        def sink(site: str, layer: int, tensor: Tensor) -> None:
+        def observer(site: str, layer: int, tensor: Tensor) -> None:
             if not torch.is_grad_enabled():
                 return  # ignore the forward pass of a `NormMonitor` probe
             if site == "q":
@@ -105,7 +105,7 @@ class QKClip:
                 )
                 self.add(layer, largest_H)
 
-        return sink
+        return observer
 
     def add(self, layer: int, largest_H: Tensor) -> None:
         """Add the largest logits of one layer in one forward pass."""

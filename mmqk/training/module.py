@@ -22,7 +22,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats
 from mmqk.model.dynamo import compile_blocks, keep_graphs
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
-from mmqk.model.transformer import Sink, evaluation_mode
+from mmqk.model.transformer import Observer, evaluation_mode
 from mmqk.monitors.own.callback import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
@@ -146,7 +146,7 @@ class TrainingModule(L.LightningModule):
     def losses(
         self,
         batch: TokenBatch,
-        sink: Sink | None = None,
+        observer: Observer | None = None,
         by_modality: bool = False,
         model: EarlyFusionTransformer | None = None,
         row_stats: list[RowStats] | None = None,
@@ -155,13 +155,13 @@ class TrainingModule(L.LightningModule):
 
         Args:
             batch: Tokens and targets.
-            sink: See `EarlyFusionTransformer.forward`.
+            observer: See `EarlyFusionTransformer.forward`.
             by_modality: Whether `loss_parts` will be called; True makes a chunked loss a little more expensive.
             model: The model to evaluate; None for the trained model.
             row_stats: Receives the softmax statistics of each layer.
         """
         model = model or self.model
-        inputs = batch.ids_BT, batch.modality_BT, batch.document_BT, sink, row_stats
+        inputs = batch.ids_BT, batch.modality_BT, batch.document_BT, observer, row_stats
         targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         softcap, config = self.model_config.final_softcap, self.loss_config
         if config.chunk_size is None:
@@ -232,8 +232,8 @@ class TrainingModule(L.LightningModule):
     def _training_losses(self, batch: TokenBatch, by_modality: bool) -> LossSums:
         """Return `losses`, and record the attention logits for `qk_clip` and `row_log`."""
         if self.row_log is None:
-            sink = None if self.qk_clip is None else self.qk_clip.sink(batch)
-            return self.losses(batch, sink, by_modality)
+            observer = None if self.qk_clip is None else self.qk_clip.observer(batch)
+            return self.losses(batch, observer, by_modality)
         row_stats: list[RowStats] = []
         sums = self.losses(batch, None, by_modality, row_stats=row_stats)
         largest_LH = self.row_log.add(row_stats, batch)
@@ -392,7 +392,7 @@ class TrainingModule(L.LightningModule):
         ``model`` keeps its mode (training or evaluation), which turns dropout on or off; None is the trained model.
         """
         with self.trainer.precision_plugin.train_step_context():
-            # A sink makes the blocks run eagerly. `gradient_agreement` calls this method with halves of a batch, and
+            # An observer makes the blocks run eagerly. `gradient_agreement` calls this method with halves of a batch, and
             # compiled blocks would need another graph for each half.
             sums = self.losses(batch, lambda *_: None, by_modality=True, model=model)
             return loss_parts(sums, *self.loss_weighting(batch))
@@ -410,8 +410,8 @@ class TrainingModule(L.LightningModule):
         for index, batch in batches:
             self._seed_dropout(index)
 
-            def loss(sink: Sink, batch: TokenBatch = batch) -> Tensor:
-                return total_loss(self.losses(batch, sink, model=model), *self.loss_weighting(batch))
+            def loss(observer: Observer, batch: TokenBatch = batch) -> Tensor:
+                return total_loss(self.losses(batch, observer, model=model), *self.loss_weighting(batch))
 
             with self.trainer.precision_plugin.train_step_context():
                 site = first_bad_site(model, batch, loss)

@@ -41,7 +41,7 @@ def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
     return matrices | (embeddings if config.decay_embeddings else set()) | (rest if config.decay_gains else set())
 
 
-def block_matrices(model: nn.Module) -> set[Tensor]:
+def hidden_matrices(model: nn.Module) -> set[Tensor]:
     """Return the weights of the linear layers in a transformer's blocks, without embedding and head."""
     blocks: nn.Module = getattr(model, "blocks", model)
     return {m.weight for m in blocks.modules() if isinstance(m, nn.Linear)}
@@ -66,7 +66,7 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
     groups = [group for group in both if group["params"]]
     betas = (config.beta1, config.beta2)
     if config.matrices != "adamw":
-        chosen = block_matrices(model)
+        chosen = hidden_matrices(model)
         of_blocks = _only(groups, lambda p: p in chosen)
         others = _only(groups, lambda p: p not in chosen)
         if config.matrices == "muon":

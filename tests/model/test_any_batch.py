@@ -38,7 +38,7 @@ def test_one_token_comes_out_as_its_own_value():
     for variant in ("llama", "l2", "untied"):
         seen = {}
         build(**VARIANTS[variant])(
-            ids_of(1, 1), sink=lambda site, layer, x, seen=seen: seen.update({(site, layer): x})
+            ids_of(1, 1), observer=lambda site, layer, x, seen=seen: seen.update({(site, layer): x})
         )
         q, k, v = (seen[site, 0] for site in "qkv")
         torch.testing.assert_close(attention(q, k, v, scale=1.0), v)

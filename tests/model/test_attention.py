@@ -164,7 +164,7 @@ def watched(config, scale_w_q=1.0, autocast=False):
     x_BTD = torch.randn(2, 9, config.d_model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
         rope = rope_tables(9, config.head_dim, config.rope_theta, x_BTD.device)
-        layer(x_BTD, rope, mask_of("math", 9, x_BTD.device), tap=sites.__setitem__)
+        layer(x_BTD, rope, mask_of("math", 9, x_BTD.device), observe=sites.__setitem__)
     return sites, layer
 
 

@@ -192,7 +192,7 @@ def test_a_forward_that_is_watched_shows_every_site_and_compiles_nothing():
     sites = []
     for one in (of_block, plain):
         seen = {}
-        one(IDS_BT, sink=lambda site, layer, tensor, seen=seen: seen.__setitem__((site, layer), tensor))
+        one(IDS_BT, observer=lambda site, layer, tensor, seen=seen: seen.__setitem__((site, layer), tensor))
         sites.append(seen)
     ours, theirs = sites
     names = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")
@@ -271,7 +271,7 @@ def test_a_recomputed_forward_that_is_watched_shows_every_site_once():
     model = build(n_layers=2)
     model.activation_checkpointing = True
     seen = []
-    out = model(IDS_BT, sink=lambda site, layer, tensor: seen.append((site, layer)))
+    out = model(IDS_BT, observer=lambda site, layer, tensor: seen.append((site, layer)))
     out.square().sum().backward()
     assert len(seen) == len(set(seen)) == 9 * 2 + 2
     assert all(parameter.grad is not None for parameter in model.parameters())

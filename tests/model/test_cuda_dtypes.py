@@ -77,12 +77,12 @@ def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
         mask_BT = torch.ones(2, 16, dtype=torch.bool)
     found: dict[str, set[torch.dtype]] = {}
 
-    def sink(site, layer, tensor):
+    def observer(site, layer, tensor):
         found.setdefault(site, set()).add(tensor.dtype)
 
     targets = ids_BT, ids_BT, mask_BT
     with cuda_autocast():
-        dense_sums = modality_losses(model(ids_BT, ids_BT, sink=sink), *targets, 2)
+        dense_sums = modality_losses(model(ids_BT, ids_BT, observer=observer), *targets, 2)
         hidden_BTD = model(ids_BT, ids_BT, output="hidden")
         chunks = chunked_losses(hidden_BTD, model.head.weight, *targets, weights_M, 1e-5, 8)
     losses = {

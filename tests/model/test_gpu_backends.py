@@ -161,16 +161,16 @@ def test_every_arm_attends_in_bf16_under_autocast(qk_norm):
     model, dtypes = EarlyFusionTransformer(config, "sdpa").to(DEVICE), {}
     ids_BT = ids_of(B, 128).to(DEVICE)
 
-    def sink(site, layer, tensor):
+    def observer(site, layer, tensor):
         dtypes.setdefault(site, set()).add(tensor.dtype)
 
     with torch.autocast(DEVICE, torch.bfloat16):
-        model(ids_BT, sink=sink)
+        model(ids_BT, observer=observer)
     assert all(
         dtypes[site] == {torch.bfloat16} for site in ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
     )
     assert dtypes["resid"] == dtypes["logits"] == {torch.float32}
-    model(ids_BT, sink=sink)
+    model(ids_BT, observer=observer)
     assert torch.float32 in dtypes["q"]
 
 

@@ -185,7 +185,7 @@ def scaled(qk, factor):
     model.blocks[0].attention.w_q.weight.data *= factor
     seen = {}
     with torch.no_grad():
-        model(ids_of(2, T), sink=lambda site, layer, x: seen.update({site: x}))
+        model(ids_of(2, T), observer=lambda site, layer, x: seen.update({site: x}))
     return model.attn_scale_value * seen["q"] @ seen["k"].transpose(-1, -2)
 
 

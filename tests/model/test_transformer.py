@@ -103,7 +103,7 @@ def test_no_image_token_reaches_a_text_token_in_separated_layers(backend, ends, 
     other_T[1] = 15
     resid: list[dict] = [{}, {}]
     for ids, seen in zip((ids_T, other_T), resid, strict=True):
-        model(ids[None], sink=lambda site, layer, x, seen=seen: seen.__setitem__((site, layer), x[0]))
+        model(ids[None], observer=lambda site, layer, x, seen=seen: seen.__setitem__((site, layer), x[0]))
     for layer in range(3):
         one, two = (seen["resid", layer] for seen in resid)
         assert torch.equal(one[text_T], two[text_T]) == (layer in apart), layer
@@ -207,7 +207,7 @@ def test_parameter_count_and_buffers():
 def test_sink_sees_every_site_and_changes_nothing():
     model = build(post_norm=True, final_softcap=1.5)
     ids_BT, seen = ids_of(2, 8), {}
-    logits_BTV = model(ids_BT, sink=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
+    logits_BTV = model(ids_BT, observer=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
     assert torch.equal(logits_BTV, model(ids_BT))
     heads = ("q_raw", "k_raw", "q", "k", "v")
     streams = ("attn_in", "attn_out", "mlp_out", "resid")
@@ -219,7 +219,7 @@ def test_sink_sees_every_site_and_changes_nothing():
     torch.testing.assert_close(
         seen["resid", 1], seen["resid", 0] + seen["attn_out", 1] + seen["mlp_out", 1], rtol=0, atol=1e-5
     )
-    # The sink gets the logits before the cap, and the caller gets the capped logits.
+    # The observer gets the logits before the cap, and the caller gets the capped logits.
     torch.testing.assert_close(logits_BTV, 1.5 * torch.tanh(seen["logits", -1] / 1.5))
     assert logits_BTV.abs().max() < 1.5 < seen["logits", -1].abs().max()
 
@@ -227,7 +227,7 @@ def test_sink_sees_every_site_and_changes_nothing():
 def test_sink_has_the_heads_of_the_keys_once_and_as_they_are_used():
     seen = {}
     model = build(n_kv_heads=2, qk_norm=QKNormConfig("rms"))
-    model(ids_of(2, 8), sink=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
+    model(ids_of(2, 8), observer=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
     assert seen["q_raw", 0].shape == (2, 4, 8, 4) and seen["k_raw", 0].shape == (2, 2, 8, 4)
     assert all(seen[site, 0].shape == (2, 4, 8, 4) for site in "qkv")
     assert torch.equal(seen["k", 0][:, 0], seen["k", 0][:, 1])
@@ -240,7 +240,9 @@ def test_post_norm_sets_the_size_of_what_is_added():
         for block in model.blocks:
             if post_norm:
                 torch.nn.init.ones_(block.mlp_post_norm.weight)
-        model(ids_of(2, 8), sink=lambda site, layer, tensor, seen=seen: seen.update({(site, layer): tensor}))
+        model(
+            ids_of(2, 8), observer=lambda site, layer, tensor, seen=seen: seen.update({(site, layer): tensor})
+        )
         rms_BT = seen["mlp_out", 1].square().mean(-1).sqrt()
         assert bool(((rms_BT - 1).abs() < 1e-2).all()) == post_norm
 
@@ -287,7 +289,7 @@ def test_every_combination_trains_on_any_mix_of_modalities(qk, placement, mlp, c
 def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
     model, seen = build(**VARIANTS[variant]), {}
     with torch.autocast("cpu", torch.bfloat16):
-        logits_BTV = model(ids_of(2, 8), sink=lambda site, layer, x: seen.update({site: x.dtype}))
+        logits_BTV = model(ids_of(2, 8), observer=lambda site, layer, x: seen.update({site: x.dtype}))
     assert logits_BTV.dtype == torch.float32
     assert {seen[site] for site in "qkv"} == {torch.bfloat16}
     wide = {site for site, dtype in seen.items() if dtype == torch.float32}

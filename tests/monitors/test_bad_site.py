@@ -23,8 +23,8 @@ def model() -> EarlyFusionTransformer:
 
 
 def loss_of(model):
-    def loss(sink):
-        logits_BTV = model(BATCH.ids_BT, BATCH.modality_BT, None, sink)
+    def loss(observer):
+        logits_BTV = model(BATCH.ids_BT, BATCH.modality_BT, None, observer)
         return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), IDS_BT[:, 1:].flatten())
 
     return loss
@@ -98,6 +98,6 @@ def test_a_gradient_that_is_bad_in_a_parameter_alone_names_it(model):
 
 
 def test_a_loss_that_is_not_finite_over_finite_logits_says_so(model):
-    assert first_bad_site(model, BATCH, lambda sink: loss_of(model)(sink) / 0.0) == (
+    assert first_bad_site(model, BATCH, lambda observer: loss_of(model)(observer) / 0.0) == (
         "the loss is infinite though all logits are finite"
     )

@@ -222,6 +222,6 @@ def test_a_compiled_model_is_probed_like_an_eager_one(dynamo):
     model(batch.ids_BT, batch.modality_BT, batch.document_BT)
     assert probe(model, batch).flat() == eager
     with pytest.raises(
-        Exception, match=r"(?i)graph break|unsupported|sink|fullgraph"
+        Exception, match=r"(?i)graph break|unsupported|observer|fullgraph"
     ):  # the error that a probe avoids
-        model(batch.ids_BT, sink=lambda site, layer, x: print(float(x.sum())))
+        model(batch.ids_BT, observer=lambda site, layer, x: print(float(x.sum())))

@@ -118,7 +118,7 @@ def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype, deep):
     seen: dict[tuple[str, int], torch.Tensor] = {}
     model.eval()
     with torch.no_grad():
-        model(batch.ids_BT, sink=lambda site, layer, t: seen.__setitem__((site, layer), t.clone()))
+        model(batch.ids_BT, observer=lambda site, layer, t: seen.__setitem__((site, layer), t.clone()))
         first = model.embed(batch.ids_BT)
     model.train()
     found = residual_absorption(model, batch).flat()

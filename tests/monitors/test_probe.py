@@ -48,9 +48,9 @@ def make_model(seed=0, **changes) -> EarlyFusionTransformer:
 
 
 def expected_of(model, batch) -> dict[str, float]:
-    """Return every statistic in float64, from the tensors that `forward` hands to its sink."""
+    """Return every statistic in float64, from the tensors that `forward` hands to its observer."""
     c, sites = model.config, {}
-    model.double()(batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy()))
+    model.double()(batch.ids_BT, observer=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy()))
     rows = {name: w.detach().numpy() for name, w in (("embed", model.embed.weight), ("head", model.head.weight))}
     gains = {}
     for layer, block in enumerate(model.blocks):

@@ -95,7 +95,7 @@ def test_the_residual_branch_drops_elements_of_each_sublayer_before_it_is_added(
     module = with_dropout("residual_dropout", p=0.4)
     batch, sites = toy_batch(0), {}
     torch.manual_seed(5)
-    module.model(batch.ids_BT, sink=lambda site, layer, x: sites.setdefault((site, layer), x.detach()))
+    module.model(batch.ids_BT, observer=lambda site, layer, x: sites.setdefault((site, layer), x.detach()))
     torch.manual_seed(5)
     stream = module.model.embed(batch.ids_BT).detach()
     undropped = stream

@@ -163,11 +163,11 @@ def measured(model: EarlyFusionTransformer, site: str) -> list[Tensor]:
     """Return the tensor of a site in each layer without padding, of shape (tokens, heads, K)."""
     found: list[Tensor] = []
 
-    def sink(at: str, layer: int, tensor: Tensor) -> None:
+    def observer(at: str, layer: int, tensor: Tensor) -> None:
         if at == site:
             found.append(tensor.detach().transpose(1, 2)[BATCH.valid_BT].double())
 
-    model(BATCH.ids_BT, BATCH.modality_BT, None, sink)
+    model(BATCH.ids_BT, BATCH.modality_BT, None, observer)
     return found
 
 

@@ -13,7 +13,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError, read_metrics
 from mmqk.train import main
 from mmqk.training.guards import AdaGC, SkipStep, orthogonal, orthogonalize
-from mmqk.training.optimizers import block_matrices, make_optimizer
+from mmqk.training.optimizers import hidden_matrices, make_optimizer
 from tests.model.small import SMALL
 from tests.peers import Peer
 
@@ -48,7 +48,7 @@ def test_muon_is_torchs_for_the_matrices_and_adamw_for_the_rest():
     config = OptimConfig(matrices="muon", lr=0.01, weight_decay=0.1)
     ours, theirs = model(), model()
     train(ours, make_optimizer(config, ours))
-    chosen = block_matrices(theirs)
+    chosen = hidden_matrices(theirs)
     muon = torch.optim.Muon(list(chosen), lr=0.01, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     rest = [p for p in theirs.parameters() if p not in chosen]
     decaying = [theirs.embed.weight, theirs.head.weight]
@@ -79,7 +79,7 @@ def test_adamh_keeps_every_norm_and_is_its_formula():
     net = model(torch.float64)
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
     train(net, make_optimizer(config, net))
-    names = {n for n, p in net.named_parameters() if p in block_matrices(net)}
+    names = {n for n, p in net.named_parameters() if p in hidden_matrices(net)}
     for name, p in net.named_parameters():
         ratio = float((p.norm() / before[name].norm()).detach())
         assert (ratio == pytest.approx(1, abs=1e-12)) == (name in names), name

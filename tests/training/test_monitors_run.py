@@ -164,8 +164,8 @@ def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
     evaluate = module.losses
     fit(module, [toy_batch(0)], clip=1.0)
 
-    def keep(batch, sink=None, model=None):
-        sums = evaluate(batch, sink, model)
+    def keep(batch, observer=None, model=None):
+        sums = evaluate(batch, observer, model)
         seen.append(sums.ce.detach().clone())
         return sums
 

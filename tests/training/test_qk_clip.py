@@ -86,7 +86,7 @@ def test_a_step_measures_the_attention_that_it_computed(monkeypatch, backend, va
     with monkeypatch.context() as patch:
         patch.setattr(torch, "softmax", watching)
         reference.losses(batch)
-    module.losses(batch, module.qk_clip.sink(batch))
+    module.losses(batch, module.qk_clip.observer(batch))
     found = torch.stack([module.qk_clip._largest[layer] for layer in range(2)])
     torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
     assert float((found[0] - found[1]).abs().max()) > 1e-2  # the control: the layers differ
@@ -107,7 +107,7 @@ def logits_by_head(model, batch) -> list[Tensor]:
     found: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad():
         model(
-            batch.ids_BT, batch.modality_BT, sink=lambda site, layer, x: found.__setitem__((site, layer), x.clone())
+            batch.ids_BT, batch.modality_BT, observer=lambda site, layer, x: found.__setitem__((site, layer), x.clone())
         )
     layers = range(model.config.n_layers)
     return [
@@ -146,7 +146,7 @@ def test_it_is_the_clip_of_x_transformers():
     model = module_of(replace(MODEL, d_head=D)).model  # square matrices: x-transformers broadcasts its factors
     attention, found = model.blocks[0].attention, {}
     with torch.no_grad():
-        model(batch.ids_BT, sink=lambda site, layer, x: layer or found.__setitem__(site, x.clone()))
+        model(batch.ids_BT, observer=lambda site, layer, x: layer or found.__setitem__(site, x.clone()))
     logits = model.attn_scale_value * found["q"] @ found["k"].transpose(-1, -2)
     logits = logits.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
     tau = float(logits.amax((0, 2, 3)).median())
@@ -248,16 +248,16 @@ def test_logits_that_are_not_finite_leave_the_weights_alone(poison):
     module, batch = module_of(qk_clip=0.3), toy_batch(0)
     clip = QKClip(module.model, 1e-3)
     before = weights(module)
-    sink = clip.sink(batch)
+    observer = clip.observer(batch)
     for layer in range(2):
         x = torch.full((4, 4, 12, 4), 1.0, dtype=torch.float64)
-        sink("q", layer, poison * x)
-        sink("k", layer, x)
+        observer("q", layer, poison * x)
+        observer("k", layer, x)
     clip.clip()
     assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(module).values(), strict=True))
     # The control: finite logits above the threshold do scale the weights.
-    sink("q", 0, x)
-    sink("k", 0, x)
+    observer("q", 0, x)
+    observer("k", 0, x)
     clip.clip()
     assert apart(before, weights(module)) > 1e-3
 

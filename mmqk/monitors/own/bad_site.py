@@ -12,11 +12,11 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import documents_of
 from mmqk.model.linear import through
-from mmqk.model.transformer import Sink
+from mmqk.model.transformer import Observer
 from mmqk.monitors.formulas.reduce import selection, visible_pairs
 
 
-def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor]) -> str | None:
+def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Observer], Tensor]) -> str | None:
     """Return a description of the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image
     tokens, is infinite``.
 
@@ -28,7 +28,7 @@ def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Calla
     Args:
         model: the model with its current weights.
         batch: the input.
-        loss: gets a sink, runs ``model`` on ``batch`` with it, and returns the loss.
+        loss: gets an observer, runs ``model`` on ``batch`` with it, and returns the loss.
 
     Returns:
         The description, or None if everything is finite.
@@ -91,7 +91,7 @@ class _Sites:
         self.final_BTD: Tensor | None = None
 
     def check(self, site: str, layer: int, tensor: Tensor) -> None:
-        """Check one tensor; this is the sink of the forward pass."""
+        """Check one tensor; this is the observer of the forward pass."""
         self._check(site, layer, [tensor.detach()])
         if self.first_bad is not None:
             return
