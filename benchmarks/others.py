@@ -15,7 +15,7 @@ from benchmarks.loops import Loop, pairs_of
 from mmqk.config import RunConfig
 from mmqk.interop import to_transformers
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.dynamo import compile_blocks
+from mmqk.model.transformer import compile_blocks
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from mmqk.config import LossConfig, OptimConfig
 from mmqk.config.checks import check_qk_clip
 from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig
-from mmqk.model.backend_check import check_backend
+from mmqk.model.checks import check_backend
 from mmqk.model.transformer import modality_of_ids
 from mmqk.training.module import TrainingModule
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.model import ModelConfig
-from mmqk.model.backend_check import check_backend
+from mmqk.model.checks import check_backend
 from mmqk.remedies import REMEDIES, Remedy
 from tests.one_step import build, step, token_batch
 

@@ -25,7 +25,7 @@ from mmqk.config.training import (
     TrainerConfig,
 )
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
-from mmqk.model.backend_check import check_backend
+from mmqk.model.checks import check_backend
 from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs

@@ -1,15 +1,14 @@
 """Shape and variant of a model: frozen dataclasses that validate their values."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LAYER = re.compile(r"(layer|head)\d{2,}")  # reserved in the names of logged statistics
+from .checks import check_model
+
 MlpKind = Literal["swiglu", "geglu", "gelu"]
 
 
@@ -253,8 +252,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
-        self._check_shape()
-        self._check_modalities()
         if not self.post_norm:
             _to_defaults(self, "post_gain_init")
         if self.weight_reparam == "none":
@@ -263,108 +260,7 @@ class ModelConfig:
             _to_defaults(self, "global_every", "local_rope_theta")
         if len(self.vocab_sizes) == 1:
             _to_defaults(self, "per_modality", "separate_first", "separate_last")
-        self._check_deep_norm()
-        if not (self.pre_norm or self.post_norm or self.deep_norm):
-            raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
-        if self.norm_bias and self.norm != "layer":
-            raise ValueError(f"model.norm_bias belongs to model.norm layer, but model.norm is {self.norm}.")
-        if self.post_gain_init != 1 and self.norm_gain == "none":
-            raise ValueError(
-                f"model.post_gain_init {self.post_gain_init} needs a gain, but model.norm_gain is none."
-            )
-        if self.qk_norm.kind == "l2" and self.attn_scale not in ("rsqrt", "none"):
-            raise ValueError(
-                f"model.attn_scale {self.attn_scale} would multiply the learned scale of model.qk_norm.kind l2, which"
-                " replaces it: remove model.attn_scale."
-            )
-        if self.attn_sink and self.attention != "softmax":
-            raise ValueError(
-                f"model.attn_sink is a logit of the softmax, but model.attention is {self.attention}: remove one of"
-                " them."
-            )
-        if self.mlp_clamp is not None and self.mlp != "swiglu":
-            raise ValueError(
-                f"model.mlp_clamp is for model.mlp 'swiglu', but model.mlp is '{self.mlp}': remove one of them."
-            )
-        if self.depth_scale == "norm" and not self.pre_norm:
-            raise ValueError(
-                "model.depth_scale 'norm' scales the output of pre-norms, but model.pre_norm is false: set"
-                " model.depth_scale to branch or none."
-            )
-        self._check_untied()
-        self._check_separate()
-
-    def _check_shape(self) -> None:
-        if not self.d_head and self.d_model % self.n_heads:
-            raise ValueError(
-                f"model.d_model {self.d_model} cannot be split into model.n_heads {self.n_heads} equal heads:"
-                " change one of them, or set model.d_head."
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"model.d_head is {self.d_head}, which RoPE cannot rotate in pairs: make it even."
-                if self.d_head
-                else f"model.d_model {self.d_model} divided by model.n_heads {self.n_heads} gives the odd head_dim "
-                f"{self.head_dim}, which RoPE cannot rotate in pairs."
-            )
-        if self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"model.n_heads {self.n_heads} cannot share model.n_kv_heads {self.n_kv_heads} key heads evenly."
-            )
-        for name in self.vocab_sizes:
-            if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
-                raise ValueError(
-                    f"model.vocab_sizes has a modality {name!r}: use letters, digits and _, and no name like layer03."
-                )
-
-    def _check_modalities(self) -> None:
-        for name in ("embed_init", "embed_scale"):
-            for modality in getattr(self, name):
-                if self.vocab_sizes and modality not in self.vocab_sizes:
-                    known = ", ".join(self.vocab_sizes)
-                    raise ValueError(f"model.{name} names {modality!r}, but the modalities are {known}.")
-
-    def _check_deep_norm(self) -> None:
-        if not self.deep_norm:
-            return
-        replaced = {
-            "pre_norm true": self.pre_norm,
-            "post_norm true": self.post_norm,
-            "residual_gate": self.residual_gate is not None,
-            f"depth_scale {self.depth_scale}": self.depth_scale != "none",
-            f"output_init {self.output_init}": self.output_init != "plain",
-        }
-        for name, is_set in replaced.items():
-            if is_set:
-                raise ValueError(
-                    f"model.deep_norm has its own norms, factors and initial sizes and excludes model.{name}: remove"
-                    " one of them."
-                )
-
-    def _check_untied(self) -> None:
-        if self.per_modality.norms and self.norm_gain == "none" and not self.norm_bias:
-            raise ValueError("model.per_modality.norms has no gain or bias to separate: model.norm_gain is none.")
-        if self.per_modality.qk_norm:
-            qk = self.qk_norm
-            if qk.kind == "none":
-                raise ValueError("model.per_modality.qk_norm has no QK-Norm to separate: set model.qk_norm.kind.")
-            if qk.gain == "none" and not qk.bias:
-                raise ValueError(
-                    "model.per_modality.qk_norm has no gain or bias to separate: model.qk_norm.gain is none."
-                )
-
-    def _check_separate(self) -> None:
-        for name in ("separate_first", "separate_last"):
-            if getattr(self, name) and self.attn_sink:
-                raise ValueError(
-                    f"model.{name} separates every weight, but model.attn_sink has one logit for all modalities:"
-                    " remove one of them."
-                )
-        if self.separate_first + self.separate_last > self.n_layers:
-            raise ValueError(
-                f"model.separate_first {self.separate_first} and model.separate_last {self.separate_last} are more"
-                f" layers than model.n_layers {self.n_layers}: lower one of them."
-            )
+        check_model(self)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":

@@ -23,7 +23,7 @@ from .attention import (
     rope_tables,
     value_init_scale,
 )
-from .backends import RowStats, documents_of, mask_of
+from .backends import RowStats, allow_many_graphs, documents_of, mask_of
 from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
@@ -365,6 +365,21 @@ _DEFAULT = ModelConfig()
 
 def _at_layer(observer: Observer, layer: int, site: str, tensor: Tensor) -> None:
     observer(site, layer, tensor)
+
+
+def compile_blocks(model: EarlyFusionTransformer) -> None:
+    """Compile the blocks, with one graph for equal blocks, and the final norm.
+
+    Names of parameters and modules do not change. A graph break raises an error. Hooks on a block are called;
+    hooks on its submodules are called only if they were registered before compilation. With an observer the blocks
+    run eagerly.
+    """
+    allow_many_graphs()
+    blocks = [cast(Block, block) for block in model.blocks]
+    run = torch.compile(Block.compute, fullgraph=True, dynamic=False)
+    for block in blocks:
+        block.run = run
+    model.final_norm.compile(fullgraph=True, dynamic=False)
 
 
 @contextmanager

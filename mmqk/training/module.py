@@ -19,10 +19,9 @@ from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats
-from mmqk.model.dynamo import compile_blocks, keep_graphs
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
-from mmqk.model.transformer import Observer, evaluation_mode
+from mmqk.model.transformer import Observer, compile_blocks, evaluation_mode
 from mmqk.monitors.own.callback import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
@@ -422,3 +421,14 @@ class TrainingModule(L.LightningModule):
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
+
+
+def keep_graphs() -> None:
+    """Allow several backward passes through graphs compiled from now on. This costs some memory."""
+    from torch._functorch import config
+
+    if config.donated_buffer:
+        torch.compiler.reset()  # torch would reuse earlier graphs, which overwrite their inputs
+    # Without the tag, torch 2.15's disk cache could return a graph that was compiled with donated buffers. Its second
+    # backward pass would be wrong.
+    config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as torchs
 
-from mmqk.model import EarlyFusionTransformer, flex
+from mmqk.model import EarlyFusionTransformer
 from mmqk.model import backends as kernels
-from mmqk.model.dynamo import compile_blocks
+from mmqk.model.transformer import compile_blocks
 from tests.model.attend import attention
 from tests.model.small import VARIANTS, build, ids_of
 
@@ -50,8 +50,8 @@ def dense(q, k, v, **options):
 @torch.no_grad()
 def by_torch(q, k, v, window=0, document_BT=None, softcap=None):
     """Return the output of torch's flex_attention, which is dense on a CPU."""
-    score_mod = None if softcap is None else flex.cap(softcap)
-    mask = flex.flex_mask(T, CPU, window, document_BT)
+    score_mod = None if softcap is None else kernels._cap(softcap)
+    mask = kernels.flex_mask(T, CPU, window, document_BT)
     return torchs.flex_attention(q, k, v, score_mod, mask, SCALE, enable_gqa=True)
 
 
@@ -91,7 +91,7 @@ def flex_on_cpu(monkeypatch):
         base_2 = math.log(2)
         return out, torchs.AuxOutput(lse=base_2 * lse, max_scores=base_2 * largest)
 
-    monkeypatch.setattr(flex, "_compiled", lambda: attend)
+    monkeypatch.setattr(kernels, "_compiled", lambda: attend)
 
 
 def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
@@ -151,7 +151,7 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
     for there, back in ((1 / math.log(2), math.log(2)), (1.44269504, math.log(2))):
         most = caps * there * back
         assert (most > caps).any()  # the case under test: rounding exceeds some caps
-        raw = torch.stack([flex.uncapped(x, float(c)) for x, c in zip(most, caps, strict=True)])
+        raw = torch.stack([kernels.uncapped(x, float(c)) for x, c in zip(most, caps, strict=True)])
         assert raw.isfinite().all() and (raw >= 7 * caps).all() and (raw <= 9.0001 * caps).all()
 
 
@@ -174,7 +174,7 @@ def graphs_on_cpu(monkeypatch):
     monkeypatch.setattr(torchs, "_apply_kernel_options", with_statistics)
     dynamo.reset()
     counters.clear()
-    flex._same_for_all.cache_clear()
+    kernels._same_for_all.cache_clear()
     with dynamo.config.patch(recompile_limit=dynamo.config.recompile_limit):
         yield compiled
     dynamo.reset()
@@ -202,12 +202,12 @@ def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
 
 def test_a_mask_made_while_validating_serves_training():
     """Lightning validates in inference mode, and autograd cannot save tensors that were created in this mode."""
-    flex._same_for_all.cache_clear()
+    kernels._same_for_all.cache_clear()
     with torch.inference_mode():
-        flex.flex_mask(T, CPU, window=50)
-        own = flex.flex_mask(T, CPU, 50, DOCUMENT_BT)  # depends on the batch, so it is not reused
+        kernels.flex_mask(T, CPU, window=50)
+        own = kernels.flex_mask(T, CPU, 50, DOCUMENT_BT)  # depends on the batch, so it is not reused
     kept, own = (
-        [x for x in mask.as_tuple() if torch.is_tensor(x)] for mask in (flex.flex_mask(T, CPU, 50), own)
+        [x for x in mask.as_tuple() if torch.is_tensor(x)] for mask in (kernels.flex_mask(T, CPU, 50), own)
     )
     assert kept and not any(x.is_inference() for x in kept)
     assert any(x.is_inference() for x in own)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, flex
 from mmqk.model import backends as kernels
-from mmqk.model.dynamo import compile_blocks
 from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
+from mmqk.model.transformer import compile_blocks
 from tests.model.small import BLOCKS, ids_of
 
 pytestmark = [

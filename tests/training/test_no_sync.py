@@ -104,7 +104,7 @@ class Asks(L.Callback):
 def questions(monkeypatch, module, accumulate=1, callbacks=(), documents=False) -> list[Counter[str]]:
     """Return the number of reads in each step of a run that flushes every third step."""
     monkeypatch.setattr(toy, "Records", Nothing)
-    monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
+    monkeypatch.setattr("mmqk.model.backends._compiled", lambda: written_out)
     batches = [toy_batch(seed, padding=2, documents=documents) for seed in range(STEPS)]
     found = Questions()
     parts = [part for batch in batches for part in cut(batch, accumulate)]

@@ -42,7 +42,7 @@ def written_out(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux
 @pytest.fixture
 def flex(monkeypatch) -> None:
     """Let backend flex use `written_out`, which runs on a CPU."""
-    monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
+    monkeypatch.setattr("mmqk.model.backends._compiled", lambda: written_out)
 
 
 def some_rows(B=3, L=2, H=2, T=12, seed=0) -> list[RowStats]:
