@@ -23,9 +23,9 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
-from mmqk.training.alarms import Alarms
+from mmqk.training.checkpoint import Checkpoints
 from mmqk.training.loggers import RunLogger
-from mmqk.training.loop import FLUSH_EVERY, Checkpoints, StepLog
+from mmqk.training.loop import FLUSH_EVERY, Alarms, StepLog
 from mmqk.training.losses import total_loss
 from mmqk.training.module import TrainingModule
 from mmqk.training.optimizers import make_optimizer

@@ -134,8 +134,8 @@ def _parameters(run: RunConfig) -> int:
 
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
-    from mmqk.checkpoint import last_checkpoint, restoring
     from mmqk.data.datamodule import TokenDataModule
+    from mmqk.training.checkpoint import last_checkpoint, restoring
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
@@ -180,9 +180,9 @@ def _attach(
 ) -> None:
     """Give Lightning's Trainer the callbacks and loggers of the run."""
     from mmqk.monitors.own.callback import RunMonitor
-    from mmqk.training.alarms import Alarms
+    from mmqk.training.checkpoint import Checkpoints, Lifecycle
     from mmqk.training.loggers import RunLogger
-    from mmqk.training.loop import FLUSH_EVERY, Checkpoints, Lifecycle, ProgressLine, StepLog, Validation
+    from mmqk.training.loop import FLUSH_EVERY, Alarms, ProgressLine, StepLog, Validation
 
     steps, at_start = run.trainer["max_steps"], {}
     if folder is not None:

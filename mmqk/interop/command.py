@@ -75,7 +75,7 @@ def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
-    from mmqk.checkpoint import newest_checkpoint
+    from mmqk.training.checkpoint import newest_checkpoint
 
     from .card import model_card
 

@@ -97,7 +97,7 @@ def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises:
         UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.
     """
-    from mmqk.checkpoint import PREFIX, load_checkpoint
+    from mmqk.training.checkpoint import PREFIX, load_checkpoint
 
     content = load_checkpoint(checkpoint, "give another --from")
     config = ModelConfig.from_dict(content["mmqk_model"])
@@ -106,12 +106,12 @@ def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def write_run(model: EarlyFusionTransformer, out: Path) -> None:
-    """Write a folder that `mmqk.checkpoint.load_model` can read.
+    """Write a folder that `mmqk.training.checkpoint.load_model` can read.
 
     Raises:
         UserError: `out` is not empty or cannot be written.
     """
-    from mmqk.checkpoint import PREFIX, save_checkpoint
+    from mmqk.training.checkpoint import PREFIX, save_checkpoint
 
     weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
     with _publishing(out) as folder:

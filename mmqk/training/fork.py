@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmqk.checkpoint import load_checkpoint, save_checkpoint
 from mmqk.config.run import NEWER, SECTIONS
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
@@ -20,6 +19,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
 from mmqk.store.formatting import plain
+from mmqk.training.checkpoint import load_checkpoint, save_checkpoint
 from mmqk.training.fork_weights import Carried, Change, carry, change_of_function, perturb
 from mmqk.training.optimizers import lr_multiplier, make_optimizer
 

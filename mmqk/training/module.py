@@ -80,8 +80,8 @@ class TrainingModule(L.LightningModule):
         step_record: Record of the latest optimizer step; None after a callback has read it.
         step_watch: Measures every step, or None.
         stored: Entries that the module adds to its checkpoints: the configuration of the model, which
-            `mmqk.checkpoint` compares on loading. A run adds its id and configuration, which a fork reads, and the
-            strategy and number of its processes (`RunConfig.ranks`), which a resume compares.
+            `checkpoint.check_run` compares on loading. A run adds its id and configuration, which a fork reads, and
+            the strategy and number of its processes (`RunConfig.ranks`), which a resume compares.
     """
 
     def __init__(
@@ -391,8 +391,8 @@ class TrainingModule(L.LightningModule):
         ``model`` keeps its mode (training or evaluation), which turns dropout on or off; None is the trained model.
         """
         with self.trainer.precision_plugin.train_step_context():
-            # An observer makes the blocks run eagerly. `gradient_agreement` calls this method with halves of a batch, and
-            # compiled blocks would need another graph for each half.
+            # An observer makes the blocks run eagerly. `gradient_agreement` calls this method with halves of a batch,
+            # and compiled blocks would need another graph for each half.
             sums = self.losses(batch, lambda *_: None, by_modality=True, model=model)
             return loss_parts(sums, *self.loss_weighting(batch))
 

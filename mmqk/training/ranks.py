@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmqk.checkpoint import CheckpointFiles
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import kernel_name
 from mmqk.signals import ENDING, PARENT, Interrupted
 from mmqk.store import UserError
+from mmqk.training.checkpoint import CheckpointFiles
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from mmqk.checkpoint import load_model
 from mmqk.data.shards.manifest import manifest_hash
 from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.interop.card import model_card
@@ -19,6 +18,7 @@ from mmqk.interop.command import main
 from mmqk.model import ModelConfig
 from mmqk.store import read_metrics
 from mmqk.train import main as train
+from mmqk.training.checkpoint import load_model
 from tests.interop.models import logits_of
 
 transformers = pytest.importorskip("transformers")

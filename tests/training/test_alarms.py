@@ -25,7 +25,7 @@ from mmqk.store import (
     rules,
 )
 from mmqk.train import main
-from mmqk.training.loop import Lifecycle
+from mmqk.training.checkpoint import Lifecycle
 from mmqk.training.module import TrainingModule
 
 # A run of 60 steps, in which `plant` plants the events.
@@ -140,7 +140,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     acting = ["--alarm.checkpoint=[spike]", "--alarm.probe=[spike]", "--alarm.probe_steps=3"]
     assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'acting'}"]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.alarms.AlarmRules.update", lambda *_: [])
+        patch.setattr("mmqk.training.loop.AlarmRules.update", lambda *_: [])
         assert main([*tiny_args, *HOT, f"--out={tmp_path / 'none'}"]) == 0
     assert not read_alarms(tmp_path / "none") and not marks(tmp_path / "none")
     one = weights(reporting[0])
@@ -199,7 +199,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
                 patch.setattr(ENDING, "signum", signal.SIGINT)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    monkeypatch.setattr("mmqk.training.alarms.AlarmRules.update", update)
+    monkeypatch.setattr("mmqk.training.loop.AlarmRules.update", update)
     args = [
         *tiny_args,
         *HOT,
@@ -209,7 +209,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
         f"--out={out}",
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.loop.Lifecycle", Interrupts)
+        patch.setattr("mmqk.training.checkpoint.Lifecycle", Interrupts)
         assert main(args) == 130
     kept = out / f"checkpoints/alarm_spike_step{after + 1:08d}.ckpt"
     assert read_alarms(out) == [spike] and read_status(out).step == after and not kept.exists()

@@ -20,8 +20,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from mmqk.config import resolve
 from mmqk.store import Alarm, UserError, read_metrics
 from mmqk.train import main
+from mmqk.training.checkpoint import Checkpoints
 from mmqk.training.loggers import Integration
-from mmqk.training.loop import Checkpoints
 
 WALL_CLOCK = "tokens_per_s"
 ALL = ["csv", "wandb", "mlflow"]

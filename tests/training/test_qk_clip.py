@@ -107,7 +107,9 @@ def logits_by_head(model, batch) -> list[Tensor]:
     found: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad():
         model(
-            batch.ids_BT, batch.modality_BT, observer=lambda site, layer, x: found.__setitem__((site, layer), x.clone())
+            batch.ids_BT,
+            batch.modality_BT,
+            observer=lambda site, layer, x: found.__setitem__((site, layer), x.clone()),
         )
     layers = range(model.config.n_layers)
     return [

@@ -1,4 +1,5 @@
-"""Reads and writes checkpoints, with a digest that is checked before use; finds the one that a run resumes from."""
+"""Reads and writes checkpoints, with a digest that is checked before use; finds the one that a run resumes from; and
+the callbacks that write them during a run, write its status, and end it."""
 
 from __future__ import annotations
 
@@ -10,16 +11,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
+from mmqk.config.training import CheckpointConfig
+from mmqk.distributed import first_of_ranks, largest
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import MetricsWriter, RunFolder, UserError, differing_fields, naming
+from mmqk.monitors.own.bad_site import first_bad_state
+from mmqk.signals import ENDING, Interrupted
+from mmqk.store import MetricsWriter, RunFolder, UserError, differing_fields, disk_sentence, naming
 from mmqk.store.checkpoints import (
     PARTIAL_SUFFIX,
     DamagedError,
     check_digest,
+    checkpoint_name,
     checkpoints_in,
     named_step,
     set_aside,
@@ -30,6 +37,8 @@ from mmqk.store.checkpoints import (
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
+    from mmqk.training.loop import StepLog
+    from mmqk.training.module import TrainingModule
 
 
 # Parts that a resume needs besides the model, with their types.
@@ -330,3 +339,121 @@ def _malformed(checkpoint: Path, reason: str) -> UserError:
 
 def _described(ranks: dict[str, Any]) -> str:
     return "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
+
+
+def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Return whether this micro-batch is the last of its optimizer step."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+class Checkpoints(L.Callback):
+    """Writes each checkpoint (``step00000500.ckpt``) completely or not at all, and only after a flush without
+    divergence.
+
+    It removes an older checkpoint only after the new checkpoint is complete, so that a run can always resume.
+
+    Attributes:
+        saved: Step of the newest checkpoint that this process wrote; before that, the step at which it started.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
+        self.folder, self.config, self.step_log = folder, config, step_log
+        self.saved = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.saved = trainer.global_step
+        if trainer.ckpt_path is not None:
+            check_restored(Path(trainer.ckpt_path), trainer.global_step, trainer.optimizers)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        step, every = trainer.global_step, self.config.every_n_steps
+        due = step == trainer.max_steps or step in self.config.at or (every and not step % every)
+        if due and step != self.saved and ends_step(trainer, batch_idx):
+            self.save(trainer, pl_module)
+
+    def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
+        """Write a checkpoint, unless the run has diverged or a weight or a moment is not finite."""
+        self.step_log.flush(trainer, pl_module)
+        if self.step_log.divergence is None:
+            reason = first_of_ranks(first_bad_state(pl_module.model, trainer.optimizers))
+            if reason is not None:
+                self.step_log.divergence = (trainer.global_step, reason)
+                trainer.should_stop = True
+        if self.step_log.divergence is not None:
+            return
+        for logger in trainer.loggers:
+            logger.save()
+        path = self.folder / checkpoint_name(trainer.global_step)
+        trainer.save_checkpoint(path)
+        self.saved = trainer.global_step
+        if trainer.is_global_zero:  # `write_checkpoint` has read the new checkpoint back from the disk
+            older = [old for old in checkpoints_in(self.folder) if step_of(old) < trainer.global_step]
+            for old in older[: max(0, len(older) + 1 - self.config.keep)]:
+                if step_of(old) not in self.config.at:
+                    old.unlink()
+
+
+class Lifecycle(L.Callback):
+    """Writes status.json; at the first signal it writes a checkpoint and ends the run.
+
+    `Ending` receives the signals. A second signal ends the run at once, without a checkpoint.
+
+    If a program calls ``main``, mmqk handles no signals: Ctrl-C raises Python's KeyboardInterrupt, and the run ends
+    without a checkpoint.
+
+    All ranks end after the same step, even if only one received the signal. Ranks exchange signals only at a flush,
+    because a flush synchronizes with the device anyway.
+
+    Place this callback after `Checkpoints`.
+
+    Args:
+        folder: The run folder; None in the processes that do not write to it.
+        step_log: Decides when to flush.
+        checkpoints: Writes the checkpoints.
+    """
+
+    def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints):
+        self.folder, self.step_log, self.checkpoints = folder, step_log, checkpoints
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.folder is not None:
+            self.folder.set_status("running", trainer.global_step)
+        ENDING.read = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        last = trainer.global_step >= trainer.max_steps
+        if last or not ends_step(trainer, batch_idx):
+            return
+        signum = ENDING.signum
+        if trainer.world_size > 1:
+            if not self.step_log.flushes(trainer.global_step, trainer.max_steps):
+                return
+            signum = int(largest(torch.tensor(signum or 0, device=pl_module.device))) or None
+        if signum is not None:
+            self.checkpoints.save(trainer, pl_module)
+            if self.step_log.divergence is None:
+                raise Interrupted(signum)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.folder is None:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # before status.json marks the run as finished
+        if self.step_log.divergence is not None:
+            step, reason = self.step_log.divergence
+            self.folder.set_status("diverged", step, reason)
+        elif trainer.global_step >= trainer.max_steps:
+            self.folder.set_status("completed", trainer.global_step)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self.folder is None:
+            return
+        stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
+        reason = " ".join(str(exception).split())[:300] or type(exception).__name__
+        if isinstance(exception, OSError):
+            reason = disk_sentence(exception)
+        elif not stopped:
+            reason = f"{type(exception).__name__}: {reason}"
+        with contextlib.suppress(OSError):  # the disk error may persist
+            step = self.checkpoints.saved if isinstance(exception, Interrupted) else trainer.global_step
+            self.folder.set_status("interrupted" if stopped else "failed", step, reason)
