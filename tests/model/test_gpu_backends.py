@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, flex
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model import backends as kernels
 from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
 from mmqk.model.transformer import compile_blocks
@@ -235,7 +235,7 @@ def test_flex_is_fused_outside_of_compiled_blocks():
     """No T x T tensor is allocated: for 16,384 tokens, the logits alone would take 4 GiB in fp32."""
     leaves = [x[:1, :1] for x in qkv(128, 64, torch.bfloat16)]
     q, k, v = (x.repeat(1, 4, 128, 1).detach().requires_grad_() for x in leaves)
-    mask = flex.flex_mask(16384, torch.device(DEVICE))
+    mask = kernels.flex_mask(16384, torch.device(DEVICE))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out, _ = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex")
