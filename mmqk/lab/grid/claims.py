@@ -225,8 +225,11 @@ def check_directions(claims: Sequence[Claim], values: Sequence[Any], default: An
             )
 
 
-def check_report(report: Mapping[str, Any], names: Iterable[str], path: object) -> None:
-    """Refuse an unknown key of the report, a value that is not text, and the name of an arm that does not exist."""
+def check_report(
+    report: Mapping[str, Any], names: Iterable[str], claims: Sequence[Claim], path: object
+) -> None:
+    """Refuse an unknown key of the report, a value that is not text, and the name of an arm or claim that does not
+    exist."""
     known(report, REPORT_KEYS, f"{path}: report")
     arms = set(names)
     for key in ("hero", "shown", "ranking", "headline", "cannot_tell", "command", "question", "outcomes"):
@@ -236,6 +239,9 @@ def check_report(report: Mapping[str, Any], names: Iterable[str], path: object) 
         texts = strings(value, f"{path}: report.{key}")
         if key in ("hero", "shown", "ranking", "outcomes"):
             check_arms(texts, arms, f"{path}: report.{key}")
+        ids = [claim.id for claim in claims]
+        if key == "headline" and (unknown := [name for name in texts if name not in ids]):
+            raise UserError(f"{path}: report.headline: there is no claim {unknown[0]!r} (claims: {', '.join(ids)})")
     for place, entry in enumerate(report.get("figures") or []):
         where = f"{path}: report.figures[{place}]"
         if (kind := mapping(entry, where).get("kind")) not in FIGURE_KINDS:

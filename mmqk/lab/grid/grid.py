@@ -142,7 +142,7 @@ def _check_names(grid: Grid) -> None:
     every = {*names, *(arm.name for arm in grid.arms)}
     claims = read_claims(raw.get("claims"), every, grid.name, path)
     check_directions(claims, raw.get("claims") or (), raw.get("direction"), path)
-    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, path)
+    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)
     check_arms(read.strings(raw.get("quick") or [], f"{path}: quick"), every, f"{path}: quick")
 
 

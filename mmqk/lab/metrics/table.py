@@ -249,11 +249,11 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     metric: Metric | FamilyMetric | None = METRICS.get(base) or FAMILY_METRICS.get(base)
     if metric is None:
         names = ", ".join([*METRICS, *FAMILY_METRICS])
-        raise UserError(f"metric {name!r} of a claim is unknown: use one of {names}")
+        raise UserError(f"metric {name!r} is unknown: use one of {names}")
     if isinstance(metric, Metric) and metric.by_modality and not modality:
-        raise UserError(f"metric {name!r} of a claim needs a modality: write for example {base}/text")
+        raise UserError(f"metric {name!r} needs a modality: write for example {base}/text")
     if modality and base in WITHOUT_MODALITY:
-        raise UserError(f"metric {name!r} of a claim has no modality: write {base}")
+        raise UserError(f"metric {name!r} has no modality: write {base}")
     return metric, modality or None
 
 

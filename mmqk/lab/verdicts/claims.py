@@ -4,8 +4,10 @@ could support them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from mmqk.lab.formatting import plural
@@ -62,7 +64,14 @@ def check_claims(claims: Sequence[Claim], arms: Mapping[str, Sequence[Mapping[st
         UserError: a claim is invalid, or a family has too many confirmatory claims.
     """
     for claim in claims:
-        _check(claim, arms, f"{where}: claim {claim.id}")
+        try:
+            metric, _ = find_metric(claim.metric)
+        except UserError as error:
+            raise UserError(f"{where}: claim {claim.id}: {error}") from None
+        points = {name: [point for point in arms[name] if at(point, claim.at)] for name in claim.compared}
+        problems = chain(_wrong_fields(claim, isinstance(metric, FamilyMetric)), _wrong_points(claim, metric, points))
+        if problem := next(problems, None):
+            raise UserError(f"{where}: claim {claim.id}: {problem}")
     for family, members in by_family(claims, "confirmatory").items():
         if len(members) > MOST_CONFIRMATORY:
             raise UserError(
@@ -80,75 +89,55 @@ def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
     return families
 
 
-def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where: str) -> None:
-    metric, _ = find_metric(claim.metric)
+def _wrong_fields(claim: Claim, of_family: bool) -> Iterator[str]:
+    """Yield what is wrong with the fields of a claim; ``of_family``: whether its metric needs several runs."""
     for verdict, sentence in claim.finding.items():
         try:
             sentence.format(**dict.fromkeys(NUMBERS, ""))
         except (KeyError, IndexError, ValueError):
-            raise UserError(
-                f"{where}: finding.{verdict} may contain {', '.join(f'{{{n}}}' for n in NUMBERS)} and no other braces"
-            ) from None
+            yield f"finding.{verdict} may contain {', '.join(f'{{{n}}}' for n in NUMBERS)} and no other braces"
     for name, reason in claim.unchecked.items():
         if name not in CHECKS or not reason.strip():
-            raise UserError(
-                f"{where}: unchecked has {name!r} with the reason {reason!r}: give one of "
-                f"{', '.join(CHECKS)} and the reason"
-            )
-    if claim.regime and "learned" in claim.unchecked:
-        raise UserError(f"{where} sets regime and turns off its check: remove regime or unchecked.learned")
-    if claim.decided and claim.test == "prediction":
-        _check_prediction(claim, metric, where)
-    elif claim.decided and not (claim.treatment and claim.control and claim.min_effect > 0):
-        raise UserError(f"{where} needs treatment, control and min_effect")
-    if claim.decided and claim.test == "count" and claim.min_effect >= 1:
-        raise UserError(f"{where} counts runs: give a min_effect below 1, as it is a difference of shares")
-    if claim.not_run:
-        if claim.compared or claim.status == "control":
-            raise UserError(f"{where} has not_run: remove its treatment, control and arms, or remove not_run")
-        return
-    if not claim.compared:
-        raise UserError(f"{where} names no arms: give treatment and control, or arms")
-    if claim.treatment and claim.treatment == claim.control:
-        raise UserError(
-            f"{where} has {claim.treatment!r} as its treatment and as its control: name two arms that differ"
-        )
-    if claim.status == "control" and math.isnan(claim.at_least):
-        raise UserError(f"{where} is a control and needs at_least")
-    if claim.status == "control" and isinstance(metric, FamilyMetric):
-        raise UserError(f"{where} is a control, and {claim.metric} needs several runs: give a metric of one run")
-    if set(claim.stopping) - {"max_seeds"}:
-        raise UserError(f"{where}: give stopping as {{max_seeds: n}}")
-    if claim.stopping and not 2 <= claim.seeds <= claim.max_seeds:
-        raise UserError(
-            f"{where} has stopping and needs seeds, the number of seeds at the first look, from 2 to max_seeds"
-        )
-    for name in claim.compared:
-        points = [point for point in arms[name] if at(point, claim.at)]
-        if not points:
-            raise UserError(f"{where}: {name!r} has no point at {point_label(claim.at)}: give a point of its axes")
-        if isinstance(metric, FamilyMetric):
-            if claim.test == "count":
-                raise UserError(
-                    f"{where} counts runs, but {claim.metric} is computed from several runs: name a metric of one run"
-                )
-        elif len(points) > 1 and claim.test != "prediction":
-            raise UserError(
-                f"{where} names {name!r}, which has {len(points)} points: choose one, for example "
-                f"at: {{{point_label(points[0])}}}"
-            )
+            yield f"unchecked has {name!r} with the reason {reason!r}: give one of {', '.join(CHECKS)} and the reason"
+    test, is_control, has_run = claim.test if claim.decided else "", claim.status == "control", not claim.not_run
+    wrong = {
+        "it sets regime and turns off its check: remove regime or unchecked.learned":
+            claim.regime and "learned" in claim.unchecked,
+        "it predicts failures within arms: give arms, and neither treatment nor control":
+            test == "prediction" and (claim.treatment or claim.control or not claim.arms),
+        "it predicts failures: give the smallest AUROC of interest (0.5 to 1) as min_effect, and no direction":
+            test == "prediction" and not (0.5 < claim.min_effect < 1 and claim.direction == "greater"),
+        f"it predicts failures, but {claim.metric} needs several runs: name a metric of one run":
+            test == "prediction" and of_family,
+        "it needs treatment, control and min_effect":
+            test not in ("", "prediction") and not (claim.treatment and claim.control and claim.min_effect > 0),
+        "it counts runs: give a min_effect below 1, as it is a difference of shares":
+            test == "count" and claim.min_effect >= 1,
+        "it has not_run: remove its treatment, control and arms, or remove not_run":
+            claim.not_run and (claim.compared or is_control),
+        "it names no arms: give treatment and control, or arms": has_run and not claim.compared,
+        f"it has {claim.treatment!r} as its treatment and as its control: name two arms that differ":
+            claim.treatment and claim.treatment == claim.control,
+        "it is a control and needs at_least": is_control and math.isnan(claim.at_least),
+        f"it is a control, and {claim.metric} needs several runs: give a metric of one run": is_control and of_family,
+        "give stopping as {max_seeds: n}": has_run and set(claim.stopping) - {"max_seeds"},
+        "it has stopping and needs seeds, the number of seeds at the first look, from 2 to max_seeds":
+            has_run and claim.stopping and not 2 <= claim.seeds <= claim.max_seeds,
+        f"it counts runs, but {claim.metric} is computed from several runs: name a metric of one run":
+            has_run and claim.test == "count" and of_family,
+    }  # fmt: skip
+    yield from (sentence for sentence, condition in wrong.items() if condition)
 
 
-def _check_prediction(claim: Claim, metric: Metric | FamilyMetric, where: str) -> None:
-    if claim.treatment or claim.control or not claim.arms:
-        raise UserError(f"{where} predicts failures within arms: give arms, and neither treatment nor control")
-    if not 0.5 < claim.min_effect < 1 or claim.direction != "greater":
-        raise UserError(
-            f"{where} predicts failures: give the smallest AUROC of interest as min_effect, between 0.5 and 1, and "
-            "no direction"
-        )
-    if isinstance(metric, FamilyMetric):
-        raise UserError(f"{where} predicts failures, but {claim.metric} needs several runs: name a metric of one run")
+def _wrong_points(
+    claim: Claim, metric: Metric | FamilyMetric, points: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Iterator[str]:
+    for name, found in points.items():
+        if not found:
+            yield f"{name!r} has no point at {point_label(claim.at)}: give a point of its axes"
+        elif len(found) > 1 and isinstance(metric, Metric) and claim.test != "prediction":
+            example = point_label(found[0])
+            yield f"{name!r} has {len(found)} points: choose one, for example at: {{{example}}}"
 
 
 def at(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -186,14 +175,13 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
 
 def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
     """Return a warning for each claim with too few planned seeds for a verdict; seeds can be added later."""
-    planned = [job for job in jobs if job.role == "verdict"]
-    warnings = []
+    planned, warnings = [job for job in jobs if job.role == "verdict"], []
     for claim in claims:
-        if claim.test == "prediction":
-            continue  # check_decidable checks the number of runs
-        arms = [{job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)]
+        if not claim.decided or claim.test == "prediction" or "seeds" in claim.unchecked:
+            continue  # check_decidable checks the number of runs of a prediction
+        arms = [{job.seed for job in _runs(claim, name, planned)} for name in claim.compared]
         n = min(map(len, arms)) if claim.test == "count" else len(arms[0] & arms[1])
-        if claim.decided and "seeds" not in claim.unchecked and n < FEWEST_SEEDS:
+        if n < FEWEST_SEEDS:
             warnings.append(
                 f"claim {claim.id} stays inconclusive with {plural(n, 'seed')} per arm: plan {FEWEST_SEEDS} per arm, "
                 f"or give a reason under unchecked.seeds"
@@ -203,67 +191,74 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
 
 def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
     """Return why no result could support the claim, and what to do; empty if a result could support it."""
+    arms = {name: _runs(claim, name, jobs) for name in claim.compared}
+    for name, runs in arms.items():
+        n = max(Counter(job.arm for job in runs).values(), default=0)
+        if claim.seeds and n and not claim.seeds <= n <= claim.max_seeds:
+            least, most = claim.seeds, claim.max_seeds
+            wanted = plural(least, "seed") if least == most else f"{least} to {most} seeds"
+            return f"it is registered for {wanted} per arm, but {name} has {n}; change the seeds of the claim or grid"
     if claim.test == "prediction":
-        return _predicted(claim, jobs)
-    treatment, control = (_runs(claim, name, jobs) for name in (claim.treatment, claim.control))
+        n, needed = sum(map(len, arms.values())), 2 * FEWEST_OF_EACH
+        few = f"it predicts failures from {plural(n, 'run')}; plan at least {needed}, half of which should fail"
+        return few if n < needed else ""
+    treatment, control = arms.values()
     if shared := sorted({job.arm for job in treatment} & {job.arm for job in control}):
         return f"it compares the arm {shared[0]} with itself; name two arms that differ"
     if claim.test == "count":
-        if why := _counted(claim, len(treatment), len(control)):
-            return why
-    elif why := _seeds(claim, treatment, control, jobs):
+        why = _too_few_to_count(claim, len(treatment), len(control))
+    else:
+        why = _no_interval(claim, treatment, control, jobs)
+    if why:
         return why
     if claim.test == "equivalence" and not claim.positive_control:
         return (
             "an equivalence needs a positive_control, because runs that cannot show any effect show no difference "
             "either; name a claim or control with a known effect"
         )
-    needed = [("manipulation check", claim.manipulation_check), ("negative control", claim.negative_control)]
-    if claim.test == "equivalence":
-        needed.append(("positive control", claim.positive_control))
-    for kind, id in needed:
-        other = by_id.get(id)
-        if other is not None and (why := _never_passes(kind, other, by_id, jobs, (*above, claim.id))):
-            return f"its {kind} {other.id} {why}"
+    for key in ("manipulation_check", "negative_control", *["positive_control"] * (claim.test == "equivalence")):
+        other = by_id.get(getattr(claim, key))
+        if other is not None and (why := _never_passes(key, other, by_id, jobs, (*above, claim.id))):
+            return f"its {key.replace('_', ' ')} {other.id} {why}"
     return ""
 
 
 def _never_passes(
-    kind: str, other: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]
+    key: str, other: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]
 ) -> str:
+    """Return why no result of the planned runs lets ``other`` pass as a control; empty if one does."""
     if other.status == "control":
         return ""
     if other.id in above:
         return "depends on this claim in turn; remove one of the two references"
     if not other.decided:
         return f"has the status {other.status!r} and no verdict; name one with the status 'control' or 'exploratory'"
-    if kind != "negative control":
-        if other.test == "equivalence":
-            return "is an equivalence, which cannot show an effect; name another claim"
-        why = _why_not(other, by_id, jobs, above)
-        return f"cannot be supported: {why}" if why else ""
-    return ""
+    if key == "negative_control":
+        return ""
+    if other.test == "equivalence":
+        return "is an equivalence, which cannot show an effect; name another claim"
+    why = _why_not(other, by_id, jobs, above)
+    return f"cannot be supported: {why}" if why else ""
 
 
-def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
+def _runs(claim: Claim, name: str, jobs: Sequence[Job]) -> list[Job]:
     """Return the planned runs of an arm, or of a family at the point of the claim."""
-    jobs = list(jobs)
     return [job for job in jobs if job.arm == name] or [
         job for job in jobs if job.family.name == name and at(job.point, claim.at)
     ]
 
 
-def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs: Iterable[Job]) -> str:
-    """Return why the planned seeds give no interval; empty if they do. An effect is a mean over shared seeds."""
+def _no_interval(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs: Sequence[Job]) -> str:
+    """Return why the planned seeds give no interval; empty if they do. An effect is a mean over shared seeds, and its
+    spread may come from all arms of the block."""
     both = {job.seed for job in treatment} & {job.seed for job in control}
     arms = f"{claim.treatment} and {claim.control}"
     if treatment and control and not both:
         return f"{arms} share no seed; give both the same seeds"
     blocks = {job.family.block for job in treatment}
-    by_arm: dict[str, set[int | None]] = {}
-    for job in (*treatment, *control, *(job for job in jobs if job.family.block in blocks)):
-        by_arm.setdefault(job.arm, set()).add(job.seed)
-    if len(both) == 1 and all(len(seeds) == 1 for seeds in by_arm.values()):
+    of_block = {(job.arm, job.seed) for job in (*treatment, *control)}
+    of_block |= {(job.arm, job.seed) for job in jobs if job.family.block in blocks}
+    if len(both) == 1 and len(of_block) == len({arm for arm, _ in of_block}):
         return (
             f"{arms} have one seed, which gives no interval; plan {FEWEST_SEEDS} seeds, or set the status of the "
             "claim to 'shown'"
@@ -271,22 +266,14 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
     return ""
 
 
-def _predicted(claim: Claim, jobs: Sequence[Job]) -> str:
-    """Return why the planned runs of the arms are too few for an AUROC; empty if they are not."""
-    n, needed = sum(len(_runs(claim, name, jobs)) for name in claim.arms), 2 * FEWEST_OF_EACH
-    if n >= needed:
-        return ""
-    return f"it predicts failures from {plural(n, 'run')}; plan at least {needed}, half of which should fail"
-
-
-def _counted(claim: Claim, n: int, m: int) -> str:
+def _too_few_to_count(claim: Claim, n: int, m: int) -> str:
     """Return why no count of ``n`` treatment runs and ``m`` control runs exceeds min_effect with p at most 0.05;
     empty if one does."""
     if not n or not m:
         return ""
     most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)
     p = max(most.p_at(claim.thresholds[0]), most.fisher)
-    if abs(most.value) > claim.min_effect and p <= LEVEL and not math.isnan(p):
+    if abs(most.value) > claim.min_effect and p <= LEVEL:
         return ""
     runs = plural(n, "run") if n == m else f"{n} and {m} runs"
     return (

@@ -81,6 +81,14 @@ REFUSED = {
         "depends on this claim in turn",
     ),
     "counts of few": ([CLAIM | {"test": "count"}], {}, "not enough for min_effect 0.2 with 3 runs per arm"),
+    "more seeds than are planned": ([CLAIM | {"seeds": 6}], {}, "registered for 6 seeds per arm, but a has 3"),
+    "fewer seeds than are planned": (
+        [CLAIM | {"seeds": 2}],
+        {"arms": ARMS | {"a": {"set": {"size": 1}, "seeds": [1, 2]}}},
+        "registered for 2 seeds per arm, but b has 3",
+    ),
+    "a metric that does not exist": ([CLAIM | {"metric": "beauty"}], {}, "claim C: metric 'beauty' is unknown"),
+    "a headline that does not exist": ([CLAIM], {"report": {"headline": "D"}}, "report.headline: there is no claim"),
     "without end": ([CLAIM | {"min_effect": "inf"}], {}, "claim C: min_effect is inf: it must be a number"),
     "a control without end": (
         [CLAIM | {"positive_control": "P"}, CHECK | {"at_least": "nan"}],
@@ -89,7 +97,8 @@ REFUSED = {
     ),
 }
 ACCEPTED = {
-    "plain": ([CLAIM], {}),
+    "plain": ([CLAIM], {"report": {"headline": "C"}}),
+    "seeds for a second look": ([CLAIM | {"seeds": 3, "stopping": {"max_seeds": 6}}], {}),
     "without a control it can be supported": ([CLAIM | {"status": "exploratory"}], {}),
     "two seeds": ([CLAIM], {"seeds": (1, 2)}),
     "one seed beside an arm of three": (

@@ -125,7 +125,7 @@ def test_a_metric_that_needs_a_modality_selects_only_with_one():
         assert selection_metric(name).worst == ("low" if "entropy" in name else "high")
     with pytest.raises(UserError, match=r"lr.metric is final_log_z, which needs a modality"):
         selection_metric("final_log_z")
-    with pytest.raises(UserError, match="'beauty' of a claim is unknown"):
+    with pytest.raises(UserError, match="metric 'beauty' is unknown"):
         selection_metric("beauty")
 
 

@@ -92,9 +92,9 @@ def test_a_failed_positive_control_turns_a_contradiction(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"treatment": "a", "control": "b"}, "C predicts failures within arms: give arms"),
-        ({"arms": []}, "C predicts failures within arms: give arms"),
-        ({"min_effect": 0.5}, "between 0.5 and 1"),
+        ({"treatment": "a", "control": "b"}, "C: it predicts failures within arms: give arms"),
+        ({"arms": []}, "C: it predicts failures within arms: give arms"),
+        ({"min_effect": 0.5}, "0.5 to 1"),
         ({"direction": "less"}, "no direction"),
         ({"metric": "lr_sensitivity"}, "name a metric of one run"),
     ],
