@@ -20,6 +20,7 @@ COMMANDS = {
     "watch": ("mmqk.watch:main", "runs/demo", "show runs in a terminal while they train"),
     "init": ("mmqk.init:main", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspect:main", "demo", "show the training data of a configuration on one page"),
+    "preflight": ("mmqk.preflight:main", "train:checked", "check your own model and batch before training"),
     "remedies": ("mmqk.remedies:main", "", "list every remedy, its field and its source"),
     "data tokenize": (
         "mmqk.data.tokenize:main",

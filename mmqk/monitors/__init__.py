@@ -6,12 +6,13 @@
 from typing import TYPE_CHECKING, Any
 
 from mmqk.monitors.attach import Watch, attach
+from mmqk.monitors.preflight import preflight
 from mmqk.monitors.probe import Probe, probe
 
 if TYPE_CHECKING:
     from mmqk.monitors.lightning import NormMonitor
 
-__all__ = ["NormMonitor", "Probe", "Watch", "attach", "probe"]
+__all__ = ["NormMonitor", "Probe", "Watch", "attach", "preflight", "probe"]
 
 
 def __getattr__(name: str) -> Any:

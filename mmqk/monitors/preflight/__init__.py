@@ -1,1 +1,65 @@
 """Checks a model and a batch before training: leaks, attention, loss and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.monitors.foreign.sides import Modality
+from mmqk.monitors.preflight import leaks
+from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, Table
+
+__all__ = ["Finding", "Table", "preflight"]
+
+PARTS: dict[str, dict[str, Check]] = {"leaks": leaks.CHECKS}
+
+
+def preflight(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    modality: Modality | None = None,
+) -> Table:
+    """Check a model and a batch before training, in some forward and backward passes.
+
+    The passes run in evaluation mode, eagerly and outside autocast. Weights, buffers, gradients, optimizer state,
+    random states and modes are the same afterwards, bit for bit.
+
+    Args:
+        model: the object that the training loop calls.
+        batch: a batch of two or more sequences, with padding if training has padding: a mapping
+            (``model(**batch)``), a tuple (``model(*batch)``) or a tensor (``model(batch)``).
+        loss: a function (model, batch) -> scalar that calls the model; by default ``model(**batch).loss``.
+        optimizer: the optimizer; without it, its checks are left out.
+        modality: the id ranges of each modality except text, ``{"image": range(4, 8196)}``, or a function, as for
+            `attach`; None if all tokens are text.
+
+    Raises:
+        UserError: an invalid range or name of a modality.
+    """
+    context = Context(model, batch, loss, optimizer, modality)
+    try:
+        findings = [Finding("ok", context.first.loss, "loss of the batch", check="forward and backward")]
+    except Exception as error:
+        text, advice = f"{type(error).__name__}: {one_line(error)}", "run the loss on this batch alone"
+        return Table((Finding("FAILED", None, text, advice, "forward and backward"),))
+    for part, checks in PARTS.items():
+        for name, check in checks.items():
+            try:
+                finding = check(context)
+            except NotChecked as reason:
+                finding = Finding("not checked", None, one_line(reason))
+            except Exception as error:  # a model may refuse a changed batch
+                finding = Finding("not checked", None, f"{type(error).__name__}: {one_line(error)}")
+            findings.append(replace(finding, check=f"{part}: {name}"))
+    return Table(tuple(findings))
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error as one line."""
+    return " ".join(str(error).split())

@@ -62,11 +62,12 @@ class Projections(TorchFunctionMode):
             return out
         self.count += 1
         size = self.rms.get(self.count)
-        cut = out.detach()
+        leaf = out.detach()
         if size is not None:
-            cut = cut * (size / cut.float().square().mean().sqrt().clamp_min(1e-30)).to(cut.dtype)
+            leaf = leaf * (size / leaf.float().square().mean().sqrt().clamp_min(1e-30)).to(leaf.dtype)
+        self.products[self.count] = leaf.requires_grad_()
+        cut = leaf.clone()  # the model may edit it in place
         self.origins.set(cut, self.origins.of(out))
-        self.products[self.count] = cut.requires_grad_()
         return cut
 
     def _is_weight(self, x: Tensor) -> bool:

@@ -1,0 +1,390 @@
+"""The table of a preflight, and the context that its checks share: one batch, and passes with everything restored.
+
+Shapes: B batch, T tokens, V vocabulary, M modalities.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.monitors.foreign.inputs import (
+    by_name,
+    find_ids,
+    named_inputs,
+    padding_mask,
+    tensors,
+    visible_of,
+)
+from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
+from mmqk.monitors.foreign.probing import find_logits
+from mmqk.monitors.foreign.sides import Modalities, Modality
+from mmqk.monitors.preflight.attention import SeenCall, read_calls
+
+IGNORED = -100  # the label that a loss leaves out
+# A change is a leak from this multiple of the rounding noise.
+NOISE_FACTOR = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        result: "ok", "FAILED" or "not checked".
+        number: the number that decides; None if there is none.
+        text: what was measured, or why it was not checked.
+        advice: what to do; empty unless the check failed.
+        check: what was checked, such as "leaks: causality".
+    """
+
+    result: str
+    number: float | None
+    text: str
+    advice: str = ""
+    check: str = ""
+
+
+class NotChecked(Exception):
+    """Raised by a check that cannot be done; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The findings of a preflight. It prints as text."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def failed(self) -> list[Finding]:
+        """The findings of the checks that failed."""
+        return [finding for finding in self.findings if finding.result == "FAILED"]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the lines as dictionaries."""
+        return [asdict(finding) for finding in self.findings]
+
+    def to_json(self) -> str:
+        """Return the lines as JSON; a number that is not finite is a string."""
+        rows = self.records()
+        for row in rows:
+            if row["number"] is not None and not abs(row["number"]) < float("inf"):
+                row["number"] = str(row["number"])
+        return json.dumps(rows, indent=2)
+
+    def __str__(self) -> str:
+        width = max(len(finding.check) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            number = "" if finding.number is None else f"{finding.number:.3g}"
+            lines.append(f"{finding.check:{width}}  {finding.result:11}  {number:>9}  {finding.text}")
+            if finding.advice:
+                lines.append(f"{'':{width}}  {'':11}  {'':>9}  -> {finding.advice}")
+        count = {
+            result: sum(f.result == result for f in self.findings)
+            for result in ("ok", "FAILED", "not checked")
+        }
+        lines.append(f"{count['ok']} ok, {count['FAILED']} failed, {count['not checked']} not checked")
+        return "\n".join(lines)
+
+
+@dataclass
+class Pass:
+    """One call of the loss with the gradients that it gives.
+
+    Attributes:
+        args, kwargs: the arguments of the model's call.
+        logits_BTV: the logits, or None if the output has none.
+        loss: the loss.
+        by_logits_BTV: derivative of the loss by the logits; None if there are none or the loss does not use them.
+        gradients: gradient of each parameter by name; None if the loss does not depend on it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    logits_BTV: Tensor | None
+    loss: float
+    by_logits_BTV: Tensor | None
+    gradients: dict[str, Tensor | None]
+
+
+def mapped(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
+    """Return nested mappings, tuples and lists with each tensor replaced by ``change(name, tensor)``; an entry whose
+    tensor becomes None is left out of a mapping."""
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if isinstance(value, Mapping):
+        parts = {key: mapped(part, change, str(key)) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None or value[key] is None}
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(part, change, name) for part in value)
+    return value
+
+
+class Context:
+    """A model, a batch and what the checks need of them; everything is computed once, on first use.
+
+    Args:
+        model: the object that the training loop calls.
+        batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``) or a tensor (``model(batch)``).
+        loss: a function (model, batch) -> scalar; by default the attribute ``loss`` of the model's output.
+        optimizer: the optimizer, or None.
+        modality: as for `attach`, or None for one modality.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        modality: Modality | None = None,
+    ):
+        self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
+        self.loss, self.has_loss = loss or self._own_loss, loss is not None
+        self.modalities = Modalities({} if modality is None else modality)
+        self.device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
+
+    # Calls of the model
+
+    def _call(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self.model(**batch)
+        return self.model(*batch) if isinstance(batch, tuple | list) else self.model(batch)
+
+    def _own_loss(self, model: nn.Module, batch: Any) -> Tensor | None:
+        output = self._call(batch)
+        return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+    def training_pass(self, batch: Any) -> Pass:
+        """Return a pass of the loss over a batch, in evaluation mode, with its gradients; nothing else changes."""
+        calls: list[tuple[Any, ...]] = []
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((args, kwargs, output))
+
+        (batch,), _ = copied((batch,), {}, self.root)
+        handle = self.root.register_forward_hook(hook, with_kwargs=True)
+        try:
+            with isolated(self.root, self.device, {"batch": batch}), torch.enable_grad():
+                loss = self.loss(self.model, batch)
+                if not calls:
+                    raise NotChecked("loss(model, batch) does not call the model")
+                args, kwargs, output = calls[-1]
+                return self._gradients(args, kwargs, output, loss)
+        finally:
+            handle.remove()
+
+    def _gradients(self, args: Any, kwargs: Any, output: Any, loss: Tensor | None) -> Pass:
+        ids = find_ids(named_inputs(self.model, args, kwargs))
+        logits = None if ids is None else find_logits(output, ids[1].shape, 0, self.root)
+        value = float("nan") if loss is None else float(loss.detach())
+        detached = None if logits is None else logits.detach()
+        if loss is None or not loss.requires_grad:
+            return Pass(args, kwargs, detached, value, None, {})
+        parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+        by_logits = None
+        if logits is not None and logits.requires_grad:
+            by_logits = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)[0]
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        return Pass(args, kwargs, detached, value, by_logits, dict(zip(parameters, gradients, strict=True)))
+
+    @cached_property
+    def first(self) -> Pass:
+        """The pass over the batch as it is."""
+        return self.training_pass(self.batch)
+
+    @property
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of each parameter that requires one.
+
+        Raises:
+            NotChecked: there is no loss.
+        """
+        if not self.first.gradients:
+            raise NotChecked(
+                "the model's output has no loss: pass labels in the batch, or loss=f(model, batch)"
+            )
+        return self.first.gradients
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the logits, or another output (B, T, D), of a pass without gradients."""
+        args, kwargs = copied(args, kwargs, self.root)
+        named = named_inputs(self.model, args, kwargs)
+        with isolated(self.root, self.device, named):
+            output = self.root(*args, **kwargs)
+        shape = self.ids_of(named).shape
+        logits = find_logits(output, shape, 0, self.root)
+        found = [logits] if logits is not None else [x for _, x in tensors(output)]
+        for x in found:
+            if x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point():
+                return x
+        raise NotChecked("the model's output has no tensor with a row for each token")
+
+    # The batch
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model's call."""
+        return self.first.args, self.first.kwargs
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of the model's call by name."""
+        return named_inputs(self.model, *self.call)
+
+    @staticmethod
+    def ids_of(inputs: Mapping[str, Any]) -> Tensor:
+        """Return the token ids, (B, T)."""
+        ids = find_ids(inputs)
+        if ids is None:
+            raise NotChecked("the model's inputs have no token ids")
+        return ids[1]
+
+    @cached_property
+    def ids_BT(self) -> Tensor:
+        """The token ids of the model's call."""
+        return self.ids_of(self.inputs)
+
+    @cached_property
+    def modality_BT(self) -> Tensor:
+        """The modality of each token."""
+        return self.modalities.of(self.inputs).to(self.ids_BT.device)
+
+    @cached_property
+    def valid_BT(self) -> Tensor:
+        """False at padding."""
+        mask = padding_mask(self.inputs, None)
+        if mask is None or mask.shape != self.ids_BT.shape:
+            return torch.ones_like(self.ids_BT, dtype=torch.bool)
+        return visible_of(mask).to(self.ids_BT.device)
+
+    @cached_property
+    def document_BT(self) -> Tensor | None:
+        """The document of each token, from document ids or from positions that restart, in the model's inputs or in
+        the batch; None if the batch is not packed."""
+        for name, x in (*tensors(self.inputs), *tensors(self.batch)):
+            words = set(name.lower().removesuffix("s").split("_"))
+            if name == "position_ids":
+                positions = x[0] if x.ndim == 3 else x
+                x = (
+                    (positions.diff(dim=1, prepend=positions[:, :1]) < 0)
+                    .cumsum(1)
+                    .expand(len(self.ids_BT), -1)
+                )
+            elif not words & {"document", "doc", "segment", "sequence", "seq"}:
+                continue
+            if x.shape == self.ids_BT.shape and bool(((x != x[:, :1]) & self.valid_BT).any()):
+                return x
+        return None
+
+    @cached_property
+    def special_ids(self) -> set[int]:
+        """Ids with a meaning of their own, which no check replaces: those that the model's config names."""
+        config = getattr(self.root, "config", None)
+        named = (
+            [vars(part) for part in (config, *vars(config).values()) if hasattr(part, "__dict__")]
+            if config
+            else []
+        )
+        values = [
+            x for fields in named for key, x in fields.items() if key.endswith(("_token_id", "_token_index"))
+        ]
+        return {
+            int(x)
+            for value in values
+            for x in (value if isinstance(value, list) else [value])
+            if x is not None
+        }
+
+    @cached_property
+    def other_ids_BT(self) -> Tensor:
+        """Another id of the same modality for each token; the same id where none is known."""
+        other = self.ids_BT.clone()
+        for m in range(len(self.modalities.names)):
+            pool = self.pool(m)
+            where = (self.modality_BT == m) & torch.isin(self.ids_BT, pool)
+            place = torch.searchsorted(pool, self.ids_BT[where])
+            other[where] = pool[(place + len(pool) // 2) % max(len(pool), 1)] if len(pool) else other[where]
+        return other
+
+    def pool(self, m: int) -> Tensor:
+        """Return the ids of one modality in the batch, sorted, without special ids and padding."""
+        ids = self.ids_BT[(self.modality_BT == m) & self.valid_BT].unique()
+        return ids[~torch.isin(ids, ids.new_tensor(sorted(self.special_ids)))]
+
+    def with_ids(self, ids_BT: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with other ids."""
+        return mapped(self.call, lambda name, x: ids_BT if x is self.ids_BT else x)
+
+    # Passes that are compared
+
+    @cached_property
+    def base_BTV(self) -> Tensor:
+        """The output of the batch as it is."""
+        return self.output(*self.call)
+
+    @cached_property
+    def noise(self) -> float:
+        """Rounding noise of the output: the largest change if every module's output is multiplied by 1 ± epsilon.
+
+        Random rounding errors show how far a pass can be off (Monte Carlo arithmetic; Parker, 1997). An equal pass
+        would only show whether the kernels are deterministic.
+        """
+        epsilon = torch.finfo(self.base_BTV.dtype).eps
+
+        def jitter(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                sign = torch.randint_like(output, 2) * 2 - 1
+                return output * (1 + epsilon * sign)
+            return None
+
+        leaves = [module for module in self.root.modules() if not any(True for _ in module.children())]
+        handles = [module.register_forward_hook(jitter) for module in leaves]
+        try:
+            changes = [self.largest(self.output(*self.call) - self.base_BTV)]
+        finally:
+            for handle in handles:
+                handle.remove()
+        size = float(self.base_BTV[self.base_BTV > torch.finfo(self.base_BTV.dtype).min].abs().max())
+        return NOISE_FACTOR * max(*changes, epsilon * size)
+
+    @staticmethod
+    def largest(change: Tensor) -> float:
+        """Return the largest absolute value; infinity if one is not a number."""
+        if not change.numel():
+            return 0.0
+        return float(torch.nan_to_num(change.float(), nan=torch.inf).abs().max())
+
+    def change(self, changed_BT: Tensor, watched_BT: Tensor) -> float:
+        """Return the largest change of the output at some tokens if other tokens are replaced."""
+        ids_BT = torch.where(changed_BT, self.other_ids_BT, self.ids_BT)
+        if torch.equal(ids_BT, self.ids_BT) or not watched_BT.any():
+            raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
+        return self.largest((self.output(*self.with_ids(ids_BT)) - self.base_BTV)[watched_BT])
+
+    @cached_property
+    def calls(self) -> list[SeenCall]:
+        """The attention calls of the batch."""
+        return read_calls(self.model, *self.call, self.modalities)
+
+    def takes(self, name: str) -> bool:
+        """Return whether the model's forward has a parameter of this name."""
+        try:
+            return name in by_name(self.root.forward, (), {**self.inputs, name: None})
+        except TypeError:
+            return False
+
+
+Check = Callable[[Context], Finding]
+
+
+def judged(is_failed: bool, number: float | None, text: str, advice: str) -> Finding:
+    """Return a finding, with the advice only if it failed."""
+    return Finding("FAILED" if is_failed else "ok", number, text, advice if is_failed else "")
