@@ -121,27 +121,24 @@ HEAD = """\
 # Remedies
 
 Every published remedy is a switch that is off in the control: add its flags to `mmqk train demo`. The values are
-those of the source or of its order of magnitude; choose your own. The control is pre-norm with RMSNorm, softmax
-attention with scale 1 / √head_dim, and AdamW. `mmqk remedies` prints the purpose and the formula of each remedy,
-[which_remedy.md](which_remedy.md) compares them, and [add_a_norm.md](add_a_norm.md) adds one. `python -m
-tests.remedies_page` writes this page from `mmqk/remedies.yaml` and the tests.
+those of the source or of its order of magnitude; choose your own. `mmqk remedies` prints the purpose and the
+formula of each remedy, [which_remedy.md](which_remedy.md) compares them, and [add_a_norm.md](add_a_norm.md) adds one. `python -m
+tests.remedies_page` writes this page.
 
 - **Cost**: change in parameters and in floating-point operations of the matrix products of a training step, then
-  other costs. The control has {parameters:,} parameters and {gflops:.2f} GFLOP with dense attention (d_model
-  {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids, {sequences} times {tokens} tokens).
+  other costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,} parameters
+  and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids,
+  {sequences} times {tokens} tokens).
 - **Source**: {marks}.
 - **Equals**: the outside implementation, or the formula in a test, that values and gradients, updates or initial
-  weights were compared with; in brackets the largest difference that the test allows, and the precision. Wrong
-  variants must fail each test.
+  weights were compared with; in brackets the largest difference that the test allows, and the precision.
 
 Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip is refused with QK-Norm
 or σReparam, which cancel its scaling. A copy of a layer for one modality (Untying) gets the gradient 0, not None,
 from a batch without that modality, so DDP does not wait for it and AdamW goes on decaying it.
 
-The **attention softmax** is over the keys in every head, the **output softmax** over the vocabulary. A bound on the
-logits of one does not affect the other: z-loss does not act on attention logits, and QK-Norm does not bound log Z
-of the output. `attn_softcap` bounds the logits before the mask. With attention dropout the weights do not sum to 1.
-`model.attention=sigmoid` has no attention softmax: adding a constant to a row of logits changes the output.
+The attention softmax is over the keys, the output softmax over the vocabulary. A bound on the logits of one does not
+affect the other: z-loss does not act on attention logits, and QK-Norm does not bound log Z of the output.
 
 {rounding}
 """

@@ -1,93 +1,21 @@
-"""Write docs/statistics.md from `tests.statistics_table` and from measured probes and steps.
+"""Write docs/statistics.md from `tests.statistics_table`.
 
 ``python -m tests.statistics_page`` writes the page; a test checks that the committed page is up to date.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from mmqk.data.batch import TokenBatch
-from mmqk.monitors import probe
-from mmqk.monitors.formulas.attention import attention_statistics, common_mode, logit_growth
-from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
-from mmqk.monitors.probe import residual_absorption
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS
 from mmqk.remedies import MARKS
-from mmqk.training.module import TrainingModule
-from tests.one_step import build, token_batch
-from tests.remedies_page import REFERENCE, SEQUENCES, TOKENS, measure, row
-from tests.statistics_table import COSTS, STATISTICS, UNKNOWN, Statistic
+from tests.remedies_page import row
+from tests.statistics_table import STATISTICS, UNKNOWN, WHEN, Statistic
 
 PAGE = Path(__file__).parents[1] / "docs/statistics.md"
-PROBED = 4  # sequences, the default of monitor.probe_sequences
 ALL_MARKS = {**MARKS, "I": "our inference or arithmetic"}
 COLUMNS = ("tag", "what it is", "healthy values; what others mean")
-
-
-# Cost ----------------------------------------------------------------------------------------------------
-
-
-def flops(work: Callable[[], object]) -> int:
-    """Return the number of operations of the matrix products in `work`."""
-    counter = FlopCounterMode(display=False)
-    with counter:
-        work()
-    return counter.get_total_flops()
-
-
-def batch_of(sequences: int) -> TokenBatch:
-    """Return a batch of random ids at the size of configs/demo.yaml."""
-    ids_BT = torch.randint(
-        REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0)
-    )
-    return token_batch(ids_BT, REFERENCE.vocab_sizes).first(sequences)
-
-
-def module_of() -> TrainingModule:
-    """Return the control at the size of configs/demo.yaml, with the part of a Trainer that the monitors use."""
-    module = build({}, REFERENCE)
-    precision = SimpleNamespace(train_step_context=contextlib.nullcontext)
-    module.trainer.precision_plugin = precision  # type: ignore[misc, assignment]
-    return module
-
-
-def parts() -> dict[str, int]:
-    """Return the operations of each part of `COSTS` that multiplies matrices, for one probe or for one step of a
-    budget window."""
-    module, few, whole = module_of(), batch_of(PROBED), batch_of(SEQUENCES)
-    model, c = module.model, REFERENCE
-    sites: dict[tuple[str, int], torch.Tensor] = {}
-    with torch.no_grad():
-        forward = flops(
-            lambda: model(few.ids_BT, observer=lambda site, layer, x: sites.__setitem__((site, layer), x))
-        )
-        pairs = Pairs(few.modality_BT, visible_pairs(few.valid_BT), len(c.modalities), c.n_heads)
-        token_MBT = pairs.token_MBT & few.valid_BT
-        q, k = sites["q", 0], sites["k", 0]
-        seen = attention_statistics(q, k, model.attn_scale_value, pairs)
-        attention = flops(lambda: attention_statistics(q, k, model.attn_scale_value, pairs))
-        growth = flops(lambda: (logit_growth(q, k, token_MBT, pairs, seen.square), common_mode(k, token_MBT)))
-    usual = flops(lambda: probe(model, few))
-    window = BudgetWindow(model, [0, 1])
-    losses_M = module.modality_loss_parts(whole)
-    return {
-        "forward": forward,
-        "attention": c.n_layers * attention,
-        "growth": c.n_layers * growth,
-        "heads": flops(lambda: probe(model, few, heads=True)) - usual,
-        "matrices": flops(lambda: probe(model, few, matrices=True)) - usual,
-        "precision": flops(lambda: residual_absorption(model, few)),
-        "agreement": flops(lambda: gradient_agreement(model, whole, module.modality_loss_parts)),
-        "budget": flops(lambda: window.add_gradients(losses_M)),
-    }
 
 
 # The page ------------------------------------------------------------------------------------------------
@@ -99,7 +27,7 @@ HEAD = """\
 mmqk train demo --monitor.every_n_steps=50 --monitor.heads=true    # logs the statistics of this page, also by head
 ```
 
-`python -m tests.statistics_page` writes this page from `tests.statistics_table` and from measured probes.
+`python -m tests.statistics_page` writes this page from `tests.statistics_table`.
 
 ## Tags
 
@@ -153,23 +81,12 @@ Norms can grow without harm in the direction that all keys share (`k_common`), a
 
 Ranges from other models, data and sizes are hints. Numbers such as 2309.14322 are arXiv ids. The mark shows how the
 source was read: {marks}.
-
-## Cost
-
-Operations of matrix products of a probe of {probed} sequences (of a step of the window for the budget), relative to
-one training step of `configs/demo.yaml` ({gflops:.2f} GFLOP: {sequences} times {tokens} tokens). Divide by
-`monitor.every_n_steps` for the cost per step. Other statistics need no matrix product. `python -m benchmarks
-monitors` measures time.
-
-| when | work | share |
-| --- | --- | --: |
-{costs}
 """
 
 
 def measured_when(rows: list[Statistic]) -> str:
     """Return when a section's statistics are measured: the usual case, and the names of the other statistics."""
-    when = {s.patterns[0].partition("/")[0].partition("[")[0]: COSTS[s.cost][0] for s in rows}
+    when = {s.patterns[0].partition("/")[0].partition("[")[0]: WHEN[s.when] for s in rows}
     usual = Counter(when.values()).most_common(1)[0][0]
     others: dict[str, list[str]] = {}
     for name, case in when.items():
@@ -178,24 +95,10 @@ def measured_when(rows: list[Statistic]) -> str:
     return "; ".join([f"Measured {usual}", *(f"{case}: {', '.join(names)}" for case, names in others.items())]) + "."
 
 
-def render(measured: dict[str, int], step: int) -> str:
-    """Return the text of the page."""
-    costs = [
-        row((when, words, f"{100 * measured[part] / step:.1f} %"))
-        for part, (when, words) in COSTS.items()
-        if part in measured
-    ]
-    lines = [
-        HEAD.format(
-            fewest=FEWEST_KEYS,
-            marks="; ".join(f"[{mark}] {meaning}" for mark, meaning in ALL_MARKS.items()),
-            gflops=step / 1e9,
-            sequences=SEQUENCES,
-            tokens=TOKENS,
-            probed=PROBED,
-            costs="\n".join(costs),
-        )
-    ]
+def page() -> str:
+    """Return the page for the current table."""
+    marks = "; ".join(f"[{mark}] {meaning}" for mark, meaning in ALL_MARKS.items())
+    lines = [HEAD.format(fewest=FEWEST_KEYS, marks=marks)]
     for group in dict.fromkeys(s.group for s in STATISTICS):
         rows = [s for s in STATISTICS if s.group == group]
         lines += [f"## {group}", "", measured_when(rows), "", row(COLUMNS), row(["---"] * len(COLUMNS))]
@@ -208,11 +111,6 @@ def render(measured: dict[str, int], step: int) -> str:
             lines.append(row((tags, s.formula + unit, values)))
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def page() -> str:
-    """Return the page for the current code."""
-    return render(parts(), measure({}).flops)
 
 
 if __name__ == "__main__":

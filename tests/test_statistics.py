@@ -21,9 +21,8 @@ from mmqk.train import main
 from mmqk.training.guards import RowLog
 from tests.monitors.attach.nets import Net
 from tests.one_step import token_batch
-from tests.remedies_page import measure
-from tests.statistics_page import ALL_MARKS, PAGE, page, parts, render
-from tests.statistics_table import COSTS, STATISTICS, Statistic
+from tests.statistics_page import ALL_MARKS, PAGE, page
+from tests.statistics_table import STATISTICS, WHEN, Statistic
 
 ROOT = Path(__file__).parents[1]
 EVERYTHING = [
@@ -139,23 +138,13 @@ def test_every_row_is_filled_and_its_sources_marked():
     )
     for row in STATISTICS:
         assert all((row.formula, row.unit, row.bad, row.group)), row.patterns
-        assert row.cost in COSTS
+        assert row.when in WHEN
         assert not set("{}") & set("".join(map(str, vars(row).values()))), row.patterns
         marks = set(re.findall(r"\[(\w)\]", row.healthy))
         assert marks <= set(ALL_MARKS), row.patterns
         assert marks or not re.search(r"\d{4}\.\d{5}", row.healthy), row.patterns  # a source has a mark
-    assert {row.cost for row in STATISTICS} | {"forward", "heads"} == set(COSTS)
+    assert {row.when for row in STATISTICS} == set(WHEN)
 
 
 def test_the_page_is_what_the_code_says():
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.statistics_page"
-
-
-def test_a_page_of_other_costs_is_another_and_costs_are_those_of_the_textbook():
-    measured, step = parts(), measure({}).flops
-    assert render(measured | {"growth": 1}, step) != render(measured, step)
-    assert 6 * measured["forward"] == step  # a probe has 4 of 8 sequences; a backward pass costs two forward passes
-    assert measured["precision"] == measured["forward"]
-    assert (
-        6 * measured["agreement"] == 10 * step
-    )  # each half has one forward pass and a backward pass for each of two modalities
