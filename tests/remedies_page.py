@@ -122,13 +122,13 @@ HEAD = """\
 
 Every published remedy is a switch that is off in the control: add its flags to `mmqk train demo`. The values are
 those of the source or of its order of magnitude; choose your own. `mmqk remedies` prints the purpose and the
-formula of each remedy, [which_remedy.md](which_remedy.md) compares them, and [add_a_norm.md](add_a_norm.md) adds one. `python -m
-tests.remedies_page` writes this page.
+formula of each remedy, [which_remedy.md](which_remedy.md) compares them, and [add_a_norm.md](add_a_norm.md) adds
+one. `python -m tests.remedies_page` writes this page.
 
 - **Cost**: change in parameters and in floating-point operations of the matrix products of a training step, then
   other costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,} parameters
-  and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids,
-  {sequences} times {tokens} tokens).
+  and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads,
+  {vocabulary:,} ids, {sequences} times {tokens} tokens).
 - **Source**: {marks}.
 - **Equals**: the outside implementation, or the formula in a test, that values and gradients, updates or initial
   weights were compared with; in brackets the largest difference that the test allows, and the precision.
