@@ -194,7 +194,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         dest="pack",
         type=Path,
         metavar="ZIP",
-        help="a pack of this grid (mmqk.pack); finished runs that --out does not have are first copied from it",
+        help="a pack of this grid (mmqk pack); finished runs that --out does not have are first copied from it",
     )
     parser.add_argument(
         "--jobs", type=_count, metavar="N", help="runs at a time (default: one per GPU, or 2 without a GPU)"

@@ -8,20 +8,21 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
-from mmqk.store import UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, run_main
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
     "train": ("mmqk.train:process", "demo", "train one run"),
     "ablate": ("mmqk.ablate:main", "demo", "train a grid of runs with seeds"),
     "report": ("mmqk.report:main", "runs/demo", "write the page of a grid or of a run"),
-    "pack": ("mmqk.pack:main", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
+    "pack": ("mmqk.cli:pack", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
     "watch": ("mmqk.watch:main", "runs/demo", "show runs in a terminal while they train"),
-    "init": ("mmqk.init:main", "my-project", "start a project: a configuration, a grid, a README"),
+    "init": ("mmqk.lab.project:main", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspect:main", "demo", "show the training data of a configuration on one page"),
     "preflight": ("mmqk.preflight:main", "train:checked", "check your own model and batch before training"),
-    "remedies": ("mmqk.remedies:main", "", "list every remedy, its field and its source"),
+    "remedies": ("mmqk.lab.remedies:main", "", "list every remedy, its field and its source"),
     "data tokenize": (
         "mmqk.data.tokenize:main",
         "--shards 'path/{00..99}.tar' --out tokens/mine",
@@ -35,12 +36,20 @@ COMMANDS = {
     "data shards": ("mmqk.data.shards.manifest:main", "FOLDER", "write the manifest of your shards"),
     "data tokenizers": ("mmqk.data.tokenizers.train:main", "", "train the text and the image tokenizer"),
     "interop": (
-        "mmqk.interop.command:main",
+        "mmqk.interop.folders:main",
         "--from path/to/checkpoint --to runs/imported",
         "convert weights from and to transformers",
     ),
 }
 WIDTH = 40
+
+PACK = """\
+Write the files that a report needs from a folder of runs into one small zip file: configurations, status, metrics,
+alarms and the registration of the claims; no checkpoints and no TensorBoard events. mmqk report and mmqk.load_runs
+read the file like the folder, and mmqk ablate --from continues the grid from it.
+
+The report of a pack with the name of its folder equals the report of the folder byte for byte, unless --small rounds
+its numbers."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,6 +89,37 @@ def _table() -> str:
         lines.append(f"  {example}{gap}  {purpose}")
     lines += ["", "Each command has --help. Start with the first three. mmqk --version prints the version."]
     return "\n".join(lines)
+
+
+def pack(argv: list[str] | None = None) -> int:
+    """Pack runs into one file and print its path.
+
+    Raises:
+        UserError: the folder has no runs, its ablation.json is damaged, or --out is not a file name that ends in
+            .zip.
+    """
+    from mmqk.lab.grid.record import read_ablation
+    from mmqk.store.pack import FEW_DIGITS, damaged_files, write_pack
+
+    parser = OneSentenceParser(prog="mmqk pack", description=PACK, allow_abbrev=False)
+    parser.add_argument("runs", type=Path, help="folder of a grid, an arm or a run")
+    parser.add_argument("--out", type=Path, help="the output file (default: the folder's name and .zip)")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help=f"a smaller file for hundreds of runs: only the series that a report reads, with {FEW_DIGITS} digits",
+    )
+    options = parser.parse_args(argv)
+    out = options.out or Path(f"{options.runs.resolve().name}.zip")
+    if out.suffix != ".zip" or out.is_dir():
+        raise UserError(f"--out {out} is not the name of a zip file: let it end in .zip")
+    grid = read_ablation(options.runs)  # no command can read a pack with a damaged registration
+    write_pack(options.runs, out, options.small)
+    if damaged := damaged_files(options.runs, is_grid=grid is not None):
+        print(f"the runs are packed as they are, with these damaged files: {', '.join(damaged)}")
+    size = out.stat().st_size
+    print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
+    return 0
 
 
 def run() -> None:

@@ -11,7 +11,7 @@ class Peer:
     """One comparison that shows that some remedies are correct.
 
     Attributes:
-        remedies: keys of `mmqk.remedies.REMEDIES`.
+        remedies: keys of `mmqk.lab.remedies.REMEDIES`.
         name: the outside implementation as printed in docs/remedies.md, such as "timm LayerScale".
         tolerance: the largest absolute difference of values and gradients that the test allows.
         precision: the precision of the computation.

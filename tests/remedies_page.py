@@ -1,4 +1,4 @@
-"""Write docs/remedies.md from `mmqk.remedies`, from measured steps and from the lists of peers.
+"""Write docs/remedies.md from `mmqk.lab.remedies`, from measured steps and from the lists of peers.
 
 ``python -m tests.remedies_page`` writes the page; a test checks that the committed page is up to date.
 """
@@ -15,8 +15,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmqk.model.norms
+from mmqk.lab.remedies import MARKS, REMEDIES, Remedy
 from mmqk.model import ModelConfig
-from mmqk.remedies import MARKS, REMEDIES, Remedy
 from tests.one_step import build, step, token_batch
 from tests.peers import Peer
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS
-from mmqk.remedies import MARKS
+from mmqk.lab.remedies import MARKS
 from tests.remedies_page import row
 from tests.statistics_table import STATISTICS, UNKNOWN, WHEN, Statistic
 

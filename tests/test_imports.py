@@ -123,9 +123,9 @@ for command in ("train", "ablate", "report", "watch", "inspect", "data tokenize"
 """
 RULES = {
     "commands": Rule(("mmqk.cli",), absent=LAB, then=WITHOUT_LAB),
-    "ranges": Rule(("mmqk.ranges",), mmqk=("mmqk.ranges",), stdlib_only=True),
-    "store": Rule(("mmqk.store",), mmqk=("mmqk.store", "mmqk.ranges"), never=("torch", "numpy"), absent=LAB),
-    "model": Rule(("mmqk.model",), mmqk=("mmqk.model", "mmqk.ranges"), absent=LAB),
+    "ranges": Rule(("mmqk.model.ranges",), mmqk=("mmqk.model.ranges",), stdlib_only=True),
+    "store": Rule(("mmqk.store",), mmqk=("mmqk.store",), never=("torch", "numpy"), absent=LAB),
+    "model": Rule(("mmqk.model",), mmqk=("mmqk.model",), absent=LAB),
     "monitors": Rule(
         ("mmqk.monitors",),
         mmqk=(
@@ -134,7 +134,6 @@ RULES = {
             "mmqk.data.batch",
             "mmqk.distributed",
             "mmqk.store",
-            "mmqk.ranges",
         ),
         absent=LAB,
         leave_out=(
@@ -146,9 +145,9 @@ RULES = {
     ),
     "interop": Rule(
         ("mmqk.interop",),
-        mmqk=("mmqk.interop", "mmqk.model", "mmqk.store", "mmqk.ranges"),
+        mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"),
         never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.command", "mmqk.interop.card", "mmqk.interop.tokenizer"),  # these need a run
+        leave_out=("mmqk.interop.folders",),  # needs a run
     ),
     "config": Rule(
         ("mmqk.config",),

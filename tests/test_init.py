@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.config import resolve
-from mmqk.init import main
 from mmqk.lab.grid import load_grid
+from mmqk.lab.project import main
 from mmqk.store import UserError
 
 ROOT = Path(__file__).parents[1]

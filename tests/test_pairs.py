@@ -9,9 +9,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from mmqk.lab.remedies import REMEDIES, Remedy
 from mmqk.model import ModelConfig
 from mmqk.model.checks import check_backend
-from mmqk.remedies import REMEDIES, Remedy
 from tests.one_step import build, step, token_batch
 
 BLOCKS = {"text": 24, "image": 16}

@@ -22,7 +22,7 @@ from mmqk.config.run import Given
 from mmqk.lab.grid.arms import Arm, ArmFork, LrRule
 from mmqk.lab.grid.claims import Claim, read_claims
 from mmqk.lab.grid.language import read_yaml
-from mmqk.ranges import Range, check_fields, decimal_numbers, number, range_of
+from mmqk.model.ranges import Range, check_fields, decimal_numbers, number, range_of
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.config import LossConfig, OptimConfig, RunConfig, resolve
+from mmqk.lab.remedies import MARKS, REMEDIES, main
 from mmqk.model import ModelConfig
-from mmqk.remedies import MARKS, REMEDIES, main
 from mmqk.store import cli_main, flatten
 from tests.peers import Peer
 from tests.remedies_page import (
@@ -127,7 +127,7 @@ def test_it_answers_help_and_refuses_what_it_does_not_know(capsys):
 
 @pytest.mark.parametrize(("first", "code"), [("", 0), ("sys.modules['torch'] = sys; ", 1)])
 def test_it_imports_no_torch(first, code):
-    command = f"import sys; {first}import mmqk.remedies; sys.exit('torch' in sys.modules)"
+    command = f"import sys; {first}import mmqk.lab.remedies; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == code
 
 

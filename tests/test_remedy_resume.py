@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmqk.lab.remedies import REMEDIES
 from mmqk.model import ModelConfig
-from mmqk.remedies import REMEDIES
 from mmqk.training.module import TrainingModule
 from tests.one_step import build, step, token_batch
 

@@ -2,7 +2,7 @@
 
 import re
 
-from mmqk.remedies import REMEDIES
+from mmqk.lab.remedies import REMEDIES
 from tests import tournament_page
 from tests.tournament_page import PAGE, filled, rows
 

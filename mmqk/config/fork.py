@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.model.config import ModelConfig
-from mmqk.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
+from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, read_run
 
 

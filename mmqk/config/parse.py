@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mmqk.ranges import decimal_numbers, shortened
+from mmqk.model.ranges import decimal_numbers, shortened
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmqk.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number
+from mmqk.model.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number
 from mmqk.store.alarms import NAMES
 
 

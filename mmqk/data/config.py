@@ -12,7 +12,7 @@ from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import source_hash
 from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
 from mmqk.data.tokens.online import held_out_share, online_hash
-from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
+from mmqk.model.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, check_local, find_file
 
 # Kinds of data.mix that share a vocabulary: the vocabulary of mmqk's tokenizers, of the user's ids, or of the dial.

@@ -1,28 +1,138 @@
-"""Read and write folders of Hugging Face models and of runs of mmqk. Only local files are read."""
+"""Convert folders of Hugging Face models to runs of mmqk and back: ``mmqk interop``. Only local files are read.
+
+An exported run has its model, its text tokenizer for transformers' AutoTokenizer, and a model card (README.md).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mmqk.data.config import FOLDER_FIELDS
+from mmqk.data.shards.manifest import load_manifest, manifest_hash
+from mmqk.data.tokenizers.files import BOS, EOS, PAD, SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import UserError, new_folder, read_json
+from mmqk.store import (
+    DamagedFile,
+    OneSentenceParser,
+    UserError,
+    find_file,
+    new_folder,
+    read_json,
+    read_metrics,
+    relative,
+    without_roots,
+)
+from mmqk.store import read_run as read_record
+from mmqk.store.checkpoints import step_of
+from mmqk.store.metrics import METRICS_NAME, parse_vocab_sizes
 
-from .names import IMAGE_TOKENIZER, READ
-from .write import architecture_of, import_transformers
+from .read import CHAMELEON, IMAGE_TOKENIZER, READ, WRITTEN, adopt
+from .write import architecture_of, build, import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKPOINT = "checkpoints/step00000000.ckpt"
+_LOSSES = {
+    "loss": "training loss",
+    "val_loss": "validation loss",
+    "val_unigram": "unigram loss",
+    "val_excess": "excess validation loss",
+}
+EPILOG = f"""\
+read:    {", ".join(READ)}
+written: {", ".join(WRITTEN)}
+If a field cannot be represented, the command fails and names the field. Nothing is downloaded.
+The text tokenizer of a run is exported with its model; other tokenizers are not converted.
+
+example:
+  mmqk interop --from chameleon-7b --to runs/chameleon-7b
+  mmqk interop --from runs/mine/<id> --to mine-hf
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert one folder; its content decides the direction.
+
+    Raises:
+        UserError: the source cannot be read, the model cannot be represented, or the target is not empty.
+    """
+    parser = OneSentenceParser(
+        prog="mmqk interop",
+        description="Convert weights and configuration of a Hugging Face model to mmqk, or of a run to Hugging Face.",
+        epilog=EPILOG,
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, required=True, help="a folder with config.json, or a run folder"
+    )
+    parser.add_argument("--to", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--vocab-sizes",
+        help="number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192",
+    )
+    args = parser.parse_args(argv)
+    check_empty(args.to)
+    if (args.source / "config.json").exists():
+        _to_mmqk(args.source, args.to, args.vocab_sizes)
+    elif (args.source / "checkpoints").is_dir():
+        if args.vocab_sizes is not None:
+            raise UserError(
+                f"--vocab-sizes is for a Hugging Face folder, but {args.source} is a run: remove it."
+            )
+        _to_huggingface(args.source, args.to)
+    else:
+        raise UserError(
+            f"{args.source} has neither config.json (Hugging Face) nor checkpoints (a run): give another --from."
+        )
+    return 0
+
+
+def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
+    sizes = None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes)
+    hf_model = read_huggingface(source)
+    model = adopt(hf_model, sizes)
+    write_run(model, out)
+    listed = ", ".join(f"{size:,} {name}" for name, size in model.config.vocab_sizes.items())
+    print(f"{out}: {type(hf_model).__name__}; number of ids: {listed}; tokenizers stay in {source}")
+    if type(hf_model).__name__ == CHAMELEON:
+        print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
+
+
+def _to_huggingface(source: Path, out: Path) -> None:
+    from mmqk.training.checkpoint import newest_checkpoint
+
+    newest = newest_checkpoint(source)
+    config, weights = read_run(newest)
+    model, architecture = build(config, weights), architecture_of(config)
+    try:
+        record: dict[str, Any] = read_record(source) or {}
+    except DamagedFile as damaged:  # export the weights without the record, as for an imported model
+        record = {}
+        print(f"The model card has no record of the run, because {damaged}.")
+    data = (record.get("details", {}).get("config") or {}).get("data", {})
+    hashes = record.get("identity", {}).get("data", {})
+    tokenizer, about = tokenizer_files(data.get("tokenizers"), hashes.get("tokenizers"))
+    parameters = sum({w.data_ptr(): w.numel() for w in weights.values()}.values())  # count tied weights once
+    card = model_card(newest, config, architecture, parameters, bool(tokenizer), record)
+    write_huggingface(model, out, {**tokenizer, "README.md": card})
+    print(f"{out}: {architecture} of {newest}; {about}")
+    if architecture == CHAMELEON:
+        print(
+            "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."
+        )
+    if config.residual_dropout:
+        print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")
 
 
 def read_huggingface(folder: Path) -> PreTrainedModel:
@@ -162,3 +272,176 @@ def _quiet(transformers: Any) -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
+
+
+def tokenizer_files(folder: Any, recorded: Any) -> tuple[dict[str, str], str]:
+    """Return the contents of tokenizer.json and tokenizer_config.json by file name, and a sentence about the files.
+
+    If the tokenizer of the run is not available, there are no files and the sentence gives the reason. The ids are
+    those of the joint vocabulary: first the special tokens, then the text entries. The files have no entries for
+    image codes, which have no text.
+
+    Args:
+        folder: ``data.tokenizers`` in the configuration of the run.
+        recorded: hash of the tokenizers in the identity of the run.
+    """
+    if not isinstance(folder, str) or not recorded:
+        return {}, "no tokenizer is included, because run.json names none"
+    try:
+        present = tokenizers_hash(find_file(folder))
+    except UserError:  # a file is missing
+        present = ""
+    if present != recorded:
+        return {}, (
+            f"no tokenizer is included, because {folder:.200} does not have the tokenizers of the run"
+            f" ({recorded!s:.40})"
+        )
+    content = json.loads(TextTokenizer.load(find_file(folder)).to_json())
+    vocabulary = content["model"]["vocab"]
+    shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}
+    content["model"]["vocab"] = {text: id for id, text in enumerate(SPECIALS)} | shifted
+    content["added_tokens"] = [
+        {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for id, text in enumerate(SPECIALS)
+    ]  # fmt: skip
+    content["post_processor"] = None
+    names = {"bos_token": SPECIALS[BOS], "eos_token": SPECIALS[EOS], "pad_token": SPECIALS[PAD]}
+    loader = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    files = {"tokenizer.json": content, "tokenizer_config.json": loader | names}
+    texts = {name: json.dumps(value, indent=1, ensure_ascii=False) + "\n" for name, value in files.items()}
+    return texts, "tokenizer.json has the text tokenizer; images are ids of the image tokenizer"
+
+
+def model_card(
+    checkpoint: Path,
+    config: ModelConfig,
+    architecture: str,
+    n_parameters: int,
+    tokenizer: bool,
+    record: Mapping[str, Any],
+) -> str:
+    """Return the card of a model as Markdown for the Hugging Face hub.
+
+    It has sections on use, ids, losses, data, configuration and license, and no times or absolute paths.
+
+    Args:
+        checkpoint: the exported checkpoint, in the folder ``checkpoints`` of its run.
+        config: configuration of the model.
+        architecture: class of the model in transformers.
+        n_parameters: number of parameters of the model.
+        tokenizer: whether the text tokenizer is exported too.
+        record: run.json of the run; may be empty.
+    """
+    run = checkpoint.parent.parent
+    run_config = record.get("details", {}).get("config") or {}
+    name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
+    sections = [
+        _front(),
+        f"# {name}",
+        f"`{architecture}` with {n_parameters:,} parameters for tokens of {' and '.join(config.vocab_sizes)}"
+        + (f", trained by mmqk to step {step_of(checkpoint):,}." if record else ", exported by mmqk."),
+        *_use(architecture, tokenizer),
+        *_ids(config, tokenizer),
+        *_losses(run, step_of(checkpoint), list(config.vocab_sizes)),
+        *_data(run_config.get("data", {}), record.get("identity", {}).get("data", {})),
+        *_configuration(run_config),
+        "## License",
+        "No license is set: add `license` to the front matter. The licenses of the training data apply to the parts"
+        " of the data that the model reproduces.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front() -> str:
+    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- mmqk\n---"
+
+
+def _use(architecture: str, tokenizer: bool) -> list[str]:
+    auto = "AutoModelForImageTextToText" if architecture == CHAMELEON else "AutoModelForCausalLM"
+    names = f"{auto}, AutoTokenizer" if tokenizer else auto
+    lines = [f"from transformers import {names}", "", f'model = {auto}.from_pretrained("PATH")']
+    if tokenizer:
+        lines += [
+            'tokenizer = AutoTokenizer.from_pretrained("PATH")',
+            'ids = tokenizer("<bos>a red circle", return_tensors="pt")["input_ids"]',
+            "logits = model(ids).logits",
+        ]
+    code = "\n".join(["```python", *lines, "```"])
+    if architecture != CHAMELEON:
+        return ["## Use", code]
+    return [
+        "## Use",
+        code,
+        "The image tokenizer (`vqmodel`) is untrained. The `forward` of the model sets the logits of image ids to the"
+        " smallest number: `model.lm_head(model.model(ids).last_hidden_state)` gives all logits.",
+    ]
+
+
+def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
+    rows, first = [], 0
+    for modality, size in config.vocab_sizes.items():
+        rows.append([modality, f"{first} to {first + size - 1}"])
+        first += size
+    special = ", ".join(f"`{name}` {id}" for id, name in enumerate(SPECIALS))
+    return [
+        "## Ids",
+        _table(["modality", "ids"], rows),
+        *([f"Special tokens: {special}."] if tokenizer else []),
+    ]
+
+
+def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
+    """Return the section with the last losses that were logged up to the step of the checkpoint."""
+    newest: dict[str, tuple[int, float]] = {}
+    for line in read_metrics(run / METRICS_NAME):
+        if line["step"] <= step:
+            newest |= {name: (line["step"], value) for name, value in line.items()}
+    rows = [
+        [title, *(f"{newest[key][1]:.4f}" if (key := f"{name}/{m}") in newest else "" for m in modalities)]
+        for name, title in _LOSSES.items()
+    ]
+    shown = [row for row in rows if any(row[1:])]
+    if not shown:
+        return []
+    return [
+        "## Losses",
+        f"The last losses that were logged up to step {step:,}, in nats per token.",
+        _table(["", *modalities], shown),
+    ]
+
+
+def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    mix = {kind: weight for kind, weight in (data.get("mix") or {}).items() if weight > 0}
+    if not mix:
+        return []
+    rows = []
+    for kind, weight in mix.items():
+        field = FOLDER_FIELDS.get(kind, "")
+        folder, hashed = data.get(field) or "", identity.get(field) or ""
+        sources = ", ".join(_sources(Path(folder), hashed)) if folder else ""
+        rows.append([kind, f"{weight:g}", f"`{relative(folder)}`" if folder else "", hashed, sources])
+    return ["## Data", _table(["kind", "weight", "folder", "hash", "made from"], rows)]
+
+
+def _sources(folder: Path, hashed: str) -> list[str]:
+    """Return the sources that the manifest of a folder lists; empty if the folder has changed since the training."""
+    try:
+        folder = find_file(folder)
+        return (
+            list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []
+        )
+    except (UserError, OSError):
+        return []
+
+
+def _configuration(config: dict[str, Any]) -> list[str]:
+    if not config:
+        return []
+    text = yaml.safe_dump(without_roots(config), sort_keys=False, allow_unicode=True)
+    return ["## Configuration", f"```yaml\n{text}```"]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -14,22 +14,54 @@ from mmqk.model.config import MlpKind
 from mmqk.model.transformer import evaluation_mode
 from mmqk.store import UserError
 
-from .modalities import vocab_sizes_of
-from .names import (
-    CHAMELEON,
-    CHAMELEON_QK_EPS,
-    GEMMA2,
-    GEMMA3,
-    IMAGE_TOKENIZER,
-    OLMO2,
-    QWEN3,
-    READ,
-    hf_name,
-)
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Hugging Face names of the parameters. The matrices have the same names in all architectures. The names of the norms
+# around the sublayers, and what each name means, depend on the architecture.
+_MODEL = {
+    "embed": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+_LAYER = {
+    "attention.w_q": "self_attn.q_proj",
+    "attention.w_k": "self_attn.k_proj",
+    "attention.w_v": "self_attn.v_proj",
+    "attention.w_o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp.w_gate": "mlp.gate_proj",
+    "mlp.w_up": "mlp.up_proj",
+    "mlp.w_down": "mlp.down_proj",
+}
+# Norms before and after attention, and before and after the MLP. Chameleon's norms keep their names when swin_norm
+# moves them from before to after a sublayer, so the state dict does not show where they are.
+_PRE = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "post_attention_layernorm"}
+_SWIN = {"attn_post_norm": "input_layernorm", "mlp_post_norm": "post_attention_layernorm"}
+_OLMO2 = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_SANDWICH = {
+    "attn_pre_norm": "input_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_pre_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+CHAMELEON = "ChameleonForConditionalGeneration"
+LLAMA = "LlamaForCausalLM"
+QWEN3 = "Qwen3ForCausalLM"
+OLMO2 = "Olmo2ForCausalLM"
+GEMMA2 = "Gemma2ForCausalLM"
+GEMMA3 = "Gemma3ForCausalLM"
+READ = (CHAMELEON, LLAMA, QWEN3, OLMO2, GEMMA2, GEMMA3)
+WRITTEN = (CHAMELEON, LLAMA, QWEN3)
+CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is not used there
+IMAGE_TOKENIZER = "model.vqmodel."  # prefix of the parameters of Chameleon's image tokenizer
+# Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: pairs [name, size] in the
+# order of the ids.
+# A mapping would lose the order, because config.json has sorted keys.
+STORED_SIZES = "mmqk_vocab_sizes"
+_IMAGE_PREFIX = "IMGIMG"  # prefix of the image tokens in Chameleon's vocabulary_map
 _GATES: dict[str, MlpKind] = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -306,3 +338,85 @@ def _check_tensors(hf_weights: Mapping[str, Tensor]) -> None:
 def no_counterpart(field: str, value: object, why: str) -> UserError:
     """Return the error for a field without a counterpart."""
     return UserError(f"The model's config.{field} is {value!r}, which mmqk cannot represent: {why}.")
+
+
+def hf_name(name: str, architecture: str, config: ModelConfig) -> str:
+    """Return the name that `architecture` gives to the parameter `name` of a model with this configuration."""
+    module, _, parameter = name.rpartition(".")
+    if module in _MODEL:
+        return f"{_MODEL[module]}.{parameter}"
+    _, layer, inside = module.split(".", 2)
+    return f"model.layers.{layer}.{(_LAYER | _norms(architecture, config))[inside]}.{parameter}"
+
+
+def _norms(architecture: str, config: ModelConfig) -> dict[str, str]:
+    if architecture == OLMO2:
+        return _OLMO2
+    if config.pre_norm:
+        return _SANDWICH if config.post_norm else _PRE
+    return _SWIN
+
+
+def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return the number of ids by modality.
+
+    These are the given sizes, otherwise those stored in the configuration, otherwise those of its vocabulary_map.
+
+    Raises:
+        UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
+    """
+    stored = getattr(config, STORED_SIZES, None)
+    if given is None and stored is None:
+        return _by_vocabulary(getattr(config, "vocabulary_map", None) or {}, vocab_size)
+    try:
+        pairs = list(given.items() if given is not None else stored or ())
+        vocab_sizes = {name: int(size) for name, size in pairs}
+        if len(vocab_sizes) < len(pairs) or any(vocab_sizes[name] != size for name, size in pairs):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"The model's config.{STORED_SIZES} is {stored!r}, not names and sizes: give vocab_sizes."
+        ) from None
+    if not vocab_sizes or sum(vocab_sizes.values()) != vocab_size:
+        named = ", ".join(f"{name}={size}" for name, size in vocab_sizes.items())
+        raise UserError(
+            f"The sizes {named or '(none)'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
+            f" {vocab_size} ids: give each id to one modality."
+        )
+    return vocab_sizes
+
+
+def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, int]:
+    image = [i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX)]
+    if not all(isinstance(i, int) for i in image):
+        raise UserError(
+            "The model's config.vocabulary_map has image ids that are not integers: give vocab_sizes."
+        )
+    image.sort()
+    if not image:
+        return {"text": vocab_size}
+    start, end = image[0], image[-1] + 1
+    if image != list(range(start, end)) or end > vocab_size:
+        raise UserError(
+            f"The {len(image)} image ids of config.vocabulary_map are not one range within the {vocab_size} ids: give"
+            " vocab_sizes, such as text=300,image=32."
+        )
+    # The ids before the image ids are text if no ids follow the image ids, otherwise they are special tokens.
+    before, after = ("text", "") if end == vocab_size else ("special", "text")
+    sizes = {before: start, "image": end - start, after: vocab_size - end}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
+
+    Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
+    """
+    start, vocabulary = 0, {}
+    for name, size in vocab_sizes.items():
+        if name == "image":
+            for code in range(size):
+                letters = "".join(chr(ord("A") + int(digit)) for digit in str(code))
+                vocabulary[f"{_IMAGE_PREFIX}{letters}Z"] = start + code
+        start += size
+    return vocabulary

@@ -12,8 +12,17 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 
-from .modalities import STORED_SIZES, chameleon_vocabulary
-from .names import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, hf_name
+from .read import (
+    CHAMELEON,
+    CHAMELEON_QK_EPS,
+    IMAGE_TOKENIZER,
+    LLAMA,
+    QWEN3,
+    STORED_SIZES,
+    WRITTEN,
+    chameleon_vocabulary,
+    hf_name,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number
+from mmqk.model.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number
 
 from .checks import check_model
 

@@ -39,6 +39,7 @@ THINNED = "thinned.json"
 COLUMNS_NAME = "metrics.columns.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
+REQUIRED = ("run.json", "status.json", METRICS_NAME)  # each run of a grid has these files
 # A report reads these statistics and those that start with val_.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
@@ -65,7 +66,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> None:
         UserError: the folder has no runs.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate has written")
+        raise UserError(f"{folder} is not a folder: give one that mmqk train or mmqk ablate has written")
     content: dict[str, bytes] = {}
     if (folder / ABLATION).exists():
         content[ABLATION] = _without_paths(read_regular(folder / ABLATION), "grid", "base")
@@ -135,6 +136,26 @@ def _reported(name: str) -> bool:
     return name == "step" or statistic in REPORTED or statistic.startswith("val_")
 
 
+def damaged_files(folder: Path, is_grid: bool) -> list[str]:
+    """Return the files of the runs in a folder that cannot be read, and those that each run of a grid has but that
+    are missing."""
+    import yaml  # only a command that writes packs needs it
+
+    names = []
+    for path in (run / file for run in find_runs(folder) for file in FILES):
+        if not path.exists():
+            if is_grid and path.name in REQUIRED:
+                names.append(f"{path.relative_to(folder).as_posix()} (missing)")
+            continue
+        try:
+            text = read_regular(path).decode()
+            for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
+                yaml.safe_load(part) if path.suffix == ".yaml" else json.loads(part)
+        except (ValueError, RecursionError, yaml.YAMLError):
+            names.append(path.relative_to(folder).as_posix())
+    return names
+
+
 def unpacked(path: Path) -> Path:
     """Unpack a pack into a folder that exists until this process ends; return the folder. A path that is not a file
     is returned unchanged.
@@ -155,7 +176,7 @@ def unpacked(path: Path) -> Path:
 
 
 def _read(path: Path) -> Iterable[tuple[str, bytes]]:
-    advice = "give a file that mmqk.pack has written"
+    advice = "give a file that mmqk pack has written"
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.namelist() != [TAR]:

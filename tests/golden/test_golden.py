@@ -8,7 +8,7 @@ import json
 import pytest
 import yaml
 
-from mmqk.remedies import REMEDIES
+from mmqk.lab.remedies import REMEDIES
 from tests.golden import verdicts
 from tests.golden.__main__ import (
     HERE,

@@ -13,8 +13,7 @@ import yaml
 
 from mmqk.data.shards.manifest import manifest_hash
 from mmqk.data.tokenizers.files import TextTokenizer
-from mmqk.interop.card import model_card
-from mmqk.interop.command import main
+from mmqk.interop.folders import main, model_card
 from mmqk.model import ModelConfig
 from mmqk.store import read_metrics
 from mmqk.train import main as train

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.interop.command import main
+from mmqk.interop.folders import main
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.store import cli_main
@@ -253,7 +253,7 @@ def test_without_transformers(folders, tmp_path, monkeypatch, capsys):
 
 
 def test_transformers_is_imported_when_it_is_needed():
-    code = "import sys, mmqk.interop.command; assert not {'transformers', 'lightning'} & set(sys.modules)"
+    code = "import sys, mmqk.interop.folders; assert not {'transformers', 'lightning'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.interop import from_transformers
-from mmqk.interop.names import hf_name
+from mmqk.interop.read import hf_name
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RopeScalingConfig
 from mmqk.model.norms import LayerNorm, RMSNorm
 from tests.interop.models import logits_of, some_ids, tiny

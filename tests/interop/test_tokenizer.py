@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
-from mmqk.interop.tokenizer import tokenizer_files
+from mmqk.interop.folders import tokenizer_files
 
 FOLDER = Path(__file__).parents[2] / "data/tokenizers"
 TEXT = "Hello w\u00f6rld, a red moon \u263e 12"

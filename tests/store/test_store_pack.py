@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import mmqk
+from mmqk.cli import pack
 from mmqk.lab.metrics import METRICS
 from mmqk.lab.metrics.probes import FALLING, GROWING
 from mmqk.lab.runs import Run
-from mmqk.pack import main as pack
 from mmqk.report import main as report
 from mmqk.store import UserError, cli_main
 from mmqk.store.pack import REPORTED, unpacked, write_pack
@@ -227,7 +227,7 @@ def test_a_damaged_file_is_one_sentence(packed, tmp_path, capsys, change):
     assert cli_main(report)([str(packed), "--out", str(tmp_path / "page")]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith(f"mmqk: {packed} cannot be read as a pack (")
-    assert sentence.endswith("): give a file that mmqk.pack has written")
+    assert sentence.endswith("): give a file that mmqk pack has written")
     assert not (tmp_path / "page").exists()
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from mmqk.data.mixture import random_stream
 from mmqk.data.synthetic.coupling import UNITS, Coupling, Edge, coupling, unigram_entropy, zipf
-from mmqk.ranges import MOST_SEED, check_fields, number
+from mmqk.model.ranges import MOST_SEED, check_fields, number
 from mmqk.store import tag
 
 _SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits

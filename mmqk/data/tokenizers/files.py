@@ -22,7 +22,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmqk.ranges import check_fields, number
+from mmqk.model.ranges import check_fields, number
 from mmqk.store import UserError, read_regular
 
 TEXT_FILE = "text.json"

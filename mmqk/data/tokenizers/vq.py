@@ -19,7 +19,7 @@ from torchvision.utils import make_grid
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
+from mmqk.model.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
 
 SHOWN_IMAGES = 12

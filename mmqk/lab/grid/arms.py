@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqk.lab.grid import language as read
-from mmqk.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
+from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
 from mmqk.store import UserError
 
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mmqk.lab.grid.arms import LrChoice
 from mmqk.lab.grid.language import build, known, mapping, strings
-from mmqk.ranges import check_fields, number
+from mmqk.model.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
 # Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the

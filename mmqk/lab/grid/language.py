@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mmqk.ranges import MOST_SEED, decimal_numbers, shortened
+from mmqk.model.ranges import MOST_SEED, decimal_numbers, shortened
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")

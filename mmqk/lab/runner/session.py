@@ -169,11 +169,11 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
         UserError: the file is not a pack of this grid, or ``out`` cannot be written.
     """
     if not pack.exists():
-        raise UserError(f"{pack} does not exist: --from takes a pack of the grid's runs (mmqk.pack)")
+        raise UserError(f"{pack} does not exist: --from takes a pack of the grid's runs (mmqk pack)")
     source = unpacked(pack)
     packed = read_ablation(source)
     if not pack.is_file() or packed is None or packed.get("name") != grid.name:
-        raise UserError(f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk.pack)")
+        raise UserError(f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk pack)")
     new: list[str] = []
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)

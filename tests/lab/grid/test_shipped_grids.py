@@ -15,7 +15,7 @@ from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab import load_study
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.grid import Grid
-from mmqk.remedies import REMEDIES
+from mmqk.lab.remedies import REMEDIES
 from mmqk.store import UserError, flatten
 from tests.lab.grid.resolved import ROOT, unequal
 
