@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from mmqk.monitors.formulas.reduce import FEWEST_KEYS
 from mmqk.lab.remedies import MARKS
+from mmqk.monitors.formulas.reduce import FEWEST_KEYS
 from tests.remedies_page import row
 from tests.statistics_table import STATISTICS, UNKNOWN, WHEN, Statistic
 
