@@ -29,6 +29,7 @@ from mmqk.monitors.summary import (
     warn_of_absent,
     warn_of_mass,
 )
+from mmqk.monitors.updates import Optimizers, Updates
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
@@ -50,6 +51,7 @@ def attach(
     adapter: Adapter | None = None,
     sides: Sides | None = None,
     matrices: bool = False,
+    optimizer: Optimizers | None = None,
     strict: bool = False,
 ) -> Watch:
     """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
@@ -75,6 +77,8 @@ def attach(
             is measured as ``cross_...``.
         matrices: also measure the norm, spectral norm and stable rank of each matrix of the layers with attention.
             This costs one singular value decomposition per matrix and is not supported with FSDP.
+        optimizer: also measure gradients, updates and gradient clipping at the step of each probe; a list if the
+            model has several optimizers.
         strict: raise the error of a probe that fails; by default the probe is skipped, and a line gives the reason.
 
     Raises:
@@ -90,7 +94,8 @@ def attach(
     checked_sides = check_sides(sides or {}, modalities.names)
     adapter = adapter or adapter_for(unwrapped(model))
     prober = Prober(model, modalities, sequences, adapter, checked_sides, matrices)
-    return Watch(model, prober, every_n_steps, None if out is None else Path(out), log, strict)
+    updates = None if optimizer is None else Updates(model, optimizer)
+    return Watch(model, prober, every_n_steps, None if out is None else Path(out), log, strict, updates)
 
 
 @dataclass
@@ -108,6 +113,7 @@ class Watch:
     out: Path | None
     log: Log | None
     strict: bool = False
+    updates: Updates | None = None
     steps: int = 0
     _last_call: LastCall = field(default_factory=LastCall)
     _folder: WatchFolder | None = None
@@ -121,6 +127,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._last_call.copying = self.every_n_steps > 0
+        if self.updates is not None:
+            self.updates.due = self._due(0, 1)
         self._hook = self.model.register_forward_pre_hook(self._last_call, with_kwargs=True)
         self._last_call.wrap(self.model)
 
@@ -152,17 +160,21 @@ class Watch:
         if self._step_times is not None and not self._tried:
             self._step_times.append(time.perf_counter())
         is_due = self._due(previous, self.steps)
+        values = self.updates.values() if self.updates is not None else {}
+        values = values if is_due else {}
         try:
             is_copy, call = self._last_call.is_copy, self._last_call.take()
-            values = self._values(call, is_copy) if is_due else None
+            if is_due:
+                values |= self._values(call, is_copy)
         except Exception as error:
             if self.strict or getattr(error, "is_fatal", False):
                 raise
             self._skip(error)
-        else:
-            if values is not None:
-                self._write(values)
+        if values:
+            self._write(values)
         self._last_call.copying = self._due(self.steps, 2 * self.steps - previous)
+        if self.updates is not None:
+            self.updates.due = self._last_call.copying
 
     def _due(self, previous: int, step: int) -> bool:
         """Return whether a probe is due: the first probe, an overdue one, or one at a multiple of ``every_n_steps``.
@@ -196,6 +208,8 @@ class Watch:
         self._hook.remove()
         self._last_call.unwrap(self.model)
         self._last_call.take()
+        if self.updates is not None:
+            self.updates.close()
         if self._folder is not None:
             self._folder.close(self.steps, status)
 
@@ -205,8 +219,8 @@ class Watch:
         self.prober.autocast = self._last_call.autocast
         return self.prober.probe(args, kwargs)
 
-    def _values(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool) -> dict[str, float] | None:
-        """Return the numbers of a probe of the last call; None if its batch is empty or no copy on any rank."""
+    def _values(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool) -> dict[str, float]:
+        """Return the numbers of a probe of the last call; empty if its batch is empty or no copy on any rank."""
         if call is not None:
             self._last_call.check(*call)
         ids = None if call is None else find_ids(named_inputs(self.model, *call))
@@ -219,7 +233,7 @@ class Watch:
                 "DistributedDataParallel), before its first call"
             )
         if self._overdue:
-            return None
+            return {}
         is_first, self._tried = self._step_times is not None, True
         start = self._synchronized_time() if is_first else 0.0
         values = self._probe(*call).flat()

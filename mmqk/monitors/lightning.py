@@ -23,7 +23,7 @@ class NormMonitor(Callback):
             calls the forward of the LightningModule itself.
         modality: as in `attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter``, ``sides``, ``matrices`` and ``strict``.
+            ``adapter``, ``sides``, ``matrices`` and ``strict``. ``optimizer=True`` measures the Trainer's optimizers.
     """
 
     def __init__(self, model: str, modality: Modality, **options: Any):
@@ -49,7 +49,8 @@ class NormMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
 
-        self.watch = attach(module, log=log, **self.options)
+        options = {**self.options, "optimizer": trainer.optimizers if self.options.get("optimizer") else None}
+        self.watch = attach(module, log=log, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the step that a resumed run starts from."""

@@ -24,7 +24,7 @@ class NormCallback(TrainerCallback):
     Args:
         modality: as in `mmqk.monitors.attach`.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
-            ``adapter``, ``sides``, ``matrices`` and ``strict``.
+            ``adapter``, ``sides``, ``matrices`` and ``strict``. ``optimizer=True`` measures the Trainer's optimizer.
     """
 
     def __init__(self, modality: Modality, **options: Any):
@@ -42,7 +42,8 @@ class NormCallback(TrainerCallback):
             model = trainer.model_wrapped  # FSDP's wrapper gathers the weights
             kinds = tuple(get_reporting_integration_callbacks(args.report_to))
             self._reporters = [c for c in trainer.callback_handler.callbacks if type(c) in kinds]
-        self.watch = attach(model, log=self._store, **self.options)
+        options = {**self.options, "optimizer": kwargs["optimizer"] if self.options.get("optimizer") else None}
+        self.watch = attach(model, log=self._store, **options)
         self.watch.steps = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -338,6 +338,8 @@ class TrainingModule(L.LightningModule):
         remaining = iter(values)
         names, layers = self.model_config.modalities, self.model_config.n_layers
         tags = {"loss": next(remaining), "grad_norm": next(remaining)}
+        if limit := self.trainer.gradient_clip_val:
+            tags["clip_factor"] = min(limit / (tags["grad_norm"] + 1e-6), 1.0)  # as in clip_grads_with_norm_
         if self.row_log is not None:
             tags |= self.row_log.values(list(islice(remaining, 2 * layers * len(names))))
         if self.qk_clip is not None:

@@ -1,0 +1,235 @@
+"""Measures the steps of an optimizer: sizes of gradients and updates by matrix and layer, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from mmqk.monitors.foreign.isolate import unwrapped
+from mmqk.monitors.foreign.layers import clean, layer_of
+from mmqk.monitors.formulas.weights import gradient_over_second_moment
+from mmqk.store.errors import UserError
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+@dataclass
+class Step:
+    """One step of one parameter, as tensors of one element.
+
+    Attributes:
+        name: name of the parameter.
+        is_matrix: whether it has two or more axes.
+        numel: its number of elements.
+        lr: learning rate of the step.
+        factor: factor of gradient clipping; None without clipping.
+        grad_sq: squared norm of the clipped gradient.
+        update_sq: squared norm of the update.
+        over_v: `gradient_over_second_moment`; None for a vector, and for an optimizer other than Adam.
+    """
+
+    name: str
+    is_matrix: bool
+    numel: int
+    lr: float
+    factor: Tensor | None
+    grad_sq: Tensor
+    update_sq: Tensor
+    over_v: Tensor | None
+
+
+class Updates:
+    """Measures the steps of optimizers while ``due`` is true. It reads weights and gradients and changes none.
+
+    A measured step needs memory for one copy of the weights. Gradient clipping is read at every step, from
+    `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        model: the model; parameters of other modules are left out.
+        optimizers: the optimizers of its parameters.
+
+    Raises:
+        UserError: no optimizer has a parameter of the model, or FSDP1 shards the parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers):
+        root = unwrapped(model)
+        self.names = {p: clean(name) for name, p in root.named_parameters()}
+        self.due = False
+        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.optimizers = [_innermost(optimizer) for optimizer in given]
+        if not any(p in self.names for o in self.optimizers for group in o.param_groups for p in group["params"]):
+            raise UserError("optimizer has no parameter of the watched model: pass the optimizer of this model")
+        if any(hasattr(module, "_fsdp_wrapped_module") for module in root.modules()):
+            raise UserError("optimizer is not supported with FullyShardedDataParallel: use fully_shard")
+        self._before: dict[Tensor, tuple[Tensor, Tensor]] = {}  # the weights before the step, and grad_sq
+        self._steps: list[Step] = []
+        self._clips: list[tuple[list[Tensor], Tensor]] = []  # of this step
+        self._factor: Tensor | None = None  # of the last step
+        self._n_clips, self._clipped = 0, torch.zeros(())
+        self._hooks = [o.register_step_pre_hook(self._before_step) for o in self.optimizers]
+        self._hooks += [o.register_step_post_hook(self._after_step) for o in self.optimizers]
+        _CLIPS.add(self._clip)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        _CLIPS.remove(self._clip)
+
+    # During a step
+
+    @torch.no_grad()
+    def _clip(self, parameters: list[Tensor], max_norm: float, norm: Tensor) -> None:
+        if any(p in self.names for p in parameters):
+            factor = (max_norm / (_whole(norm) + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+            self._clips.append((parameters, factor))
+            self._factor, self._n_clips = factor, self._n_clips + 1
+            self._clipped = self._clipped.to(factor.device) + (factor < 1)
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.due:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if p in self.names and p.grad is not None:
+                    self._before[p] = p.detach().clone(), _whole(_wide(p.grad).square().sum())
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        factors = {p: factor for parameters, factor in self._clips for p in parameters} if self._before else {}
+        for group in optimizer.param_groups if self._before else ():
+            for p in group["params"]:
+                if p not in self._before:
+                    continue
+                before, grad_sq = self._before.pop(p)
+                state, over_v = optimizer.state.get(p, {}), None
+                moment = state.get("exp_avg_sq")
+                if p.ndim > 1 and moment is not None and moment.shape == p.shape and p.grad is not None:
+                    step = torch.as_tensor(state["step"], dtype=torch.float32, device=p.device)
+                    beta2, eps = group["betas"][1], group["eps"]
+                    over_v = _whole(gradient_over_second_moment(p.grad, moment, step, beta2, eps))
+                update_sq = _whole((_wide(p) - _wide(before)).square().sum())
+                self._steps.append(
+                    Step(
+                        self.names[p], p.ndim > 1, p.numel(), float(group["lr"]), factors.get(p), grad_sq, update_sq,
+                        over_v,
+                    )
+                )  # fmt: skip
+        self._clips = []
+
+    # After a step
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers of the last measured step by tag, and forget it; empty if no step was measured.
+
+        Norms of gradients are those before clipping. ``clip_share`` is the share of clipped steps since the last
+        numbers.
+        """
+        steps, self._steps = self._steps, []
+        if not steps:
+            return {}
+        one = steps[0].grad_sq.new_ones(())
+        columns = [x for s in steps for x in (s.grad_sq, s.update_sq, _or(s.factor, one), _or(s.over_v, one))]
+        columns += [_or(self._factor, one), self._clipped]
+        numbers = iter(torch.stack([x.to(one) for x in columns]).tolist())  # one transfer
+        values: dict[str, float] = {}
+        groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        names = _groups([step.name for step in steps])
+        for step in steps:
+            grad_sq, update_sq, factor, over_v = (next(numbers) for _ in range(4))
+            grad_sq = grad_sq / factor**2 if factor else math.nan
+            for total in (groups[names[step.name]], groups[""]):
+                total[0] += grad_sq
+                total[1] += update_sq
+            if not step.is_matrix:
+                continue
+            values[f"grad_norm/{step.name}"] = math.sqrt(grad_sq)
+            values[f"update_norm/{step.name}"] = math.sqrt(update_sq)
+            if step.lr:
+                values[f"update_rms/{step.name}"] = math.sqrt(update_sq / step.numel) / step.lr
+            if step.over_v is not None:
+                values[f"grad_over_v/{step.name}"] = over_v
+        whole_sq, update_sq = groups.pop("")
+        for group, (group_sq, group_update_sq) in groups.items():
+            values[f"grad_norm/{group}"] = math.sqrt(group_sq)
+            values[f"update_norm/{group}"] = math.sqrt(group_update_sq)
+            values[f"grad_share/{group}"] = group_sq / whole_sq if whole_sq else math.nan
+        values |= {"grad_norm": math.sqrt(whole_sq), "update_norm": math.sqrt(update_sq)}
+        factor, clipped = numbers
+        if self._n_clips:
+            values |= {"clip_factor": factor, "clip_share": clipped / self._n_clips}
+            self._n_clips, self._clipped = 0, self._clipped.new_zeros(())
+        return values
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside wrappers such as that of accelerate."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optimizer is {type(optimizer).__name__}: pass a torch.optim.Optimizer or a list of them")
+    return optimizer
+
+
+def _groups(names: Iterable[str]) -> dict[str, str]:
+    """Return the group of each parameter: ``layer03``, or ``decoder.layers.3`` if several lists have layers; the path
+    of the module if it is in no layer."""
+    layers = {name: layer_of(name) for name in names}
+    several = len({layer[0] for layer in layers.values() if layer is not None}) > 1
+    groups: dict[str, str] = {}
+    for name, layer in layers.items():
+        if layer is None:
+            groups[name] = name.rpartition(".")[0] or name
+        else:
+            groups[name] = f"{layer[0]}.{layer[1]}" if several else f"layer{layer[1]:02d}"
+    return groups
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    return other if x is None else x
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor without graph in at least fp32."""
+    return x.detach() if x.dtype == torch.float64 else x.detach().float()
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+class _Clips:
+    """Calls functions after each gradient clipping by norm: ``f(parameters, max_norm, norm)``."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[list[Tensor], float, Tensor], None]] = []
+        self._clip = clip_grad._clip_grads_with_norm_  # clip_grad_norm_ calls it, however that is imported
+
+    def add(self, listener: Callable[[list[Tensor], float, Tensor], None]) -> None:
+        self._listeners.append(listener)
+        clip_grad._clip_grads_with_norm_ = self
+
+    def remove(self, listener: Callable[[list[Tensor], float, Tensor], None]) -> None:
+        self._listeners = [x for x in self._listeners if x != listener]
+        if not self._listeners:
+            clip_grad._clip_grads_with_norm_ = self._clip
+
+    def __call__(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._clip(clipped, max_norm, total_norm, foreach)
+        for listener in self._listeners:
+            listener(clipped, float(max_norm), total_norm)
+
+
+_CLIPS = _Clips()
