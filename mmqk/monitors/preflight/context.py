@@ -25,7 +25,6 @@ from mmqk.monitors.foreign.inputs import (
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.probing import find_logits
 from mmqk.monitors.foreign.sides import Modalities, Modality
-from mmqk.monitors.preflight.attention import SeenCall, read_calls
 
 IGNORED = -100  # the label that a loss leaves out
 # A change is a leak from this multiple of the rounding noise.
@@ -150,6 +149,7 @@ class Context:
         self.loss, self.has_loss = loss or self._own_loss, loss is not None
         self.modalities = Modalities({} if modality is None else modality)
         self.device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
+        self.cache: dict[str, Any] = {}  # what the checks of another file compute once
 
     # Calls of the model
 
@@ -368,11 +368,6 @@ class Context:
         if torch.equal(ids_BT, self.ids_BT) or not watched_BT.any():
             raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
         return self.largest((self.output(*self.with_ids(ids_BT)) - self.base_BTV)[watched_BT])
-
-    @cached_property
-    def calls(self) -> list[SeenCall]:
-        """The attention calls of the batch."""
-        return read_calls(self.model, *self.call, self.modalities)
 
     def takes(self, name: str) -> bool:
         """Return whether the model's forward has a parameter of this name."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmqk.monitors.preflight.attention import calls_of
 from mmqk.monitors.preflight.context import IGNORED, Check, Context, Finding, NotChecked, judged, mapped
 
 ADDED = 3  # tokens of padding that the checks add to each sequence
@@ -139,7 +140,7 @@ def _padding_id(context: Context) -> int:
 
 def finite_masks(context: Context) -> Finding:
     """Finite values of an attention mask that logits can outgrow."""
-    read = [seen for seen in context.calls if seen.call is not None]
+    read = [seen for seen in calls_of(context) if seen.call is not None]
     if not read:
         raise NotChecked("no attention call was read")
     largest, weakest, mass, where = 0.0, -torch.inf, 0.0, ""

@@ -5,13 +5,16 @@ A function returns None if the family cannot have this mistake.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.monitors.preflight.families import Case, T
+from tests.monitors.preflight.families import Case, D, H, K, T, optimizer_of
 
 Plant = Callable[[Case], Case | None]
 
@@ -87,6 +90,109 @@ def finite_mask(case: Case) -> Case:
     return replace(case, batch=case.batch | {"attention_mask": mask.masked_fill(padding, -1e4)})
 
 
+class OverTokens(nn.Module):
+    """A projection whose output is normalized over the tokens."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y * (y.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+
+
+def wrong_axis(case: Case) -> Case:
+    """Queries and keys are normalized over the tokens."""
+    for attention in case.attention:
+        attention.q_proj, attention.k_proj = OverTokens(attention.q_proj), OverTokens(attention.k_proj)
+    return case
+
+
+def queries_only(case: Case) -> Case:
+    """Only the queries are normalized."""
+    for attention in case.attention:
+        if hasattr(attention, "k_norm"):
+            attention.k_norm = nn.Identity()
+        else:
+            attention.q_proj = nn.Sequential(attention.q_proj, nn.RMSNorm(D))
+    return with_new_optimizer(case)
+
+
+def other_eps(case: Case) -> Case | None:
+    """The norm of queries and keys uses the eps of bf16, 0.0078, instead of its own."""
+    if not hasattr(case.attention[0], "q_norm"):
+        return None
+    for attention in case.attention:
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.register_forward_hook(lambda module, args, y: y * wrong(args[0]))
+    return case
+
+
+def wrong(x: Tensor) -> Tensor:
+    """Return the factor that replaces an eps of 0 by one of 0.0078."""
+    square = x.square().mean(-1, keepdim=True)
+    return (square / (square + 0.0078)).sqrt()
+
+
+def unused_gain(case: Case) -> Case:
+    """A gain is created and never used (x-transformers#352)."""
+    for attention in case.attention:
+        attention.qk_scale = nn.Parameter(torch.ones(K))
+    return with_new_optimizer(case)
+
+
+def with_new_optimizer(case: Case) -> Case:
+    return replace(case, optimizer=optimizer_of(case.model))
+
+
+def config_of(attention: nn.Module) -> Any:
+    if not hasattr(attention, "config"):
+        attention.config = SimpleNamespace()
+    return attention.config
+
+
+def softcap_ignored(case: Case) -> Case:
+    """The config has a softcap, and the calls get none (transformers#32309)."""
+    for attention in case.attention:
+        config_of(attention).attn_logit_softcapping = 50.0
+    return case
+
+
+def other_scale(case: Case) -> Case:
+    """The config has another scale than the calls get."""
+    for attention in case.attention:
+        config_of(attention).query_pre_attn_scalar = 256
+    return case
+
+
+def scaled_twice(case: Case) -> Case | None:
+    """Queries are multiplied by 1/sqrt(head_dim), and the call does it again; a QK-Norm would undo the first."""
+    if hasattr(case.attention[0], "q_norm"):
+        return None
+    for attention in case.attention:
+        attention.q_proj.register_forward_hook(lambda module, args, y: y * K**-0.5)
+    return case
+
+
+def window_ignored(case: Case) -> Case:
+    """The layers have a window of 8 tokens, and the mask shows all tokens."""
+    for attention in case.attention:
+        attention.config, attention.sliding_window = copy.copy(config_of(attention)), 8
+        if hasattr(
+            attention.config, "layer_types"
+        ):  # the config of the model, which builds the mask, is another one
+            attention.config.layer_types, attention.config.sliding_window = ["sliding_attention"] * 2, 8
+    return case
+
+
+def sinks_ignored(case: Case) -> Case:
+    """The layers have sinks that the calls do not get."""
+    for attention in case.attention:
+        attention.sinks = nn.Parameter(torch.zeros(H))
+    return with_new_optimizer(case)
+
+
 VIOLATIONS = (
     Violation("later tokens are visible", "leaks: causality", look_ahead),
     Violation("other sequences are visible", "leaks: other sequences", mixed_rows),
@@ -94,4 +200,13 @@ VIOLATIONS = (
     Violation("padding on the left is visible", "leaks: padding on the left", padding_ignored),
     Violation("padding is part of a mean", "leaks: id of padding", padding_seen),
     Violation("mask of -1e4", "leaks: finite mask", finite_mask),
+    Violation("QK-Norm over tokens", "attention: QK-Norm", wrong_axis),
+    Violation("QK-Norm of queries alone", "attention: QK-Norm", queries_only),
+    Violation("QK-Norm with another eps", "attention: QK-Norm", other_eps),
+    Violation("gain created and unused", "attention: QK-Norm", unused_gain),
+    Violation("softcap in the config alone", "attention: softcap", softcap_ignored),
+    Violation("scale differs from the config", "attention: scale", other_scale),
+    Violation("scaled twice", "attention: scale", scaled_twice),
+    Violation("window ignored", "attention: window", window_ignored),
+    Violation("sinks ignored", "attention: sinks", sinks_ignored),
 )
