@@ -22,8 +22,8 @@ from mmqk.data.statistics import describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import is_token_folder, read_header
 from mmqk.inspection.views import IdDecoder, Originals, SequenceView, Viewer
+from mmqk.lab import formatting as report
 from mmqk.lab.formatting import listed, nats, number, plural
-from mmqk.lab.page import render as report
 from mmqk.store import find_file, without_roots
 from mmqk.store.formatting import text_table
 

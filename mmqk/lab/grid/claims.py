@@ -22,11 +22,7 @@ CHECKS = {
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 # Keys of ``report``.
-REPORT_KEYS = (
-    "hero", "shown", "headline", "cannot_tell", "command", "question", "ranking", "outcomes", "figures",
-)  # fmt: skip
-# Values of ``kind`` under ``report.figures``.
-FIGURE_KINDS = ("output_norm", "training_loss", "lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
+REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command", "question", "ranking", "outcomes")
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "negative_control", "manipulation_check")
 # Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
@@ -47,7 +43,7 @@ class Claim:
         id: short name, such as C2.
         statement: what is claimed, one sentence.
         source: where the claim was made, such as a paper and its figure.
-        source_access: how the source was read, a key of `mmqk.lab.page.claims.MARKS`.
+        source_access: how the source was read, a key of ``marks`` in captions.yaml of the page.
         reference_value: the number in the source, as text.
         estimand: description of the quantity that the effect estimates.
         metric: the name of a metric of `mmqk.lab.metrics`.
@@ -232,7 +228,7 @@ def check_report(
     exist."""
     known(report, REPORT_KEYS, f"{path}: report")
     arms = set(names)
-    for key in ("hero", "shown", "ranking", "headline", "cannot_tell", "command", "question", "outcomes"):
+    for key in REPORT_KEYS:
         value = report.get(key) or []
         if key == "outcomes" and value is True:
             continue
@@ -242,11 +238,6 @@ def check_report(
         ids = [claim.id for claim in claims]
         if key == "headline" and (unknown := [name for name in texts if name not in ids]):
             raise UserError(f"{path}: report.headline: there is no claim {unknown[0]!r} (claims: {', '.join(ids)})")
-    for place, entry in enumerate(report.get("figures") or []):
-        where = f"{path}: report.figures[{place}]"
-        if (kind := mapping(entry, where).get("kind")) not in FIGURE_KINDS:
-            raise UserError(f"{where}: kind is {kind!r}: use one of {', '.join(FIGURE_KINDS)}")
-        check_arms(strings(entry.get("arms") or [], f"{where}.arms"), arms, where)
 
 
 def check_arms(named: Sequence[str], arms: set[str], where: str) -> None:

@@ -1,21 +1,19 @@
-"""What a page says about each claim: its effect in text and as a bar, its p-values, the results of its runs, and what
+"""What a page shows of each claim: its effect as text and as a bar, its p-values, the results of its runs, and what
 the runs cannot show."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mmqk.lab.formatting import capital, decimals, exp, fixed, listed, nats, number, plural, slug
-from mmqk.lab.metrics import FamilyMetric, Metric, final_loss, find_metric
+from mmqk.lab.formatting import DASH, capital, decimals, exp, fixed, listed, number, plural, slug
+from mmqk.lab.metrics import FamilyMetric, find_metric
 from mmqk.lab.metrics.families import learning_rate
-from mmqk.lab.page.figures import claim_runs, of_family
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
 from mmqk.lab.stats.effects import Auroc
-from mmqk.lab.stats.exact import AnyEffect
 from mmqk.lab.verdicts.claims import measured_label
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.verdicts import Verdict, detectable_in_words, effect_tested, interval_text
@@ -24,21 +22,13 @@ from mmqk.store.formatting import percent
 BADGES = ("reproduced", "contradicted", "inconclusive", "not run", "shown")
 # If the half-width of the interval of a ratio, on a log scale, exceeds this, the ratio has two digits, not three.
 ROUGH = 0.35
-MARKS = {
-    "V": "the source's own text or code was read",
-    "S": "a detailed secondary source was read, not the paper itself",
-    "A": "only the abstract was read",
-    "M": "from memory, unchecked",
-    "I": "our inference or arithmetic",
-    "X": "read off a chart by an automatic converter: only the direction is reliable, not the number",
-}
-WIDTH, HEIGHT, PAD = 300.0, 38.0, 12.0  # of the bar of an effect
+LOOKS = "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
 
 
 def counts(verdicts: Sequence[Verdict]) -> list[tuple[str, str, int]]:
     """Return (verdict, CSS class, number of claims) for each verdict that a claim has."""
     badges = [verdict.badge for verdict in verdicts]
-    return [(badge, badge.replace(" ", "-"), badges.count(badge)) for badge in BADGES if badge in badges]
+    return [(badge, slug(badge), badges.count(badge)) for badge in BADGES if badge in badges]
 
 
 def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -46,15 +36,20 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
     first = study.named("headline") or [v.claim.id for v in verdicts if v.claim.decided][:1]
     rows = []
     for verdict in verdicts:
-        claim = verdict.claim
+        claim, p, medians = verdict.claim, p_values(verdict), _medians(study, verdict)
+        labels = [study.label(name) for name in (claim.treatment, claim.control)]
+        tested = effect_tested(claim)
+        if tested and claim.treatment:
+            tested += " in “{}” than in “{}”".format(*labels)
+        access = f" [{claim.source_access}]" if claim.source_access else ""
         facts = {
-            "Tested": effect_tested(claim) and _between(study, verdict),
+            "Tested": tested,
             "Why no verdict": verdict.why,
             "Finding": _finding(verdict),
-            "Medians": _medians(study, verdict),
+            "Medians": medians,
             "Counts": "; ".join(f"{study.label(arm)}: {a} of {n}" for arm, (a, n) in verdict.counts.items()),
-            **p_values(verdict),
-            "Source": f"{claim.source}{f' [{claim.source_access}]' if claim.source_access else ''}",
+            **p,
+            "Source": f"{claim.source}{access}",
             "Value of the source": claim.reference_value,
             "Notes": " ".join(note for note in verdict.notes if note != verdict.why),
             "Not checked": listed(claim.not_checked),
@@ -64,35 +59,28 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "Would contradict": claim.would_contradict,
             "Exclusions": claim.exclusions,
         }
-        rows.append(
-            {
-                "id": claim.id,
-                "slug": slug(claim.id),
-                "statement": capital(claim.statement).strip().rstrip("."),
-                "leading": claim.id in first,
-                "exploratory": claim.status == "exploratory",
-                "verdict": verdict.badge,
-                "css": verdict.badge.replace(" ", "-"),
-                "effect": effect_in_cell(verdict),
-                "bar": effect_bar(verdict),
-                "tested": facts["Tested"],
-                "why": verdict.why.rstrip("."),
-                "p": p_values(verdict),
-                "medians": facts["Medians"],
-                "unchecked": listed(claim.not_checked) if claim.decided else "",
-                "facts": [(name, str(value).rstrip(".")) for name, value in facts.items() if value],
-                "controls": verdict.controls,
-                "values": value_table(study, verdict),
-                "figure": f"claim-{slug(claim.id)}",
-            }
-        )
+        row = {
+            "id": claim.id,
+            "slug": slug(claim.id),
+            "statement": capital(claim.statement).strip().rstrip("."),
+            "leading": claim.id in first,
+            "exploratory": claim.status == "exploratory",
+            "verdict": verdict.badge,
+            "css": slug(verdict.badge),
+            "effect": effect_in_cell(verdict),
+            "bar": effect_bar(verdict),
+            "tested": tested,
+            "why": verdict.why.rstrip("."),
+            "p": p,
+            "medians": medians,
+            "unchecked": listed(claim.not_checked) if claim.decided else "",
+            "facts": [(name, str(value).rstrip(".")) for name, value in facts.items() if value],
+            "controls": verdict.controls,
+            "values": value_table(study, verdict),
+            "figure": f"claim-{slug(claim.id)}",
+        }
+        rows.append(row)
     return rows
-
-
-def _between(study: Study, verdict: Verdict) -> str:
-    claim = verdict.claim
-    arms = f" in “{study.label(claim.treatment)}” than in “{study.label(claim.control)}”" if claim.treatment else ""
-    return f"{effect_tested(claim)}{arms}"
 
 
 def _medians(study: Study, verdict: Verdict) -> str:
@@ -120,27 +108,19 @@ def effect_in_words(verdict: Verdict) -> dict[str, str]:
     if effect is None:
         return {}
     claim, unit = verdict.claim, verdict.metric.unit
+    ends = [effect.value, *((effect.low, effect.high) if effect.has_interval else (math.nan, math.nan))]
+    half = (ends[2] - ends[1]) / 2
     if verdict.metric.scale == "log":
-        half = effect.high - effect.low if effect.has_interval else math.inf
-        digits = 3 if half < 2 * ROUGH else 2
-        value, low, high = (number(exp(v), digits) for v in (effect.value, effect.low, effect.high))
+        value, low, high = (number(exp(v), 3 if half < ROUGH else 2) for v in ends)
         size = value
     else:
-        value, low, high = _linear(effect, 1, unit, sign="-" if isinstance(effect, Auroc) else "+")
+        places, sign = decimals(half), "-" if isinstance(effect, Auroc) else "+"
+        value, low, high = (fixed(v, places, sign) if math.isfinite(v) else number(v) for v in ends)
         way = math.copysign(1, effect.value) if claim.test == "equivalence" else claim.sign
-        size, *_ = _linear(effect, way, unit, sign="-")
+        size = fixed(way * effect.value, places) if math.isfinite(effect.value) else number(way * effect.value)
+        value, size, high = (f"{text} {unit}".strip() for text in (value, size, high))
     words = {"ratio": value, "difference": value.lstrip("+"), "size": size, "low": low, "high": high}
     return {**words, "n": str(effect.n), "seeds": plural(effect.n, "seed")}
-
-
-def _linear(effect: AnyEffect, way: float, unit: str, sign: str) -> tuple[str, str, str]:
-    """Return (difference with unit, low, high with unit), multiplied by ``way``: 1 or -1."""
-    ends = sorted((way * effect.low, way * effect.high)) if effect.has_interval else [math.nan, math.nan]
-    places = decimals((ends[1] - ends[0]) / 2)
-    value, low, high = (
-        fixed(v, places, sign) if math.isfinite(v) else number(v) for v in (way * effect.value, *ends)
-    )
-    return f"{value} {unit}".strip(), low, f"{high} {unit}".strip()
 
 
 def effect_in_cell(verdict: Verdict) -> str:
@@ -176,111 +156,138 @@ def p_values(verdict: Verdict) -> dict[str, str]:
     return values
 
 
-def effect_bar(verdict: Verdict) -> str:
-    """Return a drawing of the effect as SVG: its interval, and marks at no effect and at the smallest effect of
-    interest; empty if the claim has no finite effect."""
+def effect_bar(verdict: Verdict) -> dict[str, Any] | None:
+    """Return where to draw the effect, its interval, and marks at no effect and at the smallest effect of interest,
+    in percent of the width of the drawing; None if the claim has no finite effect."""
     effect, claim = verdict.effect, verdict.claim
     if effect is None or not math.isfinite(effect.value):
-        return ""
+        return None
     low, high = (effect.low, effect.high) if effect.has_interval else (effect.value, effect.value)
     if not (math.isfinite(low) and math.isfinite(high)):
-        return ""
-    limits = () if math.isnan(claim.min_effect) else claim.thresholds
-    first, last = min(0.0, low, *limits), max(0.0, high, *limits)
-    span = (last - first) or 1.0
+        return None
+    marks = sorted({0.0, *(() if math.isnan(claim.min_effect) else claim.thresholds)})
+    first, last = min(low, *marks), max(high, *marks)
 
-    def at(value: float) -> str:
-        return f"{PAD + (WIDTH - 2 * PAD) * (value - first) / span:.1f}"
+    def at(value: float) -> float:
+        return round(4 + 92 * (value - first) / ((last - first) or 1.0), 2)
 
     def named(value: float) -> str:
         return f"×{exp(value):.3g}" if verdict.metric.scale == "log" else f"{value:.3g}"
 
-    description = f"Effect {effect_in_cell(verdict)}; no effect is {named(0)}"
-    if limits:
-        description += f"; the smallest effect of interest is {' or '.join(map(named, limits))}"
-    values = sorted([0.0, *limits])
     # If marks are close together, the outer labels extend outward.
-    near = (values[-1] - values[0]) / span * (WIDTH - 2 * PAD) < 40
-    anchors = ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
-    middle = HEIGHT / 2 - 6
-    parts = [
-        f'<svg class="bar" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(description)}">',
-        f'<line x1="{PAD:g}" x2="{WIDTH - PAD:g}" y1="{middle:g}" y2="{middle:g}" stroke="var(--line)"/>',
-    ]
-    for value, place in zip(values, anchors, strict=True):
-        x, dash = at(value), ' stroke-dasharray="3 2"' if value else ""
-        parts.append(f'<line x1="{x}" x2="{x}" y1="2" y2="{HEIGHT - 12:g}" stroke="var(--soft)"{dash}/>')
-        parts.append(f'<text x="{x}" y="{HEIGHT - 1:g}" text-anchor="{place}">{named(value)}</text>')
-    parts.append(
-        f'<line x1="{at(low)}" x2="{at(high)}" y1="{middle:g}" y2="{middle:g}" stroke="currentColor" '
-        'stroke-width="4"/>'
-        f'<circle cx="{at(effect.value)}" cy="{middle:g}" r="6" fill="currentColor"/></svg>'
-    )
-    return "".join(parts)
+    near = len(marks) > 1 and at(marks[-1]) - at(marks[0]) < 13
+    anchors = ["end", *["middle"] * (len(marks) - 2), "start"] if near else ["middle"] * len(marks)
+    limits = " or ".join(named(mark) for mark in marks if mark)
+    description = f"Effect {effect_in_cell(verdict)}; no effect is {named(0)}"
+    description += f"; the smallest effect of interest is {limits}" if limits else ""
+    return {
+        "description": description,
+        "marks": [(at(mark), named(mark), place, bool(mark)) for mark, place in zip(marks, anchors, strict=True)],
+        "low": at(low),
+        "value": at(effect.value),
+        "high": at(high),
+    }
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of a claim's metric in one run, or in one family at one seed (then ``run`` is None and ``arm`` is one
+    of its arms). ``name`` is the arm or the family."""
+
+    name: str
+    arm: str
+    seed: int
+    value: float
+    run: Run | None
+
+
+def claim_values(study: Study, verdict: Verdict) -> list[Value]:
+    """Return the values of a claim by arm or family and seed; NaN for a family that lacks a planned point."""
+    claim, used = verdict.claim, set(verdict.runs)
+    metric, modality = find_metric(claim.metric)
+    runs = [run for arm in claim_arms(study, verdict) for run in study.of_arm(arm) if run.name in used]
+    if not isinstance(metric, FamilyMetric):
+        return [Value(run.arm, run.arm, run.seed, metric.measure(run, modality), run) for run in runs]
+    values = []
+    for family, seed in dict.fromkeys((run.family, run.seed) for run in runs):
+        members = [run for run in runs if (run.family, run.seed) == (family, seed)]
+        planned = [arm.point for arm in study.arms_of(family, claim.at)]
+        measured = metric.measured(members, modality, planned).value
+        values.append(Value(family, members[-1].arm, seed, measured, None))
+    return values
+
+
+def claim_arms(study: Study, verdict: Verdict) -> tuple[str, ...]:
+    """Return the arms that a claim compares and that have runs in the verdict; a family is replaced by its arms."""
+    named = [arm.name for name in verdict.claim.compared for arm in study.arms_of(name, verdict.claim.at)]
+    used = {run.arm for run in study.runs if run.name in set(verdict.runs)}
+    return tuple(arm for arm in dict.fromkeys(named) if arm in used)
 
 
 def value_table(study: Study, verdict: Verdict) -> Table | None:
-    """Return the result of each run of a claim: a row per arm, a column per seed. For a family metric, a row per
-    family with its number, then a row per arm with its final losses."""
-    metric, modality = find_metric(verdict.claim.metric)
-    runs = claim_runs(study, verdict)
-    seeds = sorted({run.seed for run in runs})
+    """Return the result of each run of a claim: a row per arm or family, a column per seed."""
+    values = claim_values(study, verdict)
+    seeds = sorted({one.seed for one in values})
     rows: list[list[Cell | str]] = []
-    family = ""
-    for arm in dict.fromkeys(run.arm for run in runs):
-        if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
-            family = study.arms[arm].family
-            members = [run for run in runs if run.family == family]
-            values = [number(of_family(study, verdict, members, seed)) for seed in seeds]
-            rows.append([f"{study.label(family)}: {metric.label}", *values])
-        cells = [Cell(study.label(arm), f"#arm-{slug(arm)}")]
+    for name in dict.fromkeys(one.name for one in values):
+        cells: list[Cell | str] = [Cell(study.label(name), f"#arm-{slug(name)}" if name in study.arms else "")]
         for seed in seeds:
-            of_seed = [run for run in runs if run.arm == arm and run.seed == seed]
-            text = ", ".join(_result(run, metric, modality) for run in of_seed) or "–"
-            cells.append(Cell(text, f"#{anchor(of_seed[0])}" if of_seed else ""))
-        rows.append([*cells])
+            of_seed = [one for one in values if (one.name, one.seed) == (name, seed)]
+            cells += [_value_cell(of_seed[0])] if of_seed else [DASH]
+        rows.append(cells)
     heads = [f"{verdict.claim.metric}, by seed", *map(str, seeds)]
     return table("Result of each run; × marks a divergence", heads, rows)
 
 
-def _result(run: Run, metric: Metric | FamilyMetric, modality: str | None) -> str:
-    value = final_loss(run, modality).value if modality else math.nan
-    text = f"{nats(value)} nats" if math.isfinite(value) else run.status.status
-    text = text if isinstance(metric, FamilyMetric) else number(metric.measure(run, modality))
-    return f"{text} ×" if run.status.status == "diverged" else text
+def _value_cell(one: Value) -> Cell:
+    if one.run is None:
+        return Cell(number(one.value))
+    cross = " ×" if one.run.status.status == "diverged" else ""
+    return Cell(f"{number(one.value)}{cross}", f"#{anchor(one.run)}")
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     """Return what these runs cannot show, as (kind, which): first what the grid says, without a kind, then what
     follows from the claims and runs."""
-    rows: list[tuple[str, str]] = [("", text) for text in study.named("cannot_tell")]
+    found: dict[str, list[str]] = {}
+    for kind, which in (*_limits_of_claims(verdicts), *_limits_of_runs(study)):
+        found.setdefault(kind, []).append(which)
+    stated = [("", text) for text in study.named("cannot_tell")]
+    return [*stated, *((kind, "; ".join(which)) for kind, which in found.items())]
+
+
+def _limits_of_claims(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, str]]:
     for verdict in verdicts:
-        id = verdict.claim.id
-        rows += [("A control did not pass", f"{id}: {c.name}: {c.detail}") for c in verdict.controls if not c.passed]
-        if verdict.claim.decided and verdict.claim.not_checked:
-            rows.append(("Not checked", f"{id}: {listed(verdict.claim.not_checked)}"))
-        size = "" if verdict.effect is None or verdict.claim.test == "equivalence" else detectable_in_words(verdict)
-        if size and verdict.effect is not None:
-            rows.append(("Effects with less than 80 % power", f"{id}: weaker than {size}, n = {verdict.effect.n}"))
-    decided = [v.claim for v in verdicts if v.claim.decided]
-    families = {c.alpha_family for c in decided if c.status == "confirmatory"}
+        claim, effect = verdict.claim, verdict.effect
+        for check in verdict.controls:
+            if not check.passed:
+                yield "A control did not pass", f"{claim.id}: {check.name}: {check.detail}"
+        if claim.decided and claim.not_checked:
+            yield "Not checked", f"{claim.id}: {listed(claim.not_checked)}"
+        size = "" if claim.test == "equivalence" else detectable_in_words(verdict)
+        if size and effect is not None:
+            yield "Effects with less than 80 % power", f"{claim.id}: weaker than {size}, n = {effect.n}"
+        if claim.decided and not claim.seeds:
+            yield LOOKS, claim.id
+        if not claim.decided and verdict.verdict != "not run":
+            yield "Shown without a verdict, from a few runs and without an interval", claim.id
+    families = {v.claim.alpha_family for v in verdicts if v.claim.decided and v.claim.status == "confirmatory"}
     if len(families) > 1:
-        rows.append(("Families of claims with an error of 5 % each", str(len(families))))
-    looks = "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
-    rows.append((looks, ", ".join(c.id for c in decided if not c.seeds)))
-    shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
-    rows.append(("Shown without a verdict, from a few runs and without an interval", ", ".join(shown)))
+        yield "Families of claims with an error of 5 % each", str(len(families))
+
+
+def _limits_of_runs(study: Study) -> Iterator[tuple[str, str]]:
     if not study.claims:
-        rows.append(("No claim was registered, so no difference has a verdict", study.title))
-    rows.append(("Runs that have not started", str(len(study.missing) or "")))
-    unfinished = [run for run in study.runs if run.status.status and not run.status.finished]
-    ends = [f"{study.label(r.arm)}, seed {r.seed}: {r.status.status} at step {r.status.step}" for r in unfinished]
-    rows.append(("Unfinished runs, which figures show and verdicts do not count", "; ".join(ends)))
+        yield "No claim was registered, so no difference has a verdict", study.title
+    if study.missing:
+        yield "Runs that have not started", str(len(study.missing))
+    for run in study.runs:
+        if run.status.status and not run.status.finished:
+            end = f"{study.label(run.arm)}, seed {run.seed}: {run.status.status} at step {run.status.step}"
+            yield "Unfinished runs, which figures show and verdicts do not count", end
     rates = {rate for arm in study.hero for run in study.of_arm(arm) if math.isfinite(rate := learning_rate(run))}
     tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
     if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
-        rows.append(("One learning rate, not tuned for each arm", f"{rates.pop():g}"))
-    codes = {run.code for run in study.runs if run.code}
-    rows.append(("Several versions of the code", str(len(codes)) if len(codes) > 1 else ""))
-    merged = {kind: "; ".join(which for k, which in rows if k == kind and which) for kind, _ in rows if kind}
-    return [*(row for row in rows if not row[0]), *(row for row in merged.items() if row[1])]
+        yield "One learning rate, not tuned for each arm", f"{rates.pop():g}"
+    if len(codes := {run.code for run in study.runs if run.code}) > 1:
+        yield "Several versions of the code", str(len(codes))

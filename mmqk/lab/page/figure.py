@@ -1,17 +1,31 @@
-"""A figure before it is drawn: lines in panels, their CSV, and the same numbers as JSON for the charts of a page."""
+"""A figure: lines in panels, their numbers as CSV, the same numbers as JSON for the charts of a page, and a PNG.
+
+Each arm has a color. If the arms are points of a few families, each family has a color, and its arms have shades of
+it, which become darker along the axis. Of more arms than colors, those that no figure or claim names are gray.
+"""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import matplotlib
 import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
+from PIL import Image
 
 from mmqk.lab.verdicts.study import Study
 
@@ -19,7 +33,35 @@ STEP = "optimizer step"
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality
 CALCULATED = {"bound": "QK-Norm bound", "fit": "fit"}
 FEW_ARMS = 8
-INK = "#1b1f24"
+# The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
+PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# For the arms after the first eight: the muted palette of Paul Tol, also for color-blind readers, and then his light
+# palette.
+MORE = (
+    *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC"),
+    *("#EE8866", "#AAAA00", "#77AADD", "#FFAABB", "#BBCC33"),
+)
+INK, FAINT, GRAY = "#1b1f24", "#8b929b", "#b3bac2"
+PALEST = 0.62
+RC: Any = {
+    "font.family": "DejaVu Sans", "font.size": 11, "axes.labelsize": 11, "axes.titlesize": 12,
+    # Dollar signs are plain text in labels, not mathematics.
+    "text.parse_math": False,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 7, "axes.labelpad": 3,
+    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.linewidth": 0.8,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e6e9ec", "grid.linewidth": 0.8, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+    "xtick.major.size": 3, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0,
+    "path.simplify": True,
+}  # fmt: skip
+WIDTH, HEIGHT, LOW = 5.2, 3.2, 2.4  # of a panel in inches; LOW is the height in a figure of many rows
+MANY_ROWS, MOST_KEYS, DPI = 5, 12, 130
+# With this number of colors, the PNG of a line drawing is a third as large, without a visible difference.
+COLORS = 192
+# With more runs than this, the lines of single runs are thinner and paler.
+MANY_LINES = 24
+# An axis is linear if the ratio of its ends is smaller than this, because a log axis would have too few ticks.
+FEWEST_LOG_RATIO = 5
 
 
 @dataclass(frozen=True)
@@ -38,7 +80,7 @@ class Line:
     arm: str
     modality: str
     seed: int | None
-    x: NDArray[np.float64]
+    x: NDArray[Any]
     y: NDArray[np.float64]
     role: Literal["run", "median", "bound", "fit"] = "run"
     layer: int | None = None
@@ -64,7 +106,6 @@ class Panel:
         x: name of x in the CSV.
         top: upper limit of y; NaN for none.
         ticks: labels of x = 0, 1, 2, …, for categories.
-        shared: whether the panels of its row share its y-axis.
     """
 
     statistic: str
@@ -77,113 +118,269 @@ class Panel:
     x: str = "step"
     xlog: bool = False
     ticks: tuple[str, ...] = ()
-    shared: bool = True
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels with a title and a caption, which says how to read them.
+    """Panels with a title; `captions.yaml` has their captions.
 
     Attributes:
         name: name of its files.
-        rows: the panels; the panels of a row share their y-axis.
+        rows: the panels.
         like: the published figure to compare it with; empty if there is none.
+        shared: whether the panels of a row share their y-axis.
     """
 
     name: str
     title: str
-    caption: str
     rows: tuple[tuple[Panel, ...], ...]
     like: str = ""
+    shared: bool = True
 
     @property
     def lines(self) -> list[Line]:
         """The lines of all panels."""
         return [line for row in self.rows for panel in row for line in panel.lines]
 
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """The arms whose runs it shows."""
-        return tuple(dict.fromkeys(line.arm for line in self.lines if line.arm))
-
     def csv(self) -> str:
-        """Return the plotted numbers, one per line; the column ``run`` is empty for a median, a bound or a fit."""
-        panels = [panel for row in self.rows for panel in row]
-        names = {panel.x for panel in panels} or {"step"}
-        several = ["x_is"] if len(names) > 1 else []
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        x = "x" if several else names.pop()
-        writer.writerow(["statistic", "arm", "modality", "seed", "layer", *several, x, "value", "run"])
-        for panel in panels:
+        """Return the plotted numbers, one per line, each x in the column of its quantity; the column ``run`` is empty
+        for a median, a bound or a fit."""
+        frames = []
+        for panel in (panel for row in self.rows for panel in row):
             for line in panel.lines:
                 fit = {"bound": "attn_logit_bound", "fit": f"{panel.statistic} (fit)"}
-                seed = "median" if line.seed is None else line.seed
-                layer = "" if line.layer is None else line.layer
-                cells = [fit.get(line.role, panel.statistic), line.arm, line.modality, seed, layer]
-                cells += [panel.x] if several else []
-                for at, value in zip(line.x, line.y, strict=True):
-                    writer.writerow([*cells, _cell(at), _cell(value), line.run])
+                cells = {
+                    "statistic": fit.get(line.role, panel.statistic),
+                    "arm": line.arm,
+                    "modality": line.modality,
+                    "seed": "median" if line.role in ("median", "bound") else line.seed,
+                    "layer": line.layer,
+                    panel.x: [f"{x:.10g}" for x in line.x],
+                    "value": [f"{y:.6g}" for y in line.y],
+                    "run": line.run,
+                }
+                frames.append(pd.DataFrame(cells, dtype=object))
+        return pd.concat(frames).to_csv(index=False, lineterminator="\n")
+
+
+def families(study: Study) -> dict[str, list[str]]:
+    """Return the arms by family, sorted by their points."""
+
+    def order(name: str) -> list[tuple[float, str]]:
+        point = study.arms[name].point.values()
+        return [(value, "") if isinstance(value, int | float) else (math.inf, str(value)) for value in point]
+
+    groups: dict[str, list[str]] = {}
+    for arm in study.arms.values():
+        groups.setdefault(arm.family or arm.name, []).append(arm.name)
+    return {family: sorted(arms, key=order) for family, arms in groups.items()}
+
+
+def arm_colors(study: Study) -> dict[str, str]:
+    """Return one color per arm, the same on the whole page."""
+    groups = families(study)
+    # The palette is small: the arms of the first figures and of the claims get its colors first.
+    claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
+    first = dict.fromkeys([*study.hero, *study.outcomes, *claimed, *study.shown, *study.arms])
+    family_of = {arm: family for family, members in groups.items() for arm in members}
+    few = len(groups) <= len(PALETTE)
+    order = list(groups) if few else list(dict.fromkeys(family_of[arm] for arm in first))
+    base = dict(zip(order, [*PALETTE, *MORE, *[GRAY] * len(order)], strict=False))
+    colors: dict[str, str] = {}
+    for family, arms in groups.items():
+        for j, arm in enumerate(arms):
+            pale = PALEST * (1 - j / (len(arms) - 1)) if len(arms) > 1 and base[family] != GRAY else 0.0
+            red, green, blue = (c + (1 - c) * pale for c in to_rgb(base[family]))
+            colors[arm] = GRAY if base[family] == GRAY else to_hex((red, green, blue)).upper()
+    return colors
+
+
+def ramp(count: int) -> list[str]:
+    """Return ``count`` colors for an ordered quantity, light to dark, readable on white."""
+    return [to_hex(colormaps["viridis_r"](0.12 + 0.88 * i / max(count - 1, 1))) for i in range(count)]
+
+
+class Drawing:
+    """A figure with the names and colors that the arms of a study have on a page: its legend, chart and PNG.
+
+    Of more than eight arms, the legend names the families.
+    """
+
+    def __init__(self, study: Study, colors: Mapping[str, str], figure: Figure):
+        self.study, self.colors, self.figure = study, colors, figure
+        arms = {line.arm: study.arms.get(line.arm) for line in figure.lines if line.arm}
+        many = len(arms) > FEW_ARMS
+        self.names = {name: study.label(arm.family if arm and many else name) for name, arm in arms.items()}
+
+    def group(self, line: Line) -> str:
+        """Return the name of a line in the legend; empty if it has none."""
+        return line.group or self.names.get(line.arm, "")
+
+    def color(self, line: Line) -> str:
+        return line.color or self.colors.get(line.arm, INK)
+
+    def dashes(self, modality: str) -> tuple[float, ...]:
+        names = self.study.modalities
+        return DASHES[names.index(modality) % len(DASHES)] if modality in names else ()
+
+    def style(self, modality: str) -> Any:
+        return (0, self.dashes(modality)) if self.dashes(modality) else "-"
+
+    def keys(self) -> dict[str, str]:
+        """Return the legend: the color of each group of lines."""
+        return {name: self.color(line) for line in self.figure.lines if (name := self.group(line))}
+
+    def chart(self) -> str:
+        """Return the panels as JSON for the script of the page, with five digits."""
+
+        def line_data(line: Line) -> dict[str, Any]:
+            of = CALCULATED.get(line.role) or ("median" if line.seed is None else f"seed {line.seed}")
+            layer = "" if line.layer is None else f"layer {line.layer}"
+            dashes = (1, 1.5) if line.role in CALCULATED else self.dashes(line.modality)
+            return {
+                "name": ", ".join(filter(None, (self.study.label(line.arm) or line.group, layer, of))),
+                "group": self.group(line),
+                "modality": line.modality,
+                "seed": "" if layer else of,
+                "color": self.color(line),
+                "dash": [2 * length for length in dashes],
+                "width": 2.4 if line.thick else 1.0,
+                "marker": bool(line.marker),
+                "at": [_short(x) for x in line.x],
+                "is": [_short(y) for y in line.y],
+            }
+
+        def panel_data(panel: Panel) -> dict[str, Any]:
+            lines = [line_data(line) for line in panel.lines if len(line.x)]
+            names = {"title": panel.title, "y": panel.ylabel, "x": panel.xlabel, "ticks": panel.ticks}
+            return {**names, "log": panel.log, "xlog": panel.xlog, "top": _short(panel.top), "lines": lines}
+
+        panels = [panel_data(panel) for row in self.figure.rows for panel in row]
+        return json.dumps(panels, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+
+    def png(self) -> bytes:
+        """Return the figure as PNG: all panels below its title and legend."""
+        rows, columns = self.figure.rows, max(len(row) for row in self.figure.rows)
+        width = WIDTH * max(columns, 2)
+        title = textwrap.wrap(self.figure.title, int(width * 8.7))
+        handles = self._handles()
+        longest = max((len(str(handle.get_label())) for handle in handles), default=0)
+        per_row = max(1, min(len(handles), int(width / (0.75 + 0.08 * longest))))
+        head = 0.27 * len(title) + 0.35 + 0.23 * -(-len(handles) // per_row)
+        height = LOW if len(rows) > MANY_ROWS else HEIGHT
+        total = head + height * len(rows)
+        with matplotlib.rc_context(RC):
+            canvas = Canvas(figsize=(width, total), dpi=DPI)
+            # Fixed margins in inches: Matplotlib's constrained layout takes three times as long.
+            canvas.subplots_adjust(
+                left=0.75 / width, right=1 - 0.2 / width, bottom=0.65 / total, top=1 - (head + 0.3) / total,
+                wspace=0.95 / (width / columns - 0.95), hspace=0.95 / (height - 0.95),
+            )  # fmt: skip
+            for r, row in enumerate(rows):
+                for c, panel in enumerate(row):
+                    axes = canvas.add_subplot(len(rows), columns, r * columns + c + 1)
+                    self._draw(axes, panel, row if self.figure.shared else [panel])
+            canvas.legend(
+                handles=handles, title="\n".join(title), title_fontproperties={"size": 13, "weight": "bold"},
+                alignment="left", loc="upper left", ncols=per_row, frameon=False, handlelength=2.6,
+            )  # fmt: skip
+            drawn, out = FigureCanvasAgg(canvas), io.BytesIO()
+            drawn.draw()
+        picture = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
+        picture.quantize(COLORS, dither=Image.Dither.NONE).save(out, format="png", dpi=(DPI, DPI))
         return out.getvalue()
 
+    def _handles(self) -> list[Line2D]:
+        shown = list(self.keys().items())
+        points = all(line.marker for line in self.figure.lines)
+        look: dict[str, Any] = {"linestyle": "", "marker": "o"} if points else {"linewidth": 2.2}
+        named = [(" ".join(name.split()), color) for name, color in shown[:MOST_KEYS]]
+        handles = [Line2D([], [], color=color, label=name, **look) for name, color in named]
+        if len(shown) > MOST_KEYS:
+            handles.append(Line2D([], [], color=GRAY, label=f"and {len(shown) - MOST_KEYS} others"))
+        found = {line.modality for line in self.figure.lines}
+        modalities = [modality for modality in self.study.modalities if modality in found]
+        if len(modalities) > 1:
+            handles += [Line2D([], [], color=INK, linestyle=self.style(m), label=m) for m in modalities]
+        return handles
 
-def groups(study: Study, figure: Figure) -> dict[str, str]:
-    """Return the name of each arm in the legend: its label; of many arms, the label of its family."""
-    family = {arm: study.arms[arm].family if arm in study.arms else arm for arm in figure.arms}
-    many = len(family) > FEW_ARMS
-    return {arm: study.label(family[arm] if many else arm) for arm in family}
+    def _draw(self, axes: Axes, panel: Panel, row: Sequence[Panel]) -> None:
+        """Draw a panel; its y-axis covers the values of the panels ``row``."""
+        axes.set_title(textwrap.fill(panel.title, 50))
+        axes.set_xlabel(panel.xlabel)
+        axes.set_ylabel(panel.ylabel)
+        runs = sum(line.role == "run" for line in panel.lines)
+        for line in panel.lines:
+            self._draw_line(axes, line, runs)
+        _set_x(axes, panel)
+        values = np.concatenate([line.y for p in row for line in p.lines] or [np.zeros(0)])
+        values = values[np.isfinite(values) & (values > (0 if panel.log else -math.inf))]
+        if not len(values):
+            return
+        low, high = float(values.min()), float(values.max())
+        if panel.log:
+            pad = max((high / low) ** 0.06, 1.08)
+            low, high = low / pad, high * pad * 1.1
+        else:
+            high = max(float(np.fmin(high, panel.top)), low)
+            pad = max(0.05 * (high - low), 0.02)
+            low, high = low - pad, high + pad
+        if panel.log and high / low > FEWEST_LOG_RATIO:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 60 else (1,)))
+            axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(low, high)
+        axes.yaxis.set_major_formatter(tick)
+
+    def _draw_line(self, axes: Axes, line: Line, runs: int) -> None:
+        color, many = self.color(line), runs > MANY_LINES
+        if line.role in CALCULATED:
+            axes.plot(line.x, line.y, color=color, linewidth=1.3, linestyle=(0, (1, 1.4)), zorder=2)
+        elif line.marker:
+            face = "white" if line.marker == "D" else color
+            axes.plot(line.x, line.y, line.marker, color=color, markersize=6, mew=1.4, mfc=face, zorder=2.5)
+        else:
+            axes.plot(
+                line.x, line.y, color=color, linestyle=self.style(line.modality),
+                linewidth=2.2 if line.thick else 0.7 if many else 0.9, solid_capstyle="round",
+                alpha=1 if line.thick else 0.5 if runs < 4 * MANY_LINES else 0.3,
+                zorder=4 if line.thick else 1.9 if color == GRAY else 2.5,
+            )  # fmt: skip
+        if line.diverged:
+            size, edge = (6, 1.4) if many else (9, 2.2)
+            axes.plot(line.x[-1:], line.y[-1:], "x", color=color, markersize=size, mew=edge, clip_on=False)
 
 
-def keys(study: Study, colors: Mapping[str, str], figure: Figure) -> dict[str, str]:
-    """Return the legend: the color of each group of lines."""
-    names = groups(study, figure)
-    named = {line.group or names.get(line.arm, ""): line.color or colors.get(line.arm, INK) for line in figure.lines}
-    return {name: color for name, color in named.items() if name}
+def _set_x(axes: Axes, panel: Panel) -> None:
+    if panel.ticks:
+        axes.set_xlim(-0.6, len(panel.ticks) - 0.4)
+        axes.set_xticks(range(len(panel.ticks)), panel.ticks)
+        axes.grid(False, axis="x")
+        return
+    # Set ticks at measured values, not at the x values of fits.
+    at = np.unique(np.concatenate([line.x for line in panel.lines if line.role != "fit"] or [np.ones(1)]))
+    low, high = float(at[0]), float(at[-1])
+    if panel.xlog:
+        axes.set_xscale("log")
+        pad = max((high / low) ** 0.06, 1.15)
+        axes.set_xlim(low / pad, high * pad)
+        apart = np.diff(np.log(at), prepend=-math.inf) > math.log(high / low) / 9
+        axes.set_xticks(at[apart] if apart.sum() <= 9 else [low, high])
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(0, 1.015 * max(high, 1.0 if panel.x == "step" else high))
+    axes.xaxis.set_major_formatter(tick)
 
 
-def chart_data(study: Study, colors: Mapping[str, str], figure: Figure) -> str:
-    """Return the panels of a figure as JSON for the script of the page, with five digits."""
-    names = groups(study, figure)
-
-    def line_data(line: Line) -> dict[str, Any]:
-        of = CALCULATED.get(line.role) or ("median" if line.seed is None else f"seed {line.seed}")
-        place = study.modalities.index(line.modality) if line.modality in study.modalities else 0
-        group = line.group or names.get(line.arm, "")
-        layer = "" if line.layer is None else f"layer {line.layer}"
-        return {
-            "name": ", ".join(filter(None, (study.label(line.arm) or line.group, layer, of))),
-            "group": group,
-            "modality": line.modality,
-            "seed": "" if line.layer is not None else of,
-            "color": line.color or colors.get(line.arm, INK),
-            "dash": [2, 3] if line.role in CALCULATED else [2 * length for length in DASHES[place % len(DASHES)]],
-            "width": 2.4 if line.thick else 1.0,
-            "marker": bool(line.marker),
-            "at": [_rounded(x) for x in line.x],
-            "is": [_rounded(y) for y in line.y],
-        }
-
-    def panel_data(panel: Panel) -> dict[str, Any]:
-        return {
-            "title": panel.title,
-            "y": panel.ylabel,
-            "x": panel.xlabel,
-            "log": panel.log,
-            "xlog": panel.xlog,
-            "top": _rounded(panel.top),
-            "ticks": panel.ticks,
-            "lines": [line_data(line) for line in panel.lines if len(line.x)],
-        }
-
-    rows = [[panel_data(panel) for panel in row] for row in figure.rows]
-    return json.dumps({"rows": rows}, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+def tick(value: float, _position: float = 0) -> str:
+    """Format a value on an axis: 0.003, 1e-4, 250, 1.5k, 2.4M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e12:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:g}".replace("e+", "e")
 
 
-def _cell(value: float) -> str:
-    return f"{value:.6g}" if abs(value) < 1e6 or not math.isfinite(value) else f"{value:.0f}"
-
-
-def _rounded(value: float) -> float | int | None:
+def _short(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     short = float(f"{value:.5g}")

@@ -13,17 +13,11 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.formatting import plural
-from mmqk.lab.metrics import LEARNED_NATS, LOSS_WINDOW
-from mmqk.lab.page.claims import MARKS, cannot_tell, claim_rows, counts
-from mmqk.lab.page.draw import arm_colors, png
-from mmqk.lab.page.figure import Figure, chart_data
+from mmqk.lab.formatting import plural, render
+from mmqk.lab.page import sweeps, tables
+from mmqk.lab.page.claims import cannot_tell, claim_rows, counts
+from mmqk.lab.page.figure import Drawing, arm_colors
 from mmqk.lab.page.figures import figures
-from mmqk.lab.page.first import order_table, single
-from mmqk.lab.page.ranking import ranking_csv, ranking_figure, ranking_table
-from mmqk.lab.page.render import css, render, scripts
-from mmqk.lab.page.sweeps import sweep_figures
-from mmqk.lab.page.tables import arm_table, compared, data_table, environment, fork_table, run_table, totals
 from mmqk.lab.verdicts.ranking import Ranking, ranking
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.verdicts import Findings, Verdict, read
@@ -31,30 +25,12 @@ from mmqk.store import relative_word, without_roots, write_folder
 from mmqk.store.files import read_regular, writing
 
 SECTIONS = (
+    ("papers", "By learning rate and size", ("learning_rates",)),
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
     ("output", "Output of the last layer", ("final_norm",)),
     ("by-layer", "Attention logits by layer", ("layers",)),
-    ("outcomes", "Outcomes over time and by layer", ("outcomes", "outcomes_by_layer")),
+    ("outcomes", "Outcomes over time", ("outcomes",)),
     ("not-decided", "Shown without a verdict", ("shown",)),
-)
-CHANGED = "Claims were changed or added after the first registration."
-LOST = "Claims were registered after runs had begun, without an earlier registration: they are exploratory."
-LEARNED = (
-    f"A modality counts as learned once its loss has been {LEARNED_NATS} nat below its unigram loss, the held-out "
-    "loss of a model that knows only token frequencies and the places of special tokens (without one, below its loss "
-    "at initialization). Losses in nats per token, medians over runs, on held-out data; * marks means of the last "
-    f"{LOSS_WINDOW} training steps."
-)
-DATA = (
-    "Nats per token, over the first training sequences of a run (their number of tokens: sample). Unigram: entropy "
-    "of the token frequencies. Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. "
-    "Best loss: the lowest of these runs, an upper bound on the entropy rate. Floor: the loss of a model that knows "
-    "the source, if the source is synthetic. Repeated: share of tokens in 8-token passages that occurred before."
-)
-NUMBERS = (
-    "Effects are means over shared seeds; ratios are averaged on a log scale; medians are over the runs of an arm. "
-    "Intervals are Student's t; differences of shares have Santner and Snell's exact interval; the interval of an "
-    "AUROC is a jackknife over runs."
 )
 # The page lists at most this many commands of single runs; the others are in the run.json of their runs.
 MOST_COMMANDS = 4
@@ -96,34 +72,29 @@ def report_files(findings: Findings) -> dict[str, str | bytes]:
     records = without_roots([verdict.as_record() for verdict in verdicts])
     files: dict[str, str | bytes] = {"verdicts.json": json.dumps(records, indent=1, ensure_ascii=False) + "\n"}
     ranked, colors = ranking(study), arm_colors(study)
-    papers = sweep_figures(study)
-    drawn = [*figures(study, verdicts), *papers, *([ranking_figure(study, ranked)] if ranked else ())]
-    for figure in drawn:
-        files[f"figures/{figure.name}.csv"] = figure.csv()
-        files[f"figures/{figure.name}.png"] = png(study, colors, figure)
+    drawn = [*figures(study, verdicts), sweeps.learning_rates(study)]
     if ranked:
-        files["ranking.csv"] = ranking_csv(study, ranked)
-    content = page_content(findings, drawn, [figure.name for figure in papers], ranked)
-    files["report.md"] = render("report.md", content)
-    files["index.html"] = render("index.html", content | {"css": css(), "scripts": scripts()})
-    return files
+        drawn.append(sweeps.ranking_figure(ranked))
+        files["ranking.csv"] = sweeps.ranking_csv(study, ranked)
+    drawings = [Drawing(study, colors, figure) for figure in drawn if figure]
+    for drawing in drawings:
+        files[f"figures/{drawing.figure.name}.csv"] = drawing.figure.csv()
+        files[f"figures/{drawing.figure.name}.png"] = drawing.png()
+    content = page_content(findings, drawings, ranked)
+    return files | {name: render(name, content) for name in ("report.md", "index.html")}
 
 
 def page_content(
-    findings: Findings, drawn: Sequence[Figure] = (), papers: Sequence[str] = (), ranked: Ranking | None = None
+    findings: Findings, drawings: Sequence[Drawing] = (), ranked: Ranking | None = None
 ) -> dict[str, Any]:
-    """Return the values that the templates use, as plain data; ``papers`` names the figures in the form of the
-    papers' figures."""
+    """Return the values that the templates use, as plain data."""
     study, verdicts = findings.study, findings.verdicts
-    colors = arm_colors(study)
-    claims, runs = claim_rows(study, verdicts), run_table(study, colors)
-    views = {figure.name: _view(study, colors, figure) for figure in drawn}
-    sections = [("papers", "Figures as in the papers", tuple(papers)), *SECTIONS]
+    colors, claims = arm_colors(study), claim_rows(study, verdicts)
+    views = {drawing.figure.name: _view(drawing) for drawing in drawings}
     finished = sum(run.status.finished or not run.status.status for run in study.runs)
     total = len(study.runs) + len(study.missing)
     ended = plural(total, "run") if finished == total else f"{finished} of {plural(total, 'run')} finished"
-    notes = [CHANGED] * study.claims_changed + [LOST] * study.registration_lost
-    used = {verdict.claim.source_access for verdict in verdicts}
+    registration = {"changed": study.claims_changed, "lost": study.registration_lost}
     content = {
         "title": " ".join(study.named("question")) or study.title,
         "kicker": f"{study.title} · {plural(len(study.arms), 'arm')} · {ended}",
@@ -132,25 +103,20 @@ def page_content(
         "in_rows": sum(claim["verdict"] != "not run" for claim in claims) > MOST_CARDS,
         "first": "survival" if "survival" in views else "hero",
         "figures": views,
-        "sections": [(id, title, kept) for id, title, of in sections if (kept := [n for n in of if n in views])],
-        "registration": " ".join(notes),
-        "marks": [(mark, meaning) for mark, meaning in MARKS.items() if mark in used],
-        "numbers": NUMBERS,
+        "sections": [(id, title, kept) for id, title, of in SECTIONS if (kept := [n for n in of if n in views])],
+        "registration": [name for name, applies in registration.items() if applies],
+        "marks": [verdict.claim.source_access for verdict in verdicts],
         "cannot_tell": cannot_tell(study, verdicts),
-        "single": single(study),
-        "order": order_table(study),
-        "ranking": ranking_table(study, ranked) if ranked else None,
-        "arms": arm_table(study, colors),
-        "learned": LEARNED,
-        "forks": fork_table(study, colors),
-        "data": data_table(study),
-        "about_data": DATA,
-        "runs": runs,
-        "totals": totals(study),
+        "single": tables.single(study),
+        "ranking": sweeps.ranking_table(study, ranked) if ranked else None,
+        "arms": tables.arm_table(study, colors),
+        "forks": tables.fork_table(study),
+        "data": tables.data_table(study),
+        "runs": tables.run_table(study, colors),
         "commands": _commands(study),
-        "environment": environment(study),
+        "environment": tables.environment(study),
     }
-    return _plain(content) | {"compared": compared(study, runs)}
+    return _plain(content) | {"compared": tables.compared(study)}
 
 
 def _plain(value: Any) -> Any:
@@ -162,16 +128,15 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else without_roots(value)
 
 
-def _view(study: Study, colors: dict[str, str], figure: Figure) -> dict[str, Any]:
+def _view(drawing: Drawing) -> dict[str, Any]:
     """Return what the templates show of a figure."""
+    rows = drawing.figure.rows
     return {
-        "name": figure.name,
-        "title": figure.title,
-        "caption": figure.caption,
-        "like": figure.like,
-        "rows": [[f"{panel.title}: {panel.ylabel}".strip(": ") for panel in row] for row in figure.rows],
-        "columns": max(len(row) for row in figure.rows),
-        "data": chart_data(study, colors, figure),
+        "title": drawing.figure.title,
+        "like": drawing.figure.like,
+        "rows": [[f"{panel.title}: {panel.ylabel}".strip(": ") for panel in row] for row in rows],
+        "columns": max(len(row) for row in rows),
+        "data": drawing.chart(),
     }
 
 
@@ -182,15 +147,11 @@ def _commands(study: Study) -> list[str]:
     source = f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
     source = f"runs/{study.name}" if study.registered else source
     report = f"python -m mmqk.report {source} --out reports/{study.name}"
-    if named := study.named("commands") or study.named("command"):
+    if named := study.named("command"):
         return [*dict.fromkeys(named), f"{report}   # the page only, from finished runs"]
-    commands = [run.details.get("command") for run in study.runs]
-    trained = [
-        shlex.join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c))
-        for c in commands
-        if c
-    ]
-    trained = list(dict.fromkeys(trained))
+    commands = filter(None, (run.details.get("command") for run in study.runs))
+    texts = (shlex.join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c)) for c in commands)
+    trained = list(dict.fromkeys(texts))
     if len(trained) > MOST_COMMANDS:
         rest = len(trained) - MOST_COMMANDS + 1
         trained = [*trained[: MOST_COMMANDS - 1], f"# and {rest} more: each run.json has its command"]

@@ -1,5 +1,5 @@
-"""Figures over the learning rate and the model size, on the axes of Wortsman et al. (arXiv 2309.14322), and the
-figures that a grid names under ``report.figures``.
+"""The figure over the learning rate, on the axes of Wortsman et al. (arXiv 2309.14322), and the ranking of remedies,
+each at its best learning rate.
 
 The runs of a sweep differ only in learning rate and model size. Sweeps come from the configurations of the runs, so
 they also exist without a grid.
@@ -9,41 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from mmqk.lab.formatting import count, listed
-from mmqk.lab.metrics import (
-    FAMILY_METRICS,
-    METRICS,
-    Extrapolation,
-    extrapolate,
-    final_loss,
-    initial_loss,
-    is_trained,
-    model_size,
-)
-from mmqk.lab.metrics.families import RATE, fit_quadratic, learning_rate
-from mmqk.lab.page.draw import PALETTE, families, ramp
-from mmqk.lab.page.figure import Figure, Line, Panel
-from mmqk.lab.page.figures import final_norm, training_loss
+from mmqk.lab.formatting import DASH, count, decimals, exp, fixed, listed, nats, number, slug
+from mmqk.lab.metrics import FAMILY_METRICS, METRICS, final_loss, initial_loss, is_trained, model_size
+from mmqk.lab.metrics.families import RATE, learning_rate
+from mmqk.lab.page.figure import GRAY, PALETTE, Figure, Line, Panel
+from mmqk.lab.page.figures import figure_of
+from mmqk.lab.page.tables import Cell, Table, once, table
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.study import Study, as_list
-from mmqk.lab.verdicts.verdicts import middle
-from mmqk.store import UserError, flatten
+from mmqk.lab.stats.effects import Effect
+from mmqk.lab.verdicts.compared import middle
+from mmqk.lab.verdicts.ranking import Ranked, Ranking
+from mmqk.lab.verdicts.study import Study
+from mmqk.store import flatten
 
 SIZE = ("model.d_model", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.d_head", "model.d_ff")
-FEWEST_RATES = 3
-RATES: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
-SIZES: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
-MOST_SWEEPS, MOST_SIZES = 3, 3
-FIT_SIZES = 3
-POINTS = "One point per run (× if it diverged); lines through the medians. At most {} configurations are drawn."
-CAPPED = " A diverged run has its loss at initialization, and its last finite logit."
+FEWEST_RATES, MOST_SWEEPS, MOST_SIZES = 3, 3, 3
 Value = Callable[[Run], float]
 
 
@@ -64,221 +51,103 @@ class Sweep:
         """Numbers of parameters without embeddings and head, ascending."""
         return sorted({model_size(run) for run in self.runs})
 
-    def at(self, *, lr: float | None = None, size: float | None = None) -> list[Run]:
-        """Return the runs with this learning rate and this size; None matches all."""
-        alike = (run for run in self.runs if lr in (None, learning_rate(run)))
-        return [run for run in alike if size in (None, model_size(run))]
+    def of_size(self, size: float) -> list[Run]:
+        """Return the runs of this size."""
+        return [run for run in self.runs if model_size(run) == size]
 
 
-def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
-    """Return the groups with at least three learning rates, the largest group first. If ``arms`` is given
-    (names of arms or families), use only their runs."""
+def sweeps(study: Study) -> list[Sweep]:
+    """Return the groups with at least three learning rates, the largest group first."""
     groups: dict[str, list[Run]] = {}
-    for run in {run.name: run for run in study.runs}.values():
-        wanted = not arms or run.arm in arms or run.family in arms
+    for run in once(study):
         measured = run.identity and run.tags and learning_rate(run) > 0 and model_size(run) > 0
-        if wanted and measured and run.role in ("verdict", "selection") and not run.fork:
-            rest = {k: v for k, v in flatten(run.identity).items() if k not in ("seed", RATE, *SIZE)}
-            groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(run)
+        if measured and run.role in ("verdict", "selection") and not run.fork:
+            groups.setdefault(json.dumps(_fixed(run), sort_keys=True, default=str), []).append(run)
     found = [group for group in groups.values() if len(set(map(learning_rate, group))) >= FEWEST_RATES]
     found.sort(key=lambda group: -len({(learning_rate(run), model_size(run)) for run in group}))
-    settings = [flatten(group[0].identity) for group in found]
+    settings = [_fixed(group[0]) for group in found]
     made = []
     for group, fields in zip(found, settings, strict=True):
-        names = list(dict.fromkeys(run.family for run in group))
-        if len(names) > 1:  # name the fields in which it differs from the other groups
-            differ = [
-                f"{name.removeprefix('model.')}={value}"
-                for name, value in fields.items()
-                if name not in ("seed", RATE, *SIZE) and any(other.get(name) != value for other in settings)
-            ]
-            made.append(Sweep(listed(differ[:3]) or study.title, tuple(group)))
-        else:
-            made.append(Sweep(study.label(names[0]), tuple(group)))
+        # The name of a group of several families: the fields in which it differs from the other groups.
+        differ = [name for name, value in fields.items() if any(other.get(name) != value for other in settings)]
+        named = listed([f"{name.removeprefix('model.')}={fields[name]}" for name in differ[:3]])
+        families = {run.family for run in group}
+        label = study.label(families.pop()) if len(families) == 1 else named or study.title
+        made.append(Sweep(label, tuple(group)))
     return made
 
 
-def sweep_figures(study: Study) -> list[Figure]:
-    """Return the figures that the grid names, then the figures over learning rate and size that the runs have the
-    numbers for. While runs of the grid are missing or unfinished, a named figure without numbers is left out.
-
-    Raises:
-        UserError: the grid names arms that it does not have, or that have no runs for the figure.
-    """
-    named = list(filter(None, (_named(study, entry) for entry in study.report.get("figures") or ())))
-    taken = {figure.like for figure in named}
-    others = [make(study, (), like) for make, like in SWEEPS.values() if like not in taken]
-    figures: dict[str, Figure] = {}
-    for figure in (*named, *filter(None, others)):
-        base = re.sub(r"[^a-z0-9]+", "-", (figure.like or figure.name).lower()).strip("-") or figure.name
-        name, number = base, 2
-        while name in figures:
-            name, number = f"{base}-{number}", number + 1
-        figures[name] = replace(figure, name=name)
-    return list(figures.values())
+def _fixed(run: Run) -> dict[str, Any]:
+    """Return the fields of a run that are equal in its sweep."""
+    return {k: v for k, v in flatten(run.identity).items() if k not in ("seed", RATE, *SIZE)}
 
 
-def _named(study: Study, entry: Mapping[str, Any]) -> Figure | None:
-    kind, members = str(entry.get("kind")), families(study)
-    names = as_list(entry.get("arms"))
-    if unknown := [arm for arm in names if arm not in study.arms and arm not in members]:
-        raise UserError(f"report.figures: {kind} names the arm {unknown[0]!r}, which the grid does not have")
-    arms = tuple(dict.fromkeys(a for name in names for a in ([name] if name in study.arms else members[name])))
-    make, like = KINDS[kind]
-    figure = make(study, arms, str(entry.get("like") or like))
-    if figure is None and not study.missing and all(run.status.finished for run in study.runs):
-        raise UserError(
-            f"report.figures: the runs have no numbers for {kind}: name arms that measured it, or leave it out"
-        )
-    return figure
-
-
-def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Draw the final loss against learning rate by size, and LR sensitivity against size: Wortsman Fig. 1."""
-    groups = list(zip(PALETTE, sweeps(study, arms)[:MOST_SWEEPS], strict=False))
-    sizes = sorted({size for _, sweep in groups for size in sweep.sizes})
-    shades = dict(zip(sizes, ramp(len(sizes)), strict=True))
+def learning_rates(study: Study) -> Figure | None:
+    """Draw the final losses and the largest attention logit against learning rate, and the learning-rate sensitivity
+    against size: Wortsman Fig. 1 and 2."""
+    groups = dict(zip(PALETTE, sweeps(study)[:MOST_SWEEPS], strict=False))
+    trained = [m for m in study.modalities if any(is_trained(run, m) for of in groups.values() for run in of.runs)]
+    sizes = sorted({size for sweep in groups.values() for size in sweep.sizes})
+    sizes = sizes if len(sizes) <= MOST_SIZES else [sizes[0], sizes[-1]]
+    values = {f"final_loss/{m}": (f"final {m} loss (nats)", _capped_loss(m)) for m in trained}
+    values["largest_attention_logit"] = ("largest |attention logit|", _logit)
+    rates: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
+    counts: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
     rows = []
-    for modality in _trained(study, groups):
-        loss, label = _capped_loss(modality), f"final {modality} loss (nats per token)"
-        if len(sizes) > 1:
-            columns = [
-                (sweep.label, [(shades[n], _size(n), sweep.at(size=n)) for n in sweep.sizes]) for _, sweep in groups
-            ]
-        else:
-            columns = [(_size(sizes[0]), [(color, sweep.label, list(sweep.runs)) for color, sweep in groups])]
-        row = [
-            Panel(f"final_loss/{modality}", title, label, tuple(
-                line for color, name, runs in shown for line in _over(runs, loss, color, name)), **RATES)
-            for title, shown in columns
-        ]  # fmt: skip
-        lines = [line for color, sweep in groups for line in _sensitivity(study, sweep, modality, color)]
-        if lines:
-            label = f"LR sensitivity, {modality} (nats)"
-            statistic = f"lr_sensitivity/{modality}"
-            row.append(Panel(statistic, "LR sensitivity", label, tuple(lines), shared=False, **SIZES))
-        rows.append(tuple(row))
-    caption = POINTS.format(MOST_SWEEPS) + CAPPED + (
-        " Sensitivity (the source's Section 2.2): the mean over the learning rates of min(final loss, loss at "
-        "initialization), minus the lowest of these values; over the seeds that have every learning rate."
-    )
-    title = "Final loss and learning-rate sensitivity"
-    return Figure("lr_sensitivity", title, caption, tuple(rows), like) if rows else None
+    for size in sizes:
+        row = []
+        for statistic, (label, value) in values.items():
+            lines = [line for color, of in groups.items() for line in _over(of, size, value, color)]
+            title = f"{count(size)} parameters"
+            row.append(Panel(statistic, title, label, tuple(lines), log=value is _logit, **rates))
+        rows.append(row)
+    last = []
+    for m in trained:
+        lines = [line for color, of in groups.items() for line in _sensitivity(study, of, m, color)]
+        last.append(Panel(f"lr_sensitivity/{m}", f"LR sensitivity, {m}", "nats", tuple(lines), **counts))
+    title = "Final loss, attention logit and sensitivity by learning rate"
+    return figure_of("learning_rates", title, [*rows, last], "Wortsman Fig. 1 and 2", shared=False)
+
+
+def _over(sweep: Sweep, size: float, value: Value, color: str) -> list[Line]:
+    """Return one point per run of a size (× if it diverged) and the line through the medians, by learning rate."""
+    lines: list[Line] = []
+    by_rate: dict[float, list[float]] = {}
+    for run in sorted(sweep.of_size(size), key=learning_rate):
+        if run.status.finished and math.isfinite(value(run)):
+            by_rate.setdefault(learning_rate(run), []).append(value(run))
+            dot = _dots([learning_rate(run)], [value(run)], color, sweep.label)
+            marker = "x" if run.status.status == "diverged" else "o"
+            lines.append(replace(dot, arm=run.arm, seed=run.seed, run=run.name, marker=marker))
+    return [*_through(by_rate, color, sweep.label), *lines]
 
 
 def _sensitivity(study: Study, sweep: Sweep, modality: str, color: str) -> list[Line]:
     """Return the LR sensitivity of each seed against size, and the line through the medians."""
-    families_of = {run.family for run in sweep.runs}
-    planned = {arm.point.get(RATE) for arm in study.arms.values() if arm.family in families_of}
+    families = {run.family for run in sweep.runs}
+    planned = {arm.point.get(RATE) for arm in study.arms.values() if arm.family in families}
     points: dict[float, list[float]] = {}
     for size in sweep.sizes:
-        runs = [run for run in sweep.at(size=size) if run.status.finished]
-        rates = {float(rate) for rate in planned if isinstance(rate, int | float)}
-        rates |= set(map(learning_rate, sweep.at(size=size)))
+        runs = sweep.of_size(size)
+        rates = {float(rate) for rate in planned if isinstance(rate, int | float)} | set(map(learning_rate, runs))
         for seed in sorted({run.seed for run in runs}):
-            of_seed = [run for run in runs if run.seed == seed]
+            of_seed = [run for run in runs if run.seed == seed and run.status.finished]
             value = FAMILY_METRICS["lr_sensitivity"].measure(of_seed, modality)
             # The value of a seed that lacks some learning rates cannot be compared.
             if math.isfinite(value) and rates <= set(map(learning_rate, of_seed)):
                 points.setdefault(size, []).append(value)
-    if not points:
-        return []
-    medians = [middle(values) for values in points.values()]
-    dots = [_dots([size] * len(v), v, color, sweep.label) for size, v in points.items()]
-    return [_median(list(points), medians, color, sweep.label), *dots]
+    dots = [_dots([size] * len(of), of, color, sweep.label) for size, of in points.items()]
+    return [*_through(points, color, sweep.label), *dots]
 
 
-def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Draw the final loss and the largest attention logit against learning rate: Wortsman Fig. 2."""
-    groups = list(zip(PALETTE, sweeps(study, arms), strict=False))
-    sizes = sorted({size for _, sweep in groups for size in sweep.sizes})
-    shown = sizes if len(sizes) <= MOST_SIZES else [sizes[0], sizes[-1]]
-    values: list[tuple[str, str, Value, bool]] = [
-        (f"final_loss/{m}", f"final {m} loss (nats per token)", _capped_loss(m), False)
-        for m in _trained(study, groups)
-    ]
-    values.append(("largest_attention_logit", "largest |attention logit|", _logit, True))
-    rows = []
-    for statistic, label, value, log in values:
-        row = [
-            Panel(statistic, _size(size), label, tuple(
-                line for color, sweep in groups for line in _over(sweep.at(size=size), value, color, sweep.label)
-            ), log=log, **RATES)
-            for size in shown
-        ]  # fmt: skip
-        rows += [tuple(row)] if any(panel.lines for panel in row) else []
-    caption = f"{POINTS.format(len(PALETTE))}{CAPPED} Of more than {MOST_SIZES} sizes: the smallest and the largest."
-    title = "Final loss and largest attention logit by learning rate"
-    return Figure("loss_and_logit_by_lr", title, caption, tuple(rows), like) if rows else None
+def _through(values: dict[float, list[float]], color: str, name: str) -> list[Line]:
+    """Return the line through the medians of the values at each x; empty for a single x."""
+    x, y = np.array(list(values)), np.array([middle(of) for of in values.values()])
+    return [Line("", "", None, x, y, role="median", color=color, group=name)] if len(x) > 1 else []
 
 
-def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Draw the largest attention logit against parameters: Wortsman Fig. 9.
-
-    Fit one quadratic per learning rate, with the largest size held out. This needs at least four sizes: three for the
-    fit and the held-out one.
-    """
-    groups = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES][:MOST_SWEEPS]
-    rates = sorted({lr for sweep in groups for lr in sweep.rates})
-    colors = dict(zip(rates, ramp(len(rates)), strict=True))
-    panels = []
-    for sweep in groups:
-        lines: list[Line] = []
-        for lr in sweep.rates:
-            fits = _extrapolations(sweep, lr)
-            if not fits:
-                continue
-            held_out, color, name = fits[0].sizes[-1], colors[lr], f"learning rate {lr:g}"
-            points: dict[float, list[float]] = {}
-            for one in fits:
-                for size, value in zip(one.sizes, one.logits, strict=True):
-                    points.setdefault(size, []).append(value)
-            for size, measured in points.items():
-                seen = [value for value in measured if math.isfinite(value)]
-                lines.append(_dots([size] * len(seen), seen, color, name, "D" if size == held_out else "o"))
-            fitted = [size for size in sorted(points) if size < held_out]
-            curve = fit_quadratic(fitted, [middle(points[size]) for size in fitted])
-            at = np.geomspace(fitted[0], held_out, 40)
-            lines.append(Line("", "", None, at, curve(at), role="fit", color=color, group=name))
-        if lines:
-            label = "largest |attention logit|"
-            panels.append(Panel("largest_attention_logit", sweep.label, label, tuple(lines), log=True, **SIZES))
-    caption = (
-        "One point per run: the largest logit of layer 0 at the last probe in the first fifth of the run (source: "
-        "block 0, step 2,000 of 100,000). Dotted: for each learning rate a quadratic in log-log through the medians "
-        "of all sizes but the largest, which is held out (open diamonds)."
-    )
-    title = "Largest attention logit by size"
-    return Figure("logit_by_size", title, caption, (tuple(panels),), like) if panels else None
-
-
-def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
-    """Return one extrapolation per seed that has every size."""
-    runs = [run for run in sweep.at(lr=lr) if run.status.finished]
-    by_seed = [[run for run in runs if run.seed == seed] for seed in sorted({run.seed for run in runs})]
-    fits = [fit for of_seed in by_seed for fit in extrapolate(of_seed)[0]]
-    return [fit for fit in fits if fit.sizes[-1] == sweep.sizes[-1]]
-
-
-def _over(runs: Iterable[Run], value: Value, color: str, name: str) -> list[Line]:
-    """Return one point per run (× if it diverged) and the line through the medians, by learning rate."""
-    done = [run for run in runs if run.status.finished and math.isfinite(value(run))]
-    by_rate: dict[float, list[float]] = {}
-    for run in sorted(done, key=learning_rate):
-        by_rate.setdefault(learning_rate(run), []).append(value(run))
-    lines = [_median(list(by_rate), list(map(middle, by_rate.values())), color, name)] if len(by_rate) > 1 else []
-    for run in done:
-        dot = _dots([learning_rate(run)], [value(run)], color, name, "x" if run.status.status == "diverged" else "o")
-        lines.append(replace(dot, arm=run.arm, seed=run.seed, run=run.name))
-    return lines
-
-
-def _median(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Line:
-    return Line("", "", None, np.array(x, dtype=float), np.array(y), role="median", color=color, group=name)
-
-
-def _dots(x: Sequence[float], y: Sequence[float], color: str, name: str, marker: str = "o") -> Line:
-    return Line("", "", None, np.array(x, dtype=float), np.array(y), color=color, marker=marker, group=name)
+def _dots(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Line:
+    return Line("", "", None, np.array(x, dtype=float), np.array(y), color=color, marker="o", group=name)
 
 
 def _capped_loss(modality: str) -> Value:
@@ -292,28 +161,96 @@ def _capped_loss(modality: str) -> Value:
 
 
 def _logit(run: Run) -> float:
-    value = METRICS["largest_attention_logit"].measure(run, None)
-    seen = run.combined("attn_logit_absmax", np.max)[1]
+    """Return the largest logit at the end; if it is not finite, the last finite one."""
+    metric = METRICS["largest_attention_logit"]
+    value, seen = metric.measure(run, None), metric.series(run, None)[1]
     seen = seen[np.isfinite(seen)]
     return value if math.isfinite(value) else float(seen[-1]) if len(seen) else math.nan
 
 
-def _trained(study: Study, groups: Sequence[tuple[str, Sweep]]) -> list[str]:
-    return [m for m in study.modalities if any(is_trained(run, m) for _, sweep in groups for run in sweep.runs)]
+# A ranking ----------------------------------------------------------------------------------------------------------
 
 
-def _size(size: float) -> str:
-    return f"{count(size)} parameters"
+def ranking_figure(ranking: Ranking) -> Figure | None:
+    """Draw the loss difference against learning-rate sensitivity and against time per step."""
+    shown = [row for row in ranking.rows if row.difference and math.isfinite(row.difference.value)]
+    sensitivity = [(row, row.sensitivity) for row in [*shown, *ranking.controls] if math.isfinite(row.sensitivity)]
+    panels = [
+        _remedies(ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity"),
+        _remedies(ranking, [(r, exp(r.time.value)) for r in shown if r.time], "relative time per step", "time_ratio"),
+    ]
+    return figure_of("ranking", "Loss against sensitivity and time", [[panel for panel in panels if panel.lines]])
 
 
-SWEEPS = {
-    "lr_sensitivity": (lr_sensitivity, "Wortsman Fig. 1"),
-    "loss_and_logit_by_lr": (loss_and_logit_by_lr, "Wortsman Fig. 2"),
-    "logit_by_size": (logit_by_size, "Wortsman Fig. 9"),
-}
-# The kinds that a grid may name, and the published figure of each; the names are `mmqk.lab.grid.claims.FIGURE_KINDS`.
-KINDS: dict[str, tuple[Callable[[Study, Sequence[str], str], Figure | None], str]] = {
-    "output_norm": (final_norm, "Chameleon Fig. 5a"),
-    "training_loss": (training_loss, ""),
-    **SWEEPS,
-}
+def _remedies(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str) -> Panel:
+    lines: list[Line] = []
+    for row, x in points:
+        group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
+        group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
+        y = row.difference.value if row.difference else 0.0
+        lines.append(replace(_dots([x], [y], color, group), arm=row.arm))
+    y_label = "loss minus loss without remedy (nats)"
+    return Panel("loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name)
+
+
+def ranking_table(study: Study, ranking: Ranking) -> Table | None:
+    """Return the arms, best first; the arms without a remedy are last."""
+    heads = ["Remedy", "Difference (nats)", "Best learning rate", "Trains", "Sensitivity", "Largest logit", "Ratio"]
+    heads += [*(f"Growth, {m}" for m in study.modalities), "Failed", "Time", "Parameters", "Front"]
+    rows = [
+        [
+            Cell(study.label(row.arm), f"#arm-{slug(row.arm)}"),
+            f"0 (loss {nats(row.loss)})" if row.arm == row.control else interval(row.difference),
+            f"{row.rate:g}{'*' if row.at_edge else ''}",
+            f"{sum(row.trains.values())} of {len(row.trains)}",
+            nats(row.sensitivity),
+            number(row.logit),
+            interval(row.logit_ratio, ratio=True),
+            *(DASH if math.isnan(growth) else number(growth) for growth in row.growth.values()),
+            f"{row.failed} of {row.runs}",
+            interval(row.time, ratio=True),
+            DASH if row.parameters is None else f"{row.parameters:+,}" if row.parameters else "0",
+            "yes" if row.arm in ranking.front else "",
+        ]
+        for row in [*ranking.rows, *ranking.controls]
+    ]
+    unfinished = "; ".join(map(study.label, ranking.unfinished))
+    note = f"Not ranked, because their runs have not finished: {unfinished}." if unfinished else ""
+    return table("Remedies by loss", heads, rows, 1, 1, note, sortable=True)
+
+
+def interval(effect: Effect | None, ratio: bool = False) -> str:
+    """Return a difference with its interval, ``-0.031 (-0.052 to -0.010)``; for the logarithm of a ratio,
+    ``×1.20 (1.15 to 1.25)``."""
+    if effect is None:
+        return DASH
+    if not math.isfinite(effect.value):
+        return "diverged"
+    values = [effect.value, *((effect.low, effect.high) if effect.has_interval else ())]
+    if ratio:
+        value, *ends = (f"{exp(log):.2f}" if exp(log) < 100 else number(exp(log)) for log in values)
+        value = f"×{value}"
+    else:
+        places = decimals(effect.error) if effect.has_interval else 2
+        value, *ends = (fixed(one, places, "+") for one in values)
+    return f"{value} ({' to '.join(ends)})" if ends else value
+
+
+def ranking_csv(study: Study, ranking: Ranking) -> str:
+    """Return the numbers of the table with 6 digits, one row per arm."""
+    rows = []
+    for row in [*ranking.rows, *ranking.controls]:
+        record: dict[str, Any] = {"arm": row.arm, "label": study.label(row.arm), "control": row.control}
+        record |= {"seeds": row.seeds, "rate": row.rate, "at_edge": row.at_edge, "loss": row.loss}
+        record |= {"sensitivity": row.sensitivity, "trains": sum(row.trains.values()), "rates": len(row.trains)}
+        record |= {"logit": row.logit, **{f"growth_{modality}": growth for modality, growth in row.growth.items()}}
+        record |= {"failed": row.failed, "runs": row.runs, "parameters": row.parameters}
+        record["front"] = row.arm in ranking.front
+        effects = {"difference": row.difference, "logit_ratio": row.logit_ratio, "time_ratio": row.time}
+        for name, effect in effects.items():
+            values = (effect.value, effect.low, effect.high) if effect else (math.nan,) * 3
+            scaled = values if name == "difference" else map(exp, values)
+            record |= dict(zip((name, f"{name}_low", f"{name}_high"), scaled, strict=True))
+        rows.append(record)
+    frame = pd.DataFrame(rows).astype({"at_edge": int, "front": int, "parameters": "Int64"})
+    return frame.to_csv(index=False, lineterminator="\n", float_format="%.6g")

@@ -1,5 +1,5 @@
-"""Tables of a page as plain data: results by arm, data, forks, runs, the environment, and the fields that two runs
-differ in. `templates` renders each table in the same way."""
+"""Tables of a page: results by arm, data, forks, all runs, what grew first in a single run, and the environment.
+`templates` renders each table in the same way."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import itertools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mmqk.lab.formatting import DASH, capital, count, duration, listed, nats, number, plural, slug
+from mmqk.lab.formatting import DASH, capital, count, duration, listed, nats, number, slug
 from mmqk.lab.metrics import (
     METRICS,
     best_loss,
@@ -22,14 +21,17 @@ from mmqk.lab.metrics import (
     learned,
     unigram_entropy,
 )
+from mmqk.lab.metrics.growth import FALLING, GROWING, growth_order
 from mmqk.lab.runs import Run
+from mmqk.lab.verdicts.compared import middle
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import middle
 from mmqk.store import flatten, without_roots
 
 LOGIT = METRICS["largest_attention_logit"].measure
 # Fields that do not change what a run computes.
 PLACES = ("out", "data.cache", "quiet")
+# Fields of a fork that change its run, besides those of its parent.
+OWN_CHANGES = ("skip_batches", "new_moments", "noise")
 ROLES = {"verdict": "", "parent": "parent of forks", "selection": "selects a learning rate, not in a verdict"}
 
 
@@ -39,25 +41,15 @@ class Cell:
 
     Attributes:
         href: target of the link; empty for none.
-        sort: the value by which the table is sorted; empty for the text.
         color: color of the arm, drawn before the text.
-        css: class of the cell.
-        code: name of a file or field, after the text.
+        code: whether the text is the name of a folder or a field.
+        ids: targets of links to the row; the first cell of a row has them.
     """
 
     text: str
     href: str = ""
-    sort: float | str = ""
     color: str = ""
-    css: str = ""
-    code: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a table; ``ids`` are targets of links into it, and the first is that of the row."""
-
-    cells: Sequence[Cell]
+    code: bool = False
     ids: Sequence[str] = ()
 
 
@@ -67,18 +59,25 @@ class Table:
 
     caption: str
     heads: Sequence[str]
-    rows: Sequence[Row]
-    numbers: Sequence[str] = ()
-    sortable: bool = False
+    rows: Sequence[Sequence[Cell]]
+    numbers: Sequence[str]
     note: str = ""
+    sortable: bool = False
 
 
 def table(
-    caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell | str]], text: int = 1, note: str = ""
+    caption: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[Cell | str]],
+    text: int = 1,
+    last: int = 0,
+    note: str = "",
+    sortable: bool = False,
 ) -> Table | None:
-    """Return a table whose columns after the first ``text`` ones are numbers; None without rows."""
-    made = [Row([cell if isinstance(cell, Cell) else Cell(cell) for cell in row]) for row in rows]
-    return Table(caption, heads, made, heads[text:], note=note) if rows else None
+    """Return a table whose first ``text`` and last ``last`` columns are text and the others numbers; None without
+    rows."""
+    made = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    return Table(caption, heads, made, heads[text : len(heads) - last], note, sortable) if made else None
 
 
 def anchor(run: Run) -> str:
@@ -96,33 +95,33 @@ def _nats(value: float) -> str:
     return DASH if math.isnan(value) else nats(value)
 
 
+def _share(value: Any) -> str:
+    return f"{100 * value:.0f} %" if isinstance(value, int | float) else DASH
+
+
 def arm_table(study: Study, colors: Mapping[str, str]) -> Table | None:
     """Return a row per arm and modality: the first and final loss, and how many runs learned."""
     rows: list[list[Cell | str]] = []
     excess = any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values())
-    for arm in study.arms:
-        runs = [run for run in study.ended(arm) if run.tags]
-        for modality in study.losses if runs else ():
-            ends = [final_loss(run, modality) for run in runs]
-            values = [end.value for end in ends if math.isfinite(end.value)]
-            # If a monitored model has no recorded losses, it is unknown whether it learned.
-            losses = any(len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss"))
-            star = "" if all(end.held_out for end in ends) or not values else "*"
-            first = modality == study.losses[0]
-            trained = all(is_trained(run, modality) for run in runs)
-            rows.append(
-                [
-                    Cell(study.label(arm), f"#arm-{slug(arm)}", color=colors[arm]) if first else "",
-                    modality,
-                    _nats(middle(initial_loss(run, modality) for run in runs)),
-                    _nats(middle(unigram_entropy(run, modality) for run in runs)),
-                    _nats(middle(values)) + star,
-                    *([_nats(middle(final_loss(r, modality, "excess").value for r in runs))] if excess else ()),
-                    f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
-                    f"{sum(learned(run, modality) for run in runs)} of {len(runs)}" if losses else DASH,
-                    ("yes" if trained else "no") if losses else DASH,
-                ]
-            )
+    measured = {arm: runs for arm in study.arms if (runs := [run for run in study.ended(arm) if run.tags])}
+    for (arm, runs), modality in itertools.product(measured.items(), study.losses):
+        ends = [final_loss(run, modality) for run in runs]
+        values = [end.value for end in ends if math.isfinite(end.value)]
+        # If a monitored model has no recorded losses, it is unknown whether it learned.
+        losses = any(len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss"))
+        first, held_out = modality == study.losses[0], all(end.held_out for end in ends)
+        trained = "yes" if all(is_trained(run, modality) for run in runs) else "no"
+        cells: list[Cell | str] = [
+            Cell(study.label(arm), f"#arm-{slug(arm)}", colors[arm]) if first else "",
+            modality,
+            _nats(middle(initial_loss(run, modality) for run in runs)),
+            _nats(middle(unigram_entropy(run, modality) for run in runs)),
+            _nats(middle(values)) + ("" if held_out or not values else "*"),
+        ]
+        cells += [_nats(middle(final_loss(run, modality, "excess").value for run in runs))] if excess else []
+        cells.append(f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH)
+        cells.append(f"{sum(learned(run, modality) for run in runs)} of {len(runs)}" if losses else DASH)
+        rows.append([*cells, trained if losses else DASH])
     heads = ["Arm", "Modality", "Loss at start", "Unigram loss", "Final loss", *(["Excess"] if excess else ())]
     return table("First and final losses by arm and modality", [*heads, "Range", "Learned", "Trained"], rows, 2)
 
@@ -130,102 +129,89 @@ def arm_table(study: Study, colors: Mapping[str, str]) -> Table | None:
 def data_table(study: Study) -> Table | None:
     """Return how predictable the tokens are: one row per modality and group of arms with the same data."""
     found: dict[tuple[str, ...], tuple[list[str], list[float]]] = {}
-    older = [n for n in ("compressed", "model") if any(n in s for run in study.runs for s in run.data.values())]
     for modality, arm in itertools.product(study.modalities, study.arms):
         runs = [run for run in study.of_arm(arm) if modality in run.data]
         if runs:
             of = runs[0].data[modality]
-            cells = (
-                modality,
-                _share(of.get("share")),
-                f"{of.get('used', 0):,} of {of.get('block', 0):,}",
-                f"{tokens:,}" if isinstance(tokens := of.get("tokens"), int) else DASH,
-                *(_nats(of.get(name) or math.nan) for name in ("unigram", *older, "floor")),
-                _share(of.get("repeated")),
-            )
+            tokens = f"{of['tokens']:,}" if isinstance(of.get("tokens"), int) else DASH
+            unigram, floor = (_nats(of.get(name) or math.nan) for name in ("unigram", "floor"))
+            used = f"{of.get('used', 0):,} of {of.get('block', 0):,}"
+            cells = (modality, _share(of.get("share")), used, tokens, unigram, floor, _share(of.get("repeated")))
             arms, losses = found.setdefault(cells, ([], []))
             arms.append(study.label(arm))
             losses += [best_loss(run, modality) for run in runs if is_trained(run, modality)]
-    rows = [
-        [cells[0], "all" if len(arms) == len(study.arms) else "; ".join(arms), *cells[1:],
-         _nats(min(filter(math.isfinite, losses), default=math.nan))]
-        for cells, (arms, losses) in found.items()
-    ]  # fmt: skip
-    heads = ["Modality", "Arms", "Tokens", "Ids used", "Sample", "Unigram"]
-    heads += [{"compressed": "Compressed", "model": "n-gram"}[name] for name in older]
-    heads += ["Floor", "Repeated", "Best loss"]
+    rows = []
+    for (modality, *rest), (arms, losses) in found.items():
+        best = min(filter(math.isfinite, losses), default=math.nan)
+        rows.append([modality, "all" if len(arms) == len(study.arms) else "; ".join(arms), *rest, _nats(best)])
+    heads = ["Modality", "Arms", "Tokens", "Ids used", "Sample", "Unigram", "Floor", "Repeated", "Best loss"]
     return table("How predictable the tokens are", heads, rows, 2)
-
-
-def _share(value: Any) -> str:
-    return f"{100 * value:.0f} %" if isinstance(value, int | float) else DASH
 
 
 def environment(study: Study) -> list[tuple[str, str]]:
     """Return the versions, machine, precision and code of the runs; if the runs differ, list all values."""
 
-    def pairs(record: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name} {as_text(value, '')}" for name, value in record.items())
+    def texts(run: Run) -> dict[str, str]:
+        found = {}
+        for name in ("versions", "machine"):
+            record = run.details.get(name) or {}
+            found[capital(name)] = ", ".join(f"{key} {as_text(value, '')}" for key, value in record.items())
+        fields = {"Precision": "trainer.precision", "Attention backend": "backend", "Threads per run": "threads"}
+        return found | {name: as_text(run.setting(field), "") for name, field in fields.items()} | {"Code": run.code}
 
-    texts: dict[str, Callable[[Run], str]] = {
-        "Versions": lambda run: pairs(run.details.get("versions", {})),
-        "Machine": lambda run: pairs(run.details.get("machine", {})),
-        "Precision": lambda run: as_text(run.setting("trainer.precision"), ""),
-        "Attention backend": lambda run: as_text(run.setting("backend"), ""),
-        "Threads per run": lambda run: as_text(run.setting("threads"), ""),
-        "Code": lambda run: run.code,
-    }
-    rows = [(name, " / ".join(dict.fromkeys(filter(None, map(text, study.runs))))) for name, text in texts.items()]
-    return [row for row in rows if row[1]]
+    of_runs = [texts(run) for run in study.runs]
+    rows = {name: " / ".join(dict.fromkeys(of[name] for of in of_runs if of[name])) for name in of_runs[0]}
+    return [row for row in rows.items() if row[1]]
 
 
-def run_table(study: Study, colors: Mapping[str, str]) -> Table:
+# Runs ---------------------------------------------------------------------------------------------------------------
+
+
+def run_table(study: Study, colors: Mapping[str, str]) -> Table | None:
     """Return one row per run, also for runs that have not started; a run that two arms share has one row."""
     arms_of: defaultdict[str, list[str]] = defaultdict(list)
-    by_arm: defaultdict[str, list[Run]] = defaultdict(list)
     for run in study.runs:
-        if run.name not in arms_of:
-            by_arm[run.arm].append(run)
         arms_of[run.name].append(run.arm)
-    missing: defaultdict[str, list[int]] = defaultdict(list)
-    for arm, seed in study.missing:
-        missing[arm].append(seed)
-    rows: list[Row] = []
+    rows: list[list[Cell | str]] = []
     linked: set[str] = set()
-    for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
-        color = colors.get(arm, "#000000")
-        order = list(ROLES)
-        by_role = sorted(by_arm[arm], key=lambda r: (order.index(r.role) if r.role in order else 9, r.seed, r.name))
-        for run in by_role:
-            arms = list(dict.fromkeys(arms_of[run.name]))
-            targets = [anchor(run), *(f"arm-{slug(a)}" for a in arms if a not in linked)]
-            linked.update(arms)
-            rows.append(Row(_run_cells(study, run, listed(list(map(study.label, arms))), color), targets))
-        for i, seed in enumerate(missing[arm]):
-            dashes = [Cell(DASH)] * (len(study.losses) + 3)
-            cells = [Cell(study.label(arm), color=color), Cell(str(seed)), Cell("not started", css="not-started")]
-            rows.append(Row([*cells, Cell(DASH), *dashes, Cell("", code=arm)], [f"missing-{slug(arm)}-{seed}-{i}"]))
-    heads = ["Arm", "Seed", "Status", "Step", *(f"{capital(m)} loss" for m in study.losses)]
-    heads += ["Largest logit", "Tokens", "Time", "Remarks"]
-    numbers = [head for head in heads if head not in ("Arm", "Status", "Remarks")]
-    return Table("All runs, one per row", heads, rows, numbers, sortable=True)
+    order = [*study.arms, *(run.arm for run in study.runs)]
+    for run in sorted(once(study), key=lambda run: (order.index(run.arm), list(ROLES).index(run.role), run.seed)):
+        arms = arms_of[run.name]
+        targets = [anchor(run), *(f"arm-{slug(arm)}" for arm in arms if arm not in linked)]
+        linked.update(arms)
+        name = Cell(listed(list(map(study.label, arms))), color=colors.get(run.arm, ""), ids=targets)
+        rows.append([name, *_run_cells(study, run)])
+    dashes = [DASH] * (len(study.losses) + 5)
+    for arm, seed in study.missing:
+        name = Cell(study.label(arm), color=colors.get(arm, ""))
+        rows.append([name, "not started", str(seed), *dashes, Cell(arm, code=True), "", ""])
+    heads = ["Arm", "Status", "Seed", "Step", *(f"{capital(m)} loss" for m in study.losses), "Largest logit"]
+    heads += ["Tokens", "Time (s)", "First alarm", "Folder", "Alarms", "Remarks"]
+    return table("All runs, one per row", heads, rows, 2, 3, totals(study), sortable=True)
 
 
-def _run_cells(study: Study, run: Run, label: str, color: str) -> list[Cell]:
+def once(study: Study) -> list[Run]:
+    """Return each run once, also if arms share it."""
+    return list({run.name: run for run in reversed(study.runs)}.values())[::-1]
+
+
+def _run_cells(study: Study, run: Run) -> list[Cell | str]:
     losses = [final_loss(run, m) for m in study.losses]
     logit, read, seconds = LOGIT(run, None), tokens(run), run.status.seconds
-    texts = (ROLES.get(run.role, run.role), run.status.reason, *run.notes, _alarms(run))
-    remarks = [capital(text).rstrip(".") + "." for text in dict.fromkeys(texts) if text]
+    alarms = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)
+    remarks = (ROLES[run.role], run.status.reason, *run.notes)
     return [
-        Cell(label, color=color),
-        Cell(str(run.seed)),
-        Cell(run.status.status or DASH, css=run.status.status),
-        Cell(f"{max(run.status.step, run.last_step):,}"),
-        *(Cell(_nats(loss.value) + "*" * (not loss.held_out and loss.value == loss.value)) for loss in losses),
-        Cell(DASH if math.isnan(logit) else number(logit)),
-        Cell(count(read) if read else DASH, sort=read),
-        Cell(duration(seconds) if seconds else DASH, sort=round(seconds, 1)),
-        Cell(" ".join(remarks), css="wrap", code=run.name),
+        run.status.status or DASH,
+        str(run.seed),
+        f"{max(run.status.step, run.last_step):,}",
+        *(_nats(loss.value) + ("" if loss.held_out or math.isnan(loss.value) else "*") for loss in losses),
+        DASH if math.isnan(logit) else number(logit),
+        f"{read:,}" if read else DASH,
+        f"{seconds:,.0f}" if seconds else DASH,
+        f"{min(alarm.step for alarm in run.alarms):,}" if run.alarms else DASH,
+        Cell(run.name, code=True),
+        ", ".join(f"{name} {n}" for name, n in sorted(alarms.items())),
+        "; ".join(text.rstrip(".") for text in dict.fromkeys(remarks) if text),
     ]
 
 
@@ -237,135 +223,111 @@ def tokens(run: Run) -> int:
     return max(0, steps) * size * length
 
 
-def _alarms(run: Run) -> str:
-    """Return the number of alarms by name, and the step of the first alarm."""
-    counts = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)
-    by_name = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
-    return f"alarms: {by_name}; the first at step {min(a.step for a in run.alarms):,}" if run.alarms else ""
-
-
 def totals(study: Study) -> str:
     """Return the number of runs by status, their time and tokens."""
-    runs = list({run.name: run for run in study.runs}.values())
+    runs = once(study)
     by_status = Counter(run.status.status or "without a status" for run in runs)
-    if study.missing:
-        by_status["not started"] += len(study.missing)
-    parts = [f"{plural(sum(by_status.values()), 'run')}", *(f"{n} {status}" for status, n in by_status.most_common())]
-    parts.append(duration(sum(run.status.seconds for run in runs)))
-    return " · ".join([*parts, f"{count(sum(map(tokens, runs)))} tokens"])
+    by_status["not started"] += len(study.missing)
+    parts = [f"{n} {status}" for status, n in by_status.most_common() if n]
+    time = duration(sum(run.status.seconds for run in runs))
+    return " · ".join([*parts, time, f"{count(sum(map(tokens, runs)))} tokens"])
 
 
-def compared(study: Study, runs: Table) -> str:
-    """Return JSON for the script of the page: the fields that differ between any two runs, and their values and
-    results in each run of `run_table`."""
+def compared(study: Study) -> str:
+    """Return JSON for the script of the page: the fields that differ between any two runs, and their values in each
+    run of `run_table`."""
     fields_of = {anchor(run): flatten(run.config) | {"code": run.code} for run in study.runs}
     names = sorted({name for fields in fields_of.values() for name in fields} - set(PLACES))
     differing = [n for n in names if len({json.dumps(fields.get(n)) for fields in fields_of.values()}) > 1]
-    results = {
-        row.ids[0]: {head: cell.text for head, cell in list(zip(runs.heads, row.cells, strict=True))[2:-1]}
-        for row in runs.rows
-    }
-    content = {
-        "fields": differing,
-        "runs": {
-            anchor(run): {
-                "name": f"{study.label(run.arm)}, seed {run.seed}",
-                "values": [as_text(fields_of[anchor(run)].get(name)) for name in differing],
-                "results": results.get(anchor(run), {}),
-            }
-            for run in study.runs
-        },
-    }
-    return json.dumps(without_roots(content), ensure_ascii=False).replace("</", "<\\/")
+    runs = {}
+    for run in study.runs:
+        values = [as_text(fields_of[anchor(run)].get(name)) for name in differing]
+        runs[anchor(run)] = {"name": f"{study.label(run.arm)}, seed {run.seed}", "values": values}
+    content = without_roots({"fields": differing, "runs": runs})
+    return json.dumps(content, ensure_ascii=False).replace("</", "<\\/")
 
 
-@dataclass
-class Fork:
-    """A run in a fork tree; ``run`` is None for a parent that is not among the runs."""
-
-    name: str
-    run: Run | None
-    depth: int
-    children: list[Fork] = field(default_factory=list)
-
-
-def fork_tree(study: Study) -> list[Fork]:
-    """Return all fork trees in one list: each run is followed by its forks, sorted by step."""
-    runs = {run.path.resolve(): run for run in study.runs}
-    by_name = {run.name: run for run in runs.values()}
-    by_parent: dict[str, list[Run]] = {}
-    for run in runs.values():
+def fork_table(study: Study) -> Table | None:
+    """Return a row per fork: its parent, the step at which it began, what it changed, and how it ended."""
+    rows: list[tuple[str, int, str, list[Cell | str]]] = []
+    for run in once(study):
         if run.fork:
-            by_parent.setdefault(_parent_name(run, runs), []).append(run)
-    forked = {run.name for children in by_parent.values() for run in children}
-    nodes: list[Fork] = []
-
-    def add(name: str, depth: int) -> None:
-        nodes.append(Fork(name, by_name.get(name), depth))
-        for child in sorted(by_parent.get(name, ()), key=lambda run: (_fork_step(run), run.name)):
-            add(child.name, depth + 1)
-
-    roots = [name for name in by_name if name in by_parent and name not in forked]
-    for name in [*roots, *(name for name in by_parent if name not in by_name)]:
-        add(name, 0)
-    return nodes
-
-
-def fork_table(study: Study, colors: Mapping[str, str]) -> Table | None:
-    """Return a row per run of the fork trees: where it began, what it changed, and how it ended."""
-    rows: list[list[Cell | str]] = []
-    for node in fork_tree(study):
-        indent = "\u2003" * node.depth
-        run = node.run
-        if run is None:
-            rows.append([f"{indent}{node.name}", "", "", "not among these runs", ""])
-            continue
-        changed, remarks = _changes(run) if node.depth else ("", "")
-        label = f"{indent}{study.label(run.arm)}, seed {run.seed}"
-        name = Cell(label, f"#{anchor(run)}", color=colors.get(run.arm, ""))
-        step = f"{_fork_step(run):,}" if node.depth else ""
-        end = f"{run.status.status} at step {max(run.last_step, run.status.step):,}"
-        rows.append([name, step, Cell(changed, css="wrap"), end, Cell(remarks, css="wrap")])
-    return table("A fork follows its parent", ["Run", "From step", "Changed", "End", "Remarks"], rows, text=5)
+            parent, step, record = _parent(study, run), run.fork.get("step") or 0, run.forked
+            shift = record.get("function", {}).get("logits_rms_relative")
+            cells: list[Cell | str] = [
+                Cell(f"{study.label(run.arm)}, seed {run.seed}", f"#{anchor(run)}"),
+                Cell(parent, code=True),
+                _changes(run),
+                str(record.get("optimizer") or "").rstrip("."),
+                f"{step:,}",
+                *(str(len(record.get(key) or ())) for key in ("added", "dropped")),
+                number(shift) if isinstance(shift, int | float) else DASH,
+                f"{max(run.last_step, run.status.step):,}",
+                run.status.status,
+            ]
+            rows.append((parent, step, run.name, cells))
+    heads = ["Fork", "Parent", "Changed", "Optimizer state", "From step", "Parameters added", "Dropped"]
+    heads += ["Change of outputs", "Last step", "Status"]
+    return table("Forks, by parent", heads, [cells for *_, cells in sorted(rows, key=lambda row: row[:3])], 4, 1)
 
 
-def _fork_step(run: Run) -> int:
-    return (run.fork or {}).get("step") or 0
-
-
-def _parent_name(run: Run, runs: Mapping[Path, Run]) -> str:
-    """Return the name of a fork's parent. If the parent was not loaded with the fork, search ``runs`` for the id that
-    the fork recorded. If no run matches, return this id, or the recorded folder."""
+def _parent(study: Study, run: Run) -> str:
+    """Return the name of a fork's parent; if it is not among the runs, the id or folder that the fork recorded."""
     recorded = [*filter(None, [run.forked.get("parent", {}).get("id"), (run.fork or {}).get("parent")])]
-    loaded = runs.get(run.parent.path.resolve()) if run.parent else None
-    found = loaded or next((one for one in runs.values() if one is not run and one.id in recorded), None)
+    found = run.parent or next((one for one in study.runs if one is not run and one.id in recorded), None)
     return found.name if found else without_roots(next(iter(recorded), "an unnamed run"))
 
 
-def _changes(run: Run) -> tuple[str, str]:
-    """Return (changed fields, remarks) of a fork."""
+def _changes(run: Run) -> str:
+    """Return the fields that a fork changed, and its own fields."""
 
     def short(value: Any) -> str:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return f"{value:,}"
         return f"{value:g}" if isinstance(value, float) else as_text(value, "none")
 
-    record = run.forked
-    changed = [f"{c.get('field')} {short(c.get('from'))} → {short(c.get('to'))}" for c in record.get("changed") or ()]
-    fork = run.identity.get("fork")
-    fork = fork if isinstance(fork, Mapping) else {}
-    if fork.get("skip_batches"):
-        changed.append(f"{fork['skip_batches']} batches left out")
-    if fork.get("new_moments"):
-        changed.append("new moments of the optimizer")
-    if fork.get("noise"):
-        changed.append(f"weights changed by {fork['noise']:g} times their RMS")
-    remarks = [
-        f"{plural(len(record[key]), 'parameter')} {key}" for key in ("added", "dropped") if record.get(key)
+    changes, own = run.forked.get("changed") or (), run.identity.get("fork")
+    changed = [f"{one.get('field')} {short(one.get('from'))} → {short(one.get('to'))}" for one in changes]
+    if isinstance(own, Mapping):
+        changed += [f"fork.{name} {short(own[name])}" for name in OWN_CHANGES if own.get(name)]
+    return ", ".join(changed) or "nothing"
+
+
+# A single run -------------------------------------------------------------------------------------------------------
+
+
+def single(study: Study) -> dict[str, Any] | None:
+    """Return the content for a study of one run without claims: how it ended, what grew first, its alarms and its
+    settings; None for any other study."""
+    runs = once(study)
+    if len(runs) != 1 or study.claims or study.missing:
+        return None
+    (run,) = runs
+    probed, statistics = {*GROWING, *FALLING}, {tag.statistic for tag in run.tags.values()}
+    grown = []
+    for g in growth_order(run):
+        ratio = f"{'÷' if g.statistic in FALLING else '×'}{number(g.ratio)}"
+        place = [g.statistic, g.modality or DASH, DASH if g.layer is None else str(g.layer)]
+        grown.append([*place, f"{g.step:,}", number(g.start), number(g.end), ratio])
+    heads = ["Statistic", "Modality", "Layer", "From step", "Before", "At the end", "Ratio"]
+    alarms = [[f"{a.step:,}", a.name.replace("_", " "), a.where, a.sentence] for a in run.alarms]
+    ended = [run.status.status and f"{run.status.status} at step {run.status.step:,}", run.status.reason.rstrip(".")]
+    return {
+        "ended": ": ".join(filter(None, ended)),
+        "probed": bool(statistics & probed),
+        "grown": table("Sorted by step", heads, grown, 2),
+        "watched": bool(statistics & {*probed, "loss", "grad_norm"} or alarms),
+        "alarms": table("Alarms of the run", ["Step", "Alarm", "Where", "Message"], alarms, 4),
+        "settings": settings(run),
+    }
+
+
+def settings(run: Run) -> Table | None:
+    """Return the fields that differ from their defaults."""
+    from mmqk.config import defaults  # imports pydantic, which other pages do not need
+
+    default = defaults()
+    rows: list[list[Cell | str]] = [
+        [Cell(name, code=True), as_text(value), as_text(default[name])]
+        for name, value in flatten(run.config).items()
+        if name in default and name not in PLACES and value != default[name]
     ]
-    shift = record.get("function", {}).get("logits_rms_relative")
-    if isinstance(shift, int | float):
-        remarks.append(f"change of the outputs before the first step: {number(shift)} times their RMS")
-    if optimizer := record.get("optimizer"):
-        remarks.append(f"optimizer state: {optimizer.rstrip('.')}")
-    return listed(changed) or "nothing", "; ".join(remarks)
+    return table("Fields that differ from their defaults", ["Field", "Value", "Default"], rows, 3)

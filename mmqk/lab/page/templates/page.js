@@ -34,9 +34,9 @@
   }
 
   // Tables -----------------------------------------------------------------------------------------------
-  const key = cell => {
-    const text = cell.dataset.v ?? cell.textContent.trim();
-    const number = Number(text.replace(/[,*×]/g, ""));
+  const key = cell => {  // the first number of a column of numbers
+    const text = cell.textContent.trim();
+    const number = cell.classList.contains("number") ? parseFloat(text.replace(/[,×]/g, "")) : NaN;
     return text === "" || text === "–" ? null : Number.isNaN(number) ? text.toLowerCase() : number;
   };
   for (const table of all("table.sortable")) {
@@ -81,7 +81,8 @@
         const [a, b] = picked.map(([id]) => runs[id]);
         const cells = (...texts) => make("tr", texts.map((t, i) => make(i ? "td" : "th", t, i ? {} : { scope: "row" })));
         const differing = fields.map((f, i) => [f, a.values[i], b.values[i]]).filter(([, x, y]) => x !== y);
-        const results = Object.keys(a.results).map(name => [name, a.results[name], b.results[name] ?? "–"]);
+        const of = picked.map(([id]) => [...document.getElementById(id).cells].map(cell => cell.textContent));
+        const results = of[0].map((text, i) => [row.cells[i].dataset.label, text, of[1][i]]).slice(2);
         const rows = [...differing, ...results].map(r => cells(...r));
         const head = make("tr", ["", a.name, b.name].map(t => make("th", t, { scope: "col" })));
         const caption = make("caption", `${differing.length} fields differ; below them the results.`);
@@ -143,7 +144,7 @@
     const content = figure.querySelector("script.chart-data");
     if (figure.dataset.live) return;
     figure.dataset.live = "1";
-    const panels = JSON.parse(content.textContent).rows.flat(), lines = panels.flatMap(p => p.lines);
+    const panels = JSON.parse(content.textContent), lines = panels.flatMap(p => p.lines);
     const cells = all(".panels > div:not(.gap)", figure), off = new Set(), logs = panels.map(p => p.log);
     const shown = l => !["group", "modality", "seed"].some(name => off.has(`${name}:${l[name]}`));
     let live = [];
