@@ -9,7 +9,6 @@ table         all metrics by name
 probes        attention logits, entropy, norms and their slopes; the order in which the statistics of one run grew
 outcomes      initial, best and final loss; spikes, divergence, late failure; diverged, stalled, regime not reached
 families      learning-rate sensitivity, first unstable learning rate; extrapolation over model size
-departure     the step at which a statistic leaves the range of healthy runs
 """
 
 # ruff: noqa: F401

@@ -21,9 +21,9 @@ from mmqk.lab.metrics import (
     learned,
     unigram_entropy,
 )
-from mmqk.lab.metrics.growth import FALLING, GROWING, growth_order
+from mmqk.lab.metrics.probes import FALLING, GROWING, growth_order
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.compared import middle
+from mmqk.lab.verdicts.assess import middle
 from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten, without_roots
 

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from mmqk.lab.metrics import extrapolate, find_metric, model_size
+from mmqk.lab.metrics.families import fit_quadratic
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from tests.lab.small_runs import config, small_run
 
@@ -111,3 +113,16 @@ def test_what_cannot_be_extrapolated_is_named(tmp_path):
     no_probe = {"attn_logit_absmax/text-text/layer00": {100: 1.0}}
     late = small_run(tmp_path / "late", no_probe, config=config(100, 0, 0.01, model=SIZES[4]))
     assert "late has no probe up to step 20" in why([*runs[:4], late])
+
+
+def test_quadratic_is_least_squares_in_logs():
+    sizes, values = [1e5, 4e5, 2e6, 9e6], [3.0, 8.0, 50.0, 90.0]
+    x, y = np.log(sizes), np.log(values)
+    powers = np.stack([x**2, x, np.ones(4)], axis=1)
+    brute = np.linalg.solve(powers.T @ powers, powers.T @ y)
+    at = np.array([5e4, 1e6, 5e7])
+    expected = np.exp(np.polyval(brute, np.log(at)))
+    assert fit_quadratic(sizes, values)(at) == pytest.approx(expected, rel=1e-6)
+    # Three points determine a quadratic. The fourth point is not on it.
+    through = fit_quadratic(sizes[:3], values[:3])(np.array(sizes))
+    assert through[:3] == pytest.approx(values[:3]) and through[3] != pytest.approx(values[3], rel=0.1)

@@ -11,7 +11,7 @@ from mmqk.lab.formatting import decimals, fixed
 from mmqk.lab.metrics import is_trained, trained_modalities
 from mmqk.lab.page.claims import cannot_tell, claim_rows, effect_in_cell, effect_in_words
 from mmqk.lab.page.figures import claim_figure
-from mmqk.lab.page.sweeps import lr_sensitivity
+from mmqk.lab.page.sweeps import learning_rates
 from mmqk.lab.verdicts.verdicts import effect_tested
 from mmqk.store import UserError
 from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
@@ -113,10 +113,10 @@ def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
     def shown():
         study = load_study(folder)
         [row] = claim_rows(study, judge(study)[:1])
-        cells = {row.cells[0].text: [cell.text for cell in row.cells[1:]] for row in row["values"].rows}
-        points = lr_sensitivity(study, ["plain"], "")
-        [panel] = [p for p in points.rows[0] if p.statistic.startswith("lr_sensitivity")]
-        return cells["no QK-Norm: first unstable learning rate"], sum(len(li.x) for li in panel.lines if li.marker)
+        cells = {name.text: [cell.text for cell in rest] for name, *rest in row["values"].rows}
+        panel = next(p for p in learning_rates(study).rows[-1] if p.statistic.startswith("lr_sensitivity"))
+        points = [line for line in panel.lines if line.marker and line.group == "no QK-Norm"]
+        return cells["no QK-Norm"], sum(len(line.x) for line in points)
 
     assert "not measured" not in shown()[0] and shown()[1] == 2
     shutil.rmtree(next(folder.glob(f"plain-lr{RATES[1]}-*/seed1")))

@@ -11,22 +11,23 @@ import pytest
 from PIL import Image
 
 from mmqk.lab import load_study
-from mmqk.lab.grid.claims import FIGURE_KINDS, check_report
-from mmqk.lab.metrics import extrapolate
-from mmqk.lab.metrics.families import fit_quadratic
-from mmqk.lab.page.curves import ALL_POINTS, FEWEST, binned, layer_lines, points_a_line, thinned
-from mmqk.lab.page.draw import GRAY, arm_colors, png, ramp
-from mmqk.lab.page.figure import chart_data, keys
-from mmqk.lab.page.figures import by_layer, loss_and_logits, outcomes, outcomes_by_layer
-from mmqk.lab.page.page import write_report
-from mmqk.lab.page.sweeps import (
-    KINDS,
-    logit_by_size,
-    loss_and_logit_by_lr,
-    lr_sensitivity,
-    sweep_figures,
-    sweeps,
+from mmqk.lab.formatting import count
+from mmqk.lab.grid.claims import check_report
+from mmqk.lab.page.figure import GRAY, Drawing, arm_colors
+from mmqk.lab.page.figures import (
+    ALL_POINTS,
+    FEWEST,
+    OUTCOMES,
+    binned,
+    by_layer,
+    hero,
+    layer_lines,
+    over_steps,
+    points_a_line,
+    thinned,
 )
+from mmqk.lab.page.page import write_report
+from mmqk.lab.page.sweeps import learning_rates, sweeps
 from mmqk.lab.verdicts.study import StudyArm
 from mmqk.store import UserError
 from tests.lab.fake_runs import DEMO, write_demo
@@ -98,8 +99,7 @@ def test_hundreds_of_runs_fit_in_five_megabytes(tmp_path):
 
 def test_plotted_numbers_are_those_of_the_runs(demo):
     runs, study = demo
-    figure = loss_and_logits(study, "hero", "", study.hero)
-    rows = rows_of(figure)
+    rows = rows_of(hero(study, "hero", "", study.hero))
     logits = {
         (row["arm"], row["seed"]): float(row["value"])
         for row in rows
@@ -116,8 +116,8 @@ def test_plotted_numbers_are_those_of_the_runs(demo):
 
 def test_charts_have_the_numbers_of_the_csv(demo):
     study = demo[1]
-    figure = loss_and_logits(study, "hero", "", study.hero)
-    [[panel, *_], _] = json.loads(chart_data(study, arm_colors(study), figure))["rows"]
+    figure = hero(study, "hero", "", study.hero)
+    panel, *_ = json.loads(Drawing(study, arm_colors(study), figure).chart())
     line = next(li for li in panel["lines"] if (li["seed"], li["group"]) == ("seed 1", study.label("mixed")))
     points = [
         (float(row["step"]), float(row["value"]))
@@ -130,7 +130,7 @@ def test_charts_have_the_numbers_of_the_csv(demo):
 
 def test_a_png_has_the_colors_of_its_arms(demo):
     study, colors = demo[1], arm_colors(demo[1])
-    drawn = png(study, colors, loss_and_logits(study, "hero", "", study.hero))
+    drawn = Drawing(study, colors, hero(study, "hero", "", study.hero)).png()
     picture = Image.open(io.BytesIO(drawn)).convert("RGB")
     found = {color for _, color in picture.getcolors(1 << 20)}
     for arm in ("mixed", "mixed-qk", "high-pre"):
@@ -157,13 +157,13 @@ def test_lines_of_layers_are_medians_of_the_layers_that_have_attention(tmp_path,
         series = {f"attn_logit_absmax/text-text/layer{layer:02d}": values for layer, values in logits.items()}
         small_run(tmp_path / f"hybrid/seed{seed}", {"loss/text": {100: 3.0}, **series}, seed=seed)
     study = load_study(tmp_path)
-    lines = layer_lines(study, "hybrid", "attn_logit_absmax", "text", ramp)
+    lines = layer_lines(study, "hybrid", "text")
     assert [line.layer for line in lines] == [3, 7]
     assert [line.y.tolist() for line in lines] == [
         [v + step + seeds - 1 for step in (0, 50, 100)] for v in (10.0, 300.0)
     ]
     assert [row["layer"] for row in rows_of(by_layer(study))] == ["3"] * 3 + ["7"] * 3
-    assert layer_lines(study, "hybrid", "attn_logit_absmax", "audio", ramp) == ()
+    assert layer_lines(study, "hybrid", "audio") == []
 
 
 # Outcomes ----------------------------------------------------------------------------------------------------------
@@ -186,9 +186,13 @@ def offsets(tmp_path_factory):
     return load_study(folder)
 
 
+def outcomes(study):
+    return over_steps(study, "outcomes", "", study.with_runs(study.outcomes), OUTCOMES, "medians")
+
+
 def test_a_line_of_outcomes_is_the_median_over_the_runs_of_an_arm(offsets):
-    study = replace(offsets, report={"outcomes": True})
-    rows = [row for row in rows_of(outcomes(study)) if row["statistic"] == "logit_offset/text"]
+    rows = rows_of(outcomes(replace(offsets, report={"outcomes": True})))
+    rows = [row for row in rows if row["statistic"] == "logit_offset/text"]
     assert len(rows) == 2 * PROBES  # medians only
     for row in rows:
         step = int(row["step"]) - 1
@@ -197,18 +201,11 @@ def test_a_line_of_outcomes_is_the_median_over_the_runs_of_an_arm(offsets):
             for seed in range(3)
         ]
         assert float(row["value"]) == pytest.approx(np.median(of_seeds), rel=1e-4)
-    ends = rows_of(outcomes_by_layer(study))
-    assert len(ends) == 2 * LAYERS
-    for row in ends:
-        # The median over seeds of the median over the last three probes.
-        end = offset(row["arm"], 1, int(float(row["at_layer"])), PROBES - 2)
-        assert float(row["value"]) == pytest.approx(math.sqrt(end), rel=1e-4)
 
 
 def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(offsets):
-    for make in (outcomes, outcomes_by_layer):
-        assert make(offsets) is None and make(replace(offsets, report={"outcomes": False})) is None
-        assert {row["arm"] for row in rows_of(make(replace(offsets, report={"outcomes": ["b"]})))} == {"b"}
+    assert outcomes(offsets) is None and outcomes(replace(offsets, report={"outcomes": False})) is None
+    assert {row["arm"] for row in rows_of(outcomes(replace(offsets, report={"outcomes": ["b"]})))} == {"b"}
     for right in (True, ["a"], "b"):
         check_report({"outcomes": right}, "ab", "g.yaml")
     with pytest.raises(UserError, match=r"report.outcomes: there is no arm 'c'"):
@@ -222,19 +219,6 @@ def parameters(width):
     """Return the number of parameters of 2 layers: attention has 4 d², and a gated MLP has width 8/3 d, rounded up to
     a multiple of 16."""
     return 2 * (4 * width**2 + 3 * width * 16 * math.ceil(8 * width / 3 / 16))
-
-
-def test_quadratic_is_least_squares_in_logs():
-    sizes, values = [1e5, 4e5, 2e6, 9e6], [3.0, 8.0, 50.0, 90.0]
-    x, y = np.log(sizes), np.log(values)
-    powers = np.stack([x**2, x, np.ones(4)], axis=1)
-    brute = np.linalg.solve(powers.T @ powers, powers.T @ y)
-    at = np.array([5e4, 1e6, 5e7])
-    expected = np.exp(np.polyval(brute, np.log(at)))
-    assert fit_quadratic(sizes, values)(at) == pytest.approx(expected, rel=1e-6)
-    # Three points determine a quadratic. The fourth point is not on it.
-    through = fit_quadratic(sizes[:3], values[:3])(np.array(sizes))
-    assert through[:3] == pytest.approx(values[:3]) and through[3] != pytest.approx(values[3], rel=0.1)
 
 
 def test_sweeps_are_runs_that_differ_in_rate_and_size_alone(sweep, tmp_path):
@@ -252,26 +236,26 @@ def test_sweeps_are_runs_that_differ_in_rate_and_size_alone(sweep, tmp_path):
     assert sweeps(load_study(tmp_path / "two")) == []
 
 
-def test_final_losses_by_rate_are_those_of_the_files_capped_at_initialization(sweep):
-    rows = [row for row in rows_of(lr_sensitivity(sweep, (), "Wortsman Fig. 1")) if row["run"]]
+def test_final_losses_by_rate_are_those_of_the_files_capped_at_initialization(tmp_path):
+    study = load_study(write_sweep(tmp_path / "sweep", seeds=(0,), widths=WIDTHS[1:]))
+    rows = [row for row in rows_of(learning_rates(study)) if row["run"]]
     points = {row["run"]: row for row in rows if row["statistic"] == "final_loss/text"}
-    assert len(points) == 2 * len(RATES) * len(WIDTHS)
+    assert len(points) == len(study.runs)
     capped = 0
-    for run in sweep.runs:
+    for run in study.runs:
         last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
         died = run.status.status == "diverged"
         capped += died
-        assert float(points[run.name]["x"]) == run.setting("optim.lr")
+        assert float(points[run.name]["optim.lr"]) == run.setting("optim.lr")
         expected = START["text"] if died else last["val_loss/text"]
         assert float(points[run.name]["value"]) == pytest.approx(expected, rel=1e-5)
     assert capped == 2
 
 
 def test_sensitivity_is_the_mean_above_the_best_rate(sweep):
-    figure = lr_sensitivity(sweep, (), "Wortsman Fig. 1")
     drawn = {
-        (float(row["x"]), float(row["value"]))
-        for row in rows_of(figure)
+        (float(row["parameters"]), float(row["value"]))
+        for row in rows_of(learning_rates(sweep))
         if row["statistic"] == "lr_sensitivity/text"
     }
     expected = []
@@ -284,47 +268,10 @@ def test_sensitivity_is_the_mean_above_the_best_rate(sweep):
     assert np.array(sorted(drawn)) == pytest.approx(np.array(sorted(expected)), rel=1e-4)
 
 
-def test_largest_size_is_held_out_of_the_fit(sweep, tmp_path):
-    fits = [r for r in rows_of(logit_by_size(sweep, (), "")) if r["statistic"].endswith("(fit)")]
-    largest = pytest.approx(parameters(WIDTHS[-1]), rel=1e-4)
-    ends = sorted(float(r["value"]) for r in fits if float(r["parameters"]) == largest)
-    metric = []
-    for one in sweeps(sweep):
-        found, why = extrapolate([run for run in one.runs])
-        assert not why
-        metric += [e.predicted for e in found]
-    # With one seed, the fitted curve ends at the prediction behind `logit_extrapolation`, the metric of claims.
-    assert ends == pytest.approx(sorted(metric), rel=1e-4)
-    three = load_study(write_sweep(tmp_path / "three", seeds=(0,), widths=WIDTHS[:3]))
-    assert logit_by_size(three, (), "") is None and lr_sensitivity(three, (), "") is not None
-
-
-def test_lines_of_a_sweep_are_named_by_its_family(sweep):
-    figure = loss_and_logit_by_lr(sweep, (), "Wortsman Fig. 2")
-    rows = json.loads(chart_data(sweep, arm_colors(sweep), figure))["rows"]
-    names = {line["name"] for row in rows for panel in row for line in panel["lines"]}
-    assert {"no QK-Norm, median", "QK-Norm, median"} <= names and set(keys(sweep, {}, figure)) == {
-        "no QK-Norm",
-        "QK-Norm",
-    }
-
-
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ({"kind": "lr_sensitivity", "arms": ["gone"]}, "names the arm 'gone'"),
-        ({"kind": "lr_sensitivity"}, "no numbers"),
-    ],
-)
-def test_a_grid_names_its_figures(sweep, offsets, entry, words):
-    assert tuple(KINDS) == FIGURE_KINDS
-    named = {"kind": "training_loss", "arms": ["plain"], "like": "Chameleon Fig. 6c"}
-    figures = sweep_figures(replace(sweep, report={"figures": [named]}))
-    assert [f.name for f in figures] == ["chameleon-fig-6c", *(f"wortsman-fig-{n}" for n in (1, 2, 9))]
-    assert {sweep.arms[arm].family for arm in figures[0].arms} == {"plain"}
-    with pytest.raises(UserError, match=words):
-        sweep_figures(replace(offsets, report={"figures": [entry]}))
-    waiting = replace(offsets, report={"figures": [{"kind": "lr_sensitivity"}]}, missing=(("a", 9),))
-    assert sweep_figures(waiting) == []
-
-
+def test_lines_of_a_sweep_are_named_by_its_family_and_of_many_sizes_the_ends_are_drawn(sweep):
+    drawing = Drawing(sweep, arm_colors(sweep), learning_rates(sweep))
+    panels = json.loads(drawing.chart())
+    names = {line["name"] for panel in panels for line in panel["lines"]}
+    assert {"no QK-Norm, median", "QK-Norm, median"} <= names and set(drawing.keys()) == {"no QK-Norm", "QK-Norm"}
+    sizes = [f"{count(parameters(width))} parameters" for width in (WIDTHS[0], WIDTHS[-1])]
+    assert [panel["title"] for panel in panels][:6] == [sizes[0]] * 3 + [sizes[1]] * 3

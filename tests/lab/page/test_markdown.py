@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from mmqk.lab.formatting import Raw, code, fenced, markdown
 from mmqk.lab.page.page import write_report
-from mmqk.lab.page.render import Raw, code, fenced, markdown
 from tests.lab.fake_runs import DEMO, write_demo, write_run
 
 EVIL = "http://evil.example"
