@@ -140,24 +140,6 @@ def test_a_value_that_ablation_json_cannot_hold_is_refused_before_the_runs(write
     load_grid(write(GRID.replace(old, right)))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ("{kind: pie}", r"report\.figures\[1\]: kind is 'pie': use one of output_norm, training_loss, "),
-        ("{arms: [qk]}", r"report\.figures\[1\]: kind is None: use one of "),
-        ("{kind: training_loss, arms: [qx]}", r"report\.figures\[1\]: there is no arm 'qx' \(arms: plain, "),
-        ("training_loss", r"report\.figures\[1\] must be a mapping"),
-    ],
-)
-def test_a_wrong_figure_of_a_grid_is_refused_before_the_runs(write, wrong, sentence):
-    good = "{kind: training_loss, arms: [plain, qk]}"
-    grid = GRID.replace("command: make demo", f"figures: [{good}, {good}]")
-    assert len(load_grid(write(grid)).raw["report"]["figures"]) == 2
-    with pytest.raises(UserError, match=sentence) as refusal:
-        load_grid(write(grid.replace(f", {good}]", f", {wrong}]")))
-    assert "\n" not in str(refusal.value)
-
-
 def test_a_missing_grid_or_one_that_is_no_mapping_is_named(write, tmp_path):
     with pytest.raises(UserError, match=r"none\.yaml cannot be read \(No such file"):
         load_grid(tmp_path / "none.yaml")

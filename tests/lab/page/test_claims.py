@@ -8,13 +8,12 @@ import pytest
 
 from mmqk.lab import judge, load_study
 from mmqk.lab.formatting import decimals, fixed
-from mmqk.lab.metrics import is_trained, trained_modalities
 from mmqk.lab.page.claims import cannot_tell, claim_rows, effect_in_cell, effect_in_words
 from mmqk.lab.page.figures import claim_figure
 from mmqk.lab.page.sweeps import learning_rates
 from mmqk.lab.verdicts.verdicts import effect_tested
 from mmqk.store import UserError
-from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
+from tests.lab.fake_runs import Planted, write_demo
 from tests.lab.page.report_runs import RATES, write_forks, write_sweep
 
 WORDS = {
@@ -169,29 +168,6 @@ def test_a_verdict_that_a_check_took_away_names_the_check(tmp_path):
         assert row["why"] == why and (row["verdict"] == "inconclusive") == bool(why)
         # A failed check makes the adjusted p-value 1; it stands beside the raw one.
         assert row["p"].get("adjusted p") == ("1" if name == "check" else None)
-
-
-@pytest.mark.parametrize(
-    ("mix", "weights", "trained"),
-    [
-        ({"dial": 1.0}, {}, ("text", "image")),
-        ({"tokens": 1.0}, {}, ("text", "image")),
-        ({"interleaved": 1.0}, {}, ("text", "image")),
-        ({"pair": 1.0}, {}, ("text", "image")),
-        ({"dial": 1.0}, {"image": 0.0}, ("text",)),
-        ({"text": 1.0}, {}, ("text",)),
-        ({"image": 1.0}, {}, ("image",)),
-        ({"dial": 0.0, "text": 1.0}, {}, ("text",)),
-    ],
-)
-def test_what_is_trained_is_what_the_mix_holds_and_the_loss_weighs(tmp_path, mix, weights, trained):
-    path = write_run(tmp_path / "run" / "seed0", DEMO["mixed"]) / "run.json"
-    record = json.loads(path.read_text())
-    record["details"]["config"] |= {"data": {"mix": mix}, "loss": {"weights": weights}}
-    path.write_text(json.dumps(record))
-    [run] = load_study(tmp_path).runs
-    assert trained_modalities(run) == trained
-    assert [is_trained(run, m) for m in ("text", "image")] == [m in trained for m in ("text", "image")]
 
 
 def test_the_curves_of_a_final_loss_are_named_for_what_they_show(tmp_path):

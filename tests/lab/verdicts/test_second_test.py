@@ -132,7 +132,7 @@ def test_the_page_counts_families_and_claims_without_registered_seeds(tmp_path, 
     said = dict(cannot_tell(made, judge(made)))
     assert said.get("Families of claims with an error of 5 % each") == (None if registered else "2")
     looks = "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
-    assert said.get(looks) == (None if registered else "C, D")
+    assert said.get(looks) == (None if registered else "C; D")
 
 
 def test_the_page_has_its_tables(second):
