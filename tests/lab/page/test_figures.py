@@ -207,9 +207,9 @@ def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(offsets):
     assert outcomes(offsets) is None and outcomes(replace(offsets, report={"outcomes": False})) is None
     assert {row["arm"] for row in rows_of(outcomes(replace(offsets, report={"outcomes": ["b"]})))} == {"b"}
     for right in (True, ["a"], "b"):
-        check_report({"outcomes": right}, "ab", "g.yaml")
+        check_report({"outcomes": right}, "ab", (), "g.yaml")
     with pytest.raises(UserError, match=r"report.outcomes: there is no arm 'c'"):
-        check_report({"outcomes": ["c"]}, "ab", "g.yaml")
+        check_report({"outcomes": ["c"]}, "ab", (), "g.yaml")
 
 
 # Sweeps ------------------------------------------------------------------------------------------------------------
