@@ -163,13 +163,12 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
         tokens=TOKENS,
         rounding="\n\n".join((mmqk.model.norms.__doc__ or "").strip().split("\n\n")[1:]),
     )
-    lines = [head]
+    lines = [head, row(COLUMNS), row(["---"] * len(COLUMNS))]
     for group in dict.fromkeys(remedy.group for remedy in REMEDIES):
-        lines += [f"## {group[0].upper()}{group[1:]}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
+        lines.append(row([f"**{group[0].upper()}{group[1:]}**", "", "", "", ""]))
         for r in (remedy for remedy in REMEDIES if remedy.group == group):
             switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)}"
             lines.append(row((switch, r.acts_on, cost(r, control, sizes[r.key]), r.source, equals(peers[r.key]))))
-        lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

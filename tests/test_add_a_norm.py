@@ -1,4 +1,4 @@
-"""Apply docs/add_a_norm.md as a patch to a copy of the repository, and run the patched copy."""
+"""Apply examples/add_a_norm.patch to a copy of the repository, and run the patched copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mmqk.store import UserError
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/add_a_norm.md"
-COPIED = ("mmqk", "configs", "tests", "docs/add_a_norm.md", "pyproject.toml")
+PATCH = ROOT / "examples/add_a_norm.patch"
+COPIED = ("mmqk", "configs", "tests", "examples/add_a_norm.patch", "pyproject.toml")
 
 pytestmark = pytest.mark.skipif(
     shutil.which("git") is None, reason="git, which applies the patch, is not installed"
@@ -65,8 +66,8 @@ def added(folder: Path, name: str) -> list[str]:
     return [line for line in (folder / name).read_text(encoding="utf-8").splitlines() if line not in before]
 
 
-def test_the_page_is_the_whole_change_and_the_norm_is_ten_lines(patched):
-    diffs = re.findall(r"^\+\+\+ b/(\S+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_patch_is_the_whole_change_and_the_norm_is_ten_lines(patched):
+    diffs = re.findall(r"^\+\+\+ b/(\S+)$", PATCH.read_text(encoding="utf-8"), re.MULTILINE)
     assert all(added(patched, name) for name in diffs)
     changed = {
         str(path.relative_to(patched))
