@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk import __version__
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
@@ -59,13 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         UserError: an unknown command, one that needs a package of the extra lab that is not installed, or an error of
             the command.
     """
+    from mmqk.store import UserError
+
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--version"]:
-        print(f"mmqk {version('mmqk')}")
+    if argv == ["--version"]:
+        print(f"mmqk {__version__}")
         return 0
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_table())
-        return 0
+    for group in ("", "data"):
+        if argv in (named := group.split(), [*named, "-h"], [*named, "--help"]):
+            print(_table(group))
+            return 0
     name = next((" ".join(argv[:n]) for n in (1, 2) if " ".join(argv[:n]) in COMMANDS), None)
     if name is None:
         raise UserError(f"{' '.join(argv[:2])} is not a command of mmqk: give one of {', '.join(COMMANDS)}")
@@ -80,14 +82,18 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"mmqk {name} needs {package}, which is not installed: pip install 'mmqk[lab]'") from None
 
 
-def _table() -> str:
+def _table(group: str) -> str:
+    """Return the table of the commands whose names begin with ``group``."""
     lines = ["mmqk: an open laboratory for multimodal training instability.", ""]
     for name, (_, arguments, purpose) in COMMANDS.items():
+        if not name.startswith(group):
+            continue
         example = f"mmqk {name} {arguments}".rstrip()
         # A long example gets its own line.
         gap = " " * (WIDTH - len(example)) if len(example) <= WIDTH else f"\n  {'':{WIDTH}}"
         lines.append(f"  {example}{gap}  {purpose}")
-    lines += ["", "Each command has --help. Start with the first three. mmqk --version prints the version."]
+    first = "" if group else " Start with the first three. mmqk --version prints the version."
+    lines += ["", f"Each command has --help.{first}"]
     return "\n".join(lines)
 
 
@@ -99,6 +105,7 @@ def pack(argv: list[str] | None = None) -> int:
             .zip.
     """
     from mmqk.lab.grid.record import read_ablation
+    from mmqk.store import OneSentenceParser, UserError
     from mmqk.store.pack import FEW_DIGITS, damaged_files, write_pack
 
     parser = OneSentenceParser(prog="mmqk pack", description=PACK, allow_abbrev=False)
@@ -123,5 +130,10 @@ def pack(argv: list[str] | None = None) -> int:
 
 
 def run() -> None:
-    """Run the console script."""
+    """Run the console script. Only after this import can `run_main` report Ctrl-C."""
+    try:
+        from mmqk.store import run_main
+    except KeyboardInterrupt:
+        print("mmqk: interrupted", file=sys.stderr)
+        sys.exit(130)
     run_main(main)

@@ -35,7 +35,10 @@ from mmqk.train import main
         (["model.d_model=true"], "model.d_model is True"),
         (["model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': it must be 'none', 'rms', 'layer' or 'l2'"),
         (["model.attn_scale=wide"], "model.attn_scale is 'wide': it must be 'rsqrt', 'inverse' or 'none' or a valid"),
-        (["loss.weights.text=x"], "loss.weights is 'x': it must be a valid number"),
+        (["loss.weights.text=x"], "loss.weights.text is 'x': it must be a valid number"),
+        (["loss.weights={text: 1, image: true}"], "loss.weights.image is True"),
+        (["checkpoint.at=[4, x]"], "checkpoint.at[1] is 'x': it must be a valid integer"),
+        (["checkpoint.at=[4, -4]"], "checkpoint.at[1] is -4: it must be a whole number"),
         (["optim.lr="], "optim.lr is empty"),
         (["optim.lr={"], "optim.lr is '{', which is not the YAML of a value"),
         (["optim.lr=-1"], "optim.lr is -1.0: it must be a number from 1e-37 to 1e+38"),
@@ -77,6 +80,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, caps
         ("data:\noptim: {lr: 0.5}\n", "data is empty, but it is a group of fields"),
         ("optim: {lr: }\n", "optim.lr is empty: it must be a valid number"),
         ("optim: {lr: -1}\n", "optim.lr is -1.0: it must be a number from"),
+        ("loss: {weights: {text: 1.0e+99}}\n", "loss.weights.text is 1e.99: it must be a number from"),
         ("model: [\n", "is not the YAML of a run (.*expected the node content"),
         ("", "sets no field: give a YAML mapping of fields to values"),
         ("- optim\n- lr\n", "sets no field: give a YAML mapping of fields to values"),
@@ -172,9 +176,11 @@ def test_files_merge_and_the_command_line_wins(tiny_args, tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {lr: 0.5, eps: 1.0e-5}\n")
     (tmp_path / "b.yaml").write_text("optim: {lr: 0.25}\n")
     files = [f"--config={tmp_path / n}.yaml" for n in "ab"]
-    run = resolve([*tiny_args, *files])
+    args = [arg for arg in tiny_args if "optim.lr" not in arg]
+    run = resolve([*args, *files])
     assert (run.optim.lr, run.optim.eps) == (0.25, 1e-5)
-    assert resolve([*tiny_args, *files, "--optim.lr=0.125"]).optim.lr == 0.125
+    for words in ([*args, *files, "optim.lr=0.125"], [*args, "--optim.lr=0.125", *files]):
+        assert resolve(words).optim.lr == 0.125
 
 
 def test_resolved_configuration_reads_back_as_the_same_run(tiny_args, tmp_path):
@@ -255,9 +261,9 @@ def test_a_field_needs_no_dashes(tiny_args, given, same):
 
 
 def test_the_value_of_an_option_may_have_an_equals_sign(tiny_args, tmp_path):
-    (tmp_path / "seed=3.yaml").write_text("optim: {lr: 0.5}\n")
+    (tmp_path / "seed=3.yaml").write_text("optim: {eps: 0.5}\n")
     run = resolve([*tiny_args, "--out", "seed=3", f"--config={tmp_path / 'seed=3.yaml'}"])
-    assert (str(run.out), run.seed, run.optim.lr) == ("seed=3", 0, 0.5)
+    assert (str(run.out), run.seed, run.optim.eps) == ("seed=3", 0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,28 @@ def test_an_unknown_flag_is_one_sentence(name, capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["data"], ["data", "--help"]])
 def test_the_table_is_printed(argv, capsys):
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert all(f"  mmqk {name} {arguments}".rstrip() in out for name, (_, arguments, _) in COMMANDS.items())
+    for name, (_, arguments, _) in COMMANDS.items():
+        is_listed = argv[:1] != ["data"] or name.startswith("data ")
+        assert (f"  mmqk {name} {arguments}".rstrip() in out) == is_listed
+
+
+@pytest.mark.parametrize("module", ["mmqk.store", "mmqk.lab.remedies"])
+def test_ctrl_c_during_an_import_is_one_line(module):
+    code = (
+        "import sys, mmqk.cli\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['mmqk', 'remedies']\n"
+        "mmqk.cli.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "mmqk: interrupted\n")
 
 
 def mmqk_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

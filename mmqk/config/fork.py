@@ -110,7 +110,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
         or not isinstance(run.get("config"), dict)
     ):
         raise UserError(
-            f"--fork {given} does not name the run that wrote it: use a checkpoint of the current mmqk.train."
+            f"--fork {given} does not name the run that wrote it: use a checkpoint that mmqk train wrote."
         )
     return path, Parent(run["id"], saved["global_step"], run["config"])
 

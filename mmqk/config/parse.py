@@ -108,12 +108,13 @@ class Fields:
             raise UserError(f"{file}: {error}") from error
 
     def add_words(self, argv: Sequence[str]) -> None:
-        """Add ``name=value``, ``--name=value``, ``--name value``, and the files of ``--config``, from left to right.
+        """Add the files of ``--config`` from left to right, then ``name=value``, ``--name=value`` and ``--name
+        value``: a word replaces the value of a file, wherever it is.
 
         Raises:
             UserError: an error of `add` or `add_file`, or a word without a value.
         """
-        rest = iter(argv)
+        rest, given = iter(argv), []
         for word in rest:
             name, equals, text = word.removeprefix("--").partition("=")
             is_group = word.startswith("--") and any(known.startswith(f"{name}.") for known in self.known)
@@ -129,7 +130,9 @@ class Fields:
                 continue
             leaf = self.known.get(name)
             is_text = leaf is not None and str in _parts(leaf.hint) and text != "null"
-            self.add({name: text if is_text else _value(name, text)})
+            given.append({name: text if is_text else _value(name, text)})
+        for each in given:
+            self.add(each)
 
     def unknown(self, name: str) -> str:
         """Return the sentence about a name that is no field, with the fields that have a similar name."""
@@ -163,15 +166,16 @@ class Fields:
                 inner[last] = _fit(name, value, self.known[name].hint)
             return _adapter(self.kind).validate_python(nested)
         except ValidationError as error:
-            sentence = _sentence(error, self.known)
+            sentence = _sentence(error, self.known, self.values)
         except ValueError as error:
             sentence = str(error)
-        file = self.files.get(sentence.split(" ", 1)[0])
+        subject = re.split(r"[ \[]", sentence, maxsplit=1)[0]
+        file = next((file for field, file in self.files.items() if _is_or_in(subject, field)), None)
         raise UserError(f"{file}: {sentence}" if file else sentence)
 
 
 def parse_fields(kind: type[T], record: Mapping[str, Any]) -> T:
-    """Return a frozen dataclass from plain data. ``mmqk.ablate`` uses it for parts of a grid.
+    """Return a frozen dataclass from plain data. ``mmqk ablate`` uses it for parts of a grid.
 
     Raises:
         UserError: an unknown field, a wrong type, or a value that the dataclass refuses.
@@ -211,9 +215,10 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 def _fit(name: str, value: Any, hint: Any) -> Any:
     """Return a number as text for a field of text, and refuse true and false for a field of numbers, where pydantic
     would read them as 1 and 0."""
-    each = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-    if any(isinstance(v, bool) for v in each) and not {bool, Any} & _inside(hint):
-        raise ValueError(f"{name} is {shortened(value)}: true and false are of the wrong type.")
+    each = {name: value, **{f"{name}{suffix}": entry for suffix, entry in _entries(value).values()}}
+    wrong = [entry for entry, inner in each.items() if isinstance(inner, bool)]
+    if wrong and not {bool, Any} & _inside(hint):
+        raise ValueError(f"{wrong[0]} is {shortened(each[wrong[0]])}: true and false are of the wrong type.")
     return str(value) if hint is str and isinstance(value, int | float) else value
 
 
@@ -222,19 +227,32 @@ def _inside(hint: Any) -> set[Any]:
     return {hint}.union(*(_inside(part) for part in get_args(hint) if get_origin(hint) is not Literal))
 
 
-def _sentence(error: ValidationError, known: Mapping[str, Leaf]) -> str:
-    first = error.errors(include_url=False)[0]
-    if "error" in first.get("ctx", {}):  # raised by the dataclass itself
-        return str(first["ctx"]["error"])
-    path = ".".join(str(part) for part in first["loc"])
+def _entries(value: Any) -> dict[Any, tuple[str, Any]]:
+    """Return the entries of a mapping or list by key: what a message adds to the name of the whole, and the entry."""
+    if isinstance(value, Mapping):
+        return {key: (f".{key}", entry) for key, entry in value.items()}
+    return {i: (f"[{i}]", entry) for i, entry in enumerate(value)} if isinstance(value, list) else {}
+
+
+def _sentence(error: ValidationError, known: Mapping[str, Leaf], values: Mapping[str, Any]) -> str:
+    """Return the first error as a sentence that names the field, and the entry inside it."""
+    errors = error.errors(include_url=False)
+    if "error" in errors[0].get("ctx", {}):  # raised by the dataclass itself
+        return str(errors[0]["ctx"]["error"])
+    place = errors[0]["loc"]
+    path = ".".join(map(str, place))
     name = next((field for field in known if _is_or_in(path, field)), path)
-    if first["type"] == "missing":
+    if errors[0]["type"] == "missing":
         return f"{name} is missing."
-    wrong = [e for e in error.errors(include_url=False) if ".".join(map(str, e["loc"])).startswith(name)]
-    messages = [e["msg"].removeprefix("Input should be ").partition(", unable to parse")[0] for e in wrong]
-    wanted = " or ".join(dict.fromkeys(messages))
-    given = "empty" if first["input"] is None else shortened(first["input"])
-    return f"{name} is {given}: it must be {wanted}."
+    depth, value = name.count(".") + 1, values.get(name)
+    while depth < len(place) and place[depth] in (entries := _entries(value)):
+        suffix, value = entries[place[depth]]
+        name, depth = name + suffix, depth + 1
+    # A field of several types has one error for each of them.
+    wrong = [each["msg"] for each in errors if each["loc"][:depth] == place[:depth]]
+    messages = [message.removeprefix("Input should be ").partition(", unable to parse")[0] for message in wrong]
+    given = "empty" if errors[0]["input"] is None else shortened(errors[0]["input"])
+    return f"{name} is {given}: it must be {' or '.join(dict.fromkeys(messages))}."
 
 
 def _value(name: str, text: str) -> Any:

@@ -164,7 +164,7 @@ class Given:
 
 
 def help_text() -> str:
-    """Return the help of mmqk.train."""
+    """Return the help of ``mmqk train``."""
     return f"""\
 usage: mmqk train [CONFIG.yaml ...] [FIELD=VALUE ...]
 
@@ -184,7 +184,7 @@ def defaults() -> dict[str, Any]:
 
 
 def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
-    """Parse, check and complete a command line of ``mmqk.train``.
+    """Parse, check and complete a command line of ``mmqk train``.
 
     Args:
         argv: the command line; ``demo optim.lr=0.01`` is short for ``--config configs/demo.yaml --optim.lr=0.01``.

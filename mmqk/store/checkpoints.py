@@ -137,7 +137,7 @@ def check_digest(path: Path, footer: bytes | None = None) -> None:
             left -= len(chunk)
         ending = file.read()
     if not ending.startswith(_PREFIX):
-        raise DamagedError("is damaged or was not written by mmqk.train (the sha256 at its end is missing)")
+        raise DamagedError("is damaged or was not written by mmqk train (the sha256 at its end is missing)")
     if ending != _PREFIX + digest.hexdigest().encode() + b"\n" or ending != (footer or ending):
         raise DamagedError("is damaged: its content does not match its sha256")
 

@@ -17,23 +17,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmqk.store.errors import UserError
 from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json, writing
 from mmqk.store.formatting import ROOT
 from mmqk.store.metrics import METRICS_NAME
 
+if TYPE_CHECKING:
+    from filelock import FileLock
+
 RUN_NAME, STATUS_NAME, LOG_NAME, LOCK_NAME = "run.json", "status.json", "train.log", "run.lock"
 EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
 
-# Files that may exist if a run was killed before it wrote run.json; mmqk.ablate or the user's shell writes train.log.
+# Files that may exist if a run was killed before it wrote run.json; mmqk ablate or the user's shell writes train.log.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
 HASH_DIGITS = 10
@@ -93,6 +93,8 @@ def hash_fraction(content: bytes) -> float:
 @cache
 def code_version() -> str:
     """Return the commit at the first call, such as ``5a52617b21``; ``-dirty`` follows if files differ from it."""
+    from importlib.metadata import version  # slow to import
+
     if not (ROOT / ".git").exists():
         return version("mmqk")
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
@@ -109,6 +111,8 @@ def lock_folder(folder: Path) -> FileLock:
         UserError: this or another process holds the lock, or the file system has no locks.
         OSError: the lock file cannot be written.
     """
+    from filelock import FileLock, Timeout  # slow to import
+
     lock = FileLock(folder / LOCK_NAME, timeout=_WAIT_SECONDS, thread_local=False)
     try:
         lock.acquire(poll_interval=0.02)
@@ -123,6 +127,8 @@ def is_locked(folder: Path) -> bool:
     """Return whether a living process trains in ``folder`` (False for a folder without a lock file)."""
     if not (folder / LOCK_NAME).exists():
         return False
+    from filelock import FileLock, Timeout  # slow to import
+
     try:
         with FileLock(folder / LOCK_NAME, timeout=0):
             return False

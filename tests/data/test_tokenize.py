@@ -582,6 +582,19 @@ def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: 
     assert documents(out) == expected and len(header(out)["splits"]["train"]) == 4
 
 
+def test_mistakes_are_one_sentence(run: Any, shards: Path, tmp_path: Path) -> None:
+    text = ("--text", str(shards / "00000_stats.json"))
+    assert "--shards" in refused(run) and "--text" in refused(run, *pattern(shards), *text)
+    assert "give a share" in refused(run, *pattern(shards), "--val-fraction=nan")
+    assert "is for --shards" in refused(run, *text, "--interleaved")
+    assert "00004.tar, which does not exist" in refused(run, *pattern(shards, 4))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.doc").touch()
+    assert "is not a token folder" in refused(run, *pattern(shards), out="mine")
+    assert "cannot be written" in refused(run, *pattern(shards), out="mine/thesis.doc/below")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.doc"]
+
+
 def test_a_full_disk_is_no_broken_shard(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -180,7 +180,7 @@ def test_one_without_a_digest_is_refused(whole, tmp_path, capsys):
     rewind(whole, out, 12, status="completed")
     content = torch.load(step(out, 12), weights_only=True)
     torch.save(content, step(out, 12))
-    sentence = f"{step(out, 12)} is damaged or was not written by mmqk.train (the sha256 at its end is missing)"
+    sentence = f"{step(out, 12)} is damaged or was not written by mmqk train (the sha256 at its end is missing)"
     fork = [f"--fork={out}", "--trainer.max_steps=13", f"--out={tmp_path / 'fork'}"]
     assert sentence in refused(capsys, *fork)
     with pytest.raises(UserError, match="the sha256 at its end is missing"):
