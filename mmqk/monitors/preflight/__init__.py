@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.sides import Modality
-from mmqk.monitors.preflight import attention, leaks
+from mmqk.monitors.preflight import attention, leaks, parameters
 from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, Table
 
 __all__ = ["Finding", "Table", "preflight"]
 
-PARTS: dict[str, dict[str, Check]] = {"leaks": leaks.CHECKS, "attention": attention.CHECKS}
+PARTS: dict[str, dict[str, Check]] = {
+    "leaks": leaks.CHECKS,
+    "attention": attention.CHECKS,
+    "parameters": parameters.CHECKS,
+}
 
 
 def preflight(

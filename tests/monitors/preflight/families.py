@@ -68,7 +68,7 @@ class PlainAttention(nn.Module):
         q, k, v = (
             f(x).unflatten(-1, (H, K)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotated(self.q_norm(q)), rotated(self.k_norm(k))
+        q, k = rotated(self.q_norm(q)).to(v), rotated(self.k_norm(k)).to(v)
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
@@ -194,14 +194,14 @@ def packed_of(family: str) -> dict[str, Any]:
     return batch | {"position_ids": positions, "use_cache": False}
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
     """Return AdamW that decays matrices only."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim > 1 and id(p) not in embeddings]
-    others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    whole = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    others = [p for name, p in trained.items() if p.ndim < 2 or "norm" in name or name in whole]
+    decayed = [p for name, p in trained.items() if not (p.ndim < 2 or "norm" in name or name in whole)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3)
+    return torch.optim.AdamW(groups, lr=lr)
 
 
 FAMILIES = ("plain", "llama", "gemma3", "chameleon", "qwen2.5-vl")

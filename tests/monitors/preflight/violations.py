@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.monitors.preflight.families import Case, D, H, K, T, optimizer_of
+from tests.monitors.preflight.families import Case, D, H, K, T, loss_of, optimizer_of
 
 Plant = Callable[[Case], Case | None]
 
@@ -193,6 +193,59 @@ def sinks_ignored(case: Case) -> Case:
     return with_new_optimizer(case)
 
 
+def detached(case: Case) -> Case:
+    """The output of attention is detached."""
+    for attention in case.attention:
+        attention.o_proj.register_forward_hook(lambda module, args, y: y.detach())
+    return case
+
+
+def unused_module(case: Case) -> Case:
+    """A linear layer is created and never called."""
+    case.model.adapter = nn.Linear(4, 4)
+    return with_new_optimizer(case)
+
+
+def bf16_gains(case: Case) -> Case:
+    """Gains of 1 in bf16 cannot move by 1e-4."""
+    case = replace(case, model=case.model.bfloat16())
+    if "pixel_values" in case.batch:
+        case.batch["pixel_values"] = case.batch["pixel_values"].bfloat16()
+    return replace(case, optimizer=optimizer_of(case.model, lr=1e-4))
+
+
+def large_scalar(case: Case) -> Case:
+    """A parameter of one element is 1e4, and the learning rate 1e-4."""
+    case.model.size = nn.Parameter(torch.tensor(1e4))
+    case.embedding.register_forward_hook(lambda module, args, x: x * case.model.size / 1e4)
+    return replace(case, optimizer=optimizer_of(case.model, lr=1e-4))
+
+
+def head_of(case: Case) -> nn.Linear:
+    return case.model.head if case.family == "plain" else case.model.lm_head
+
+
+def tied_twice(case: Case) -> Case:
+    """The head shares the memory of the embedding, but it is another Parameter."""
+    head_of(case).weight = nn.Parameter(case.embedding.weight.data)
+    return with_new_optimizer(case)
+
+
+def decayed_norms(case: Case) -> Case:
+    return replace(case, optimizer=torch.optim.AdamW(case.model.parameters(), lr=1e-3, weight_decay=0.1))
+
+
+def missing_group(case: Case) -> Case:
+    """The optimizer has no biases and gains."""
+    del case.optimizer.param_groups[1]
+    return case
+
+
+def dominated(case: Case) -> Case:
+    """A penalty makes the gradient of the head larger than all others."""
+    return replace(case, loss=lambda model, batch: loss_of(model, batch) + head_of(case).weight.sum())
+
+
 VIOLATIONS = (
     Violation("later tokens are visible", "leaks: causality", look_ahead),
     Violation("other sequences are visible", "leaks: other sequences", mixed_rows),
@@ -209,4 +262,12 @@ VIOLATIONS = (
     Violation("scaled twice", "attention: scale", scaled_twice),
     Violation("window ignored", "attention: window", window_ignored),
     Violation("sinks ignored", "attention: sinks", sinks_ignored),
+    Violation("detached attention", "parameters: no gradient", detached),
+    Violation("module never called", "parameters: no gradient", unused_module),
+    Violation("gains in bf16", "parameters: too small updates", bf16_gains),
+    Violation("large parameter of one element", "parameters: too small updates", large_scalar),
+    Violation("tied weights updated twice", "parameters: tied weights", tied_twice),
+    Violation("norms and embeddings decayed", "parameters: decay", decayed_norms),
+    Violation("parameters in no group", "parameters: in no group", missing_group),
+    Violation("one tensor dominates grad_norm", "parameters: gradient norm", dominated),
 )
