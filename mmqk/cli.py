@@ -13,7 +13,7 @@ from mmqk import __version__
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
-    "train": ("mmqk.train:process", "demo", "train one run"),
+    "train": ("mmqk.train:main", "demo", "train one run"),
     "ablate": ("mmqk.ablate:main", "demo", "train a grid of runs with seeds"),
     "report": ("mmqk.report:main", "runs/demo", "write the page of a grid or of a run"),
     "pack": ("mmqk.cli:pack", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),

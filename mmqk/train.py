@@ -6,12 +6,12 @@ import contextlib
 import logging
 import os
 import platform
+import signal
 import sys
 import warnings
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from mmqk.signals import ENDING, Interrupted
 from mmqk.store import (
     EXIT_CODES,
     AlarmRules,
@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\nName a configuration, for example: mmqk train demo")
         return USER_ERROR_EXIT
     run = resolve(argv)
+    from mmqk.training.checkpoint import Interrupted
     from mmqk.training.ranks import Ranks
 
     _quieten()
@@ -66,28 +67,13 @@ def main(argv: list[str] | None = None) -> int:
             return EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
         except UserError:
             return USER_ERROR_EXIT  # the first process prints the error
-        except RuntimeError:
-            if ENDING.signum is None:
-                raise
-            return 128 + ENDING.signum  # the other processes received the signal too and have ended
-
-
-def process(argv: list[str] | None = None) -> int:
-    """Install the signal handlers and run `main`; the entry point of a process that trains one run."""
-    ENDING.install()
-    try:
-        return main(argv)
-    except Interrupted as stop:
-        _say("interrupted before the run started; the same command starts it.")
-        return 128 + stop.signum
-    finally:
-        ENDING.read = True  # the process is about to end
 
 
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the run folder. A run on one device has only this process."""
     from mmqk.config import print_yaml
     from mmqk.config.fork import note
+    from mmqk.training.checkpoint import Interrupted
     from mmqk.training.ranks import advised, describe, resolve_device
 
     # A finished run needs no device.
@@ -111,7 +97,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             if not folder.config_path.exists():
                 write_atomic(folder.config_path, print_yaml(run))
             return _fit(run, folder, ranks)
-        except Interrupted as stop:
+        except (Interrupted, KeyboardInterrupt) as stop:
             return _interrupted(run, stop, folder)
         except Exception as error:
             ranks.end()
@@ -135,7 +121,7 @@ def _parameters(run: RunConfig) -> int:
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.training.checkpoint import last_checkpoint, restoring
+    from mmqk.training.checkpoint import last_checkpoint, noted_signals
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
@@ -160,12 +146,13 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         return EXIT_CODES["completed"]
     set_threads(run.threads)  # Lightning has changed the number of threads
     module, trainer = TrainingModule.of(run), ranks.trainer
-    _attach(trainer, module, run, folder, data, None if resume_from is None else step_of(resume_from))
-    if folder is not None:
-        trainer.loggers = [*trainer.loggers, *open_integrations(run, logged)]
-        folder.begin_training()
+    resumed_at = None if resume_from is None else step_of(resume_from)
     try:
-        with restoring(resume_from):
+        with noted_signals() as signals:
+            _attach(trainer, module, run, folder, data, resumed_at, signals)
+            if folder is not None:
+                trainer.loggers = [*trainer.loggers, *open_integrations(run, logged)]
+                folder.begin_training()
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except SystemExit:  # Lightning raises it after a KeyboardInterrupt if a program calls `main`
         return EXIT_CODES["interrupted"]
@@ -176,7 +163,13 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
 
 
 def _attach(
-    trainer: Any, module: Any, run: RunConfig, folder: RunFolder | None, data: TokenDataModule, resumed_at: int | None
+    trainer: Any,
+    module: Any,
+    run: RunConfig,
+    folder: RunFolder | None,
+    data: TokenDataModule,
+    resumed_at: int | None,
+    signals: list[int],
 ) -> None:
     """Give Lightning's Trainer the callbacks and loggers of the run."""
     from mmqk.monitors.own.callback import RunMonitor
@@ -203,7 +196,7 @@ def _attach(
         validation,
         alarms,
         checkpoints,
-        Lifecycle(folder, step_log, checkpoints),
+        Lifecycle(folder, step_log, checkpoints, signals),
     ]
     if not run.quiet:
         trainer.callbacks.append(ProgressLine(step_log))
@@ -230,17 +223,17 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
     return EXIT_CODES[status.status]
 
 
-def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder) -> int:
+def _interrupted(run: RunConfig, stop: BaseException, folder: RunFolder) -> int:
     """Write the status, unless a callback has written it, and say from which step a resume continues."""
     saved = checkpoints_in(folder.checkpoints)
     step = step_of(saved[-1]) if saved else _first_step(run)
     with contextlib.suppress(OSError):
         if not folder.status().finished:
-            folder.set_status("interrupted", step, str(stop))
+            folder.set_status("interrupted", step, str(stop) or "SIGINT received")
     _say(f"interrupted at step {step}; the same command continues from there.")
     if run.quiet:
         _ended(run, folder)
-    return 128 + stop.signum
+    return 128 + getattr(stop, "signum", signal.SIGINT)
 
 
 def _say(line: str) -> None:
@@ -343,4 +336,4 @@ def _quieten() -> None:
 
 
 if __name__ == "__main__":
-    run_main(process)
+    run_main(main)

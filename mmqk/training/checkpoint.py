@@ -4,11 +4,13 @@ the callbacks that write them during a run, write its status, and end it."""
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-import traceback
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -20,7 +22,6 @@ from mmqk.config.training import CheckpointConfig
 from mmqk.distributed import first_of_ranks, largest
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.own.bad_site import first_bad_state
-from mmqk.signals import ENDING, Interrupted
 from mmqk.store import MetricsWriter, RunFolder, UserError, differing_fields, disk_sentence, naming
 from mmqk.store.checkpoints import (
     PARTIAL_SUFFIX,
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from mmqk.training.module import TrainingModule
 
 
-# Parts that a resume needs besides the model, with their types.
-PARTS: dict[str, type] = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
+# Parts that a resume needs besides the model.
+PARTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 PREFIX = "model."
 
 
@@ -122,21 +123,13 @@ def check_parts(content: Mapping[str, Any]) -> None:
     """Check that a run can resume or fork from a checkpoint.
 
     Raises:
-        CheckpointError: a part is missing or has the wrong type.
+        CheckpointError: a part is missing.
     """
     if "global_step" not in content:
         raise CheckpointError("has only weights, such as those of an import: a run cannot resume or fork from it")
-    for name, kind in PARTS.items():
+    for name in PARTS:
         if name not in content:
             raise CheckpointError(f"lacks the part {name}")
-        part = content[name]
-        of_records = not isinstance(part, list) or (part and isinstance(part[0], dict))
-        if not isinstance(part, kind) or not of_records:
-            raise CheckpointError(f"has a malformed part {name}")
-    optimizer = content["optimizer_states"][0]
-    for name, kind in (("state", dict), ("param_groups", list)):
-        if not isinstance(optimizer.get(name), kind):
-            raise CheckpointError("has a malformed part optimizer_states")
 
 
 def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
@@ -152,9 +145,8 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
     differing = differing_fields(asdict(ModelConfig.from_dict(content["mmqk_model"])), asdict(model))
     if differing:
         raise CheckpointError(f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})")
-    ranks = content.get("mmqk_ranks")
-    if not isinstance(ranks, dict) or ranks.keys() != {"strategy", "processes"}:
-        raise CheckpointError("has a malformed part mmqk_ranks")
+    if "mmqk_ranks" not in content:
+        raise CheckpointError("lacks the part mmqk_ranks")
     writer = content.get("mmqk_run")
     if isinstance(writer, dict) and writer.get("id") != id:
         raise CheckpointError(f"is of run {writer.get('id')} and not of this run, {id}")
@@ -278,65 +270,6 @@ def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Pa
     return None, {}
 
 
-@contextlib.contextmanager
-def restoring(checkpoint: Path | None) -> Iterator[None]:
-    """Turn an error that Lightning raises while it loads a checkpoint into a UserError; do not change other errors.
-
-    Raises:
-        UserError: a part of the checkpoint is malformed.
-    """
-    try:
-        yield
-    except Exception as error:
-        if checkpoint is None or isinstance(error, UserError | OSError | torch.OutOfMemoryError):
-            raise
-        if not _raised_by_loading(error):
-            raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120].rstrip('.:')}"
-        raise _malformed(checkpoint, reason) from error
-
-
-def _raised_by_loading(error: BaseException) -> bool:
-    """Return whether Lightning raised the error while it loaded a checkpoint.
-
-    The traceback then has a frame in Lightning's checkpoint_connector. The type of the error does not show this,
-    because Lightning does not wrap the errors of `load_state_dict` and of its own loops.
-    """
-    frames = traceback.walk_tb(error.__traceback__)
-    return any("checkpoint_connector" in frame.f_globals.get("__name__", "") for frame, _ in frames)
-
-
-def check_restored(checkpoint: Path, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Check that a resumed run is at the step of its checkpoint, and that moments have the shapes of their
-    parameters.
-
-    Moments may have an additional first axis for the modalities.
-
-    Args:
-        checkpoint: A file of `checkpoints_in`.
-        step: The step of the run.
-        optimizers: The optimizers of the run.
-
-    Raises:
-        UserError: a part of the checkpoint is malformed.
-    """
-    if step != step_of(checkpoint):
-        raise _malformed(checkpoint, f"loops are at step {step}")
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                shape = tuple(getattr(value, "shape", ()))
-                if shape and shape[len(shape) - parameter.ndim :] != tuple(parameter.shape):
-                    reason = f"{name} of shape {shape} for weights of shape {tuple(parameter.shape)}"
-                    raise _malformed(checkpoint, reason)
-
-
-def _malformed(checkpoint: Path, reason: str) -> UserError:
-    return UserError(
-        f"The checkpoint {checkpoint} has a malformed part ({reason}): move it away to use the previous one."
-    )
-
-
 def _described(ranks: dict[str, Any]) -> str:
     return "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
 
@@ -362,8 +295,6 @@ class Checkpoints(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved = trainer.global_step
-        if trainer.ckpt_path is not None:
-            check_restored(Path(trainer.ckpt_path), trainer.global_step, trainer.optimizers)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         step, every = trainer.global_step, self.config.every_n_steps
@@ -393,13 +324,47 @@ class Checkpoints(L.Callback):
                     old.unlink()
 
 
+# A cluster sends SIGUSR1 some time before the time limit of the job (docs/cluster.md).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupted(BaseException):
+    """Raised to end the run after a signal."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"{signal.Signals(signum).name} received")
+        self.signum = signum
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Add the first signal to a list that the training loop reads after each step; a second signal has its usual
+    effect and ends the run without a checkpoint.
+
+    Only the main thread can receive signals; in another thread the list stays empty.
+    """
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+        restore()
+
+    def restore() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    before = {signum: signal.signal(signum, note) for signum in SIGNALS}
+    try:
+        yield noted
+    finally:
+        restore()
+
+
 class Lifecycle(L.Callback):
-    """Writes status.json; at the first signal it writes a checkpoint and ends the run.
-
-    `Ending` receives the signals. A second signal ends the run at once, without a checkpoint.
-
-    If a program calls ``main``, mmqk handles no signals: Ctrl-C raises Python's KeyboardInterrupt, and the run ends
-    without a checkpoint.
+    """Writes status.json; after the first signal it writes a checkpoint and ends the run.
 
     All ranks end after the same step, even if only one received the signal. Ranks exchange signals only at a flush,
     because a flush synchronizes with the device anyway.
@@ -410,21 +375,21 @@ class Lifecycle(L.Callback):
         folder: The run folder; None in the processes that do not write to it.
         step_log: Decides when to flush.
         checkpoints: Writes the checkpoints.
+        signals: The list of `noted_signals`.
     """
 
-    def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints):
-        self.folder, self.step_log, self.checkpoints = folder, step_log, checkpoints
+    def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints, signals: list[int]):
+        self.folder, self.step_log, self.checkpoints, self.signals = folder, step_log, checkpoints, signals
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.folder is not None:
             self.folder.set_status("running", trainer.global_step)
-        ENDING.read = True
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         last = trainer.global_step >= trainer.max_steps
         if last or not ends_step(trainer, batch_idx):
             return
-        signum = ENDING.signum
+        signum = self.signals[0] if self.signals else None
         if trainer.world_size > 1:
             if not self.step_log.flushes(trainer.global_step, trainer.max_steps):
                 return
@@ -455,5 +420,5 @@ class Lifecycle(L.Callback):
         elif not stopped:
             reason = f"{type(exception).__name__}: {reason}"
         with contextlib.suppress(OSError):  # the disk error may persist
-            step = self.checkpoints.saved if isinstance(exception, Interrupted) else trainer.global_step
+            step = self.checkpoints.saved if stopped else trainer.global_step
             self.folder.set_status("interrupted" if stopped else "failed", step, reason)

@@ -24,7 +24,6 @@ from mmqk.data.batch import TokenBatch
 from mmqk.distributed import first_of_ranks
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.progress import Progress
-from mmqk.signals import Interrupted
 from mmqk.store import (
     Alarm,
     AlarmRules,
@@ -36,7 +35,7 @@ from mmqk.store import (
     truncate_alarms,
 )
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
-from mmqk.training.checkpoint import Checkpoints, ends_step
+from mmqk.training.checkpoint import Checkpoints, Interrupted, ends_step
 from mmqk.training.loggers import RunLogger
 from mmqk.training.module import StepRecord, TrainingModule
 from mmqk.training.tensorboard import StoryLogger

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import kernel_name
-from mmqk.signals import ENDING, PARENT, Interrupted
 from mmqk.store import UserError
 from mmqk.training.checkpoint import CheckpointFiles
 
@@ -33,9 +32,12 @@ if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 
-# (Reason not to train, checkpoint to resume from, signal). The reason is "" if the run is finished and None if the
-# process trains.
-Message = tuple[str | None, Path | None, int | None]
+# (Reason not to train, checkpoint to resume from). The reason is "" if the run is finished and None if the process
+# trains.
+Message = tuple[str | None, Path | None]
+# Environment variable with the id of the process that started this process as a rank of its run.
+PARENT = "MMQK_PARENT"
+_PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
@@ -57,6 +59,7 @@ class Ranks:
     """
 
     def __init__(self, run: RunConfig, argv: list[str]):
+        _end_with(os.environ.pop(PARENT, None))
         self.argv, self._started = argv, False
         try:
             strategy = run.trainer["strategy"]
@@ -73,7 +76,7 @@ class Ranks:
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
         self.trainer.strategy.checkpoint_io = CheckpointFiles()
-        # `mmqk.signals` handles the signals; Lightning's SIGTERM handler would wait for the other processes. These
+        # `noted_signals` handles the signals; Lightning's SIGTERM handler would wait for the other processes. These
         # private parts of Lightning are checked by tests/training/test_lightning_private.py.
         self.trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self.several = self.trainer.world_size > 1
@@ -87,8 +90,6 @@ class Ranks:
         # Processes that srun or torchrun started may already wait for the first process. Lightning starts its
         # processes later.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
-        # Until the first process has started the others, no process waits for it, so a signal may end it at once.
-        ENDING.read = self._awaited or not self.first
         # Lightning would exchange SIGTERM in every step and so synchronize with the device; `Lifecycle` does so at
         # every flush.
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore
@@ -106,12 +107,9 @@ class Ranks:
 
         Raises:
             UserError: another process failed; raised in the first process only.
-            Interrupted: one of the processes received a signal.
         """
-        messages = self._exchange((None, resume_from, ENDING.signum))
-        for signum in (signum for _, _, signum in messages if signum is not None):
-            raise Interrupted(signum)
-        for rank, (why, *_) in enumerate(messages):
+        messages = self._exchange((None, resume_from))
+        for rank, (why, _) in enumerate(messages):
             if why is not None:
                 if self.first and why:
                     raise UserError(f"process {rank} of {len(messages)}: {why}")
@@ -128,7 +126,6 @@ class Ranks:
             strategy.setup_environment()
         else:
             # Start the processes now, because the exchange needs all of them. `fit` does not start them again.
-            ENDING.read = True  # `start` reads the signal
             with _command(self.argv):
                 strategy.launcher.launch(lambda: None, trainer=self.trainer)
             strategy.setup_environment()
@@ -141,13 +138,25 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.several and not self._started and self._awaited:
-            self._exchange(("" if error is None else str(error), None, None))
+            self._exchange(("" if error is None else str(error), None))
 
     def end(self) -> None:
         """End the other processes after an error in the first process, because they may be waiting for it."""
         launcher: Any = self.trainer.strategy.launcher
         if self.several and launcher is not None:
             launcher.kill(signal.SIGKILL)
+
+
+def _end_with(parent: str | None) -> None:
+    """On Linux, end this process when the process that started it ends. Elsewhere a rank ends at its next collective
+    call, which fails."""
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != int(parent):  # the parent ended before prctl
+        os._exit(128 + signal.SIGKILL)
 
 
 @contextlib.contextmanager

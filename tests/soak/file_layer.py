@@ -27,7 +27,7 @@ from typing import Any
 from mmqk import ablate, report
 from mmqk.lab.page.figure import Drawing
 from mmqk.store import cli_main, read_status
-from mmqk.train import process
+from mmqk.train import main as train_main
 from tests.faulty_disk import Disk
 from tests.soak import kills
 from tests.soak.kills import BASE, DIAL, age_events, compare
@@ -169,7 +169,7 @@ def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
     """Return the function of each scenario; its argument is the folder that it writes."""
     grid = ["--config", str(shared / "grid.yaml"), "--jobs=1"]
     return {
-        "run": lambda out: cli_main(process)([*BASE, *DIAL, f"--out={out}"]),
+        "run": lambda out: cli_main(train_main)([*BASE, *DIAL, f"--out={out}"]),
         "grid": lambda out: cli_main(ablate.main)([*grid, f"--out={out}"]),
         "report": lambda out: cli_main(report.main)([str(shared / "grid"), f"--out={out}"]),
     }

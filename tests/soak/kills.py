@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mmqk.lab.runner.pool import PRELOAD
 from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
-from mmqk.train import main, process
+from mmqk.train import main
 from tests.faulty_disk import Disk
 from tests.tiny import tiny_args, write_tiny_data
 from tests.training.ranks import RANKS, _rank
@@ -151,9 +151,9 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
     def call() -> int:
         nonlocal disk
         if disk is None and record is None:
-            return cli_main(process)(args)
+            return cli_main(main)(args)
         with (disk or Killer(out)).mounted() as mounted:
-            code = cli_main(process)(args)
+            code = cli_main(main)(args)
         if record:
             record.write_text(json.dumps(sorted((*site, last) for site, last in mounted.seen.items())))
         return code

@@ -31,18 +31,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-def stop_at_import(module: str, folder: Path) -> None:
-    """Call `pause` at the first import of ``module`` in this process."""
-
-    class Gate:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == module:
-                sys.meta_path.remove(self)  # type: ignore[arg-type]
-                pause(folder)
-
-    sys.meta_path.insert(0, Gate())  # type: ignore[arg-type]
-
-
 def pause(folder: Path) -> None:
     """Write the id of this process to the file ``folder / "at"`` and wait for the file ``folder / "go"``."""
     (folder / "at.partial").write_text(str(os.getpid()))
@@ -72,7 +60,7 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
     os.dup2(sys.stderr.fileno(), 2)
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.store import cli_main
-    from mmqk.train import process
+    from mmqk.train import main
     from mmqk.training.module import TrainingModule
 
     setup, forward = TokenDataModule.setup, TrainingModule.training_step
@@ -90,4 +78,4 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
         TokenDataModule.setup = gated_setup
     elif place:
         TrainingModule.training_step = gated_forward
-    sys.exit(cli_main(process)(args))
+    sys.exit(cli_main(main)(args))

@@ -70,7 +70,7 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: in
     }  # fmt: skip
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
     from mmqk.store import cli_main
-    from mmqk.train import process
+    from mmqk.train import main
     from mmqk.training.module import TrainingModule
 
     def keep(module: TrainingModule) -> None:
@@ -88,4 +88,4 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int, spike: in
         return loss
 
     TrainingModule.training_step = spiking  # type: ignore[method-assign]
-    sys.exit(cli_main(process)(args))
+    sys.exit(cli_main(main)(args))

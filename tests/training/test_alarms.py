@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mmqk.config import resolve
 from mmqk.lab import load_runs
 from mmqk.lab.runner.state import follow
-from mmqk.signals import ENDING
 from mmqk.store import (
     Alarm,
     alarms_of,
@@ -196,7 +195,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
     class Interrupts(Lifecycle):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == after:
-                patch.setattr(ENDING, "signum", signal.SIGINT)
+                self.signals.append(signal.SIGINT)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     monkeypatch.setattr("mmqk.training.loop.AlarmRules.update", update)

@@ -29,7 +29,7 @@ from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.store import DamagedFile, Status, cli_main, is_locked, last_metrics, mark_ended, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
-TRAIN = "mmqk.train:process"
+TRAIN = "mmqk.train:main"
 # Modules that the server imports once for all runs: `mmqk.train` and what it imports inside its functions.
 # They start no thread and initialize no GPU, because threads and initialized GPUs do not work in a forked process.
 PRELOAD = (
