@@ -8,8 +8,11 @@ import os
 import platform
 import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import version
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mmqk.store import (
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from mmqk.training.ranks import Ranks
 
 MOST_PADDING = 0.02
+# A cluster sends SIGUSR1 some time before the time limit of the job (docs/cluster.md).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +126,7 @@ def _parameters(run: RunConfig) -> int:
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.training.checkpoint import last_checkpoint, noted_signals
+    from mmqk.training.checkpoint import last_checkpoint
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
@@ -160,6 +165,33 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         if folder is not None:
             _skipped(folder, data)
     return EXIT_CODES["completed"] if folder is None else _ended(run, folder)
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Add the first signal to a list that the training loop reads after each step; a second signal has its usual
+    effect and ends the run without a checkpoint.
+
+    Only the main thread can receive signals; in another thread the list stays empty.
+    """
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+        restore()
+
+    def restore() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    before = {signum: signal.signal(signum, note) for signum in SIGNALS}
+    try:
+        yield noted
+    finally:
+        restore()
 
 
 def _attach(
@@ -298,7 +330,7 @@ def _first_step(run: RunConfig) -> int:
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
-    from mmqk.training.fork import PROBE_SEQUENCES, make_fork
+    from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
 
     if run.fork is None or checkpoints_in(folder.checkpoints):
         return

@@ -184,7 +184,21 @@ def attention(
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
             ), None
-    # The backend math, which is also the reference in the tests of all other kernels. It computes in at least fp32.
+    return _dense(q_BHTK, k_BHTK, v_BHTK, mask, scale, kind, softcap, dropout, sink_H), None
+
+
+def _dense(
+    q_BHTK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    mask: Tensor,
+    scale: float,
+    kind: str,
+    softcap: float | None,
+    dropout: float,
+    sink_H: Tensor | None,
+) -> Tensor:
+    """Compute the backend math in at least fp32; it is also the reference in the tests of all other kernels."""
     with torch.autocast(q_BHTK.device.type, enabled=False):
         q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
@@ -202,7 +216,7 @@ def attention(
             weight_BHTS = torch.sigmoid(logits_BHTS - math.log(q.shape[-2]))
         if dropout:
             weight_BHTS = F.dropout(weight_BHTS, dropout)
-        return (weight_BHTS @ v).to(v_BHTK.dtype), None
+        return (weight_BHTS @ v).to(v_BHTK.dtype)
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -319,3 +333,14 @@ def allow_many_graphs() -> None:
     from torch._dynamo import config
 
     config.recompile_limit = max(MOST_GRAPHS, config.recompile_limit)
+
+
+def keep_graphs() -> None:
+    """Allow several backward passes through graphs compiled from now on. This costs some memory."""
+    from torch._functorch import config
+
+    if config.donated_buffer:
+        torch.compiler.reset()  # torch would reuse earlier graphs, which overwrite their inputs
+    # Without the tag, torch 2.15's disk cache could return a graph that was compiled with donated buffers. Its second
+    # backward pass would be wrong.
+    config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

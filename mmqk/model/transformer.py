@@ -28,7 +28,20 @@ from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
 
-Observer = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward pass
+# A function that a forward pass calls as `observer(site, layer, tensor)`, with the tensor itself, not a copy:
+#
+# | site              | shape            | tensor                                                      |
+# | ----------------- | ---------------- | ----------------------------------------------------------- |
+# | attn_in           | (B, T, D)        | input of W_q, W_k and W_v                                   |
+# | q_raw, k_raw      | (B, H, T, K)     | before QK-Norm; k_raw has only the key heads                |
+# | q, k, v           | (B, H, T, K)     | inputs of attention, before its scale; key and value heads  |
+# |                   |                  | are repeated for every query head that shares them          |
+# | gate              | (B, T, H, K or 1)| factor on the output of attention (`config.attn_gate`)      |
+# | attn_out, mlp_out | (B, T, D)        | added to the residual stream, before dropout                |
+# | resid             | (B, T, D)        | the residual stream after the layer                         |
+# | final             | (B, T, D)        | output of the last layer, before the final norm; layer -1   |
+# | logits            | (B, T, V)        | in at least fp32, before the final softcap; layer -1        |
+Observer = Callable[[str, int, Tensor], None]
 
 
 def modality_of_ids(ids_BT: Tensor, vocab_sizes: Mapping[str, int]) -> Tensor:
@@ -259,21 +272,7 @@ class EarlyFusionTransformer(nn.Module):
                 `config.per_modality`, separate layers or `config.embed_scale`; an unknown number counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None
                 means one document per row.
-            observer: Called as `observer(site, layer, tensor)` during the forward pass, with the tensor itself, not a
-                copy.
-
-                | site              | shape            | tensor                                                      |
-                | ----------------- | ---------------- | ----------------------------------------------------------- |
-                | attn_in           | (B, T, D)        | input of W_q, W_k and W_v                                   |
-                | q_raw, k_raw      | (B, H, T, K)     | before QK-Norm; k_raw has only the key heads                |
-                | q, k, v           | (B, H, T, K)     | inputs of attention, before its scale; key and value heads  |
-                |                   |                  | are repeated for every query head that shares them          |
-                | gate              | (B, T, H, K or 1)| factor on the output of attention (`config.attn_gate`)      |
-                | attn_out, mlp_out | (B, T, D)        | added to the residual stream, before dropout                |
-                | resid             | (B, T, D)        | the residual stream after the layer                         |
-                | final             | (B, T, D)        | output of the last layer, before the final norm; layer -1   |
-                | logits            | (B, T, V)        | in at least fp32, before the final softcap; layer -1        |
-
+            observer: See `Observer`.
             row_stats: Receives the `RowStats` of each layer, from the first to the last; stays empty with a backend
                 that does not compute them.
             output: What to return. logits: after the final softcap. raw_logits: before the final softcap, so that a

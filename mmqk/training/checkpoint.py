@@ -6,11 +6,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -324,43 +322,12 @@ class Checkpoints(L.Callback):
                     old.unlink()
 
 
-# A cluster sends SIGUSR1 some time before the time limit of the job (docs/cluster.md).
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
 class Interrupted(BaseException):
     """Raised to end the run after a signal."""
 
     def __init__(self, signum: int):
         super().__init__(f"{signal.Signals(signum).name} received")
         self.signum = signum
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Add the first signal to a list that the training loop reads after each step; a second signal has its usual
-    effect and ends the run without a checkpoint.
-
-    Only the main thread can receive signals; in another thread the list stays empty.
-    """
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        noted.append(signum)
-        restore()
-
-    def restore() -> None:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-    before = {signum: signal.signal(signum, note) for signum in SIGNALS}
-    try:
-        yield noted
-    finally:
-        restore()
 
 
 class Lifecycle(L.Callback):
@@ -375,7 +342,7 @@ class Lifecycle(L.Callback):
         folder: The run folder; None in the processes that do not write to it.
         step_log: Decides when to flush.
         checkpoints: Writes the checkpoints.
-        signals: The list of `noted_signals`.
+        signals: The list of `mmqk.train.noted_signals`.
     """
 
     def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints, signals: list[int]):

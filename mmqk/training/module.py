@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, Self
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats
+from mmqk.model.backends import keep_graphs
 from mmqk.model.linear import power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Observer, compile_blocks, evaluation_mode
+from mmqk.monitors.own.bad_site import first_bad_site
 from mmqk.monitors.own.callback import StepMonitor
 from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, QKClip, RowLog, SkipStep, orthogonalize
@@ -64,8 +67,6 @@ class TrainingModule(L.LightningModule):
     norm, as one device tensor. A callback reads and clears this record; the module synchronizes with the host only if
     ``optim.skip_step`` is set and the optimizer is not AdamW.
 
-    An optimizer hook applies QK-Clip and the power step of σReparam after every update.
-
     After the first gradient norm that is not finite, the weights no longer change: the run has diverged, and
     `bad_site` needs the weights of that step.
 
@@ -79,6 +80,7 @@ class TrainingModule(L.LightningModule):
     Attributes:
         step_record: Record of the latest optimizer step; None after a callback has read it.
         step_watch: Measures every step, or None.
+        trained_modalities, trained_places: Names and indices of the modalities whose loss weight is above 0.
         stored: Entries that the module adds to its checkpoints: the configuration of the model, which
             `checkpoint.check_run` compares on loading. A run adds its id and configuration, which a fork reads, and
             the strategy and number of its processes (`RunConfig.ranks`), which a resume compares.
@@ -102,10 +104,12 @@ class TrainingModule(L.LightningModule):
         self.step_record: StepRecord | None = None
         self.step_watch: StepMonitor | None = None
         self.qk_clip = None if self.optim_config.qk_clip is None else QKClip(self.model, self.optim_config.qk_clip)
-        optim_ = self.optim_config
+        weights, chosen = self.loss_config.weights_of(model.modalities), self.optim_config
+        self.trained_places = [i for i, weight in enumerate(weights) if weight > 0]
+        self.trained_modalities = tuple(model.modalities[i] for i in self.trained_places)
         tensors = sum(p.requires_grad for p in self.model.parameters())
-        self.adagc = None if optim_.adagc is None else AdaGC(tensors, optim_.adagc, optim_.warmup_steps)
-        self.skip_step = None if optim_.skip_step is None else SkipStep(optim_.skip_step)
+        self.adagc = None if chosen.adagc is None else AdaGC(tensors, chosen.adagc, chosen.warmup_steps)
+        self.skip_step = None if chosen.skip_step is None else SkipStep(chosen.skip_step)
         self.row_log = RowLog(model.modalities) if backend == "flex" else None
         self._step_loss: Tensor | None = None
         self._step_sums_RM: Tensor | None = None
@@ -139,8 +143,6 @@ class TrainingModule(L.LightningModule):
     def whole_model(self) -> EarlyFusionTransformer:
         """Return the trained model, unsharded; a collective call."""
         return whole_model(self.model, self.backend)
-
-    # Loss ----------------------------------------------------------------------------------------------
 
     def losses(
         self,
@@ -182,16 +184,6 @@ class TrainingModule(L.LightningModule):
     def loss_weighting(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
         """Return the weights, the z-loss coefficient and the normalizer of `total_loss` and `loss_parts`."""
         return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
-
-    @property
-    def trained_modalities(self) -> tuple[str, ...]:
-        """Names of the modalities whose loss weight is above 0."""
-        return tuple(n for n in self.model_config.modalities if self.loss_config.weights.get(n, 1.0) > 0)
-
-    @property
-    def trained_places(self) -> list[int]:
-        """Indices of the trained modalities."""
-        return [self.model_config.modalities.index(name) for name in self.trained_modalities]
 
     def on_fit_start(self) -> None:
         """Restore the loss weights in fp32, because precision bf16-true converts the buffer to bf16.
@@ -289,8 +281,7 @@ class TrainingModule(L.LightningModule):
                 optimizer.clip(gradient_clip_val, grad_norm)
         if self.adagc is not None:
             gradients = [p.grad for p in with_grad.values() if p.grad is not None]
-            clipped = torch._foreach_norm(gradients)
-            self.adagc.clip(gradients, clipped, self.trainer.global_step)
+            self.adagc.clip(gradients, torch._foreach_norm(gradients), self.trainer.global_step)
         stop = self._stops(grad_norm)
         # `found_inf`, the flag that a gradient scaler passes to a fused optimizer, needs no host synchronization.
         optimizer.found_inf = stop.float()
@@ -348,16 +339,12 @@ class TrainingModule(L.LightningModule):
         sums_RM = [sums[i : i + len(names)] for i in range(0, len(sums), len(names))]
         return tags | modality_means(sums_RM, names)
 
-    # Optimizer -----------------------------------------------------------------------------------------
-
     def configure_optimizers(self) -> Any:
         self._named_parameters = list(self.model.named_parameters())  # after the strategy has sharded them
         optimizer = make_optimizer(self.optim_config, self.model)
         optimizer.register_step_post_hook(self._after_update)
-        max_steps = self.trainer.max_steps
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: lr_multiplier(self.optim_config, step, max_steps)
-        )
+        config, steps = self.optim_config, self.trainer.max_steps
+        schedule = LambdaLR(optimizer, lambda step: lr_multiplier(config, step, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -373,12 +360,9 @@ class TrainingModule(L.LightningModule):
     def _guards(self) -> dict[str, nn.Module]:
         return {n: g for n, g in (("adagc", self.adagc), ("skip_step", self.skip_step)) if g is not None}
 
-    # Losses outside of a step --------------------------------------------------------------------------
-
     @torch.no_grad()
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
-        """Return the loss and log Z by target modality over held-out batches, in the run's precision, as ``val_``
-        tags."""
+        """Return the loss and log Z by target modality over held-out batches, in the run's precision, by tag."""
         total_RM: Tensor | None = None
         with evaluation_mode(self.model), self.trainer.precision_plugin.val_step_context():
             for batch in batches:
@@ -401,12 +385,9 @@ class TrainingModule(L.LightningModule):
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """Return `first_bad_site` of a step whose gradient was not finite.
 
-        ``batches`` are the micro-batches of that step with their numbers.
-
-        The forward pass uses the weights and dropout masks of that step; only the masks of compiled blocks differ.
+        ``batches`` are the micro-batches of that step with their numbers. The forward pass uses the weights and dropout
+        masks of that step; only the masks of compiled blocks differ.
         """
-        from mmqk.monitors.own.bad_site import first_bad_site
-
         model = self.whole_model()
         for index, batch in batches:
             self._seed_dropout(index)
@@ -423,14 +404,3 @@ class TrainingModule(L.LightningModule):
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part
-
-
-def keep_graphs() -> None:
-    """Allow several backward passes through graphs compiled from now on. This costs some memory."""
-    from torch._functorch import config
-
-    if config.donated_buffer:
-        torch.compiler.reset()  # torch would reuse earlier graphs, which overwrite their inputs
-    # Without the tag, torch 2.15's disk cache could return a graph that was compiled with donated buffers. Its second
-    # backward pass would be wrong.
-    config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

@@ -76,7 +76,7 @@ class Ranks:
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
         self.trainer.strategy.checkpoint_io = CheckpointFiles()
-        # `noted_signals` handles the signals; Lightning's SIGTERM handler would wait for the other processes. These
+        # `mmqk.train` handles the signals; Lightning's SIGTERM handler would wait for the other processes. These
         # private parts of Lightning are checked by tests/training/test_lightning_private.py.
         self.trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self.several = self.trainer.world_size > 1
@@ -346,8 +346,10 @@ _PAD = 2**27
 
 
 def tune(device: torch.device) -> None:
-    """Apply all settings of this file for a run on this device."""
-    keep_new_memory_as_it_is()
+    """Apply the settings below for a run on this device."""
+    # Under ``trainer.deterministic`` torch would fill new tensors, which only reveals reads of uninitialized memory:
+    # ``python -m timeit "torch.empty(2**23)"`` takes 8 us with this setting and 9.9 ms without it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cpu":
         keep_freed_memory()
         skip_nvml_check()
@@ -380,15 +382,6 @@ def skip_nvml_check() -> None:
     0.47 ms before it (medians of 300 steps, measured twice).
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
-
-
-def keep_new_memory_as_it_is() -> None:
-    """Do not fill new tensors under ``trainer.deterministic``. Filling them would only reveal reads of uninitialized
-    memory.
-
-    Measured: ``python -m timeit "torch.empty(2**23)"`` takes 8 us after this call and 9.9 ms before it.
-    """
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def set_threads(threads: int) -> None:

@@ -12,8 +12,8 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from mmqk.model import EarlyFusionTransformer, PerModalityConfig, QKNormConfig, transformer
+from mmqk.model.backends import keep_graphs
 from mmqk.model.transformer import compile_blocks
-from mmqk.training.module import keep_graphs
 from tests.model.small import L2, V, build, ids_of
 
 TWO = {"text": 15, "image": 6}

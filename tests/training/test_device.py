@@ -12,7 +12,7 @@ import torch
 from mmqk.config import RunConfig, resolve
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
-from mmqk.training.fork import changes
+from mmqk.training.fork.start import changes
 from mmqk.training.ranks import advised, describe, resolve_device
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mmqk.store import is_locked, read_status
-from mmqk.train import main
-from mmqk.training.checkpoint import noted_signals
+from mmqk.train import main, noted_signals
 from tests.training.gates import SECONDS, gone, start, wait_for
 from tests.training.test_resume import series, state
 

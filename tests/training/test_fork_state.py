@@ -8,8 +8,9 @@ import torch
 from mmqk.config import OptimConfig
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule
-from mmqk.training.fork import callback_state, loops_state, optimizer_state, scheduler_state
-from mmqk.training.fork_weights import Carried, Change
+from mmqk.training.fork.measure import Change
+from mmqk.training.fork.state import callback_state, loops_state, optimizer_state, scheduler_state
+from mmqk.training.fork.weights import Carried
 from mmqk.training.optimizers import lr_multiplier, make_optimizer
 from tests.training.toy import MODEL, module_of, toy_batch
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.config import PerModalityConfig, QKNormConfig
-from mmqk.training.fork_weights import carry, change_of_function
+from mmqk.training.fork.measure import change_of_function
+from mmqk.training.fork.weights import carry
 from mmqk.training.losses import modality_losses
 from tests.training.toy import BLOCKS, toy_batch
 

@@ -18,7 +18,7 @@ Shapes: D model width, H heads, K head_dim.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,11 +27,9 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.model.linear import TINY, ByModality, SigmaLinear, parameter_generator
-from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, Norm
-from mmqk.training.losses import modality_losses
-
-CHUNK = 4  # sequences per forward pass
+from mmqk.model.linear import TINY, ByModality, SigmaLinear
+from mmqk.model.norms import L2Norm, LayerScale, Norm
+from mmqk.training.fork.measure import one_copy, sizes_at_norms
 
 
 @dataclass
@@ -56,21 +54,35 @@ def tied_name(name: str) -> str:
     return re.sub(r"\.copies\.\d+", "", name)
 
 
-class Matrices:
-    """Copies parameters by name (`by_name`), collects factors of matrices (`fold`), then applies the factors
-    (`write`).
+@torch.no_grad()
+def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Carried:
+    """Fill the fork's model ``new`` from the parent's model ``old``.
 
-    Args:
-        old: The parent's model.
-        new: The fork's model, whose parameters are overwritten.
+    Both are in fp32 and in evaluation mode, on the device of ``batch``.
     """
+    carrying = _Carrying(old, new, batch)
+    carrying.by_name()
+    carrying.norms()
+    carrying.write()
+    return carrying.account()
 
-    def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer):
+
+class _Carrying:
+    """Copies parameters by name (`by_name`), sets the gains of norms and collects factors of matrices (`norms`), then
+    applies the factors (`write`)."""
+
+    def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
         self.old, self.new = dict(old.named_modules()), dict(new.named_modules())
         self.before, self.config = old.config, new.config
         self.old_values, self.new_values = dict(old.named_parameters()), dict(new.named_parameters())
         self.factor: dict[str, Tensor] = {}  # factor of each matrix of the fork, broadcast over the matrix
         self.done = Carried()
+        self.sizes = sizes_at_norms(old, new, batch)
+        # Factor on q and k that corrects for different scales of the attention logits. It is 1 unless exactly one of
+        # the two models has a QK-Norm of kind l2.
+        cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
+        ratio = self.before.attn_scale_value / self.config.attn_scale_value
+        self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
 
     def by_name(self) -> None:
         """Copy each parameter that the parent has with the same name (with or without ``.copies.N``) and the same
@@ -148,55 +160,8 @@ class Matrices:
         }
         return done
 
-
-@torch.no_grad()
-def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Carried:
-    """Fill the fork's model ``new`` from the parent's model ``old``.
-
-    Both are in fp32 and in evaluation mode, on the device of ``batch``.
-    """
-    return _Carrying(old, new, batch).run()
-
-
-@torch.no_grad()
-def perturb(model: nn.Module, size: float, draw: int) -> None:
-    """Add noise to every weight matrix, with an RMS of ``size`` times the RMS of the matrix. ``draw`` and the
-    weight's name determine the noise."""
-    done = set()
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
-            weight = module.weight
-            done.add(weight)  # change a tied matrix once
-            generator = parameter_generator(draw, f"fork/{name}")
-            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            wide = weight.double().cpu()
-            wide += noise * (size * wide.square().mean().sqrt() / noise.square().mean().sqrt())
-            weight.copy_(wide)
-
-
-# A function for gains that have no parameter in the fork. It folds a gain (H, K) of a modality, or of all modalities
-# (None), into another parameter and returns a description.
-FoldGain = Callable[[Tensor, int | None], str]
-
-
-def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
-    """Return (index of the modality, copy) for each copy of a layer; a layer without copies is its own copy, and its
-    index is None."""
-    return list(enumerate(module.copies)) if isinstance(module, ByModality) else [(None, module)]
-
-
-class _Carrying(Matrices):
-    def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
-        super().__init__(old, new)
-        self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
-        # Factor on q and k that corrects for different scales of the attention logits. It is 1 unless exactly one of
-        # the two models has a QK-Norm of kind l2.
-        cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
-        ratio = self.before.attn_scale_value / self.config.attn_scale_value
-        self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
-
-    def run(self) -> Carried:
-        self.by_name()
+    def norms(self) -> None:
+        """Carry over every norm, from the first layer to the last."""
         for layer in range(self.config.n_layers):
             block = f"blocks.{layer}"
             attention = f"{block}.attention"
@@ -208,8 +173,6 @@ class _Carrying(Matrices):
             for role in "qkv":
                 self._head_norm(attention, role)
         self._stream_norm("final_norm", behind=["head"])
-        self.write()
-        return self.account()
 
     def _stream_norm(self, name: str, behind: list[str]) -> None:
         """Carry over a norm of the residual stream; ``behind`` are the matrices that read its output."""
@@ -267,9 +230,12 @@ class _Carrying(Matrices):
 
         self._norm(name, fold_gain, factor=1.0 if role == "v" else self.logit_factor)
 
-    def _norm(self, name: str, fold_gain: FoldGain, factor: float = 1.0) -> None:
-        """Set the gain of a norm from the parent's gain and the measured sizes, or fold this gain with
-        ``fold_gain``."""
+    def _norm(self, name: str, fold_gain: Callable[[Tensor, int | None], str], factor: float = 1.0) -> None:
+        """Set the gain of a norm from the parent's gain and the measured sizes.
+
+        If the fork has no parameter for it, ``fold_gain`` folds the gain (H, K) of a modality, or of all modalities
+        (None), into another parameter, and returns a description.
+        """
         parent, fork = self.old[name], self.new[name]
         first = one_copy(fork)
         cosine = isinstance(first, L2Norm) and not name.endswith("v_norm")
@@ -315,14 +281,13 @@ class _Carrying(Matrices):
             gain = gain_HK.reshape(shape)
         else:
             weighed_HK = gain_HK.square() * other_H[:, None]
-            gain = (weighed_HK.sum(0) / other_H.sum()).sqrt() * _sign(gain_HK.mean(0))
+            sign_K = torch.where(gain_HK.mean(0) < 0, -1.0, 1.0)
+            gain = (weighed_HK.sum(0) / other_H.sum()).sqrt() * sign_K
         copy.weight.copy_(gain - copy.offset)
-        if isinstance(one_copy(parent), Norm) and getattr(one_copy(parent), "weight", None) is not None:
-            self.done.added.setdefault(f"{prefix}.weight", "the parent's gain, scaled by measured RMS")
-        else:
-            self.done.added[f"{prefix}.weight"] = "the measured RMS"
-        if f"{prefix}.weight" in self.done.from_name:
-            self.done.added.pop(f"{prefix}.weight")
+        if f"{prefix}.weight" not in self.done.from_name:
+            had_gain = isinstance(one_copy(parent), Norm) and one_copy(parent).weight is not None
+            how = "the parent's gain, scaled by measured RMS" if had_gain else "the measured RMS"
+            self.done.added[f"{prefix}.weight"] = how
 
     def _start_scale(self, prefix: str, copy: L2Norm, m: int | None) -> None:
         """Set the learned scale of cosine attention from the measured lengths of queries and keys."""
@@ -354,8 +319,10 @@ class _Carrying(Matrices):
             self.done.added[f"{prefix}.bias"] = "the mean of the parent's"
 
 
-def _sign(x: Tensor) -> Tensor:
-    return torch.where(x < 0, -1.0, 1.0)
+def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
+    """Return (index of the modality, copy) for each copy of a layer; a layer without copies is its own copy, and its
+    index is None."""
+    return list(enumerate(module.copies)) if isinstance(module, ByModality) else [(None, module)]
 
 
 def _alike(a: nn.Module, b: nn.Module) -> bool:
@@ -373,136 +340,3 @@ def _alike(a: nn.Module, b: nn.Module) -> bool:
 def _gain_of(norm: nn.Module, shape: tuple[int, int]) -> Tensor:
     gain = norm.gain() if isinstance(norm, Norm) else None
     return torch.ones(shape, dtype=torch.float64) if gain is None else gain.double().expand(shape)
-
-
-@dataclass
-class Sizes:
-    """Sums of squares at one norm, by modality of the token and by head (a norm of the residual stream has one head).
-
-    Attributes:
-        plain_MH: Sums for the input normalized by the parent's norm, before its gain, or for the input itself if the
-            parent has no norm here. If the fork's norm is a LayerNorm, the mean is subtracted first.
-        out_MH: Sums for the output of the parent's norm.
-        other_MH: Sums for the input normalized by the fork's norm, before its gain.
-        count_M: Number of values in each sum.
-    """
-
-    plain_MH: Tensor
-    out_MH: Tensor
-    other_MH: Tensor
-    count_M: Tensor
-
-    def mean(self, of: str, modality: int | None) -> Tensor:
-        """Return the mean square by head, (H,), over the tokens of a modality, or over all tokens if the modality is
-        None or has no tokens."""
-        sums_MH = getattr(self, f"{of}_MH")
-        if modality is None or not self.count_M[modality]:
-            return sums_MH.sum(0) / self.count_M.sum()
-        return sums_MH[modality] / self.count_M[modality]
-
-
-def _parts(batch: TokenBatch) -> Iterator[tuple[int, TokenBatch]]:
-    """Yield the batch in parts of `CHUNK` sequences, each with the index of its first sequence."""
-    for start in range(0, len(batch.ids_BT), CHUNK):
-        yield start, batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
-
-
-def one_copy(norm: nn.Module) -> nn.Module:
-    """Return the norm, or the first of its copies: the copies differ in gain and bias only."""
-    return norm.copies[0] if isinstance(norm, ByModality) else norm
-
-
-def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
-    norm = one_copy(norm)
-    return norm.normalize(x) if isinstance(norm, Norm) else x
-
-
-@torch.no_grad()
-def sizes_at_norms(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> dict[str, Sizes]:
-    """Return the `Sizes` at every norm of the parent or the fork, by the norm's name. Padding is excluded.
-
-    Args:
-        old: The parent, which runs a forward pass.
-        new: The fork, whose norms are applied to the inputs of the parent's norms.
-        batch: The probe batch.
-    """
-    fork_modules, sizes, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
-    M = len(old.config.modalities)
-
-    def hook(name: str):
-        def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            rows = slice(at["start"], at["start"] + len(out))
-            valid_N = batch.valid_BT[rows].flatten()
-            modality_N = batch.modality_BT[rows].flatten()[valid_N]
-            x = args[0].float()
-
-            def squares(y: Tensor) -> Tensor:
-                y_NHK = y.flatten(0, 1)[valid_N].double().square()
-                y_NH = y_NHK.sum(-1) if y_NHK.ndim == 3 else y_NHK.sum(-1, keepdim=True)
-                return y_NH.new_zeros(M, y_NH.shape[1]).index_add_(0, modality_N, y_NH)
-
-            plain, other = _normalized(module, x), one_copy(fork_modules[name])
-            if isinstance(other, LayerNorm):
-                plain = plain - plain.mean(other.axes, keepdim=True)
-            plain_MH, out_MH, other_MH = (squares(y) for y in (plain, out, _normalized(other, x)))
-            count_M = torch.bincount(modality_N, minlength=M) * x.shape[-1]
-            so_far = sizes.get(name)
-            if so_far is None:
-                sizes[name] = Sizes(plain_MH, out_MH, other_MH, count_M)
-            else:
-                so_far.plain_MH += plain_MH
-                so_far.out_MH += out_MH
-                so_far.other_MH += other_MH
-                so_far.count_M += count_M
-
-        return look
-
-    handles = [
-        module.register_forward_hook(hook(name)) for name, module in old.named_modules() if name.endswith("_norm")
-    ]
-    try:
-        for start, part in _parts(batch):
-            at["start"] = start
-            old(part.ids_BT, part.modality_BT, part.document_BT)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sizes
-
-
-@dataclass(frozen=True)
-class Change:
-    """The difference between the outputs of a fork and its parent, in fp32 and without dropout.
-
-    Attributes:
-        logits: RMS of the difference of the output logits, divided by the RMS of the parent's logits.
-        loss: Mean cross-entropy of parent and fork by target modality, nats.
-    """
-
-    logits: float
-    loss: dict[str, tuple[float, float]]
-
-
-@torch.no_grad()
-def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Change:
-    """Compare the outputs of both models on the same tokens; logits at padding are excluded.
-
-    Both models are in evaluation mode.
-    """
-    names = old.config.modalities
-    difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
-    sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
-    for _, part in _parts(batch):
-        logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
-        before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
-        difference = difference + (after_NV - before_NV).square().sum()
-        size = size + before_NV.square().sum()
-        losses = [
-            modality_losses(x, part.targets_BT, part.target_modality_BT, part.target_mask_BT, len(names))
-            for x in logits
-        ]
-        for total, value in zip(sums, (losses[0].count, losses[0].ce, losses[1].ce), strict=True):
-            total += value
-    rows = torch.stack(sums).T.tolist()
-    loss = {name: (a / n, b / n) for name, (n, a, b) in zip(names, rows, strict=True) if n}
-    return Change(float((difference / size).sqrt()), loss)

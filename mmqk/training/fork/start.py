@@ -1,0 +1,215 @@
+"""Starts a fork: a run that begins at a checkpoint of another run, converted to the configuration of the fork."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mmqk.config.fork import ForkConfig
+from mmqk.config.run import NEWER, SECTIONS
+from mmqk.config.training import LossConfig, OptimConfig
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model.linear import parameter_generator
+from mmqk.store import UserError, differing_fields, flatten, write_json
+from mmqk.store.checkpoints import checkpoint_name
+from mmqk.store.formatting import plain
+from mmqk.training.checkpoint import PREFIX, load_checkpoint, save_checkpoint
+from mmqk.training.fork.measure import Change, change_of_function
+from mmqk.training.fork.state import (
+    callback_state,
+    guards_state,
+    loops_state,
+    optimizer_state,
+    scheduler_state,
+)
+from mmqk.training.fork.weights import Carried, carry
+from mmqk.training.optimizers import lr_multiplier
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
+
+
+PROBE_SEQUENCES = 16
+FORK_NAME = "fork.json"
+# Fields that change the devices, speed or loggers of a run but not its result.
+NOT_CHANGES = ("checkpoint.", "threads", "logging", "activation_checkpointing", "data.workers", "data.cache",
+               "fork", "trainer.devices", "trainer.num_nodes", "trainer.strategy")  # fmt: skip
+
+
+def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
+    """Write the first checkpoint of a fork and ``fork.json``; return a sentence that describes the fork.
+
+    Args:
+        run: The configuration, with its `fork`.
+        folder: The run folder.
+        probe: Held-out sequences. New gains are computed from the parent's activations on them, and the outputs of
+            parent and fork are compared on them.
+
+    Raises:
+        UserError: the parent's checkpoint is missing, damaged, or not of the run and step in the configuration.
+    """
+    fork = run.fork
+    assert fork is not None and fork.checkpoint is not None
+    saved = _parent(fork)
+    cuda = torch.cuda.is_available() and run.trainer.get("accelerator") != "cpu"
+    device = torch.device("cuda" if cuda else "cpu")
+    probe = probe.to(device)
+    old = _model(ModelConfig.from_dict(saved["mmqk_model"]), run.seed, device)
+    old.load_state_dict({k.removeprefix(PREFIX): v for k, v in saved["state_dict"].items()})
+    new = _model(run.model, run.seed, device)
+    carried = carry(old, new, probe)
+    if fork.noise:
+        perturb(new, fork.noise, fork.seed)
+    change = change_of_function(old, new, probe)
+
+    parent, own = dict(fork.parent.config), run.nested()
+    changed = changes(parent, own)
+    lr = run.optim.lr * lr_multiplier(run.optim, fork.parent.step, run.trainer["max_steps"])
+    optimizer, moments = optimizer_state(
+        saved["optimizer_states"][0],
+        (OptimConfig(**parent["optim"]), old, _trained(LossConfig(**parent["loss"]), old.config)),
+        (run.optim, new, _trained(run.loss, run.model)),
+        carried,
+        lr,
+        fork.new_moments,
+    )
+    schedule = scheduler_state(saved["lr_schedulers"][0], run.optim, lr, groups=len(optimizer["param_groups"]))
+    before, after = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
+    touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
+    touched += ["fork_new_moments"] * fork.new_moments
+    checkpoint = {
+        **saved,
+        "state_dict": {PREFIX + name: value.cpu() for name, value in new.state_dict().items()},
+        "optimizer_states": [optimizer],
+        "lr_schedulers": [schedule],
+        "loops": loops_state(saved["loops"], fork.parent.step, before, after, fork.skip_batches),
+        "callbacks": callback_state(saved["callbacks"], touched, change),
+        "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
+        "mmqk_model": own["model"],
+        "mmqk_run": run.record(),
+    }
+    write_json(folder / FORK_NAME, _record(run, changed, carried, moments, change))
+    save_checkpoint(checkpoint, folder / "checkpoints" / checkpoint_name(fork.parent.step))
+    return sentence(run, changed, change)
+
+
+def _parent(fork: ForkConfig) -> dict[str, Any]:
+    """Return the content of the parent's checkpoint."""
+    assert fork.checkpoint is not None
+    if not fork.checkpoint.exists():
+        raise UserError(f"The checkpoint {fork.checkpoint} of --fork does not exist: name another after --fork.")
+    saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=True)
+    writer = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
+    if writer != (fork.parent.id, fork.parent.step):
+        raise UserError(
+            f"{fork.checkpoint} is no longer step {fork.parent.step} of run {fork.parent.id}: give another --out."
+        )
+    return saved
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, size: float, draw: int) -> None:
+    """Add noise to every weight matrix, with an RMS of ``size`` times the RMS of the matrix. ``draw`` and the
+    weight's name determine the noise."""
+    done = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
+            weight = module.weight
+            done.add(weight)  # change a tied matrix once
+            generator = parameter_generator(draw, f"fork/{name}")
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            wide = weight.double().cpu()
+            wide += noise * (size * wide.square().mean().sqrt() / noise.square().mean().sqrt())
+            weight.copy_(wide)
+
+
+def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields in which two configurations differ, except the fields that do not affect the result."""
+    parent = _with_newer_fields(parent)
+    a, b = flatten(parent), flatten(own)
+    differing = differing_fields(parent, own)
+    names = [
+        f
+        for f in differing
+        if not f.startswith(NOT_CHANGES)
+        # If a mapping is empty in only one of the configurations, list its entries in the other configuration.
+        and not any(other.startswith(f"{f}.") for other in differing)
+    ]
+    return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in names]
+
+
+def _with_newer_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the fields that its version of mmqk did not have, at their defaults."""
+    newer = {}
+    for section, names in NEWER.items():
+        if section in config:
+            defaults = {f.name: f.default for f in fields(SECTIONS[section]) if f.name in names}
+            newer[section] = defaults | config[section]
+    return {"compile": False, **config, **newer}
+
+
+def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
+    """Return a sentence with the parent, the changed fields, and the change of the outputs."""
+    fork = run.fork
+    assert fork is not None
+    parts = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
+    parts += [f"the next {fork.skip_batches} batches skipped"] if fork.skip_batches else []
+    parts += [f"weights perturbed by {fork.noise:g} of their RMS"] if fork.noise else []
+    parts += ["new moments of the optimizer"] if fork.new_moments else []
+    losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
+    near = (
+        "the function equals the parent's bit for bit (in fp32, before the first step)"
+        if change.logits == 0
+        else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
+    )
+    return (
+        f"forked from step {fork.parent.step} of run {fork.parent.id} with {', '.join(parts) or 'nothing changed'}:"
+        f" {near}"
+    )
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _record(
+    run: RunConfig, changed: list[dict[str, Any]], carried: Carried, optimizer: str, change: Change
+) -> dict[str, Any]:
+    fork = run.fork
+    assert fork is not None and fork.checkpoint is not None
+    given = Path(fork.given)
+    parent = {
+        "id": fork.parent.id,
+        "folder": str(given.parent.parent) if given.suffix == ".ckpt" else fork.given,
+        "checkpoint": str(fork.checkpoint),
+        "step": fork.parent.step,
+    }
+    return {
+        "parent": parent,
+        "changed": changed,
+        "skip_batches": fork.skip_batches,
+        "noise": fork.noise,
+        "seed": fork.seed,
+        "new_moments": fork.new_moments,
+        "added": [{"name": name, "how": how} for name, how in carried.added.items()],
+        "dropped": [{"name": name, "how": how} for name, how in carried.dropped.items()],
+        "optimizer": optimizer,
+        "function": {
+            "logits_rms_relative": change.logits,
+            "loss": {name: list(values) for name, values in change.loss.items()},
+        },
+    }
+
+
+def _model(config: ModelConfig, seed: int, device: torch.device) -> EarlyFusionTransformer:
+    return EarlyFusionTransformer(config, "math", seed).to(device).eval()
+
+
+def _trained(loss: LossConfig, model: ModelConfig) -> list[str]:
+    weights = loss.weights_of(model.modalities)
+    return [name for name, weight in zip(model.modalities, weights, strict=True) if weight > 0]

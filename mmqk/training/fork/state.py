@@ -1,0 +1,203 @@
+"""Converts the parent's state of optimizer, schedule, loops and callbacks to the configuration of the fork."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqk.config.training import OptimConfig
+from mmqk.model import EarlyFusionTransformer
+from mmqk.training.fork.measure import Change
+from mmqk.training.fork.weights import Carried
+from mmqk.training.optimizers import make_optimizer
+
+# If the changed fields raise a loss by more than this (nats), the loss history starts again, because such a rise does
+# not count as a divergence.
+JUMP_NATS = 0.1
+SAME_DATA = ("data.val_", "data.batch_size")
+
+
+def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
+    """Make the optimizer; return the parameter names in the order of its state, and its state dict."""
+    optimizer, names = make_optimizer(config, model), {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]], optimizer.state_dict()
+
+
+def optimizer_state(
+    saved: Mapping[str, Any],
+    old: tuple[OptimConfig, EarlyFusionTransformer, Sequence[str]],
+    new: tuple[OptimConfig, EarlyFusionTransformer, Sequence[str]],
+    carried: Carried,
+    lr: float,
+    new_moments: bool = False,
+) -> tuple[dict[str, Any], str]:
+    """Return the parent's moments converted to the fork's settings, and a sentence about the conversion.
+
+    If a matrix is scaled by c, its first moments are scaled by 1 / c and its second moments by 1 / c^2, because its
+    gradients are scaled by 1 / c.
+
+    If only the fork sets `optim.split_second_moment`, each modality starts with an equal part of the shared first
+    moment and with the whole second moment. With zero gradients, the fork's next step then equals the parent's next
+    step. If only the parent sets the field, the moments are summed over modalities. For second moments, this assumes
+    that the gradients of the modalities are uncorrelated.
+
+    Args:
+        saved: Optimizer state of the parent.
+        old: Settings, model and trained modalities of the parent.
+        new: Settings, model and trained modalities of the fork.
+        carried: Origin of the fork's parameters.
+        lr: Learning rate of the next update.
+        new_moments: Whether to leave out the parent's moments.
+    """
+    (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
+    old_names, _ = _names_in_order(old_config, old_model)
+    new_names, state = _names_in_order(new_config, new_model)
+    by_name = {old_names[i]: moments for i, moments in saved["state"].items()}
+    split = (old_config.split_second_moment, new_config.split_second_moment)
+    resplit = any(split) and (split != (True, True) or list(old_trained) != list(new_trained))
+    state_of: dict[int, dict[str, Any]] = {}
+    fresh = 0
+    for i, name in enumerate(new_names):
+        source = carried.from_name.get(name)
+        if source is None:
+            fresh += 1
+            continue
+        if source not in by_name:
+            continue  # no gradient has updated this parameter yet
+        moments = _rescaled(by_name[source], carried.scale.get(name))
+        if resplit:
+            moments = _resplit(moments, old_trained if split[0] else None, new_trained if split[1] else None)
+        state_of[i] = moments
+    state["state"] = state_of
+    for group in state["param_groups"]:
+        group["initial_lr"], group["lr"] = group["lr"], lr
+    if new_moments:
+        state["state"] = {}
+        return state, "all moments start at zero"
+    parts = ["carried over"]
+    if carried.scale:
+        parts.append(f"rescaled for {len(carried.scale)} parameters into which gains were folded")
+    if split == (False, True):
+        parts.append("the shared moments split among the modalities")
+    if split == (True, False):
+        parts.append("the moments of the modalities summed, as for uncorrelated gradients")
+    if fresh:
+        parts.append(f"{fresh} parameters start at zero")
+    return state, "; ".join(parts)
+
+
+def _rescaled(moments: Mapping[str, Any], scale: Tensor | None) -> dict[str, Any]:
+    """Return the moments of a matrix that was scaled by ``scale``."""
+    if scale is None:
+        return dict(moments)
+    inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale).cpu()
+    powers = {"exp_avg": inverse, "exp_avg_sq": inverse.square(), "momentum_buffer": inverse}
+    return {
+        key: (value.double() * powers[key]).to(value.dtype) if key in powers else value
+        for key, value in moments.items()
+    }
+
+
+def _resplit(moments: dict[str, Any], old: Sequence[str] | None, new: Sequence[str] | None) -> dict[str, Any]:
+    """Convert moments between one shared set (None) and one set per modality. The moments of a new modality are
+    zero."""
+    first, second = moments["exp_avg"], moments["exp_avg_sq"]
+    if old is None:
+        assert new is not None
+        n = len(new)
+        stacked = torch.stack([first / n] * n), torch.stack([second] * n)
+        return {"step": int(moments["step"]), "exp_avg": stacked[0], "exp_avg_sq": stacked[1]}
+    if new is None:
+        step = torch.tensor(float(moments["step"]))
+        return {"step": step, "exp_avg": first.sum(0), "exp_avg_sq": second.sum(0)}
+
+    def reordered(moment: Tensor) -> Tensor:
+        zero = torch.zeros_like(moment[0])
+        return torch.stack([moment[old.index(m)] if m in old else zero for m in new])
+
+    return {"step": moments["step"], "exp_avg": reordered(first), "exp_avg_sq": reordered(second)}
+
+
+def guards_state(
+    saved: Mapping[str, Any], old: EarlyFusionTransformer, new: EarlyFusionTransformer, carried: Carried
+) -> dict[str, Any]:
+    """Return the history of the parent's spike guards for the fork. New and rescaled parameters have no AdaGC
+    history."""
+    if "adagc" not in saved:
+        return dict(saved)
+    gamma_of = dict(zip(dict(old.named_parameters()), saved["adagc"]["gamma_P"].tolist(), strict=True))
+    sources = [None if name in carried.scale else carried.from_name.get(name) for name, _ in new.named_parameters()]
+    gamma_P = [math.inf if source is None else gamma_of[source] for source in sources]
+    return {**saved, "adagc": {"gamma_P": saved["adagc"]["gamma_P"].new_tensor(gamma_P)}}
+
+
+def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
+    """Return the scheduler state at the parent's step, with the fork's peak learning rate."""
+    return {**saved, "base_lrs": [config.lr] * groups, "_last_lr": [lr] * groups, "lr_lambdas": [None] * groups}
+
+
+def loops_state(
+    saved: Mapping[str, Any], step: int, old: tuple[int, int], new: tuple[int, int], skip: int
+) -> dict[str, Any]:
+    """Return the state of Lightning's loops for the fork: step counters and the position in the data.
+
+    Args:
+        saved: ``loops`` of the parent.
+        step: Number of optimizer steps.
+        old: Sequences and micro-batches per optimizer step of the parent.
+        new: Sequences and micro-batches per optimizer step of the fork.
+        skip: Number of optimizer steps whose sequences are skipped.
+    """
+    loops = copy.deepcopy(dict(saved))
+    fit = loops["fit_loop"]
+    (old_sequences, _), (new_sequences, micro_batches) = old, new
+    loader = fit["state_dict"]["combined_loader"][0]
+    read = step * old_sequences + loader.get("ahead", 0)
+    ahead = read + skip * new_sequences - step * new_sequences
+    fit["state_dict"]["combined_loader"] = [{"position": step * micro_batches, "ahead": ahead}]
+    progress = fit["epoch_loop.batch_progress"]
+    progress["is_last_batch"] = False  # True in the checkpoint of a finished parent
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] = step * micro_batches - (name == "completed")
+    return loops
+
+
+def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
+    """Return the parts of the parent's callback state that apply to the fork.
+
+    The divergence rule keeps the parent's initial losses and best medians, so that a fork has the thresholds of its
+    parent and its siblings. If a modality's loss rises by more than `JUMP_NATS` at the fork, its best median and last
+    losses are dropped. If the data changes, they are dropped for all modalities.
+
+    Alarms compare a statistic with its recent values. They start again, but keep the unigram losses, if the model or
+    the data changes or if a loss rises by more than `JUMP_NATS`.
+
+    The current window of the radial budget starts again if a field changes that affects the update.
+    """
+    states = copy.deepcopy(dict(saved))
+    states.pop("Checkpoints", None)  # describes the parent's folder
+    model = any(name.startswith("model.") for name in changed)
+    data = any(name.startswith("data.") and not name.startswith(SAME_DATA) for name in changed)
+    jumped = {name for name, (before, after) in change.loss.items() if not after - before <= JUMP_NATS}
+
+    def forget(rule: dict[str, Any]) -> None:
+        for modality, series in rule.items():
+            if data or modality in jumped:
+                series.update(best=None, window=[], above=0)
+
+    forget(states.get("StepLog", {}))
+    alarms = states.get("Alarms")
+    if alarms is not None:
+        forget(alarms["rules"]["divergence"])
+        if model or data or jumped:
+            alarms["rules"]["rules"] = {kind: {} for kind in alarms["rules"]["rules"]}
+            alarms["rules"]["not_finite"] = False
+    if any(not name.startswith(("seed", "trainer.max_steps", "alarm.")) for name in changed):
+        states.pop("RunMonitor", None)
+    return states
