@@ -79,7 +79,6 @@ class TrainingModule(L.LightningModule):
 
     Attributes:
         step_record: Record of the latest optimizer step; None after a callback has read it.
-        step_watch: Measures every step, or None.
         trained_modalities, trained_places: Names and indices of the modalities whose loss weight is above 0.
         stored: Entries that the module adds to its checkpoints: the configuration of the model, which
             `checkpoint.check_run` compares on loading. A run adds its id and configuration, which a fork reads, and
@@ -186,11 +185,8 @@ class TrainingModule(L.LightningModule):
         return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
 
     def on_fit_start(self) -> None:
-        """Restore the loss weights in fp32, because precision bf16-true converts the buffer to bf16.
-
-        Raises:
-            UserError: the Trainer trains in fp16.
-        """
+        """Restore the loss weights in fp32, because precision bf16-true converts the buffer to bf16. Raise UserError if
+        the Trainer trains in fp16."""
         if str(self.trainer.precision).startswith("16"):
             raise UserError(
                 f"TrainingModule does not scale its loss, which precision {self.trainer.precision} needs: set"
@@ -385,8 +381,8 @@ class TrainingModule(L.LightningModule):
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """Return `first_bad_site` of a step whose gradient was not finite.
 
-        ``batches`` are the micro-batches of that step with their numbers. The forward pass uses the weights and dropout
-        masks of that step; only the masks of compiled blocks differ.
+        ``batches`` are the micro-batches of that step with their numbers. The forward pass uses its weights and its
+        dropout masks; only the masks of compiled blocks differ.
         """
         model = self.whole_model()
         for index, batch in batches:
