@@ -185,8 +185,8 @@ class TrainingModule(L.LightningModule):
         return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
 
     def on_fit_start(self) -> None:
-        """Restore the loss weights in fp32, because precision bf16-true converts the buffer to bf16. Raise UserError if
-        the Trainer trains in fp16."""
+        """Restore the loss weights in fp32, because bf16-true converts the buffer to bf16. Raise UserError if the
+        Trainer trains in fp16."""
         if str(self.trainer.precision).startswith("16"):
             raise UserError(
                 f"TrainingModule does not scale its loss, which precision {self.trainer.precision} needs: set"

@@ -189,22 +189,7 @@ def test_modality_comes_from_block_ranges():
     assert torch.equal(model(ids[None]), model(ids[None], modality_BT=expected[None]))
 
 
-def test_parameter_count_and_buffers():
-    for fields, per_layer in (
-        ({"d_ff": 48}, 4 * 16 * 16 + 3 * 16 * 48 + 2 * 16),
-        ({"mlp": "gelu", "post_norm": True}, 4 * 16 * 16 + 2 * 16 * 64 + 4 * 16),
-        (
-            {"d_ff": 48, "qk_norm": QKNormConfig("layer", bias=True)},
-            4 * 16 * 16 + 3 * 16 * 48 + 2 * 16 + 4 * 4,
-        ),
-    ):
-        model = build(**fields)
-        assert sum(p.numel() for p in model.parameters()) == 2 * 21 * 16 + 16 + 3 * per_layer
-        assert list(model.buffers()) == []
-    assert ModelConfig().mlp_width == 176
-
-
-def test_sink_sees_every_site_and_changes_nothing():
+def test_an_observer_sees_every_site_and_changes_nothing():
     model = build(post_norm=True, final_softcap=1.5)
     ids_BT, seen = ids_of(2, 8), {}
     logits_BTV = model(ids_BT, observer=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
@@ -224,7 +209,7 @@ def test_sink_sees_every_site_and_changes_nothing():
     assert logits_BTV.abs().max() < 1.5 < seen["logits", -1].abs().max()
 
 
-def test_sink_has_the_heads_of_the_keys_once_and_as_they_are_used():
+def test_an_observer_has_the_heads_of_the_keys_once_and_as_they_are_used():
     seen = {}
     model = build(n_kv_heads=2, qk_norm=QKNormConfig("rms"))
     model(ids_of(2, 8), observer=lambda site, layer, tensor: seen.update({(site, layer): tensor}))

@@ -79,13 +79,6 @@ def mixed(args, tmp_path_factory, kept) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def image_off(args, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("arms") / "image-off"
-    assert main([*args, OFF, f"--out={out}"]) == 0
-    return out
-
-
 # Image loss off --------------------------------------------------------------------------------------------
 
 
@@ -122,33 +115,6 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
         torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
     # Dividing by the number of text targets alone would give a different gradient.
     assert any(float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True))
-
-
-def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
-    one, off = (next(line for line in training_series(f) if line["step"] == 1) for f in (mixed, image_off))
-    for tag in ("loss/text", "loss/image", "log_z/text", "log_z/image"):
-        assert off[tag] == pytest.approx(one[tag], rel=1e-6)
-    # The share of text targets, computed from the losses of the mixed run.
-    share = (one["loss"] - one["loss/image"]) / (one["loss/text"] - one["loss/image"])
-    assert 0 < share < 1
-    assert off["loss"] == pytest.approx(share * off["loss/text"], rel=1e-3)
-    assert off["loss"] < 0.9 * one["loss"] and off["grad_norm"] != pytest.approx(one["grad_norm"], rel=1e-3)
-
-
-def test_image_loss_off_never_moves_toward_images(mixed, image_off):
-    """The image loss, which is measured but not trained, stays higher than that of the mixed run.
-
-    Each step has different images, so the image loss is compared with that of the mixed run at the same steps.
-    """
-    off, on = by_step(image_off, "loss/image"), by_step(mixed, "loss/image")
-    assert off.keys() == on.keys() and off[1] == pytest.approx(on[1], rel=1e-6)
-    further = [off[step] - on[step] for step in sorted(off)]
-    assert min(further[1:]) > 0 and further[-1] > 0.5
-    late = sorted(off)[len(off) // 2 :]
-    assert sum(off[s] - on[s] for s in late) / len(late) > 0.5
-    assert sum(on[s] for s in late) / len(late) < on[1] - 0.1
-    text = by_step(image_off, "loss/text")
-    assert text[max(text)] < text[1] - 0.1  # the text loss falls
 
 
 # One modality alone ----------------------------------------------------------------------------------------

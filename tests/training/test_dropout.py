@@ -106,24 +106,3 @@ def test_the_residual_branch_drops_elements_of_each_sublayer_before_it_is_added(
     torch.testing.assert_close(sites["final", -1], stream, rtol=0, atol=RESIDUAL.tolerance)
     # The control: without dropout the stream differs.
     assert float((sites["final", -1] - undropped).abs().max()) > 1e-2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_about_the_right_share_is_dropped(kind):
-    """3 of 10 elements are dropped, within four standard deviations."""
-    drawn = []
-    original = F.dropout
-
-    def watching(x, p=0.5, training=True, inplace=False):
-        out = original(x, p, training, inplace)
-        if p:
-            drawn.append(float((out == 0)[x != 0].double().mean()))
-        return out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "dropout", watching)
-        module = with_dropout(kind)
-        module.model(toy_batch(0, B=16).ids_BT)
-    assert len(drawn) == (MODEL.n_layers if kind == "attn_dropout" else 2 * MODEL.n_layers)
-    n = 16 * 12 * 16 if kind == "residual_dropout" else 16 * 4 * 12 * 13 / 2
-    assert all(abs(share - 0.3) < 4 * (0.21 / n) ** 0.5 for share in drawn)
