@@ -160,8 +160,9 @@ def environment(study: Study) -> list[tuple[str, str]]:
         return found | {name: as_text(run.setting(field), "") for name, field in fields.items()} | {"Code": run.code}
 
     of_runs = [texts(run) for run in study.runs]
-    rows = {name: " / ".join(dict.fromkeys(of[name] for of in of_runs if of[name])) for name in of_runs[0]}
-    return [row for row in rows.items() if row[1]]
+    names = dict.fromkeys(name for of in of_runs for name in of)
+    rows = [(name, " / ".join(dict.fromkeys(of[name] for of in of_runs if of[name]))) for name in names]
+    return [row for row in rows if row[1]]
 
 
 # Runs ---------------------------------------------------------------------------------------------------------------
@@ -175,8 +176,8 @@ def run_table(study: Study, colors: Mapping[str, str]) -> Table | None:
     rows: list[list[Cell | str]] = []
     linked: set[str] = set()
     order = [*study.arms, *(run.arm for run in study.runs)]
-    for run in sorted(once(study), key=lambda run: (order.index(run.arm), list(ROLES).index(run.role), run.seed)):
-        arms = arms_of[run.name]
+    for run in sorted(once(study), key=lambda run: (order.index(run.arm), run.role != "verdict", run.seed)):
+        arms = list(dict.fromkeys(arms_of[run.name]))
         targets = [anchor(run), *(f"arm-{slug(arm)}" for arm in arms if arm not in linked)]
         linked.update(arms)
         name = Cell(listed(list(map(study.label, arms))), color=colors.get(run.arm, ""), ids=targets)
@@ -199,7 +200,7 @@ def _run_cells(study: Study, run: Run) -> list[Cell | str]:
     losses = [final_loss(run, m) for m in study.losses]
     logit, read, seconds = LOGIT(run, None), tokens(run), run.status.seconds
     alarms = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)
-    remarks = (ROLES[run.role], run.status.reason, *run.notes)
+    remarks = (ROLES.get(run.role, run.role), run.status.reason, *run.notes)
     return [
         run.status.status or DASH,
         str(run.seed),

@@ -244,6 +244,14 @@ def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
     assert json.loads(files["verdicts.json"]) == [] and "figures/hero.png" in files
 
 
+def test_a_grid_whose_runs_have_not_started_gets_a_page(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    for run in folder.glob("*/seed*"):
+        shutil.rmtree(run)
+    page = pages_of(folder)["report.md"]
+    assert "3 claims: 3 not run." in page and page.count("| not started |") == 13
+
+
 def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
     """The page does not depend on the names of the demonstration: renamed arms and a renamed modality have the same
     verdicts."""
