@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import lzma
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from mmqk.data.statistics import Stream, concatenated, numbered
+from mmqk.data.sequences import Row
 from mmqk.store import run_main
 
 CONTEXT = (1, 2, 3, 4)
@@ -56,6 +57,22 @@ class Predictability:
     model_error: float | None
     model_context: tuple[int, ...]
     model_by_context: dict[str, float]
+
+
+class Stream(NamedTuple):
+    """Training documents and then held-out documents, concatenated."""
+
+    ids_N: np.ndarray
+    document_N: np.ndarray
+    place_N: np.ndarray  # position in the document, from 0
+    modality_N: np.ndarray
+    trained: int  # number of tokens of the training documents
+
+    def split(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which tokens are training targets of modality ``number``, and which are held-out targets."""
+        chosen_N = (self.place_N > 0) & (self.modality_N == number)
+        train_N = np.arange(len(chosen_N)) < self.trained
+        return chosen_N & train_N, chosen_N & ~train_N
 
 
 def predictability(
@@ -99,10 +116,38 @@ def predictability(
     return estimates
 
 
+def concatenated(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: list[int]) -> Stream:
+    """Join the documents."""
+    lengths_D = np.array([len(row) for row in (*train, *val)], dtype=np.int64)
+    ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *train, *val]).astype(np.int64)
+    if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(vocab_sizes):
+        wrong = ids_N.min() if ids_N.min() < 0 else ids_N.max()
+        raise ValueError(f"a document has the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}.")
+    return Stream(
+        ids_N=ids_N,
+        document_N=np.repeat(np.arange(len(lengths_D)), lengths_D),
+        place_N=np.arange(len(ids_N)) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D),
+        modality_N=np.searchsorted(np.cumsum(vocab_sizes)[:-1], ids_N, side="right"),
+        trained=int(lengths_D[: len(train)].sum()),
+    )
+
+
+def numbered(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Number the pairs (first, second) from 0 without gaps; equal pairs get equal numbers."""
+    codes = first * (int(second.max(initial=0)) + 1) + second
+    return np.unique(codes, return_inverse=True)[1].reshape(-1)
+
+
+def documents(rows: Iterable[Row]) -> Iterator[np.ndarray]:
+    """Yield the ids of every document in these rows."""
+    for row in rows:
+        yield from np.split(row.ids, row.starts[1:])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the estimates for the first training sequences of a run; takes the flags of mmqk.train."""
     from mmqk.config import resolve
-    from mmqk.data.datamodule import TokenDataModule, documents
+    from mmqk.data.datamodule import TokenDataModule
     from mmqk.store import with_configs
 
     run = resolve(with_configs(sys.argv[1:] if argv is None else argv))

@@ -3,14 +3,13 @@ micro-batches to ranks and loader workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,10 +17,10 @@ from mmqk.data.batch import TokenBatch, prefetched
 from mmqk.data.config import DataConfig, layout
 from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder
-from mmqk.data.statistics import describe
+from mmqk.data.statistics import count_targets, describe, floors, unigram_loss
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source
-from mmqk.data.tokens.folder import Captions, Layout, ShuffledPairs, open_tokens
+from mmqk.data.tokens.folder import Captions, ShuffledPairs, open_tokens
 from mmqk.data.tokens.online import open_online
 from mmqk.store import UserError
 
@@ -267,29 +266,26 @@ class TokenDataModule(L.LightningDataModule):
         """Return the first validation sequences, for monitors that compare runs on the same tokens."""
         return self.builder.batch(self.val_rows[:sequences])
 
-    @lru_cache(maxsize=1)  # noqa: B019 (one datamodule per process)
-    def sample(self, sequences: int = SAMPLE) -> list[Row]:
-        """Return the first training sequences of this run's order."""
-        return [self.order.row(index) for index in range(sequences)]
+    @cached_property
+    def sample(self) -> list[Row]:
+        """The first `SAMPLE` training sequences of this run's order."""
+        return [self.order.row(index) for index in range(SAMPLE)]
 
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
         """Return the statistics of the data by modality, as dictionaries.
 
-        Each dictionary has the fields of `ModalityStatistics` over the first training sequences; "floor", the lowest
-        possible validation loss (None if the source is unknown); and "targets", the mean number of targets per
-        training sequence (see `targets`).
+        Each dictionary has the fields of `ModalityStatistics` over the first training sequences; "share", the share
+        of the targets; "floor", the lowest possible validation loss (None if the source is unknown); and "targets",
+        the mean number of targets per training sequence (see `targets`).
         """
-        ids = self.builder.layout
+        layout = self.builder.layout
         # Use only rows of the first epoch, so that no document counts twice.
-        fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
-        statistics = describe(documents(fresh), documents(self.val_rows), ids.vocab_sizes)
-        counts, _ = targets_by_modality(self.sample(), ids)
-        _, floors = targets_by_modality(self.val_rows, ids)
-        share = {name: count / sum(counts.values()) for name, count in counts.items()}
-        targets = self.targets(sequences)
+        fresh = [row for index, row in enumerate(self.sample) if self.order.is_fresh(index)]
+        counts, lowest = count_targets(self.sample, layout), floors(self.val_rows, layout)
+        total, targets = sum(counts.values()), self.targets(sequences)
         return {
-            name: {**asdict(s), "share": share[name], "floor": floors.get(name), "targets": targets[name]}
-            for name, s in statistics.items()
+            name: {**asdict(s), "share": counts[name] / total, "floor": lowest.get(name), "targets": targets[name]}
+            for name, s in describe(fresh, layout).items()
         }
 
     def targets(self, sequences: int) -> dict[str, float]:
@@ -299,63 +295,9 @@ class TokenDataModule(L.LightningDataModule):
         image must be decoded.
         """
         n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
-        rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
-        ids = self.builder.layout
-        counts_M = np.zeros(len(ids.vocab_sizes))
-        for row in rows:
-            counts_M += np.bincount(ids.modality(_targets(row)), minlength=len(ids.vocab_sizes))
-        return dict(zip(ids.vocab_sizes, (counts_M / n).tolist(), strict=True))
+        rows = self.sample[:n] if n <= SAMPLE else map(self.order.row, range(n))
+        return {name: count / n for name, count in count_targets(rows, self.builder.layout).items()}
 
-    def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
-        """Return the validation loss of a predictor that knows the layout of a sequence and the frequency of each
-        token.
-
-        The layout determines the special tokens, so they have loss 0. The probability of any other token is its
-        frequency within its modality, counted over the first training sequences of the run with one added to each
-        count. The loss is in nats per token, by modality. A model without a lower loss has not learned
-        to use the context.
-        """
-        ids, edges = self.builder.layout, self.builder.layout.edges
-        counts = np.ones(ids.size)
-        for row in self.sample(sequences):
-            np.add.at(counts, _targets(row), 1)
-        counts[ids.specials] = 0
-        targets = np.concatenate([_targets(row) for row in self.val_rows])
-        losses = {}
-        for name, low, high in zip(ids.vocab_sizes, edges[:-1], edges[1:], strict=True):
-            nats = np.zeros(high - low)
-            counted = counts[low:high] > 0
-            nats[counted] = -np.log(counts[low:high][counted] / counts[low:high].sum())
-            inside = targets[(targets >= low) & (targets < high)] - low
-            if len(inside):
-                losses[name] = float(nats[inside].mean())
-        return losses
-
-
-def documents(rows: Iterable[Row]) -> Iterator[np.ndarray]:
-    """Yield the ids of every document in these rows."""
-    for row in rows:
-        yield from np.split(row.ids, row.starts[1:])
-
-
-def targets_by_modality(rows: Sequence[Row], layout: Layout) -> tuple[dict[str, int], dict[str, float]]:
-    """Return two dictionaries by modality: the number of targets, and the mean of their -log p in nats.
-
-    p is the probability of a target under the source of the data. If p is unknown, the second dictionary is empty.
-    """
-    ids, nats = (np.concatenate([_targets(row, of) for row in rows]) for of in ("ids", "surprise"))
-    modality = layout.modality(ids)
-    of_modality = {name: modality == m for m, name in enumerate(layout.vocab_sizes)}
-    counts = {name: int(mask.sum()) for name, mask in of_modality.items() if mask.any()}
-    if len(nats) < len(ids):
-        return counts, {}
-    return counts, {name: float(nats[of_modality[name]].mean()) for name in counts}
-
-
-def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
-    """Return the ids of the targets of a row, or their surprises: -log probability under the source, in nats.
-
-    The targets are all tokens but the first of each document. The result is empty if the surprises are unknown.
-    """
-    values = getattr(row, of)
-    return np.zeros(0) if values is None else np.delete(values, row.starts)
+    def unigram_loss(self) -> dict[str, float]:
+        """Return `mmqk.data.statistics.unigram_loss` of the first training sequences."""
+        return unigram_loss(self.sample, self.val_rows, self.builder.layout)

@@ -72,6 +72,9 @@ class Mixture(IndexedCache):
         image_first: share of pairs in which the image comes before its caption.
         seed: seed of the order.
 
+    Attributes:
+        counts: places of each slot in a cycle.
+
     Raises:
         ValueError: an unknown kind, no positive weight, or a weight too small for the cycle.
     """
@@ -96,7 +99,7 @@ class Mixture(IndexedCache):
                 raise ValueError(
                     f"data.mix gives '{slot}' less than one row in {CYCLE}: raise its weight or set it to 0."
                 )
-        self.seed = seed
+        self.seed, self.counts = seed, counts
         self._counts = np.array([counts[s] for s in SLOTS])
         self._slots = np.repeat(np.arange(len(SLOTS)), self._counts)
         self._kth = np.concatenate([np.arange(n) for n in self._counts])

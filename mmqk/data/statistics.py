@@ -1,149 +1,98 @@
-"""Describe the tokens of data by modality: counts, unigram entropy, repeated passages and duplicates.
+"""Statistics of the targets of rows by modality: counts, entropy of the frequencies, floor and unigram loss.
 
-All statistics are of *targets*: all tokens of a document except the first, which no model predicts. The module needs
-Numpy only; `data.build.predictability` has estimates of the entropy given context.
-
-Shapes: N tokens of all documents, concatenated; D documents.
+The targets of a row are all tokens but the first of each document, which no model predicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-REPEAT_LENGTH = 8
-"""Length of a repeated passage in tokens."""
+from mmqk.data.sequences import Row
+from mmqk.data.tokens.folder import Layout
 
 
 @dataclass(frozen=True)
 class ModalityStatistics:
-    """Statistics of the tokens of one modality.
+    """Statistics of the targets of one modality.
 
     Attributes:
-        tokens: number of training tokens of this modality.
-        held_out_tokens: number of held-out tokens of this modality.
-        documents: number of training documents with at least one token of this modality.
-        share: share of this modality in all training tokens, 0 to 1.
+        tokens: number of targets of this modality.
         block: number of ids of this modality in the vocabulary.
-        used: number of these ids that occur in the training documents.
+        used: number of these ids that occur.
         unigram: entropy of token frequencies within the modality in nats per token, with the Miller-Madow correction
             for small samples, (used - 1) / (2 tokens); too low if there are few tokens per used id.
-        repeated: share of the tokens that are in a passage of 8 tokens which occurred earlier in training, 0 to 1.
-        repeated_held_out: share of the held-out tokens that are in a passage of 8 tokens which occurred in training.
-        duplicates: share of the documents whose tokens of this modality equal those of an earlier document.
     """
 
     tokens: int
-    held_out_tokens: int
-    documents: int
-    share: float
     block: int
     used: int
     unigram: float
-    repeated: float
-    repeated_held_out: float | None
-    duplicates: float
 
 
-class Stream(NamedTuple):
-    """Training documents and then held-out documents, concatenated."""
-
-    ids_N: np.ndarray
-    document_N: np.ndarray
-    place_N: np.ndarray  # position in the document, from 0
-    modality_N: np.ndarray
-    trained: int  # number of tokens of the training documents
-
-    def split(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which tokens are training targets of modality ``number``, and which are held-out targets."""
-        chosen_N = (self.place_N > 0) & (self.modality_N == number)
-        train_N = np.arange(len(chosen_N)) < self.trained
-        return chosen_N & train_N, chosen_N & ~train_N
-
-
-def describe(
-    train_rows: Iterable[np.ndarray], val_rows: Iterable[np.ndarray], vocab_sizes: Mapping[str, int]
-) -> dict[str, ModalityStatistics]:
-    """Return the statistics of token sequences, by the name of each modality in the training documents.
-
-    Args:
-        train_rows: documents as joint ids, 1-D integers, in the order of reading.
-        val_rows: held-out documents; may be empty.
-        vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
-
-    Raises:
-        ValueError: an id is outside the vocabulary.
-    """
-    stream = concatenated(list(train_rows), list(val_rows), list(vocab_sizes.values()))
-    repeated_N = _repeated(stream)
-    total = int((stream.place_N[: stream.trained] > 0).sum())
-    statistics, low = {}, 0
-    for number, (name, block) in enumerate(vocab_sizes.items()):
-        train_N, val_N = stream.split(number)
-        ids, tokens = stream.ids_N[train_N] - low, int(train_N.sum())
-        low += block
-        if not tokens:
-            continue
-        counts = np.unique(ids, return_counts=True)[1]
-        p = counts / tokens
-        starts = np.flatnonzero(np.diff(stream.document_N[train_N], prepend=-1))
-        parts = [part.tobytes() for part in np.split(stream.ids_N[train_N], starts[1:])]
-        statistics[name] = ModalityStatistics(
-            tokens=tokens,
-            held_out_tokens=int(val_N.sum()),
-            documents=len(parts),
-            share=tokens / total,
-            block=block,
-            used=len(counts),
-            unigram=float(-(p * np.log(p)).sum() + (len(p) - 1) / (2 * tokens)),
-            repeated=float(repeated_N[train_N].mean()),
-            repeated_held_out=float(repeated_N[val_N].mean()) if val_N.any() else None,
-            duplicates=(len(parts) - len(set(parts))) / len(parts),
-        )
+def describe(rows: Iterable[Row], layout: Layout) -> dict[str, ModalityStatistics]:
+    """Return the statistics of each modality that has targets in the rows."""
+    counts_V = count_ids(rows, layout)
+    statistics = {}
+    for name, low, high in _blocks(layout):
+        counts = counts_V[low:high][counts_V[low:high] > 0]
+        if tokens := int(counts.sum()):
+            p = counts / tokens
+            unigram = float(-(p * np.log(p)).sum() + (len(p) - 1) / (2 * tokens))
+            statistics[name] = ModalityStatistics(tokens, int(high - low), len(p), unigram)
     return statistics
 
 
-def concatenated(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: list[int]) -> Stream:
-    """Join the documents."""
-    lengths_D = np.array([len(row) for row in (*train, *val)], dtype=np.int64)
-    ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *train, *val]).astype(np.int64)
-    if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(vocab_sizes):
-        wrong = ids_N.min() if ids_N.min() < 0 else ids_N.max()
-        raise ValueError(f"a document has the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}.")
-    return Stream(
-        ids_N=ids_N,
-        document_N=np.repeat(np.arange(len(lengths_D)), lengths_D),
-        place_N=np.arange(len(ids_N)) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D),
-        modality_N=np.searchsorted(np.cumsum(vocab_sizes)[:-1], ids_N, side="right"),
-        trained=int(lengths_D[: len(train)].sum()),
-    )
+def count_ids(rows: Iterable[Row], layout: Layout) -> np.ndarray:
+    """Return how often each id of the vocabulary is a target: (V,), int64."""
+    counts_V = np.zeros(layout.size, dtype=np.int64)
+    for row in rows:
+        np.add.at(counts_V, np.delete(row.ids, row.starts), 1)
+    return counts_V
 
 
-def numbered(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Number the pairs (first, second) from 0 without gaps; equal pairs get equal numbers."""
-    codes = first * (int(second.max(initial=0)) + 1) + second
-    return np.unique(codes, return_inverse=True)[1].reshape(-1)
+def count_targets(rows: Iterable[Row], layout: Layout) -> dict[str, int]:
+    """Return the number of targets of each modality."""
+    counts_V = count_ids(rows, layout)
+    return {name: int(counts_V[low:high].sum()) for name, low, high in _blocks(layout)}
 
 
-def _repeated(stream: Stream) -> np.ndarray:
-    """Return whether each token is in a passage that occurred earlier (for a held-out token: in training)."""
-    size, length = len(stream.ids_N), REPEAT_LENGTH
-    covered_N = np.zeros(size + 1, dtype=np.int64)
-    if size < length:
-        return covered_N[:size] > 0
-    passage, reach = stream.ids_N, 1
-    while reach < length:
-        passage = numbered(passage[: len(passage) - reach], passage[reach:])
-        reach *= 2
-    last = stream.document_N[length - 1 :]
-    starts = np.flatnonzero(stream.document_N[: len(last)] == last)
-    passage = passage[starts]
-    earliest = np.full(passage.max(initial=0) + 1, size)
-    earliest[passage[::-1]] = starts[::-1]  # for equal indices the last assignment wins: the earliest start
-    seen = earliest[passage] < np.minimum(starts, stream.trained)
-    np.add.at(covered_N, starts[seen], 1)
-    np.add.at(covered_N, starts[seen] + length, -1)
-    return np.cumsum(covered_N)[:size] > 0
+def floors(rows: Sequence[Row], layout: Layout) -> dict[str, float]:
+    """Return the mean -log probability of the targets under the source of the data, in nats, by modality.
+
+    It is the lowest possible loss. The result is empty if the source is unknown.
+    """
+    if any(row.surprise is None for row in rows):
+        return {}
+    modality = layout.modality(np.concatenate([np.delete(row.ids, row.starts) for row in rows]))
+    nats = np.concatenate([np.delete(row.surprise, row.starts) for row in rows if row.surprise is not None])
+    names = enumerate(layout.vocab_sizes)
+    return {name: float(nats[modality == m].mean()) for m, name in names if (modality == m).any()}
+
+
+def unigram_loss(rows: Iterable[Row], val_rows: Sequence[Row], layout: Layout) -> dict[str, float]:
+    """Return the validation loss of a predictor that knows the layout of a sequence and the frequency of each token.
+
+    The layout determines the special tokens, so they have loss 0. The probability of any other token is its frequency
+    within its modality in ``rows``, with one added to each count. The loss is in nats per token, by modality. A model
+    without a lower loss has not learned to use the context.
+    """
+    counts_V = count_ids(rows, layout) + 1.0
+    counts_V[layout.specials] = 0
+    targets = np.concatenate([np.delete(row.ids, row.starts) for row in val_rows])
+    losses = {}
+    for name, low, high in _blocks(layout):
+        inside = targets[(targets >= low) & (targets < high)] - low
+        if len(inside):
+            nats = np.zeros(high - low)
+            counted = counts_V[low:high] > 0
+            nats[counted] = -np.log(counts_V[low:high][counted] / counts_V[low:high].sum())
+            losses[name] = float(nats[inside].mean())
+    return losses
+
+
+def _blocks(layout: Layout) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each modality, its first id, and the id after its last one."""
+    return zip(layout.vocab_sizes, layout.edges[:-1], layout.edges[1:], strict=True)

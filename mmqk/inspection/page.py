@@ -8,17 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import yaml
 
-from mmqk.data.datamodule import TokenDataModule, documents, targets_by_modality
-from mmqk.data.mixture import CYCLE, SLOTS
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.mixture import CYCLE
 from mmqk.data.order import Content
-from mmqk.data.statistics import describe
+from mmqk.data.statistics import count_targets, describe, floors
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import is_token_folder, read_header
 from mmqk.inspection.views import IdDecoder, Originals, SequenceView, Viewer
@@ -38,7 +37,6 @@ def percent(share: float) -> str:
     return f"{number(100 * share)} %"
 
 
-WINDOW = 300  # consecutive sequences over which the mixture is compared with its configured shares
 TEMPLATES = Path(__file__).parent / "templates"
 FILTERS: dict[str, Callable[..., str]] = {
     "percent": percent,
@@ -89,8 +87,6 @@ def inspect(
         "names": list(plain["modalities"]),
         "rows": rows,
         "later": plain["sequences"] - plain["fresh_sequences"],
-        "cycle": CYCLE,
-        "window": WINDOW,
         "words": SLOT_WORDS,
         "plain": plain,
         "command": command,
@@ -147,13 +143,6 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
             if dial
             else ()
         ),
-        row("repeated", "tokens in 8-token passages read before", lambda m, s: percent(s["repeated"])),
-        row(
-            "held-out, repeated",
-            "held-out tokens in 8-token passages of the training data",
-            lambda m, s: "no held-out data" if s["repeated_held_out"] is None else percent(s["repeated_held_out"]),
-        ),
-        row("duplicates", "documents equal to an earlier one", lambda m, s: percent(s["duplicates"])),
         row("loss weight", "0: no loss", lambda m, s: f"{plain['loss_weights'][m]:g}"),
     ]
 
@@ -240,10 +229,9 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         left -= len(row.ids)
         if left <= 0:
             break
-    targets, known = targets_by_modality(rows, layout)
-    statistics = describe(documents(fresh), documents(data.val_rows), layout.vocab_sizes)
-    share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
-    draws = [order.mixture.draw(i).slot for i in range(max(len(rows), 4 * WINDOW))]
+    targets = {name: count for name, count in count_targets(rows, layout).items() if count}
+    total_targets = max(1, sum(targets.values()))
+    slots = Counter(order.mixture.draw(i).slot for i in range(len(rows)))
     filled = sum(len(row.ids) for row in rows)
     dropped = {k: read_header(f).dropped for k, f in _folders(run).items() if is_token_folder(f)}
     if data.skipped:  # samples skipped in the sequences read so far
@@ -260,40 +248,23 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         "padding": 1 - filled / (len(rows) * data.builder.seq_len),
         "padding_of_packing": order.padding,
         "captions_cut": data.builder.captions_cut,
-        "modalities": {name: asdict(replace(s, share=share[name])) for name, s in statistics.items()},
-        "mixture": _mixture(run, draws),
+        "modalities": {
+            name: {**asdict(s), "share": targets[name] / total_targets}
+            for name, s in describe(fresh, layout).items()
+        },
+        "mixture": [
+            {"slot": slot, "configured": places / CYCLE, "read": slots[slot] / len(rows)}
+            for slot, places in order.mixture.counts.items()
+            if places
+        ],
         "sources": _sources(run, data, total),
         "dropped": dropped,
     }
     if "dial" in run.data.family:
         dial = Dial(run.data.dial)
         table = dial.describe(filled * total // len(rows))
-        plain["dial"] = {"floors": dial.floors(), "met": known, "table": table}
+        plain["dial"] = {"floors": dial.floors(), "met": floors(rows, layout), "table": table}
     return plain
-
-
-def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
-    """Return for each slot (kind of sequence) its configured share, its share in the first `CYCLE` sequences, and its
-    lowest and highest share in any `WINDOW` sequences in a row."""
-    mix, total = run.data.mix, sum(run.data.mix.values())
-    pair = mix.get("pair", 0.0)
-    weights = {SLOTS[0]: pair * run.data.image_first_prob, SLOTS[1]: pair * (1 - run.data.image_first_prob)}
-    weights |= {kind: mix.get(kind, 0.0) for kind in SLOTS[2:]}
-    rows = []
-    for slot, weight in weights.items():
-        if weight > 0:
-            counts = np.cumsum([0, *(d == slot for d in draws)])
-            windows = (counts[WINDOW:] - counts[:-WINDOW]) / WINDOW
-            rows.append(
-                {
-                    "slot": slot,
-                    "configured": weight / total,
-                    f"first {CYCLE}": float(counts[CYCLE] / CYCLE),
-                    "least": float(windows.min()),
-                    "most": float(windows.max()),
-                }
-            )
-    return rows
 
 
 def _sources(run: RunConfig, data: TokenDataModule, total: int) -> list[dict[str, Any]]:

@@ -32,9 +32,6 @@ from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
 BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # a character has at most 4 bytes in UTF-8, so at most 4 tokens
 LARGEST_PICTURE = 160  # longest side of an image on a page, in pixels
-# An image counts as the original if the tokenizer encodes it to at least this share of the codes in the data. Some
-# codes may differ: the batch size affects the rounding, which matters if a vector is almost as close to another code.
-SAME_CODES = 0.9
 # Five colors of Viridis, which color-blind readers can tell apart.
 _SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
 
@@ -72,12 +69,6 @@ class IdDecoder:
         codes_1N = torch.from_numpy(np.asarray(ids - self._first_code, dtype=np.int64))[None]
         pixels_HWC = self._image.decode(codes_1N)[0].permute(1, 2, 0)
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
-
-    def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
-        """Return whether the tokenizer encodes this image to these ids, up to the tolerance `SAME_CODES`."""
-        pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
-        codes = self._image.encode(pixels_1CHW)[0].numpy()
-        return bool((codes == ids - self._first_code).mean() >= SAME_CODES)
 
 
 class Originals:
@@ -259,14 +250,12 @@ class Viewer:
             codes = picture_uri(shaded(local, block, width))
             listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
             return replace(segment, codes=codes, grid=width > 0, ids=listed, more=max(0, len(ids) - MOST_IDS))
-        codes = picture_uri(shaded(local, block, decoder.grid))
-        same = original is not None and decoder.agrees(original, ids)
         return replace(
             segment,
-            codes=codes,
+            codes=picture_uri(shaded(local, block, decoder.grid)),
             grid=True,
             decoded=picture_uri(image),
-            original=picture_uri(original) if original is not None and same else "",
+            original="" if original is None else picture_uri(original),
         )
 
     def _words(self, ids: np.ndarray, decoder: IdDecoder) -> list[tuple[str, str]]:

@@ -200,21 +200,18 @@ def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
     p = np.bincount(image - 305)[np.unique(image - 305)] / len(image)
     assert found["unigram"] == pytest.approx(-(p * np.log(p)).sum() + (len(p) - 1) / (2 * len(image)))
     assert found["share"] == pytest.approx(len(image) / len(ids))
-    assert found["held_out_tokens"] == sum((row.ids >= 305).sum() for row in data.val_rows) > 0
     assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
 
 
 def test_the_mixture_is_as_asked_for_and_as_met(tiny_args, tmp_path):
     mix = ["--data.mix", '{"pair": 3, "text": 1, "image": 2}', "--data.image_first_prob=0.25"]
     page, order = inspected(tmp_path, tiny_args, *mix), data_of(tiny_args, *mix).order
-    draws = [order.mixture.draw(i).slot for i in range(1200)]
+    draws = [order.mixture.draw(i).slot for i in range(page.numbers["sequences"])]
     rows = {row["slot"]: row for row in page.numbers["mixture"]}
     asked = {"image_first": 0.125, "caption_first": 0.375, "text": 1 / 6, "image": 1 / 3}
     assert {slot: row["configured"] for slot, row in rows.items()} == pytest.approx(asked)
     for slot, row in rows.items():
-        shares = [draws[i : i + 300].count(slot) / 300 for i in range(901)]
-        assert (row["least"], row["most"]) == pytest.approx((min(shares), max(shares)))
-        assert row["first 240"] == draws[:240].count(slot) / 240 == pytest.approx(asked[slot])
+        assert row["read"] == draws.count(slot) / len(draws)
     assert {s["kind"]: s["train_documents"] for s in page.numbers["sources"]} == {"pair": 40, "text": 30}
     assert {s["kind"]: s["val_documents"] for s in page.numbers["sources"]} == {"pair": 12, "text": 8}
 
@@ -263,7 +260,6 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     assert len(page.pictures(0, "decoded from its codes")) == 2 and page.pictures(0, "the original") == []
     assert page.numbers["dropped"]["interleaved"] == dropped
     assert "image cannot be decoded 3" in page.text and "document is <empty> 1" in page.text
-    assert page.numbers["modalities"]["text"]["duplicates"] == 5 / 6
     # If a document does not fit into a row, the page gives the range of the tokens that the row has.
     pieces = inspected(tmp_path / "pieces", tiny_args, *more[:-1], "--data.seq_len=88", "--data.val_sequences=2",
                        "--monitor.probe_sequences=2")  # fmt: skip
@@ -323,7 +319,6 @@ def test_ids_of_other_tokenizers_are_shown_as_ids(tiny_args, tmp_path):
         for part in np.split(ids, 3):
             assert f"<code>{' '.join(map(str, part))}</code>" in page.section(i)
         assert page.widths(i, "tokens") == {TEXT: 10, IMAGE: 10, "#009E73": 10, PADDING: 58}
-    assert page.numbers["modalities"]["sound"]["repeated_held_out"] > 0.9
     assert "<i>" not in page.source
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from data.build.predictability import predictability
 from mmqk.data import statistics
+from mmqk.data.sequences import Row
+from mmqk.data.tokens.folder import Layout
 
 
 def entropy(p: np.ndarray) -> float:
@@ -41,7 +43,8 @@ def conditional_entropy(transitions: np.ndarray) -> float:
 
 def describe(train, val, vocab_sizes, **kwargs):
     """Return the statistics and the estimates of each modality as one."""
-    plain, estimates = statistics.describe(train, val, vocab_sizes), predictability(train, val, vocab_sizes, **kwargs)
+    plain = statistics.describe(map(Row, train), Layout(vocab_sizes))
+    estimates = predictability(train, val, vocab_sizes, **kwargs)
     assert plain.keys() == estimates.keys()
     return {name: SimpleNamespace(**vars(plain[name]), **vars(estimates[name])) for name in plain}
 
@@ -65,7 +68,6 @@ def test_tokens_without_structure_have_their_unigram_entropy_and_no_less(size, e
     assert exact - 0.01 < found.compressed < 1.2 * exact
     assert exact - 3 * found.model_error < found.model < 1.01 * exact
     assert found.model_context == ()
-    assert found.repeated < 0.01 and found.duplicates == 0
     # In sorted order the tokens have the same frequencies but are predictable.
     ordered = one(np.sort(ids_DT[:700], axis=1), np.sort(ids_DT[700:], axis=1), size)
     assert ordered.unigram == pytest.approx(found.unigram, abs=0.05)
@@ -137,7 +139,8 @@ def test_the_ngram_model_is_the_one_of_the_textbook(transitions):
 
     def means(edge: int) -> dict[str, float]:
         found = describe(*rows, {"low": edge, "high": 16 - edge})
-        tokens = [s.held_out_tokens for s in found.values()]
+        held_out = np.concatenate([row[1:] for row in rows[1]])
+        tokens = [(held_out < edge).sum(), (held_out >= edge).sum()]
         return {
             c: np.average([s.model_by_context[c] for s in found.values()], weights=tokens)
             for c in found["low"].model_by_context
@@ -165,35 +168,6 @@ def test_the_standard_error_is_of_documents_that_are_independent():
     )
 
 
-def test_what_was_read_before_counts_as_repeated():
-    fresh = np.random.default_rng(0).integers(500, size=(40, 33))
-    copies = [*fresh] * 20
-    found = one(copies, fresh[:5], size=500)
-    assert found.repeated == pytest.approx(19 / 20) and found.duplicates == pytest.approx(19 / 20)
-    assert found.repeated_held_out == 1
-    assert found.compressed < 0.1 * found.unigram
-    other = np.random.default_rng(1).integers(500, size=(5, 33))
-    control = one(fresh, other, size=500)
-    assert control.repeated == control.duplicates == control.repeated_held_out == 0
-    # A held-out passage that occurs only in another held-out document does not count as repeated.
-    assert one(fresh, np.concatenate([other, other]), size=500).repeated_held_out == 0
-
-
-def test_repeated_passages_are_those_that_a_search_finds():
-    random = np.random.default_rng(4)
-    rows = [random.integers(2, size=random.integers(1, 40)) for _ in range(60)]
-    earlier: set[tuple] = set()
-    repeated = total = 0
-    for row in rows:
-        inside = np.zeros(len(row), dtype=bool)
-        for t in range(len(row) - 7):
-            inside[t : t + 8] |= tuple(row[t : t + 8]) in earlier
-            earlier.add(tuple(row[t : t + 8]))
-        repeated, total = repeated + inside[1:].sum(), total + len(row) - 1
-    assert one(rows, size=2).repeated == pytest.approx(repeated / total)
-    assert 0.1 < repeated / total < 0.999
-
-
 def test_three_modalities_by_their_blocks(transitions):
     random, n = np.random.default_rng(5), 600
     # The two halves of a text use different words.
@@ -205,9 +179,8 @@ def test_three_modalities_by_their_blocks(transitions):
     found = describe(rows[:500], rows[500:], vocab_sizes, contexts=[(1, 2), (20,)])
     assert list(found) == ["text", "image", "sound"]
     assert {m: s.tokens for m, s in found.items()} == {"text": 9500, "image": 15000, "sound": 5000}
-    assert sum(s.share for s in found.values()) == pytest.approx(1)
     assert {m: s.block for m, s in found.items()} == {"text": 40, "image": 64, "sound": 8}
-    assert found["sound"].used == len(np.unique(sound[:500])) and found["sound"].documents == 500
+    assert found["sound"].used == len(np.unique(sound[:500]))
     assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # the context is of another modality
     assert found["sound"].compressed > 0.5  # the compressor sees one modality only
     # Without a context, the model knows only the frequencies of the words.
@@ -216,4 +189,4 @@ def test_three_modalities_by_their_blocks(transitions):
     alone = describe([row - 104 for row in sound[:500]], [], {"sound": 8})["sound"]
     assert alone.unigram == pytest.approx(found["sound"].unigram, abs=0.1)
     assert found["image"].model < 0.8 * found["image"].unigram
-    assert alone.model is alone.repeated_held_out is alone.model_error is None
+    assert alone.model is alone.model_error is None

@@ -71,7 +71,7 @@ def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
     record = json.loads((tmp_path / "run/data.json").read_text())
     data = TokenDataModule(resolve(tiny_args).data, 0)
     data.setup()
-    seen = [t for row in data.sample() for t in row.ids[1:].tolist()]
+    seen = [t for row in data.sample for t in row.ids[1:].tolist()]
     assert record["image"]["used"] == len({t for t in seen if t >= 305}) and record["image"]["block"] == 32
     assert record["image"]["share"] == pytest.approx(np.mean([t >= 305 for t in seen]))
     assert record["text"]["floor"] is None
