@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from mmqk.data.shards.manifest import load_manifest
+from mmqk.data.shards.manifest import load_manifest, manifest_hash
 from mmqk.data.tokenizers import train
 from mmqk.data.tokenizers.files import (
     TRAIN_COMMAND,
@@ -28,7 +28,15 @@ from mmqk.data.tokenizers.files import (
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokenizers.train import Documents, Images, Source, add_data_arguments, selection_of
 from mmqk.data.tokenizers.vq import psnr
-from mmqk.store import OneSentenceParser, find_file, relative_word, run_main, without_roots, write_folder
+from mmqk.store import (
+    OneSentenceParser,
+    find_file,
+    identity_hash,
+    relative_word,
+    run_main,
+    without_roots,
+    write_folder,
+)
 from mmqk.store.files import writing
 
 COMMAND = "python -m data.build.tokenizer_report"
@@ -269,7 +277,13 @@ def _differing(p: argparse.ArgumentParser, given: dict[str, Any]) -> list[str]:
 
 
 def _hashes(source: Source, documents: Documents) -> str:
-    return " and ".join(i for i in (source.identity(), documents.identity()) if i)
+    """Return the hash of each manifest, or of the names and sizes of the files."""
+    files = [[path.name, path.stat().st_size] for path in documents.paths]
+    text = manifest_hash(documents.folder) if documents.folder else identity_hash({"files": files}) if files else ""
+    if source.folder:
+        return " and ".join(i for i in (manifest_hash(source.folder), text) if i)
+    shards = [[i.path.name, i.length, len(i)] for i in source.indexes[""]]
+    return " and ".join(i for i in (identity_hash({"shards": shards}), text) if i)
 
 
 def parser() -> argparse.ArgumentParser:

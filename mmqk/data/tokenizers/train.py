@@ -6,6 +6,7 @@ Shapes: B images, C channels (RGB), H height, W width.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import warnings
@@ -27,16 +28,14 @@ from mmqk.data.shards.manifest import (
     default_share,
     default_share_of_tars,
     load_manifest,
-    manifest_hash,
-    read_text,
     small_set_sentence,
     split_of,
 )
-from mmqk.data.shards.samples import NO_IMAGE, Unread, document_of, text_of
+from mmqk.data.shards.samples import NO_IMAGE, document_of, text_of
 from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.progress import Progress, track
-from mmqk.store import OneSentenceParser, UserError, find_file, hash_fraction, identity_hash, write_atomic
+from mmqk.store import OneSentenceParser, UserError, find_file, hash_fraction, write_atomic
 from mmqk.store.files import writing
 
 if TYPE_CHECKING:
@@ -119,13 +118,16 @@ def spread(total: int, most: int) -> np.ndarray:
 
 
 def _summary(read: int, total: int, what: str, dropped: Counter[str]) -> str:
-    """Return such as ``200 of 1,000 samples read, 3 dropped (no caption: 1, no image file: 2)``."""
+    """Return such as ``200 of 1,000 samples read, 3 dropped (no caption: 1, no image file: 2)``; "" for all."""
+    if read == total and not dropped:
+        return ""
     text = f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
-    return text + (f", {dropped.total():,} dropped ({_reasons(dropped)})" if dropped else "")
+    return text + _dropped(dropped)
 
 
-def _reasons(counts: dict[str, int]) -> str:
-    return ", ".join(f"{reason}: {n:,}" for reason, n in sorted(counts.items()))
+def _dropped(counts: Counter[str]) -> str:
+    reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(counts.items()))
+    return f", {counts.total():,} dropped ({reasons})" if counts else ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Images:
 
     Attributes:
         train_BCHW, val_BCHW: uint8, at least one image each.
-        summary: how many samples were read and dropped; empty if all images of a folder were used.
+        summary: how many samples were read and dropped; empty if all were used.
     """
 
     train_BCHW: Tensor
@@ -222,7 +224,8 @@ class Source:
             val -= split == "val"
             pixels_BCHW[val if split == "val" else train] = np.asarray(image).transpose(2, 0, 1)
             train += split == "train"
-        read = self._summary(self.indexes, n, dropped)
+        total = sum(map(len, itertools.chain(*self.indexes.values())))
+        read = _summary(n, total, "samples", dropped)
         if not train and val == n:
             raise UserError(f"{self.name} has no image that can be used ({read or 'no samples'}): check the shards.")
         if not train or val == n:
@@ -237,20 +240,20 @@ class Source:
 
     def captions(self) -> tuple[list[str], str]:
         """Return the texts of training samples spread evenly over all shards, and a summary that is empty if all
-        captions of a folder were used.
+        samples were used.
 
         Raises:
             UserError: a shard is damaged, or no sample has a text.
         """
         indexes = {split: shards for split, shards in self.indexes.items() if split != "val"}
-        dropped, most = Counter[str](), self.selection.captions
+        dropped, most, total = Counter[str](), self.selection.captions, sum(map(len, *indexes.values()))
         samples = self._read(indexes, most, "captions", dropped)
         captions = [
             p for _, split, places in samples if split == "train" for p in places if isinstance(p, str)
         ]
-        read = self._summary(indexes, min(most, sum(map(len, *indexes.values()))), dropped)
+        read = _summary(min(most, total), total, "samples", dropped)
         if not captions:
-            raise UserError(f"{self.name} has no captions ({read}): check the shards.")
+            raise UserError(f"{self.name} has no captions ({read or 'no samples'}): check the shards.")
         return captions, read
 
     def _read(
@@ -272,24 +275,6 @@ class Source:
                     continue
                 yield turn, split or split_of(identity, self.val_fraction), parts
 
-    def identity(self) -> str:
-        """Return 10 hex digits: the hash of the manifest; or of the names, lengths and sample counts of tars, but not
-        of their content."""
-        if self.folder is not None:
-            return manifest_hash(self.folder)
-        return identity_hash({"shards": [[i.path.name, i.length, len(i)] for i in self.indexes[""]]})
-
-    def _summary(self, by_split: dict[str, list[TarIndex]], read: int, dropped: Counter[str]) -> str:
-        """Return such as ``9 samples read, 1 dropped (...), 2 files not read (in no sample: ...)``."""
-        unread, indexes = Unread(), [index for of_split in by_split.values() for index in of_split]
-        for index in indexes:
-            unread.take(index.unread)
-        total = sum(map(len, indexes))
-        if self.folder is not None and read == total and not dropped and not unread.total:
-            return ""
-        rest = f", {unread.total:,} files not read ({_reasons(unread.counts)})" if unread.total else ""
-        return _summary(read, total, "samples", dropped) + rest
-
 
 class Documents:
     """The text documents of the train split of a folder or of JSON lines; none if `text` is an empty name.
@@ -303,34 +288,28 @@ class Documents:
         self.selection, self.name = selection or Selection(), " ".join(names)
         self.folder = Path(self.name) if self.name and Path(self.name).is_dir() else None
         self.paths = expand(names) if self.folder is None and self.name else []
-        self.identity()  # raises for a folder without a manifest
+        if self.folder is not None:
+            load_manifest(self.folder)
 
     def read(self) -> tuple[list[str], str]:
         """Return the texts, and a summary of how many documents were read.
 
-        The summary is empty if all documents of a folder were read. If the texts have more characters than the limit,
-        a folder gives documents that are spread evenly over it (at least one), and a JSON lines file gives only its
-        beginning, so that it is not decompressed to its end.
+        The summary is empty if all documents were read. If the texts have more characters than the limit,
+        only the beginning of each file is read, so that it is not decompressed to its end.
 
         Raises:
             UserError: a file is missing, damaged or truncated, or has no text.
         """
-        left, dropped = self.selection.characters, Counter[str]()
+        left, dropped, share = self.selection.characters, Counter[str](), self.selection.val_fraction
+        paths = self.paths
         if self.folder is not None:
-            documents = list(read_text(self.folder, "train"))
-            n, total = len(documents), sum(map(len, documents))
-            indices = spread(n, max(1, n * left // max(1, total)))
-            read = _summary(len(indices), n, "documents", dropped) if len(indices) < n else ""
-            return [documents[i] for i in indices], read
-        if not self.paths:
-            return [], ""
-        share = self.selection.val_fraction
-        if share is None:
-            all_texts = (text for path in self.paths for text in _texts(path, Counter()))
+            paths, share = [path for path, _ in checked_shards(self.folder, "train")], 0.0
+        elif share is None:
+            all_texts = (text for path in paths for text in _texts(path, Counter()))
             share = default_share(hash_fraction(text.encode()) for text in all_texts)
         cut, texts = 0, list[str]()
-        for number, path in enumerate(self.paths):
-            budget, taken = left // (len(self.paths) - number), 0
+        for number, path in enumerate(paths):
+            budget, taken = left // (len(paths) - number), 0
             for text in _texts(path, dropped):
                 if split_of(text.encode(), share) == "val":
                     continue
@@ -342,20 +321,11 @@ class Documents:
             left -= taken
         read = f"{len(texts):,} documents read"
         if cut:
-            read += f", only the beginning of {cut:,} of {len(self.paths):,} files (--characters)"
-        if dropped:
-            read += f", {dropped.total():,} dropped ({_reasons(dropped)})"
-        if not texts:
+            read += f", only the beginning of {cut:,} of {len(paths):,} files (--characters)"
+        read += _dropped(dropped)
+        if paths and not texts:
             raise UserError(f'{self.name} has no documents ({read}): give JSON lines with a field "text".')
-        return texts, read
-
-    def identity(self) -> str:
-        """Return 10 hex digits: the hash of a folder's manifest, or of the names and lengths of JSON lines files, but
-        not of their content; empty if there are no documents."""
-        if self.folder is not None:
-            return manifest_hash(self.folder)
-        files = [[path.name, path.stat().st_size] for path in self.paths]
-        return identity_hash({"files": files}) if files else ""
+        return texts, read if cut or dropped else ""
 
 
 def _texts(path: Path, dropped: Counter[str]) -> Iterator[str]:

@@ -95,13 +95,11 @@ import sys
 for name in ("vector_quantize_pytorch", "webdataset"):
     sys.modules[name] = None
 import torch
-import mmqk.data.datamodule, mmqk.data.tokenizers.image, mmqk.data.tokenizers.train
-from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.files import TextTokenizer
-from mmqk.data.tokenizers.files import vocab_sizes_of
+import mmqk.data.datamodule, mmqk.data.tokenizers.train
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash, vocab_sizes_of
 vocab_sizes_of({str(shipped)!r}), TextTokenizer.load({str(shipped)!r}), tokenizers_hash({str(shipped)!r})
 print("timm" in sys.modules)
+from mmqk.data.tokenizers.image import ImageTokenizer
 tokenizer = ImageTokenizer.load({str(shipped)!r})
 assert tokenizer.decode(tokenizer.encode(torch.rand(1, 3, 64, 64))).shape == (1, 3, 64, 64)
 print("timm" in sys.modules)
