@@ -15,30 +15,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from mmqk.data.shards.archives import TarIndex, expand, index_tar, read_lines
-from mmqk.data.shards.images import MAX_PIXELS, Dropped
-from mmqk.data.shards.manifest import (
-    SHARE,
-    default_share,
-    default_share_of_tars,
-    sha256_file,
-    small_set_sentence,
-)
-from mmqk.data.shards.samples import ReasonCounts, Unread, document_of, text_of
+from mmqk.data.shards.archives import expand, read_samples
+from mmqk.data.shards.images import MAX_PIXELS
+from mmqk.data.shards.manifest import SHARE, default_share, fractions_of, sha256_file, small_set_sentence
+from mmqk.data.shards.samples import ReasonCounts, Unread
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.train import add_sample_arguments
 from mmqk.data.tokens.encode import ShardPart, TokenizeJob, run_shards
 from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.progress import track
-from mmqk.store import (
-    DamagedFile,
-    OneSentenceParser,
-    UserError,
-    find_file,
-    hash_fraction,
-    read_json,
-    write_json,
-)
+from mmqk.store import DamagedFile, OneSentenceParser, UserError, find_file, read_json, write_json
 from mmqk.store.files import writing
 
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
@@ -150,23 +136,13 @@ def _share(args: argparse.Namespace, job: TokenizeJob, paths: list[Path]) -> flo
             begun = read_json(job.out / UNFINISHED / OPTIONS)
     if isinstance(begun, dict):
         return float(begun["val_fraction"])
-    if job.kind == "text":
-        return default_share(hash_fraction(text) for path in paths for text in _texts(path))
-    kind, field = job.kind, job.caption_field
-    return default_share_of_tars(_readable(paths), lambda sample: document_of(sample, kind, field)[0])
+    return default_share(fractions_of(_readable(paths, job.kind), job.kind, job.caption_field))
 
 
-def _readable(paths: list[Path]) -> Iterator[TarIndex]:
+def _readable(paths: list[Path], kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     for path in paths:
         with suppress(UserError):  # `_tokenize` names all damaged shards
-            yield index_tar(path)
-
-
-def _texts(path: Path) -> Iterator[bytes]:
-    with suppress(UserError):  # as in `_readable`
-        for _, line in read_lines(path):
-            with suppress(Dropped):
-                yield text_of(line).encode()
+            yield from read_samples(path, kind)
 
 
 def _options(args: argparse.Namespace, kind: str, paths: list[Path], share: float) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from mmqk.data.shards.samples import (
 from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokens import encode
-from mmqk.data.tokens import encode as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import UserError
 
@@ -315,6 +314,25 @@ def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> Non
     assert sum(s["samples"] for s in record["about"]["shards"]) == 30 + 8
 
 
+def test_documents_of_a_broken_shard_do_not_enter_the_next(run: Any, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {i} {'word ' * 50}"}).encode() + b"\n" for i in range(2000)]
+    whole = gzip.compress(b"".join(lines))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:3]))
+    assert "1 of 2 shards" in refused(run, "--text", f"{tmp_path}/*.jsonl*", "--val-fraction=0")
+    assert len(np.load(tmp_path / "out/train/00001.lengths.npy")) == 3
+
+
+def test_shares_of_val(run: Any, shards: Path, tmp_path: Path) -> None:
+    folder, printed = run(*pattern(shards), "--val-fraction=1e-9")
+    assert f"remove {folder} and run the command again without" in printed and len(open_tokens(folder)["val"]) == 0
+    shutil.rmtree(folder)  # the advice works
+    folder, printed = run(*pattern(shards))
+    assert "is held out for validation instead of 0.01" in printed and len(open_tokens(folder)["val"]) == 12
+    assert "is finished" in run(*pattern(shards))[1]  # a folder keeps its share
+    assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
+
+
 def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
     # Two shards have the same 40 images, under different names and with different captions.
     for shard in range(2):
@@ -565,7 +583,7 @@ def test_other_shards_of_the_same_name_are_not_those_of_a_finished_folder(run: A
 
 def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = documents(run(*pattern(shards), out="whole")[0])
-    monkeypatch.setattr(tokenize_worker, "TOKENS_A_FILE", 200)
+    monkeypatch.setattr(encode, "TOKENS_A_FILE", 200)
     monkeypatch.setattr(encode, "IMAGES_A_BATCH", 2)
     folder, _ = run(*pattern(shards))
     assert alike(documents(folder), expected)
@@ -599,7 +617,7 @@ def test_a_full_disk_is_no_broken_shard(run: Any, shards: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokenize_worker.TokenWriter, "add_part", full)
+        patched.setattr(encode.TokenWriter, "add_part", full)
         message = refused(run, *pattern(shards))
     assert "out cannot be written (No space left on device)" in message
     assert len(documents(run(*pattern(shards))[0])) == 36

@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from braceexpand import braceexpand
 
-from mmqk.data.shards.samples import HIDDEN, LONGEST_LINE, NO_DOT, NOT_REGULAR, Unread, printable
+from mmqk.data.shards.samples import HIDDEN, LINE, LONGEST_LINE, NO_DOT, NOT_REGULAR, Unread, printable
 from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
@@ -212,6 +212,16 @@ def _files_of(pattern: str) -> Iterator[Path]:
 
 _CHUNK = 2**16
 _XZ_MEMORY = 2**29  # in bytes; xz -9 needs 2**26
+
+
+def read_samples(path: Path, kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the name and the content by field of each sample of a tar, or of each line of a file of kind text."""
+    if kind != "text":
+        yield from index_tar(path)
+        return
+    for number, line in read_lines(path):
+        if line.strip():
+            yield f"line {number}", {LINE: line}
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:

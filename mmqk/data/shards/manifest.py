@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmqk.data.shards.archives import TarIndex, index_tar, read_lines
 from mmqk.data.shards.images import Dropped, load_image, open_image
-from mmqk.data.shards.samples import Unread, count_unread, json_of, pair_of, printable, text_of
+from mmqk.data.shards.samples import Unread, count_unread, document_of, json_of, pair_of, printable, text_of
 from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
@@ -235,26 +235,13 @@ def default_share(fractions: Iterable[float]) -> float:
     return SHARE if held_out[last] == len(few) else max(SHARE, float(np.nextafter(values[last], 1)))
 
 
-def default_share_of_tars(
-    indexes: Iterable[TarIndex], identity: Callable[[Mapping[str, bytes]], bytes]
-) -> float:
-    """Return `default_share` of the samples of tars; a large set is recognized without reading its samples.
-
-    Args:
-        indexes: index of each archive; no further ones are read once they have `FEW` samples.
-        identity: returns the bytes that decide the split of a sample, or raises Dropped.
-    """
-    small: list[TarIndex] = []
-    for index in indexes:
-        small.append(index)
-        if sum(map(len, small)) >= FEW:
-            return SHARE
-    fractions = []
-    for index in small:
-        for _, sample in index:
-            with suppress(Dropped):
-                fractions.append(hash_fraction(identity(sample)))
-    return default_share(fractions)
+def fractions_of(
+    samples: Iterable[tuple[str, Mapping[str, bytes]]], kind: str, caption_field: str | None = None
+) -> Iterator[float]:
+    """Yield the `hash_fraction` of each usable sample; the arguments are those of `document_of`."""
+    for _, sample in samples:
+        with suppress(Dropped):
+            yield hash_fraction(document_of(sample, kind, caption_field)[0])
 
 
 def small_set_sentence(share: float) -> str:

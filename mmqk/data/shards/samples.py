@@ -34,6 +34,7 @@ LONGEST_LINE = MAX_JSON = 2**24
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 CAPTION_FIELD = "caption"
 TEXT_MEMBER = "txt"
+LINE = "line"  # the field of a line of JSON, which is a sample of kind text
 
 NO_IMAGE = "no image file"
 FURTHER_DOT = "no image file, only files with a second dot in their names"
@@ -211,12 +212,15 @@ def document_of(
 
     Args:
         sample: content by field.
-        kind: "pair", "interleaved", or "" for either.
+        kind: "pair", "interleaved", "text" (see `mmqk.data.shards.archives.read_samples`), or "" for the first two.
         caption_field: as for `pair_of`.
 
     Raises:
         Dropped: the sample cannot be used.
     """
+    if kind == "text":
+        text = text_of(sample[LINE])
+        return text.encode(), [text]
     if kind == "interleaved":
         return sample.get("json", b""), interleaved_of(sample)
     try:

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from mmqk.data.shards.archives import TarIndex, expand, index_tar, read_lines
+from mmqk.data.shards.archives import TarIndex, expand, index_tar, read_samples
 from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
 from mmqk.data.shards.manifest import (
     MANIFEST,
     SHARE,
     checked_shards,
     default_share,
-    default_share_of_tars,
+    fractions_of,
     load_manifest,
     small_set_sentence,
     split_of,
 )
-from mmqk.data.shards.samples import NO_IMAGE, document_of, text_of
+from mmqk.data.shards.samples import LINE, NO_IMAGE, document_of, text_of
 from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.progress import Progress, track
-from mmqk.store import OneSentenceParser, UserError, find_file, hash_fraction, write_atomic
+from mmqk.store import OneSentenceParser, UserError, find_file, write_atomic
 from mmqk.store.files import writing
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ class Source:
         """The held-out share of the samples of tars."""
         if (given := self.selection.val_fraction) is not None:
             return given
-        field = self.selection.caption_field
-        return default_share_of_tars(self.indexes[""], lambda sample: document_of(sample, "", field)[0])
+        samples = itertools.chain.from_iterable(self.indexes[""])
+        return default_share(fractions_of(samples, "", self.selection.caption_field))
 
     def images(self, size: int) -> Images:
         """Return the images of samples spread evenly over all shards; one image per interleaved document.
@@ -305,8 +305,8 @@ class Documents:
         if self.folder is not None:
             paths, share = [path for path, _ in checked_shards(self.folder, "train")], 0.0
         elif share is None:
-            all_texts = (text for path in paths for text in _texts(path, Counter()))
-            share = default_share(hash_fraction(text.encode()) for text in all_texts)
+            samples = itertools.chain.from_iterable(read_samples(path, "text") for path in paths)
+            share = default_share(fractions_of(samples, "text"))
         cut, texts = 0, list[str]()
         for number, path in enumerate(paths):
             budget, taken = left // (len(paths) - number), 0
@@ -330,10 +330,9 @@ class Documents:
 
 def _texts(path: Path, dropped: Counter[str]) -> Iterator[str]:
     """Yield the texts of a file, and count the lines that cannot be used."""
-    for _, line in read_lines(path):
+    for _, sample in read_samples(path, "text"):
         try:
-            if line.strip():
-                yield text_of(line)
+            yield text_of(sample[LINE])
         except Dropped as fault:
             dropped[fault.reason] += 1
 

@@ -12,11 +12,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmqk.data.shards.archives import TarIndex, index_tar, read_lines
+from mmqk.data.shards.archives import index_tar, read_samples
 from mmqk.data.shards.images import Dropped, Fit, load_image
 from mmqk.data.shards.manifest import sha256_file, split_of
 from mmqk.data.shards.samples import (
@@ -35,7 +35,6 @@ from mmqk.data.shards.samples import (
     Unread,
     count_unread,
     document_of,
-    text_of,
 )
 from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, layout_of
@@ -128,7 +127,6 @@ class DocumentEncoder:
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
 
-Place = bytes | str
 # ("done", record), ("broken", sentence) if the shard cannot be read, or ("unwritable", reason) if its part cannot be
 # written.
 Result = tuple[str, Any]
@@ -275,89 +273,51 @@ class Encoder:
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
         """
-        part, job = _Part(self, shard.part), self.job
-        index = None if job.kind == "text" else index_tar(shard.path)
-        unread, files = (Unread(), {}) if index is None else (index.unread, {"files": index.files})
-        for key, fields, make in _samples(job, shard.path if index is None else index):
-            part.samples += 1
+        job, index = self.job, None if self.job.kind == "text" else index_tar(shard.path)
+        dropped, unread, splits = ReasonCounts(), Unread() if index is None else index.unread, list[str]()
+        counts, samples, files = dict.fromkeys(SPLITS, 0), 0, 0
+        self.documents.clear()  # drop documents of an earlier shard that was not read to its end
+        for key, sample in read_samples(shard.path, job.kind) if index is None else index:
+            samples += 1
             reason = UNUSED
             try:
-                identity, places = make()
-                part.add(split_of(identity, job.val_fraction), [self._loaded(place) for place in places])
-            except Dropped as dropped:
-                part.dropped.add(dropped.reason, key)
+                identity, places = document_of(sample, job.kind, job.caption_field)
+                self.documents.add([self._loaded(place) for place in places])
+                splits.append(split_of(identity, job.val_fraction))
+                counts[splits[-1]] += 1
+            except Dropped as fault:
+                dropped.add(fault.reason, key)
                 reason = OF_DROPPED
-            count_unread(unread, job.kind, key, fields, reason)
-        part.write()
+            if index is not None:
+                count_unread(unread, job.kind, key, sample, reason)
+            if self.documents.tokens >= TOKENS_A_FILE:
+                self._write(shard.part, files, splits)
+                files += 1
+        self._write(shard.part, files, splits)
         return {
             "file": shard.path.name,
             "size": shard.path.stat().st_size,
             "sha256": sha256_file(shard.path),
-            "samples": part.samples,
-            "documents": part.documents,
-            "dropped": dict(sorted(part.dropped.counts.items())),
-            "examples": part.dropped.examples,
-            **files,
+            "samples": samples,
+            "documents": counts,
+            "dropped": dict(sorted(dropped.counts.items())),
+            "examples": dropped.examples,
+            **({} if index is None else {"files": index.files}),
             "unread": asdict(unread),
         }
 
-    def _loaded(self, place: Place) -> str | Image.Image:
+    def _write(self, part: str, files: int, splits: list[str]) -> None:
+        """Write the pending documents of a part that has ``files`` files already; ``splits`` has their splits."""
+        # "_" sorts after ".", so the files are read in the order in which they were written.
+        name = f"{part}_{files:06d}" if files else part
+        documents = self.documents.take()
+        for split in SPLITS:
+            if of_split := [ids for ids, of in zip(documents, splits, strict=True) if of == split]:
+                self.writer.add_part(split, name, of_split)
+        splits.clear()
+
+    def _loaded(self, place: bytes | str) -> str | Image.Image:
         """Return a text unchanged, or an image decoded."""
         if isinstance(place, str):
             return place
         return load_image(place, self.documents.image_size, self.job.fit, self.job.max_pixels)
-
-
-class _Part:
-    """The documents of one shard that are not written yet."""
-
-    def __init__(self, encoder: Encoder, name: str) -> None:
-        self._encoder, self._name = encoder, name
-        self.samples = 0
-        self.documents = dict.fromkeys(SPLITS, 0)
-        self.dropped = ReasonCounts()
-        self._splits: list[str] = []  # split of each document in the encoder
-        self._files = 0
-        encoder.documents.clear()  # drop documents of an earlier shard that was not read to its end
-
-    def add(self, split: str, places: Sequence[str | Image.Image]) -> None:
-        """Add a document, and write the pending documents if they exceed the size limit."""
-        self._encoder.documents.add(places)
-        self._splits.append(split)
-        self.documents[split] += 1
-        if self._encoder.documents.tokens >= TOKENS_A_FILE:
-            self.write()
-
-    def write(self) -> None:
-        """Write the pending documents as one file per split."""
-        documents = self._encoder.documents.take()
-        # "_" sorts after ".", so the files are read in the order in which they were written.
-        name = f"{self._name}_{self._files:06d}" if self._files else self._name
-        for split in SPLITS:
-            of_split = [ids for ids, of in zip(documents, self._splits, strict=True) if of == split]
-            if of_split:
-                self._encoder.writer.add_part(split, name, of_split)
-        self._splits.clear()
-        self._files += 1
-
-
-Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]]]
-
-
-def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
-    """Yield for each sample its key, its fields, and a function that makes its document.
-
-    The function returns the bytes that identify the document, and its texts and images in order; or raises Dropped.
-    """
-    if isinstance(source, Path):
-        for number, line in read_lines(source):
-            if line.strip():
-                yield f"line {number}", [], partial(_text_document, line)
-        return
-    for key, sample in source:
-        yield key, list(sample), partial(document_of, sample, job.kind, job.caption_field)
-
-
-def _text_document(line: bytes) -> tuple[bytes, list[Place]]:
-    text = text_of(line)
-    return text.encode(), [text]

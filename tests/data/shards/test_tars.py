@@ -81,6 +81,21 @@ def test_keys_and_fields_are_those_of_webdataset(tmp_path: Path) -> None:
     assert ("a/0", "jpg") in got and ("./d/e", "0.webp") in got and ("../../up", "txt") in got
 
 
+def test_links_and_folders_have_no_content(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, kind in (("some.folder", tarfile.DIRTYPE), *((f"{i}.jpg", kind) for i, kind in enumerate(kinds))):
+            odd = tarfile.TarInfo(name)
+            odd.type, odd.linkname = kind, str(tmp_path / "secret")
+            tar.addfile(odd)
+            if kind != tarfile.DIRTYPE:
+                tar.addfile(tarfile.TarInfo(name.replace("jpg", "txt")), io.BytesIO())
+    index = index_tar(tmp_path / "a.tar")
+    assert list(index) == [(str(i), {"txt": b""}) for i in range(4)]
+    assert index.unread.total == 4 and index.files == 8
+
+
 def test_cut_short_at_any_byte(tmp_path: Path) -> None:
     members = triples(4)
     whole = write(tmp_path / "whole.tar", members).read_bytes()
