@@ -16,8 +16,9 @@ import torch
 from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.shards.archives import index_tar
+from mmqk.data.shards.manifest import split_of
+from mmqk.data.shards.samples import document_of
 from mmqk.data.tokens.cache import open_source
-from mmqk.data.tokens.encode import TokenizeJob, _samples, split_of
 from mmqk.data.tokens.online import online_hash, open_online
 from mmqk.store import UserError
 
@@ -93,9 +94,8 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
     split_by_key = {
         store.shards[s].keys[i]: split for split, store in found.items() for s, i in store.samples_N2
     }
-    job = TokenizeJob("pair", tiny_data / "tokenizers", tmp_path, 0.3, "crop", 2**26, None)
     expected = {
-        key: split_of(make()[0], 0.3) for path in paths for key, _, make in _samples(job, index_tar(path))
+        key: split_of(document_of(sample, "pair")[0], 0.3) for path in paths for key, sample in index_tar(path)
     }
     assert split_by_key == expected and 0 < len(found["val"]) < len(found["train"])
     by_image = [{split_by_key[f"{t}-{copy}-{n}"] for t in "xy" for copy in "ab"} for n in range(40)]
