@@ -30,10 +30,10 @@ from mmqk.store import (
     new_folder,
     read_json,
     read_metrics,
+    read_run,
     relative,
     without_roots,
 )
-from mmqk.store import read_run as read_record
 from mmqk.store.checkpoints import step_of
 from mmqk.store.metrics import METRICS_NAME, parse_vocab_sizes
 
@@ -113,10 +113,10 @@ def _to_huggingface(source: Path, out: Path) -> None:
     from mmqk.training.checkpoint import newest_checkpoint
 
     newest = newest_checkpoint(source)
-    config, weights = read_run(newest)
+    config, weights = read_model(newest)
     model, architecture = build(config, weights), architecture_of(config)
     try:
-        record: dict[str, Any] = read_record(source) or {}
+        record: dict[str, Any] = read_run(source) or {}
     except DamagedFile as damaged:  # export the weights without the record, as for an imported model
         record = {}
         print(f"The model card has no record of the run, because {damaged}.")
@@ -200,7 +200,7 @@ def _widest_dtype(folder: Path) -> torch.dtype | str:
     return functools.reduce(torch.promote_types, found) if found else "auto"
 
 
-def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+def read_model(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Return the configuration and weights of a checkpoint of mmqk. The weights are memory-mapped and keep their
     dtype.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -226,16 +226,7 @@ ADAGC_DECAY = 0.98
 SKIP_WINDOW = 128
 
 
-class Guard(nn.Module):
-    """A module whose buffers keep their dtype: precision bf16-true would round them."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for name, buffer in self.named_buffers():
-            setattr(self, name, buffer.to(fn(buffer).device))
-        return self
-
-
-class AdaGC(Guard):
+class AdaGC:
     """Clips the gradient of each tensor to a multiple of the running mean of its norm (arXiv 2502.11034).
 
     ```
@@ -252,26 +243,24 @@ class AdaGC(Guard):
     """
 
     def __init__(self, tensors: int, factor: float, warmup: int) -> None:
-        super().__init__()
         self.factor, self.warmup = factor, warmup
-        self.gamma_P: Tensor
-        self.register_buffer("gamma_P", torch.full((tensors,), torch.inf, dtype=torch.float32), persistent=False)
+        self.state = {"gamma_P": torch.full((tensors,), torch.inf, dtype=torch.float32)}  # checkpoints store it
 
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor], norms: Sequence[Tensor], step: int) -> None:
         """Clip the gradients in place. ``norms`` are the gradients' norms; ``step`` counts from 0."""
-        norm_P = torch.stack(list(norms)).to(self.gamma_P.dtype)
-        if step < self.warmup:
-            self.gamma_P.copy_(torch.where(norm_P > 0, torch.minimum(self.gamma_P, norm_P), self.gamma_P))
-            return
-        gamma_P = torch.where(self.gamma_P.isfinite(), self.gamma_P, norm_P)
-        scale_P = (self.factor * gamma_P / norm_P).clamp(max=1.0).nan_to_num(1.0)
-        torch._foreach_mul_(list(gradients), list(scale_P.unbind()))
-        averaged_P = ADAGC_DECAY * gamma_P + (1 - ADAGC_DECAY) * scale_P * norm_P
-        self.gamma_P.copy_(torch.where(norm_P > 0, averaged_P, self.gamma_P))
+        norm_P = torch.stack(list(norms)).float()
+        before_P = self.state["gamma_P"].to(norm_P.device)
+        after_P = torch.minimum(before_P, norm_P)
+        if step >= self.warmup:
+            gamma_P = torch.where(before_P.isfinite(), before_P, norm_P)
+            scale_P = (self.factor * gamma_P / norm_P).clamp(max=1.0).nan_to_num(1.0)
+            torch._foreach_mul_(list(gradients), list(scale_P.unbind()))
+            after_P = ADAGC_DECAY * gamma_P + (1 - ADAGC_DECAY) * scale_P * norm_P
+        self.state["gamma_P"] = torch.where(norm_P > 0, after_P, before_P)
 
 
-class SkipStep(Guard):
+class SkipStep:
     """Skips an update whose loss or gradient norm is far above the mean of the last 128 steps (OLMo-core).
 
     A step is skipped if its loss or its gradient norm is more than ``sigmas`` standard deviations above the mean of
@@ -282,28 +271,26 @@ class SkipStep(Guard):
     """
 
     def __init__(self, sigmas: float) -> None:
-        super().__init__()
         self.sigmas = sigmas
-        self.window_2N: Tensor
-        self.count: Tensor
-        self.skipped: Tensor
-        self.register_buffer("window_2N", torch.zeros(2, SKIP_WINDOW, dtype=torch.float32), persistent=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.state = {  # checkpoints store it
+            "window_2N": torch.zeros(2, SKIP_WINDOW, dtype=torch.float32),
+            "count": torch.zeros((), dtype=torch.int64),
+            "skipped": torch.zeros((), dtype=torch.int64),
+        }
 
     @torch.no_grad()
     def skips(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return whether to skip this update, as a boolean tensor, and add the step to the window."""
         value_2 = torch.stack([loss.float(), grad_norm.float()])
-        filled_N = torch.arange(SKIP_WINDOW, device=self.window_2N.device) < self.count
+        window_2N, count, skipped = (value.to(value_2.device) for value in self.state.values())
+        filled_N = torch.arange(SKIP_WINDOW, device=window_2N.device) < count
         n = filled_N.sum().clamp_min(2)
-        mean_2 = torch.where(filled_N, self.window_2N, 0.0).sum(1) / n
-        square_2N = torch.where(filled_N, (self.window_2N - mean_2[:, None]).square(), 0.0)
+        mean_2 = torch.where(filled_N, window_2N, 0.0).sum(1) / n
+        square_2N = torch.where(filled_N, (window_2N - mean_2[:, None]).square(), 0.0)
         limit_2 = mean_2 + self.sigmas * (square_2N.sum(1) / (n - 1)).sqrt()
-        skip = (value_2 > limit_2).any() & (self.count >= SKIP_WINDOW // 2)
-        self.window_2N[:, self.count % SKIP_WINDOW] = value_2
-        self.count += 1
-        self.skipped += skip
+        skip = (value_2 > limit_2).any() & (count >= SKIP_WINDOW // 2)
+        window_2N[:, count % SKIP_WINDOW] = value_2
+        self.state = {"window_2N": window_2N, "count": count + 1, "skipped": skipped + skip}
         return skip
 
 

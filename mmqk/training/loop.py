@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
 from mmqk.config.training import AlarmConfig
 from mmqk.data.batch import TokenBatch
@@ -235,27 +235,16 @@ class AlarmStop(Interrupted):
         self.args = (f"stopped by an alarm at {alarm.line()}",)
 
 
-class Collected(Logger):
+class Collected(DummyLogger):
     """A logger that keeps all logged values until they are drained."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[int, dict[str, float]] = {}
 
-    @property
-    def name(self) -> str:
-        return "alarms"
-
-    @property
-    def version(self) -> str:
-        return ""
-
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         assert step is not None
         self._values.setdefault(step, {}).update(metrics)
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def drain(self) -> list[tuple[int, dict[str, float]]]:
         """Return the values logged since the last call, in order of their steps."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from mmqk.config.training import LossConfig, OptimConfig
@@ -346,14 +346,14 @@ class TrainingModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(self.stored)
         if guards := self._guards():
-            checkpoint["mmqk_guards"] = {name: dict(guard.named_buffers()) for name, guard in guards.items()}
+            checkpoint["mmqk_guards"] = {name: guard.state for name, guard in guards.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for name, guard in self._guards().items():  # a guard that is not in the checkpoint starts empty
-            for buffer, value in checkpoint.get("mmqk_guards", {}).get(name, {}).items():
-                guard.get_buffer(buffer).copy_(value)
+            saved = checkpoint.get("mmqk_guards", {}).get(name, {})
+            guard.state |= {key: value.clone() for key, value in saved.items()}
 
-    def _guards(self) -> dict[str, nn.Module]:
+    def _guards(self) -> dict[str, AdaGC | SkipStep]:
         return {n: g for n, g in (("adagc", self.adagc), ("skip_step", self.skip_step)) if g is not None}
 
     @torch.no_grad()

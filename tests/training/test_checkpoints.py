@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmqk.config.training import CheckpointConfig
-from mmqk.interop.folders import read_run
+from mmqk.interop.folders import read_model
 from mmqk.store import UserError, cli_main, read_status
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
@@ -199,7 +199,7 @@ def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
     flip(step(out, 12), place_of_weights(step(out, 12)))
     assert f"{step(out, 12)} is damaged" in refused(capsys, *fork)
     assert not (tmp_path / "fork").exists()
-    for read in (load_model, lambda run: read_run(step(run, 12))):
+    for read in (load_model, lambda run: read_model(step(run, 12))):
         with pytest.raises(UserError, match=r"step00000012\.ckpt is damaged") as error:
             read(out)
         assert "\n" not in str(error.value)

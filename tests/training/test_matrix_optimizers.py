@@ -130,7 +130,7 @@ def test_adagc_is_its_formula():
             torch.testing.assert_close(g, e, rtol=1e-6, atol=ADAGC.tolerance)
         if step == 6:
             assert gradients[0].norm() < 0.1 * before[0].norm()
-    assert guard.gamma_P.tolist() == pytest.approx(gamma, rel=1e-5)
+    assert guard.state["gamma_P"].tolist() == pytest.approx(gamma, rel=1e-5)
 
 
 def test_skip_step_leaves_out_what_lies_six_deviations_above_its_window():
@@ -147,7 +147,7 @@ def test_skip_step_leaves_out_what_lies_six_deviations_above_its_window():
             expected = bool(((torch.stack([loss, norm]) - window.mean(0)) > 6 * window.std(0)).any())
         assert bool(guard.skips(loss, norm)) == expected == (step in (80, 200)), step
         history.append([float(loss), float(norm)])
-    assert int(guard.skipped) == 2
+    assert int(guard.state["skipped"]) == 2
 
 
 def test_msign_is_the_polar_factor_and_touches_attention_alone():

