@@ -1,1 +1,14 @@
-"""Trains a model: one step, the loop around it, logging, and forks."""
+"""Trains a model: one step, the loop around it, logging, and forks. `mmqk.train` puts the parts together.
+
+One optimizer step, in the order of the calls:
+
+| what                                    | where                                                                  |
+| --------------------------------------- | ---------------------------------------------------------------------- |
+| loss by modality                        | `module.TrainingModule.training_step` with `losses.modality_losses`    |
+| backward pass                           | `module.TrainingModule.backward`                                       |
+| clipping, and the record of the step    | `module.TrainingModule.configure_gradient_clipping`                    |
+| update, learning rate                   | `optimizers.make_optimizer`, `optimizers.lr_multiplier`                |
+| remedies that change weights            | `module.TrainingModule._after_update` with `guards`                    |
+| log, divergence, validation, alarms     | `loop.StepLog`, `loop.Validation`, `loop.Alarms`                       |
+| checkpoint, status, end after a signal  | `checkpoint.Checkpoints`, `checkpoint.Lifecycle`                       |
+"""

@@ -64,22 +64,6 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(run):
 
 # What is refused -------------------------------------------------------------------------------------------
 
-ON_THIS_DEVICE = {
-    "sdpa_efficient": ("sdpa_efficient", {}, r"^backend sdpa_efficient needs a CUDA GPU, but the device is cpu"),
-    "sdpa_cudnn": ("sdpa_cudnn", {}, r"^backend sdpa_cudnn needs a CUDA GPU, but the device is cpu"),
-    "flex": ("flex", {}, r"^backend flex needs a CUDA GPU, but the device is cpu; use"),
-    "flash, dropout": ("sdpa_flash", {"attn_dropout": 0.1}, r"^backend sdpa_flash has no dropout on a CPU"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("backend", "model", "sentence"), ON_THIS_DEVICE.values(), ids=ON_THIS_DEVICE)
-def test_what_a_cpu_cannot_is_refused(run, backend, model, sentence):
-    with pytest.raises(UserError, match=sentence):
-        resolve_device(of(run, backend, **model), CPU)
-    # The control: backend math accepts the model.
-    resolve_device(of(run, "math", **model), CPU)
-
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
