@@ -42,11 +42,6 @@ class Sweep:
     runs: tuple[Run, ...]
 
     @property
-    def rates(self) -> list[float]:
-        """Learning rates, ascending."""
-        return sorted(set(map(learning_rate, self.runs)))
-
-    @property
     def sizes(self) -> list[float]:
         """Numbers of parameters without embeddings and head, ascending."""
         return sorted({model_size(run) for run in self.runs})

@@ -9,6 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tests.lab.small_runs import small_run
+
 STEPS, EVERY = 100, 10
 START = {"text": 7.0, "image": 6.2}
 WIDTHS = (32, 64, 128, 256)
@@ -39,11 +41,9 @@ def write(
     id: str = "",
     fork: dict[str, Any] | None = None,
     every: int = EVERY,
-    wiggle: float = 0.0,
 ) -> Path:
     """Write one run. Its losses fall from `START` to ``loss`` (text) and ``loss + 1`` (image); logits rise to
     ``logit``."""
-    path.mkdir(parents=True)
     identity = copy.deepcopy(BASE) | {"seed": seed}
     for name, value in (settings or {}).items():
         *parents, last = name.split(".")
@@ -51,44 +51,36 @@ def write(
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
+    small_run(path, series_of(range(start, end + 1), end, seed, loss, logit, status, every), status=status, seed=seed)
     details = {"config": identity, "versions": {"python": "3.11.7"}, "machine": {"cpus": 2}}
     record = {"id": id or path.parent.name[-10:], "code": "c0de", "identity": identity, "details": details}
     (path / "run.json").write_text(json.dumps(record))
-    reason = "text loss was high for 50 steps" if status == "diverged" else ""
-    ended = {"status": status, "step": end, "reason": reason, "seconds": 12.0 + seed}
-    (path / "status.json").write_text(json.dumps(ended))
     if fork:
         (path / "fork.json").write_text(json.dumps(fork))
-    with open(path / "metrics.jsonl", "w") as file:
-        for step in range(start, end + 1):
-            file.write(json.dumps(_line(step, end, seed, loss, logit, status, every, wiggle)) + "\n")
     return path
 
 
-def _line(
-    step: int, end: int, seed: int, loss: float, logit: float, status: str, every: int, wiggle: float
-) -> dict[str, float]:
-    late = step / end
-    line: dict[str, float] = {"step": step}
+def series_of(
+    steps: range, end: int, seed: int, loss: float, logit: float, status: str, every: int
+) -> dict[str, dict[int, float]]:
+    """Return the losses of every step, and the statistics of every probe, by tag and step."""
+    trained, probes = [s for s in steps if s], [s for s in steps if s % every == 0 or s == end]
+    series: dict[str, dict[int, float]] = {}
     for extra, (m, first) in enumerate(START.items()):
-        if step:
-            line[f"loss/{m}"] = first + (loss + extra - first) * late + 0.01 * seed
-        if step == 0 or (step == end and status == "completed"):
-            line[f"val_loss/{m}"] = first if step == 0 else loss + extra + 0.01 * seed
-    if step:
-        line["loss"] = (line["loss/text"] + line["loss/image"]) / 2
-    if step % every == 0 or step == end:
+        series[f"loss/{m}"] = {s: first + (loss + extra - first) * s / end + 0.01 * seed for s in trained}
+        ends = {0: first} if steps[0] == 0 else {}
+        series[f"val_loss/{m}"] = ends | ({end: loss + extra + 0.01 * seed} if status == "completed" else {})
+        series[f"final_norm/{m}"] = {s: 8 + s / end * logit for s in probes}
         for layer in range(2):
-            for m in START:
-                value = 2 ** (1 - late) * logit**late * (1 + 0.02 * seed) * (1 - 0.3 * layer)
-                value *= 1 + wiggle * math.sin(step)
-                line[f"attn_logit_absmax/{m}-{m}/layer{layer:02d}"] = value
-                line[f"attn_entropy/{m}/layer{layer:02d}"] = 3.0 - late
-                for norm in ("q_norm", "k_norm", "v_norm", "resid_norm"):
-                    line[f"{norm}/{m}/layer{layer:02d}"] = 4.0 + late * math.log(logit)
-        for m in START:
-            line[f"final_norm/{m}"] = 8 + late * logit
-    return line
+            growth = {s: 2 ** (1 - s / end) * logit ** (s / end) for s in probes}
+            scale = (1 + 0.02 * seed) * (1 - 0.3 * layer)
+            series[f"attn_logit_absmax/{m}-{m}/layer{layer:02d}"] = {s: v * scale for s, v in growth.items()}
+            series[f"attn_entropy/{m}/layer{layer:02d}"] = {s: 3.0 - s / end for s in probes}
+            for norm in ("q_norm", "k_norm", "v_norm", "resid_norm"):
+                series[f"{norm}/{m}/layer{layer:02d}"] = {s: 4.0 + s / end * math.log(logit) for s in probes}
+    text, image = (series[f"loss/{m}"] for m in START)
+    series["loss"] = {s: (text[s] + image[s]) / 2 for s in trained}
+    return {tag: values for tag, values in series.items() if values}
 
 
 def planted_logit(width: int, lr: float, qk: bool) -> float:

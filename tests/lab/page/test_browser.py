@@ -97,16 +97,6 @@ def test_nothing_is_wider_than_the_page_and_every_link_leads_somewhere(page, pag
     assert page.value(OVERFLOW) > 0
 
 
-def test_the_cards_are_on_the_first_screen_and_the_demonstration_fits_in_five(page, pages):
-    show(page, pages["grid"])
-    assert page.value("document.querySelector('.cards').getBoundingClientRect().bottom") <= SCREEN
-    show(page, pages["pack"])
-    assert page.value("document.documentElement.scrollHeight") <= 5 * SCREEN
-    # The negative control: with all sections unfolded the page is longer.
-    unfold(page)
-    assert page.value("document.documentElement.scrollHeight") > 5 * SCREEN
-
-
 @pytest.mark.parametrize("script", [True, False])
 def test_links_into_folds_open_them_and_without_its_script_the_page_has_its_pngs(page, pages, script):
     try:

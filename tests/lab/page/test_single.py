@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from tests.lab.fake_runs import write_demo
 from tests.lab.metrics.test_growth_order import run_of
 from tests.lab.page.test_page import pages_of
 
@@ -60,11 +59,6 @@ def test_the_page_lists_the_fields_that_differ_from_their_defaults(tmp_path):
     # The defaults are those that `mmqk.train --help` prints. beta2 has its default value, so it is not listed.
     assert rows == [("optim.lr", "0.03", "0.001"), ("model.qk_norm.kind", "rms", "none")]
     assert "| `optim.lr` | 0.03 | 0.001 |" in markdown
-
-
-def test_a_page_of_several_runs_has_no_such_part(tmp_path):
-    page, markdown = pages_of(write_demo(tmp_path / "demo")).values()
-    assert "grew-first" not in page and "What grew first" not in markdown
 
 
 @pytest.mark.parametrize("low", [0.01, 0.9])
