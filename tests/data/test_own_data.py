@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from mmqk.cli import main
-from mmqk.data import tokenize
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import cli_main, read_metrics
 
@@ -101,22 +100,3 @@ def test_the_commands_of_the_pages_work_as_they_stand(folder, monkeypatch, capsy
     runs = list((folder / "runs").rglob("metrics.jsonl"))
     assert sorted(run.parts[-3] for run in runs) == ["better", "mine"]  # the names of the data
     assert len(runs) == 2 and all(list(read_metrics(run))[-1]["step"] == 2 for run in runs)
-
-
-def test_a_shard_that_is_cut_short_is_an_error_and_nothing_is_lost(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    whole = (folder / "shards/00001.tar").read_bytes()
-    (tmp_path / "00001.tar").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "00000.tar").write_bytes((folder / "shards/00000.tar").read_bytes())
-    words = [
-        "--shards",
-        f"{tmp_path}/{{00000..00001}}.tar",
-        f"--out={tmp_path / 't'}",
-        *SMALLER["data tokenize"],
-    ]
-    assert cli_main(tokenize.main)(words) == 2
-    err = capsys.readouterr().err
-    assert "00001.tar is truncated" in err and not (tmp_path / "t/tokens.json").exists()
-    (tmp_path / "00001.tar").write_bytes(whole)
-    assert cli_main(tokenize.main)(words) == 0
-    assert sum(map(len, open_tokens(tmp_path / "t").values())) == 24

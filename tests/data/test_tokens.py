@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -143,15 +142,6 @@ def test_pieces_are_the_document_and_never_part_of_an_image():
 
 def alone(document, layout=LAYOUT, of=TokenStore):
     return of("interleaved", layout, [np.array(document)], [np.array([len(document)])])
-
-
-def test_a_cut_of_a_document_is_a_slice_of_it(tmp_path):
-    documents = some(20, high=9)
-    store = open_tokens(write(tmp_path / "t", documents))["train"]
-    for n, document in enumerate(d for p in range(3) for d in documents[p::3]):
-        for start, end in itertools.combinations_with_replacement(range(len(document) + 1), 2):
-            assert store.cut(n, start, end).tolist() == document[start:end].tolist()
-    assert store.cut(0, 0, 1).dtype == np.int64
 
 
 def test_the_length_that_an_image_needs_is_the_least_that_works():

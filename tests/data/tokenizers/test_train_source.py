@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mmqk.data.shards.manifest import read_pairs, read_text, split_of
-from mmqk.data.tokenizers.train import Documents, Selection, Source, spread
+from mmqk.data.tokenizers.train import Documents, Selection, Source
 from mmqk.store import UserError
 
 SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))
@@ -81,18 +81,6 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     assert len(other.val_BCHW) > len(images.val_BCHW)
 
 
-def test_copies_of_an_image_fall_on_one_side(tmp_path):
-    files = [plain(n)[1] for n in range(8)]
-    for s in range(2):
-        write_tar(
-            tmp_path / f"{s}.tar", {f"{s}{k}": {"png": f, "txt": b"a word"} for k, f in enumerate(files)}
-        )
-    images = Source([str(tmp_path / "*.tar")], Selection(val_fraction=0.5)).images(64)
-    train, val = set(rows(images.train_BCHW)), set(rows(images.val_BCHW))
-    assert (len(images.train_BCHW), len(images.val_BCHW)) == (2 * len(train), 2 * len(val))
-    assert train and val and not train & val
-
-
 def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path):
     good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
     gray = noise(7)[:, :, 0]
@@ -130,16 +118,6 @@ def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
     # the places differ between shards, unlike with a fixed step
     assert len({tuple(k for t, k in first if t == s) for s in range(5)}) > 1
     assert len(chosen(39)) == 39
-
-
-@pytest.mark.parametrize(("total", "most"), [(11, 10), (1000, 7), (10**9, 20_000)])
-def test_one_is_taken_of_each_equal_part(total, most):
-    places = spread(total, most)
-    assert len(places) == most
-    parts = np.arange(most)
-    assert (places >= parts * total // most).all() and (places < (parts + 1) * total // most).all()
-    if total > 3 * most:  # control: the distances between the indices differ
-        assert len(set(np.diff(places).tolist())) > 1
 
 
 def test_captions_of_tars_are_those_of_training_images(tmp_path):
