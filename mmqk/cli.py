@@ -19,7 +19,7 @@ COMMANDS = {
     "pack": ("mmqk.cli:pack", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
     "watch": ("mmqk.watch:main", "runs/demo", "show runs in a terminal while they train"),
     "init": ("mmqk.lab.project:main", "my-project", "start a project: a configuration, a grid, a README"),
-    "inspect": ("mmqk.inspect:main", "demo", "show the training data of a configuration on one page"),
+    "inspect": ("mmqk.inspection:main", "demo", "show the training data of a configuration on one page"),
     "preflight": ("mmqk.preflight:main", "train:checked", "check your own model and batch before training"),
     "remedies": ("mmqk.lab.remedies:main", "", "list every remedy, its field and its source"),
     "data tokenize": (

@@ -1,4 +1,4 @@
-"""Check the page of `mmqk.inspect` against counts and texts that are computed from the batches."""
+"""Check the page of `mmqk inspect` against counts and texts that are computed from the batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of
-from mmqk.inspect import main
+from mmqk.inspection import main
 from mmqk.inspection.views import IdDecoder
 from mmqk.store import cli_main
 
