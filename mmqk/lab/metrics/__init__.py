@@ -12,7 +12,7 @@ families      learning-rate sensitivity, first unstable learning rate; extrapola
 """
 
 # ruff: noqa: F401
-from mmqk.lab.metrics.families import Extrapolation, extrapolate, model_size
+from mmqk.lab.metrics.families import model_size
 from mmqk.lab.metrics.outcomes import (
     LEARNED_NATS,
     LOSS_WINDOW,

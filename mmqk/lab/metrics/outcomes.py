@@ -146,7 +146,7 @@ def spike_score(run: Run, modality: str | None = None) -> float:
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
     fewer: OLMo 2 gives no rule for fewer than 1000 values.
     """
-    return _spike_score(run, _loss(modality))
+    return _spike_score(run, f"loss/{modality}" if modality else "loss")
 
 
 def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
@@ -155,21 +155,13 @@ def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
 
 
 def _spike_score(run: Run, name: str) -> float:
-    rule, spikes, values = Spike(), 0, _finite(run, name).tolist()
-    for value in values:
+    rule, spikes, values = Spike(), 0, run.series(name)[1]
+    values = values[np.isfinite(values)]
+    for value in values.tolist():
         rule.update(0, name, value)
         spikes += rule.on
     checked = len(values) - SPIKE_FEWEST
     return 100 * spikes / checked if checked > 0 else math.nan
-
-
-def _finite(run: Run, name: str) -> np.ndarray:
-    values = run.series(name)[1]
-    return values[np.isfinite(values)]
-
-
-def _loss(modality: str | None) -> str:
-    return f"loss/{modality}" if modality else "loss"
 
 
 def divergence_step(run: Run) -> int | None:
@@ -181,20 +173,17 @@ def divergence_step(run: Run) -> int | None:
     """
     if run.fork:
         return run.status.step if run.status.status == "diverged" else None
-    rule, steps = DivergenceRule(run.warmup_steps), []
     by_step: dict[int, dict[str, float]] = {}
     for modality in trained_modalities(run):
         name = "excess" if has_floor(run, modality) else "loss"
         at, values = run.series(f"{name}/{modality}")
         for step, value in zip(at.tolist(), values.tolist(), strict=True):
             by_step.setdefault(step, {})[modality] = value
-    for step in sorted(by_step):
-        if rule.update(step, by_step[step]) is not None:
-            steps.append(step)
-            break
+    rule = DivergenceRule(run.warmup_steps)
+    first = next((step for step in sorted(by_step) if rule.update(step, by_step[step]) is not None), math.inf)
     if run.status.status == "diverged":
-        steps.append(run.status.step)
-    return min(steps, default=None)
+        first = min(first, run.status.step)
+    return None if math.isinf(first) else int(first)
 
 
 def diverged(run: Run, modality: str | None = None) -> float:
@@ -211,7 +200,18 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
     The mean over runs is the restricted mean time to divergence. NaN if the run did not diverge but was stopped
     early.
     """
-    step = divergence_step(run)
+    return _time(run, divergence_step(run))
+
+
+def time_of_failure(run: Run, modality: str | None = None) -> float:
+    """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
+
+    The mean over runs is the restricted mean time to failure. NaN if the run did not fail but was stopped early.
+    """
+    return _time(run, failure_step(run))
+
+
+def _time(run: Run, step: int | None) -> float:
     if step is not None:
         return step / run.planned_steps if run.planned_steps else math.nan
     return 1.0 if run.status.status == "completed" else math.nan
@@ -301,17 +301,6 @@ def _late(run: Run, step: int | None, modality: str | None = None) -> float:
     return float(min(best, default=0) >= LATE_SHARE * step)
 
 
-def time_of_failure(run: Run, modality: str | None = None) -> float:
-    """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
-
-    The mean over runs is the restricted mean time to failure. NaN if the run did not fail but was stopped early.
-    """
-    step = failure_step(run)
-    if step is not None:
-        return step / run.planned_steps if run.planned_steps else math.nan
-    return 1.0 if run.status.status == "completed" else math.nan
-
-
 STALLED_NATS = 0.1
 
 
@@ -349,11 +338,6 @@ class Outcome:
         """Modalities whose final loss is more than 0.1 nat above that of the best run on the same data."""
         return tuple(m for m, nats in self.above_best.items() if nats > STALLED_NATS)
 
-    @property
-    def failed(self) -> bool:
-        """Whether the run diverged or stalled, even if its `kind` is "regime not reached"."""
-        return self.finished and (self.diverged is not None or bool(self.stalled))
-
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """Return the outcome of each run.
@@ -361,14 +345,13 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     Each run is compared with the best run on the same data, over all seeds, by the final held-out loss of each
     modality. If the floor is known, the excess loss is compared; it differs from the loss by a constant.
     """
-    ends: list[dict[str, float]] = []
-    steps: list[int | None] = []
+    steps = [divergence_step(run) for run in runs]
+    ends = [
+        {m: _end(run, m) if step is None else math.inf for m in trained_modalities(run)}
+        for run, step in zip(runs, steps, strict=True)
+    ]
     best: dict[tuple[str, str], float] = {}
-    for run in runs:
-        step = divergence_step(run)
-        steps.append(step)
-        end = {m: _end(run, m) if step is None else math.inf for m in trained_modalities(run)}
-        ends.append(end)
+    for run, end in zip(runs, ends, strict=True):
         for modality, nats in end.items():
             if run.status.status == "completed" and math.isfinite(nats):
                 key = _data_of(run), modality

@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmqk.lab.metrics.families import Measured, first_unstable_lr, logit_extrapolation, lr_sensitivity
+from mmqk.lab.metrics.families import (
+    Measured,
+    NotMeasured,
+    first_unstable_lr,
+    logit_extrapolation,
+    lr_sensitivity,
+)
 from mmqk.lab.metrics.outcomes import (
     diverged,
     final_log_z,
@@ -102,7 +108,8 @@ class FamilyMetric(_Quantity):
     """A metric with one value for each family and seed, from the runs at all values of the family's axes.
 
     Attributes:
-        compute: function that returns the number. Its arguments are the runs, in any order, and a modality or None.
+        compute: function that returns the number or raises `NotMeasured`. Its arguments are the runs, in any order,
+            and a modality or None.
         of_rates: whether the metric measures the learning rates at which runs fail. If True, a run that learned
             nothing still counts, provided that a run at another learning rate learned, with the same seed and the
             same values on the other axes.
@@ -124,15 +131,18 @@ class FamilyMetric(_Quantity):
             modality: the modality, if the metric has one.
             planned: the points of the grid; the number is NaN if a point has no run.
         """
-        if not runs:
-            return Measured(math.nan, "there are no runs")
-        if len({run.seed for run in runs}) > 1:
-            return Measured(math.nan, "the runs have several seeds: give the runs of one seed")
-        for point in planned:
-            if all(dict(run.point) != dict(point) for run in runs):
-                label = ", ".join(f"{name} {value}" for name, value in point.items())
-                return Measured(math.nan, f"there is no run at {label}")
-        return self.compute(runs, modality)
+        try:
+            if not runs:
+                raise NotMeasured("there are no runs")
+            if len({run.seed for run in runs}) > 1:
+                raise NotMeasured("the runs have several seeds: give the runs of one seed")
+            for point in planned:
+                if all(dict(run.point) != dict(point) for run in runs):
+                    label = ", ".join(f"{name} {value}" for name, value in point.items())
+                    raise NotMeasured(f"there is no run at {label}")
+            return self.compute(runs, modality)
+        except NotMeasured as why:
+            return Measured(math.nan, str(why))
 
     def measure(self, runs: Sequence[Run], modality: str | None = None) -> float:
         """Return only the number; NaN if there is no value."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pandas as pd
 
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
@@ -29,62 +30,40 @@ from mmqk.lab.verdicts.controls import (
 from mmqk.lab.verdicts.study import Compared, Group, Study, compare, group, share_history
 
 
-@dataclass
-class Outcomes:
-    """The values of a metric in the compared groups.
+def measure(groups: Mapping[str, Group], name: str) -> pd.DataFrame:
+    """Return the metric ``name`` for every group and seed.
 
-    Attributes:
-        values: values on the metric's scale, by group and seed; a failed run has the worst finite value of all
-            groups.
-        raw: the measured values by group.
-        bounds: for each value that is a bound, by group and seed: 1 if the true value is higher, -1 if it is lower.
-        unmeasured: the runs without a value, with the reason if it is known.
+    Returns:
+        One row per group and seed. ``raw`` is the measured value, and ``value`` the value on the metric's scale; for
+        a failed run it is the worst finite value of all groups, and NaN without one. ``towards`` is 1 if the true
+        value is higher than ``value``, -1 if it is lower, and 0 if it was measured. ``missing`` names a run without a
+        value and the reason, if it is known.
     """
-
-    values: dict[str, dict[int, float]] = field(default_factory=dict)
-    raw: dict[str, list[float]] = field(default_factory=dict)
-    bounds: dict[str, dict[int, int]] = field(default_factory=dict)
-    unmeasured: list[str] = field(default_factory=list)
-
-    def measured(self, name: str) -> list[float]:
-        """Return the values of a group that are not bounds; the spread uses only these."""
-        bounds = self.bounds.get(name, {})
-        return [value for seed, value in self.values[name].items() if seed not in bounds]
-
-
-def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
-    """Return the metric ``name`` for every group and seed."""
     metric, modality = find_metric(name)
-    outcomes = Outcomes()
-    observed: list[float] = []
+    rows, worst = [], []
     for key, members in groups.items():
-        outcomes.values[key], outcomes.raw[key] = {}, []
         for seed, runs in sorted(members.runs.items()):
             if isinstance(metric, FamilyMetric):
                 measured = metric.measured(runs, modality, [arm.point for arm in members.arms])
             else:
                 measured = Measured(metric_value(runs[0], name))
             value = metric.on_scale(measured.value)
-            outcomes.raw[key].append(measured.value)
             towards = measured.towards or _bound(metric, runs, measured.value)
-            if towards:
-                outcomes.bounds.setdefault(key, {})[seed] = towards
-                observed.append(value)
-                if isinstance(metric, Metric):
-                    observed.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
-            elif math.isnan(value):
-                why = f" ({measured.why})" if measured.why else ""
-                outcomes.unmeasured.append(f"“{members.label}” seed {seed}{why}")
-            else:
-                outcomes.values[key][seed] = value
-    observed += [value for by_seed in outcomes.values.values() for value in by_seed.values()]
-    finite = [value for value in observed if math.isfinite(value)]
-    if not finite:
-        return outcomes
-    for key, bounds in outcomes.bounds.items():
-        for seed, towards in bounds.items():
-            outcomes.values[key][seed] = max(finite) if towards > 0 else min(finite)
-    return outcomes
+            if towards and isinstance(metric, Metric):
+                worst.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
+            missing = f"“{members.label}” seed {seed}" if math.isnan(value) and not towards else ""
+            missing += f" ({measured.why})" if missing and measured.why else ""
+            rows.append((key, seed, measured.value, value, towards, missing))
+    table = pd.DataFrame(rows, columns=["group", "seed", "raw", "value", "towards", "missing"])
+    finite = [value for value in (*table["value"], *worst) if math.isfinite(value)] or [math.nan]
+    table.loc[table["towards"] > 0, "value"] = max(finite)
+    table.loc[table["towards"] < 0, "value"] = min(finite)
+    return table
+
+
+def by_seed(table: pd.DataFrame, name: str) -> dict[int, float]:
+    """Return the values of a group by seed, without those that are NaN."""
+    return table[table["group"] == name].set_index("seed")["value"].dropna().to_dict()
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
@@ -97,15 +76,15 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
     return 0 if not failed else 1 if metric.worst == "high" else -1
 
 
-def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
+def spread_outcomes(compared: Compared, table: pd.DataFrame) -> dict[str, list[float]]:
     """Return the outcomes from which the spread over seeds is computed: the outcomes of the compared groups and of
-    all other arms of the same block at the same point.
+    all other arms of the same block at the same point. Values that are bounds are left out.
 
     An arm that does not train the modality of the metric is left out. Of several arms whose runs are identical until
     a fork, only the first is used.
     """
     study, claim = compared.study, compared.claim
-    by_name = {name: outcomes.measured(name) for name in compared.groups}
+    tables = {name: table for name in compared.groups}
     counted = {*compared.groups, *(arm.name for arm in compared.arms)}
     treatment = compared.pair[0].arms[0]
     metric, modality = find_metric(claim.metric)
@@ -120,8 +99,8 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
         trained = not modality or all(is_trained(run, modality) for run in other.all)
         if other.arms and trained and not origins & origins_used:
             origins_used |= origins
-            by_name[name] = measure({name: other}, claim.metric).measured(name)
-    return by_name
+            tables[name] = measure({name: other}, claim.metric)
+    return {name: list(by_seed(of[of["towards"] == 0], name).values()) for name, of in tables.items()}
 
 
 def _origin(run: Run) -> str:
@@ -214,35 +193,33 @@ def assess(study: Study, claim: Claim) -> Assessment:
         return _counted(compared)
     if claim.decided and claim.test == "prediction":
         return _predicted(compared)
-    outcomes = measure(compared.groups, claim.metric)
-    medians = {name: middle(values) for name, values in outcomes.raw.items()}
+    table = measure(compared.groups, claim.metric)
+    medians = {name: middle(table["raw"][table["group"] == name]) for name in compared.groups}
+    bounds = table["group"][table["towards"] != 0].value_counts(sort=False)
     notes = [
-        f"{plural(len(seeds), 'run')} of “{compared.groups[name].label}” diverged or ended without a finite value "
+        f"{plural(n, 'run')} of “{compared.groups[name].label}” diverged or ended without a finite value "
         "and got the worst finite value: the effect is a bound."
-        for name, seeds in outcomes.bounds.items()
+        for name, n in bounds.items()
     ]
+    treatment, control = by_seed(table, claim.treatment), by_seed(table, claim.control)
     if not claim.decided:
-        treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
         controls = tuple(filter(None, [within_bound(compared.runs)]))
         shown = paired_effect(treatment, control, None)
-        if not shown:
-            notes = []  # without an effect there is no bound
-        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
+        # Without an effect there is no bound.
+        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes if shown else ()))
     # An arm without failures has no spread in time, so times of events have no pooled spread.
-    spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, outcomes))
-    treatment, control = (outcomes.values[name] for name in (claim.treatment, claim.control))
+    spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, table))
     effect = paired_effect(treatment, control, spread, share_history(*compared.pair))
     controls, rate_notes = _controls(compared)
-    open_ = _registered(compared) or _measured(outcomes, effect)
-    bounds = sum(map(len, outcomes.bounds.values()))
+    open_ = _registered(compared) or _measured(table, effect)
     assessment = Assessment(
-        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, bounds=bounds
+        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, bounds=int(bounds.sum())
     )
     if open_ or effect is None:
         return assessment
     holds, nearest, p = _side(claim, effect)
-    bounded = _bounded(claim, outcomes, effect, holds)
-    return replace(assessment, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
+    flipped = sign_flip(np.array(effect.differences) - nearest) if effect.n >= FEWEST_FLIPPED else math.nan
+    return replace(assessment, bounded=_bounded(claim, table, effect, holds), holds=holds, p=p, sign_flip=flipped)
 
 
 def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
@@ -254,23 +231,16 @@ def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
     return claim.sign * effect.value > claim.min_effect, nearest, effect.p_at(nearest)
 
 
-def _flipped(effect: Effect, threshold: float) -> float:
-    if effect.n < FEWEST_FLIPPED:
-        return math.nan
-    return sign_flip(np.array(effect.differences) - threshold)
-
-
 def _registered(compared: Compared) -> str:
     """Return how the numbers of runs or seeds differ from the registered numbers; empty if they do not."""
-    claim = compared.claim
-    for members in compared.groups.values():
-        done = len(members.all)
-        if done < members.planned:
-            return f"{done} of {plural(members.planned, 'planned run')} of “{members.label}” finished."
-    for members in compared.groups.values():
-        if claim.seeds and members.seeds < claim.seeds:
+    claim, groups = compared.claim, compared.groups.values()
+    for members in groups:
+        if len(members.all) < members.planned:
+            return f"{len(members.all)} of {plural(members.planned, 'planned run')} of “{members.label}” finished."
+    for members in groups if claim.seeds else ():
+        if members.seeds < claim.seeds:
             return f"Registered for {plural(claim.seeds, 'seed')} per arm; “{members.label}” has {members.seeds}."
-        if claim.seeds and members.seeds > claim.max_seeds:
+        if members.seeds > claim.max_seeds:
             return (
                 f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; “{members.label}” has "
                 f"{members.seeds}: to add seeds after seeing results, set stopping in the claim."
@@ -278,11 +248,12 @@ def _registered(compared: Compared) -> str:
     return ""
 
 
-def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
-    if outcomes.unmeasured:
-        return _without(outcomes.unmeasured)
+def _measured(table: pd.DataFrame, effect: Effect | None) -> str:
+    """Return why the values give no interval; empty if they do."""
+    if why := _without(list(filter(None, table["missing"]))):
+        return why
     if effect is None:
-        return "No compared run has a finite value." if outcomes.bounds else "The two arms share no seed."
+        return "No compared run has a finite value." if table["towards"].any() else "The two arms share no seed."
     if not effect.has_interval:
         return "Too few seeds for an interval."
     if effect.of != "differences" and effect.error <= SMALLEST_ERROR * max(1.0, abs(effect.value)):
@@ -290,27 +261,22 @@ def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
     return ""
 
 
-def _without(unmeasured: Sequence[str]) -> str:
-    """Return a sentence that names the first two runs without a value; empty if all runs have a value."""
-    if not unmeasured:
-        return ""
-    more = len(unmeasured) - MOST_NAMED
-    named = [*unmeasured[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
-    return f"Without a value: {listed(named)}."
+def _without(unmeasured: Sequence[str], most: int = MOST_NAMED) -> str:
+    """Return a sentence that names the first runs without a value; empty if all runs have a value."""
+    more = [f"{len(unmeasured) - most} more"] if len(unmeasured) > most else []
+    return f"Without a value: {listed([*unmeasured[:most], *more])}." if unmeasured else ""
 
 
-def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
+def _bounded(claim: Claim, table: pd.DataFrame, effect: Effect, holds: bool) -> str:
     """Return why the unknown values of failed runs could change the verdict; empty if they could not."""
     # `towards` has the directions in which the true effect may differ from the bound. `away` is the direction from
     # the bound to the threshold.
-    towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
-    towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
-    if claim.test == "equivalence":
-        if holds and towards:
-            return "The true effect may be larger, because values of failed runs are bounds."
-        away = -1 if effect.value > 0 else 1
-    else:
-        away = -claim.sign if holds else claim.sign
+    signs = table["group"].map({claim.treatment: 1, claim.control: -1})
+    towards = set(signs * table["towards"]) - {0}
+    if claim.test == "equivalence" and holds:
+        return "The true effect may be larger, because values of failed runs are bounds." if towards else ""
+    direction = 1 if effect.value > 0 else -1
+    away = -direction if claim.test == "equivalence" else -claim.sign if holds else claim.sign
     if away not in towards:
         return ""
     smaller = holds or claim.test == "equivalence"
@@ -318,40 +284,45 @@ def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> s
 
 
 def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
-    unchecked = compared.claim.unchecked
+    """Return the checks that the claim does not turn off, and notes with the learning rates."""
     rate_controls, rate_note = rates(compared)
-    checks = [
-        "learned" not in unchecked and regime_reached(compared),
-        "declared" not in unchecked and only_declared_differences(compared, bool(rate_note)),
-        "seeds" not in unchecked and enough_seeds(compared),
-        within_bound(compared.runs),
-        *rate_controls,
-    ]
-    return tuple(check for check in checks if check), [rate_note] if rate_note else []
+    checks = {
+        "learned": regime_reached(compared),
+        "declared": only_declared_differences(compared, bool(rate_note)),
+        "seeds": enough_seeds(compared),
+        "bound": within_bound(compared.runs),
+    }
+    made = [check for name, check in checks.items() if check and name not in compared.claim.unchecked]
+    return (*made, *rate_controls), [rate_note] if rate_note else []
 
 
 def _counted(compared: Compared) -> Assessment:
     """Assess a claim about the number of runs that diverge or reach a value."""
     claim = compared.claim
-    counts: dict[str, tuple[int, int]] = {}
-    unmeasured = []
-    for name, members in compared.groups.items():
-        counted = [_counts(claim, run) for run in members.all]
-        counts[name] = counted.count(True), len(counted)
-        unmeasured += [
-            f"“{members.label}” seed {run.seed}" for run, one in zip(members.all, counted, strict=True) if one is None
-        ]
+    counted = {name: [_counts(claim, run) for run in of.all] for name, of in compared.groups.items()}
+    counts = {name: (of.count(True), len(of)) for name, of in counted.items()}
+    unmeasured = [
+        f"“{members.label}” seed {run.seed}"
+        for name, members in compared.groups.items()
+        for run, one in zip(members.all, counted[name], strict=True)
+        if one is None
+    ]
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
-    # Fisher's exact test must also reject equal shares. If min_effect is small, Fisher's p-value is the larger one.
-    p = max(p, effect.fisher) if holds else p
-    medians = {name: count / n for name, (count, n) in counts.items()}
-    open_ = _registered(compared) or _without(unmeasured)
     return Assessment(
-        claim, compared, effect, None, medians, controls, tuple(rate_notes), open_, "", holds, p,
+        claim,
+        compared,
+        effect,
+        medians={name: count / n for name, (count, n) in counts.items()},
+        controls=controls,
+        notes=tuple(rate_notes),
+        open=_registered(compared) or _without(unmeasured),
+        holds=holds,
+        # Fisher's exact test must also reject equal shares. If min_effect is small, its p-value is the larger one.
+        p=max(p, effect.fisher) if holds else p,
         counts=counts,
-    )  # fmt: skip
+    )
 
 
 def _predicted(compared: Compared) -> Assessment:
@@ -362,16 +333,18 @@ def _predicted(compared: Compared) -> Assessment:
     such as the learning rate, has an AUROC of 0.5.
     """
     claim, runs, groups = compared.claim, compared.runs, compared.groups.items()
-    medians = {name: middle(metric_value(run, claim.metric) for run in of.all) for name, of in groups}
+    scores = {run.name: metric_value(run, claim.metric) for run in runs}
     failed = {run.name: end.kind != "well" for run, end in zip(runs, outcomes(runs), strict=True)}
-    counts = {name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups}
-    controls = tuple(filter(None, [within_bound(runs)]))
-    assessment = Assessment(claim, compared, None, None, medians, controls, counts=counts)
-    scores = [metric_value(run, claim.metric) for run in runs]
-    if unmeasured := [run for run, score in zip(runs, scores, strict=True) if math.isnan(score)]:
-        named = listed([f"{run.arm} seed {run.seed}" for run in unmeasured])
-        return replace(assessment, open=f"Without a value: {named}.")
-    effect = auroc(scores, [failed[run.name] for run in runs], [run.arm for run in runs])
+    assessment = Assessment(
+        claim,
+        compared,
+        medians={name: middle(scores[run.name] for run in of.all) for name, of in groups},
+        controls=tuple(filter(None, [within_bound(runs)])),
+        counts={name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups},
+    )
+    if unmeasured := [f"{run.arm} seed {run.seed}" for run in runs if math.isnan(scores[run.name])]:
+        return replace(assessment, open=_without(unmeasured, len(unmeasured)))
+    effect = auroc([scores[run.name] for run in runs], [failed[run.name] for run in runs], [run.arm for run in runs])
     why = f"{capital(effect.why)}." if effect.why else ""
     if math.isnan(effect.value):
         return replace(assessment, open=why)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,38 +52,26 @@ def regime_reached(compared: Compared) -> Control:
     study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
     of_rates = isinstance(metric, FamilyMetric) and metric.of_rates
-    unlearned: Counter[tuple[str, str]] = Counter()
-    unknown: Counter[str] = Counter()
-    untrained: dict[tuple[str, str], None] = {}
-    units = {name: _units(members.all, of_rates) for name, members in compared.groups.items()}
-    for name, runs in ((name, runs) for name, of_name in units.items() for runs in of_name):
-        states = {m: {_learning(run, m) for run in runs} for m in study.modalities}
-        for modality, observed in states.items():
-            if observed == {"not trained"}:
-                untrained[(name, modality)] = None
-            elif "learned" not in observed:
-                unlearned[(name, modality)] += 1
-        unknown[name] += all(observed == {"not trained"} for observed in states.values())
     noun = "seeds" if of_rates else "runs"
-    parts = [
-        f"{modality} was not learned in {count} of {len(units[name])} {noun} of “{study.label(name)}”"
-        for (name, modality), count in unlearned.items()
-    ]
-    parts += [
-        f"no trained modality has a loss in {count} of {len(units[name])} {noun} of “{study.label(name)}”"
-        for name, count in unknown.items()
-        if count
-    ]
-    passed = not parts
-    if passed:
-        where = "at some learning rate of every seed" if of_rates else "in every run"
-        parts = [f"every trained modality was learned {where}"]
-    parts += [
-        f"{modality} is not trained in “{study.label(name)}”"
-        for name, modality in untrained
-        if unknown[name] < len(units[name])
-    ]
-    return Control(claim.regime or CHECKS["learned"], passed, "; ".join(parts))
+    unlearned, unknown, untrained = [], [], []
+    for name, members in compared.groups.items():
+        label, units = study.label(name), _units(members.all, of_rates)
+        states = {m: [{_learning(run, m) for run in unit} for unit in units] for m in study.modalities}
+        for modality, of_units in states.items():
+            if n := sum("learned" not in state and state != {"not trained"} for state in of_units):
+                unlearned.append(f"{modality} was not learned in {n} of {len(units)} {noun} of “{label}”")
+        nothing = [
+            all(of_units[place] == {"not trained"} for of_units in states.values()) for place in range(len(units))
+        ]
+        if any(nothing):
+            unknown.append(f"no trained modality has a loss in {sum(nothing)} of {len(units)} {noun} of “{label}”")
+        if not all(nothing):
+            missing = [modality for modality, of_units in states.items() if {"not trained"} in of_units]
+            untrained += [f"{modality} is not trained in “{label}”" for modality in missing]
+    where = "at some learning rate of every seed" if of_rates else "in every run"
+    failed = [*unlearned, *unknown]
+    parts = [*(failed or [f"every trained modality was learned {where}"]), *untrained]
+    return Control(claim.regime or CHECKS["learned"], not failed, "; ".join(parts))
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
@@ -92,8 +79,7 @@ def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
     ``of_rates``, the runs that differ only in their learning rate."""
     units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
-        other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
-        units.setdefault((run.seed, other_axes) if of_rates else place, []).append(run)
+        units.setdefault((run.seed, _place(run, RATE)) if of_rates else place, []).append(run)
     return list(units.values())
 
 
@@ -190,8 +176,8 @@ def enough_seeds(compared: Compared) -> Control:
     return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} per arm{few}")
 
 
-def _place(run: Run) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((field, str(value)) for field, value in run.point.items()))
+def _place(run: Run, without: str = "") -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((field, str(value)) for field, value in run.point.items() if field != without))
 
 
 def _covers(declared: str, field: str) -> bool:
@@ -220,12 +206,6 @@ def within_bound(runs: Sequence[Run]) -> Control | None:
     )
 
 
-def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> float:
-    # For a run whose last value is not finite, use the worst finite value before it.
-    value = metric_value(run, control.metric)
-    return metric.worst_seen(run, modality) if math.isinf(value) else value
-
-
 def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
     """Return the check that the median of the metric reaches ``at_least`` in every arm of a control; for a negative
     control, that it reaches ``at_least`` in no arm.
@@ -241,15 +221,15 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
     details, passed = [], True
     for arm in control.arms:
         runs = [run for a in study.arms_of(arm, control.at) for run in study.finished(a.name)]
-        values = [_reached(control, metric, run, modality) for run in runs]
+        values = [metric_value(run, control.metric) for run in runs]
+        # For a run whose last value is not finite, use the worst finite value before it.
+        worst = [metric.worst_seen(run, modality) for run in runs]
+        values = [seen if math.isinf(value) else value for value, seen in zip(values, worst, strict=True)]
         median = float(np.median(values)) if values else math.nan
         passed = passed and (median >= control.at_least if reached else median < control.at_least)
         which = "median " if len(values) > 1 else ""
-        details.append(
-            f"{which}{number(median)} in “{study.label(arm)}”"
-            if values
-            else f"no finished run of “{study.label(arm)}”"
-        )
+        result = f"{which}{number(median)} in" if values else "no finished run of"
+        details.append(f"{result} “{study.label(arm)}”")
     condition = f"{metric.label} {'at least' if reached else 'below'} {control.at_least:g}"
     return Control(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")
 
@@ -267,19 +247,18 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
             return [Control(name, False, "there are no selection runs")], ""
         if compared.claim.lr_rule == "matched":
             both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.groups.values()]
-            by_arm = " and ".join(listed([f"{rate:g}" for rate in sorted(one)]) for one in both)
-            return [Control("matched learning rate", len({frozenset(one) for one in both}) == 1, by_arm)], ""
+            by_arm = " and ".join(_rates_text(sorted(one)) for one in both)
+            return [Control("matched learning rate", all(one == both[0] for one in both), by_arm)], ""
         return [], ""
     words, wrong, edges = [], [], []
     for arm in compared.arms:
-        label = study.label(arm.name)
-        choice = choices.get(arm.name)
+        label, choice = study.label(arm.name), choices.get(arm.name)
         if choice is None:
             wrong.append(f"no finished selection run of {label}")
             continue
-        words.append(f"{choice.rate:g} ({label}; tried {listed([f'{rate:g}' for rate in choice.means])})")
+        words.append(f"{choice.rate:g} ({label}; tried {_rates_text(choice.means)})")
         if used[arm.name] - {choice.rate}:
-            ran = listed([f"{rate:g}" for rate in sorted(used[arm.name])])
+            ran = _rates_text(sorted(used[arm.name]))
             wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
         if choice.at_edge:
             edges.append(
@@ -290,9 +269,11 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
         Control(name, not wrong, "; ".join(wrong or words)),
         Control(f"{name} inside the grid", not edges, inside),
     ]
-    if not wrong:
-        checks += _apart(compared, choices)
-    return checks, f"Own best learning rates: {listed(words)}."
+    return [*checks, *([] if wrong else _apart(compared, choices))], f"Own best learning rates: {listed(words)}."
+
+
+def _rates_text(rates: Iterable[float]) -> str:
+    return listed([f"{rate:g}" for rate in rates])
 
 
 def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]:
@@ -300,14 +281,14 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]
     control at each point; an empty list if the two are equal at every point."""
     study, first, second = compared.study, *compared.pair
     pairs = list(zip(first.arms, second.arms, strict=False))
-    close = []
-    for one, other in pairs:
-        a, b = choices[one.name], choices[other.name]
-        values = [[value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)]
-        if not distinguishable(a, b, values):
-            close.append(f"{a.rate:g} ({study.label(one.name)}) from {b.rate:g} ({study.label(other.name)})")
     if all(choices[one.name].rate == choices[other.name].rate for one, other in pairs):
         return []
+    close = []
+    for pair in pairs:
+        a, b = (choices[arm.name] for arm in pair)
+        values = [[value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in pair]
+        if not distinguishable(a, b, values):
+            close.append(" from ".join(f"{choices[arm.name].rate:g} ({study.label(arm.name)})" for arm in pair))
     detail = (
         f"the selection runs do not distinguish {listed(close)}: increase lr.seeds, or match the learning rates"
         if close

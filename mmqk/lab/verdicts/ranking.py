@@ -16,8 +16,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmqk.lab.metrics import METRICS, FamilyMetric, Metric, find_metric, metric_value, trained_modalities
-from mmqk.lab.metrics.families import learning_rate, lr_sensitivity
+from mmqk.lab.metrics import (
+    FAMILY_METRICS,
+    METRICS,
+    FamilyMetric,
+    Metric,
+    find_metric,
+    metric_value,
+    trained_modalities,
+)
+from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.runs import Run, once_per_run
 from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread, quantile_t
 from mmqk.lab.verdicts.study import RATE_METRIC, Study, StudyArm
@@ -297,8 +305,8 @@ def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread
 
 def _sensitivity(runs: Sequence[Run]) -> float:
     """Return the mean learning-rate sensitivity over the seeds of the selection runs."""
-    seeds = sorted({run.seed for run in runs})
-    return float(np.mean([lr_sensitivity([r for r in runs if r.seed == seed]).value for seed in seeds]))
+    measure, seeds = FAMILY_METRICS["lr_sensitivity"].measure, sorted({run.seed for run in runs})
+    return float(np.mean([measure([r for r in runs if r.seed == seed]) for seed in seeds]))
 
 
 def _growth(runs: Sequence[Run], modality: str) -> float:

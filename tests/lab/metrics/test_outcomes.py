@@ -39,7 +39,6 @@ def test_each_outcome_by_hand(tmp_path):
     assert found[2].above_best == pytest.approx({"text": 0.2, "image": 0.0})
     assert found[3].stalled == ("image",) and found[4].unlearned == ("image",)
     assert found[5].diverged == 60 and found[5].above_best["text"] == math.inf
-    assert [one.failed for one in found] == [False, False, True, True, True, True, False, False]
 
 
 def test_a_loss_that_is_off_neither_stalls_nor_is_unlearned(tmp_path):
