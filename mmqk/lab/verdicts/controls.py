@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -56,18 +57,16 @@ def regime_reached(compared: Compared) -> Control:
     unlearned, unknown, untrained = [], [], []
     for name, members in compared.groups.items():
         label, units = study.label(name), _units(members.all, of_rates)
-        states = {m: [{_learning(run, m) for run in unit} for unit in units] for m in study.modalities}
-        for modality, of_units in states.items():
-            if n := sum("learned" not in state and state != {"not trained"} for state in of_units):
-                unlearned.append(f"{modality} was not learned in {n} of {len(units)} {noun} of “{label}”")
-        nothing = [
-            all(of_units[place] == {"not trained"} for of_units in states.values()) for place in range(len(units))
-        ]
-        if any(nothing):
-            unknown.append(f"no trained modality has a loss in {sum(nothing)} of {len(units)} {noun} of “{label}”")
-        if not all(nothing):
-            missing = [modality for modality, of_units in states.items() if {"not trained"} in of_units]
-            untrained += [f"{modality} is not trained in “{label}”" for modality in missing]
+        states = {m: [_learning(unit, m) for unit in units] for m in study.modalities}
+        first = [(of.index("not learned"), m) for m, of in states.items() if "not learned" in of]
+        for _, modality in sorted(first, key=itemgetter(0)):
+            n = states[modality].count("not learned")
+            unlearned.append(f"{modality} was not learned in {n} of {len(units)} {noun} of “{label}”")
+        n = len(units) - sum(any(of[place] != "not trained" for of in states.values()) for place in range(len(units)))
+        if n:
+            unknown.append(f"no trained modality has a loss in {n} of {len(units)} {noun} of “{label}”")
+        if n < len(units):
+            untrained += [f"{m} is not trained in “{label}”" for m, of in states.items() if "not trained" in of]
     where = "at some learning rate of every seed" if of_rates else "in every run"
     failed = [*unlearned, *unknown]
     parts = [*(failed or [f"every trained modality was learned {where}"]), *untrained]
@@ -83,11 +82,17 @@ def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
     return list(units.values())
 
 
-@once_per_run
-def _learning(run: Run, modality: str) -> str:
-    if not is_trained(run, modality):
+def _learning(runs: Sequence[Run], modality: str) -> str:
+    """Return whether one of the runs learned a modality, or none trains it."""
+    trained = [run for run in runs if is_trained(run, modality)]
+    if not trained:
         return "not trained"
-    return "learned" if learned(run, modality) else "not learned"
+    return "learned" if any(_learned(run, modality) for run in trained) else "not learned"
+
+
+@once_per_run
+def _learned(run: Run, modality: str) -> bool:
+    return learned(run, modality)
 
 
 def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:
