@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -219,65 +220,74 @@ class Ranking:
 
 def ranking(study: Study) -> Ranking | None:
     """Return the ranking that the grid names; None if it names none or if no arm can be compared with a control."""
-    named = study.named("ranking")
-    controls = {_backend(study, study.arms[name]): name for name in named if name in study.arms}
+    controls = {_backend(study, study.arms[name]): name for name in study.named("ranking") if name in study.arms}
     logit = METRICS["largest_attention_logit"]
-    losses: dict[str, dict[int, float]] = {}  # the final loss, or the logarithm of the largest logit, by seed
-    logits: dict[str, dict[int, float]] = {}
-    for name, arm in study.arms.items():
-        metric, runs = metric_of(study, arm), study.finished(name)
-        losses[name] = {run.seed: value_of(run, metric) for run in runs}
-        logits[name] = {run.seed: logit.on_scale(logit.measure(run, None)) for run in runs}
-    choices = {arm.name: chosen(study, arm) for arm in study.arms.values()}
-    measured = [name for name in study.arms if losses[name] and choices[name]]
-    loss_spread, logit_spread = (
-        pooled_spread({name: list(filter(math.isfinite, by_seed[name].values())) for name in measured})
-        for by_seed in (losses, logits)
-    )
-
-    def ranked(arm: StudyArm, control: str, choice: BestRate, control_choice: BestRate) -> Ranked:
-        verdict, selection = study.finished(arm.name), [r for r in study.selection(arm) if r.status.finished]
-        other = study.arms[control]
-        against = [*study.finished(control), *(r for r in study.selection(other) if r.status.finished)]
-        metric, is_control = metric_of(study, arm), arm.name == control
-        limit = control_choice.means[control_choice.rate] + TRAINS_NATS
-        runs = [*verdict, *selection]
-        return Ranked(
-            arm=arm.name,
-            control=control,
-            seeds=len(verdict),
-            rate=choice.rate,
-            at_edge=choice.at_edge,
-            loss=float(np.mean(list(losses[arm.name].values()))),
-            difference=None if is_control else _effect(losses[arm.name], losses[control], loss_spread),
-            trains={
-                rate: all(value_of(r, metric) <= limit for r in selection if learning_rate(r) == rate)
-                for rate in sorted({learning_rate(r) for r in selection})
-            },
-            sensitivity=_sensitivity(selection),
-            logit=math.exp(float(np.mean(list(logits[arm.name].values())))),
-            logit_ratio=None if is_control else _effect(logits[arm.name], logits[control], logit_spread),
-            growth={m: _growth(verdict, m) for m in study.modalities},
-            failed=sum(run.status.status == "diverged" for run in runs),
-            runs=len(runs),
-            time=None if is_control else time_ratio(runs, against),
-            parameters=None if is_control else _parameters(verdict, against),
-        )
-
+    # By arm and seed: the final loss, and the logarithm of the largest logit.
+    losses = {name: {r.seed: value_of(r, metric_of(study, arm)) for r in study.finished(name)}
+              for name, arm in study.arms.items()}  # fmt: skip
+    logits = {name: {r.seed: logit.on_scale(logit.measure(r, None)) for r in study.finished(name)}
+              for name in study.arms}  # fmt: skip
+    choices = {name: choice for name, arm in study.arms.items() if (choice := chosen(study, arm)) and losses[name]}
+    spreads = [
+        pooled_spread({name: list(filter(math.isfinite, values[name].values())) for name in choices})
+        for values in (losses, logits)
+    ]
     rows: list[Ranked] = []
     control_rows: list[Ranked] = []
     unfinished: list[str] = []
-    for arm in study.arms.values():
+    for name, arm in study.arms.items():
         control = controls.get(_backend(study, arm), "")
-        choice, control_choice = choices[arm.name], choices.get(control)
-        if arm.name not in measured or control not in measured or choice is None or control_choice is None:
-            unfinished.append(arm.name)
+        if name not in choices or control not in choices:
+            unfinished.append(name)
             continue
-        (control_rows if arm.name == control else rows).append(ranked(arm, control, choice, control_choice))
+        is_control = name == control
+        difference, logit_ratio = (
+            None if is_control else _effect(values[name], values[control], spread)
+            for values, spread in zip((losses, logits), spreads, strict=True)
+        )
+        limit = choices[control].means[choices[control].rate] + TRAINS_NATS
+        row = Ranked(
+            arm=name,
+            control=control,
+            rate=choices[name].rate,
+            at_edge=choices[name].at_edge,
+            loss=float(np.mean(list(losses[name].values()))),
+            difference=difference,
+            logit=math.exp(float(np.mean(list(logits[name].values())))),
+            logit_ratio=logit_ratio,
+            **_measured(study, arm, None if is_control else study.arms[control], limit),
+        )
+        (control_rows if is_control else rows).append(row)
     if not rows:
         return None
     rows.sort(key=lambda row: (row.difference.value if row.difference else math.inf, row.sensitivity))
     return Ranking(tuple(rows), tuple(control_rows), tuple(unfinished), pareto_front(rows))
+
+
+def _measured(study: Study, arm: StudyArm, control: StudyArm | None, limit: float) -> dict[str, Any]:
+    """Return the fields of `Ranked` that need the runs of the arm, and of its control if it has one. An arm trains at
+    a learning rate if no loss exceeds ``limit``."""
+    verdict, selection = study.finished(arm.name), _selection(study, arm)
+    runs, metric = [*verdict, *selection], metric_of(study, arm)
+    against = [*study.finished(control.name), *_selection(study, control)] if control else []
+    rates = sorted({learning_rate(run) for run in selection})
+    trains = {
+        rate: all(value_of(run, metric) <= limit for run in selection if learning_rate(run) == rate) for rate in rates
+    }
+    return {
+        "seeds": len(verdict),
+        "trains": trains,
+        "sensitivity": _sensitivity(selection),
+        "growth": {m: _growth(verdict, m) for m in study.modalities},
+        "failed": sum(run.status.status == "diverged" for run in runs),
+        "runs": len(runs),
+        "time": time_ratio(runs, against) if control else None,
+        "parameters": _parameters(verdict, against) if control else None,
+    }
+
+
+def _selection(study: Study, arm: StudyArm) -> list[Run]:
+    return [run for run in study.selection(arm) if run.status.finished]
 
 
 def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
