@@ -102,7 +102,7 @@ def own_loop(run: RunConfig, device: str) -> Loop:
     return Loop(module, loss, batches, run, device, make_optimizer(run.optim, module.model))
 
 
-def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
+def ids_and_labels(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
     """Return (ids, labels) of the run's batches, for models that do not take a `TokenBatch`."""
     return [(batch.ids_BT.to(device), labels_of(batch).to(device)) for batch in batches_of(run)]
 

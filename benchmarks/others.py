@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import Absent
-from benchmarks.loops import Loop, pairs_of
+from benchmarks.loops import Loop, ids_and_labels
 from mmqk.config import RunConfig
 from mmqk.interop import to_transformers
 from mmqk.model import EarlyFusionTransformer, ModelConfig
@@ -41,7 +41,7 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
         hidden_BTD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
         return cross_entropy(model.lm_head(hidden_BTD), labels_BT)
 
-    return Loop(model, maybe(loss, compiled), pairs_of(run, device), run, device)
+    return Loop(model, maybe(loss, compiled), ids_and_labels(run, device), run, device)
 
 
 def _causal_sdpa() -> str:
@@ -64,7 +64,7 @@ def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
     def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(model(pair[0]), pair[1])
 
-    return Loop(model, maybe(loss, compiled), pairs_of(run, device), run, device)
+    return Loop(model, maybe(loss, compiled), ids_and_labels(run, device), run, device)
 
 
 def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
@@ -83,7 +83,7 @@ def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
     def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
         return of_logits(model(pair[0]), pair[1])
 
-    return Loop(model, maybe(loss, whole), pairs_of(run, device), run, device)
+    return Loop(model, maybe(loss, whole), ids_and_labels(run, device), run, device)
 
 
 def maybe(loss: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from null_arms import AT_END, HERE, LOSSES, PROBED, RATES, SEEDS, STEPS
 
-from mmqk.lab.runs import Run, load_runs
+from mmqk.lab.runs import Run, read_runs
 from mmqk.train import main as mmqk_train
 
 TRAIN = (
@@ -61,7 +61,7 @@ def to_csv(folder: Path) -> None:
         writer.writerow(["rate", "seed", "step", *PROBED, *LOSSES, *AT_END])
         for rate in RATES:
             for seed in SEEDS:
-                (run,) = load_runs(folder / f"lr{rate}" / f"seed{seed}")
+                (run,) = read_runs(folder / f"lr{rate}" / f"seed{seed}")
                 writer.writerows(_lines(run, rate, seed))
 
 

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmqk.lab.runs import Run, load_runs
+    from mmqk.lab.runs import Run, read_runs
     from mmqk.lab.verdicts.study import Study, load_study
     from mmqk.lab.verdicts.verdicts import Verdict, judge
 
-__all__ = ["Run", "Study", "Verdict", "judge", "load_runs", "load_study"]
-_MODULES = {"Run": "runs", "load_runs": "runs", "Study": "verdicts.study", "load_study": "verdicts.study"}
+__all__ = ["Run", "Study", "Verdict", "judge", "load_study", "read_runs"]
+_MODULES = {"Run": "runs", "read_runs": "runs", "Study": "verdicts.study", "load_study": "verdicts.study"}
 
 
 def __getattr__(name: str) -> Any:

@@ -293,7 +293,7 @@ def once_per_run(measure: Callable[[Run, str], _T]) -> Callable[[Run, str], _T]:
     return cached
 
 
-def load_runs(folder: str | Path) -> list[Run]:
+def read_runs(folder: str | Path) -> list[Run]:
     """Return all runs under ``folder``, which is the folder of a grid, an arm or a run.
 
     If the folder has an ``ablation.json``, return the runs that it lists and that have a folder, in the listed order.

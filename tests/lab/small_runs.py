@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.runs import Run, load_runs
+from mmqk.lab.runs import Run, read_runs
 
 SPECIAL = {math.inf: "inf", -math.inf: "-inf"}
 
@@ -46,7 +46,7 @@ def small_run(
             for name, at, tag in alarms
         ]
         (folder / "alarms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record))
-    (run,) = load_runs(folder)
+    (run,) = read_runs(folder)
     run.point, run.seed = point or {}, seed
     return run
 

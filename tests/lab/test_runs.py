@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import mmqk
-from mmqk.lab import load_runs, load_study
+from mmqk.lab import load_study, read_runs
 from mmqk.store import Tag, UserError, write_json
 from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
 
 
 def test_ablation_lists_its_runs_in_order(tmp_path):
-    runs = load_runs(write_demo(tmp_path / "demo"))
+    runs = read_runs(write_demo(tmp_path / "demo"))
     assert [(run.arm, run.seed) for run in runs] == [
         *((arm, seed) for arm in ("mixed", "mixed-qk", "image-off") for seed in (0, 1, 2)),
         *((arm, 0) for arm in DEMO if arm.startswith("high")),
@@ -26,13 +26,13 @@ def test_ablation_lists_its_runs_in_order(tmp_path):
 @pytest.mark.parametrize("asked", [".", "mixed-0123456789", "mixed-0123456789/seed1"])
 def test_runs_are_found_without_an_ablation(tmp_path, asked):
     write_run(tmp_path / "mixed-0123456789" / "seed1", Planted(50.0), 1)
-    (run,) = load_runs(tmp_path / asked)
+    (run,) = read_runs(tmp_path / asked)
     assert (run.arm, run.seed) == ("mixed", 1)
 
 
 def test_single_run_of_train_takes_its_seed_from_its_record(tmp_path):
     write_run(tmp_path / "0123456789", Planted(50.0), seed=7)
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert (run.arm, run.seed) == ("0123456789", 7)
 
 
@@ -40,7 +40,7 @@ def test_series_are_numbers_and_not_finite_ones_come_back(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0))
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"step": 201, "loss": "nan"}\n{"step": 202, "loss": "-inf"}\n')
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     steps, values = run.series("loss")
     assert steps[-2:].tolist() == [201, 202]
     assert math.isnan(values[-2]) and values[-1] == -math.inf
@@ -49,14 +49,14 @@ def test_series_are_numbers_and_not_finite_ones_come_back(tmp_path):
 
 def test_combined_reduces_over_layers_and_keys_and_ranks_nan_worst(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0, spread=0))
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.combined("attn_logit_absmax", np.max)[1][-1] == pytest.approx(50.0)
     assert run.combined("attn_logit_absmax", np.max, "image")[1][-1] == pytest.approx(0.8 * 50.0)
     assert len(run.combined("attn_logit_absmax", np.max, "audio")[0]) == 0
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"step": 220, "attn_logit_absmax/text-text/layer00": "nan", ')
         file.write('"attn_logit_absmax/text-text/layer01": 3.0}\n')
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.combined("attn_logit_absmax", np.max)[1][-1] == math.inf
 
 
@@ -80,7 +80,7 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
         text.append(json.dumps({"step": step} | line))
     (path / "metrics.jsonl").write_text("\n".join(text) + "\n")
     for notes in ((), ("a line of metrics.jsonl cannot be read",)):
-        (run,) = load_runs(tmp_path)
+        (run,) = read_runs(tmp_path)
         assert set(run.tags) == set(expected) and run.last_step == max(max(by) for by in expected.values())
         for tag, by_step in expected.items():
             steps, values = run.series(tag)
@@ -95,7 +95,7 @@ def test_a_series_whose_name_is_not_a_tag_is_kept(tmp_path):
     path = tmp_path / "x"
     path.mkdir()
     (path / "metrics.jsonl").write_text('{"step": 1, "a/b/c": 2.0, "loss/text": 3.0}\n')
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.tags == {"a/b/c": Tag("a/b/c"), "loss/text": Tag("loss", "text")}
     table = mmqk.load_runs(tmp_path).metrics()
     assert dict(zip(table["metric"], table["value"], strict=True)) == {"a/b/c": 2.0, "loss": 3.0}
@@ -106,7 +106,7 @@ def test_a_later_null_does_not_undo_a_number(tmp_path):
     path = tmp_path / "x"
     path.mkdir()
     (path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n{"step": 1, "a": null, "b": true}\n')
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.series("a")[1].tolist() == [2.0] and run.series("b")[1].tolist() == [1.0]
 
 
@@ -117,29 +117,29 @@ def test_files_without_a_line_of_numbers_are_noted(tmp_path, content):
     path = tmp_path / "x"
     path.mkdir()
     (path / "metrics.jsonl").write_bytes(content)
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.tags == {} and run.last_step == 0
     assert any("metrics.jsonl" in note for note in run.notes) == bool(content)
 
 
 def test_metrics_and_a_grid_that_are_gone_are_noted(tmp_path):
     folder = write_demo(tmp_path / "demo")
-    first = load_runs(folder)[0]
+    first = read_runs(folder)[0]
     write_json(first.path / "status.json", {"status": "interrupted", "step": 8, "reason": "", "seconds": 1.0})
     noted = ("metrics.jsonl is missing", "no ablation.json")
     for missing, expected in ((None, [False, False]), ("metrics.jsonl", [True, False])):
         if missing:
             (first.path / missing).unlink()
-        (run,) = load_runs(first.path)
+        (run,) = read_runs(first.path)
         assert [any(text in note for note in run.notes) for text in noted] == expected
     (folder / "ablation.json").unlink()
-    notes = [" ".join(run.notes) for run in load_runs(folder)]
+    notes = [" ".join(run.notes) for run in read_runs(folder)]
     assert all("no ablation.json" in note for note in notes) and sum("metrics.jsonl" in n for n in notes) == 1
 
 
 def test_numbers_are_not_read_before_they_are_asked_for(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0))
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.status.finished
     (path / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     assert run.series("loss")[0].tolist() == [7]
@@ -148,7 +148,7 @@ def test_numbers_are_not_read_before_they_are_asked_for(tmp_path):
 def test_a_run_of_axes_and_forks_says_so(tmp_path):
     folder = write_demo(tmp_path / "demo")
     record = json.loads((folder / "ablation.json").read_text())
-    plain = load_runs(folder)[0]
+    plain = read_runs(folder)[0]
     assert (plain.family, plain.point, plain.role, plain.fork) == ("mixed", {}, "verdict", None)
     record["runs"][0] |= {
         "family": "all",
@@ -157,7 +157,7 @@ def test_a_run_of_axes_and_forks_says_so(tmp_path):
         "fork": {"parent": "mixed/seed1", "step": 3},
     }
     (folder / "ablation.json").write_text(json.dumps(record))
-    run = load_runs(folder)[0]
+    run = read_runs(folder)[0]
     assert (run.family, run.point, run.role) == ("all", {"optim.lr": 0.01}, "selection")
     assert run.fork == {"parent": "mixed/seed1", "step": 3}
 
@@ -165,27 +165,27 @@ def test_a_run_of_axes_and_forks_says_so(tmp_path):
 def test_a_fork_without_an_ablation_says_its_parent_itself(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0))
     (path / "fork.json").write_text('{"parent": {"id": "0123456789", "folder": "../y", "step": 40}}')
-    assert load_runs(tmp_path)[0].fork == {"parent": "../y", "step": 40}
+    assert read_runs(tmp_path)[0].fork == {"parent": "../y", "step": 40}
     (path / "fork.json").write_text('{"parent": {"id": "01234')
-    assert load_runs(tmp_path)[0].fork is None
+    assert read_runs(tmp_path)[0].fork is None
 
 
 def test_half_written_run_is_kept_with_a_note(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0, status="running"))
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"step": 201, "loss": 3.')
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.last_step == 200
     assert len(run.notes) == 2 and "cut off" in run.notes[0] and "metrics.jsonl" in run.notes[1]
     # The control: a complete run has no notes.
-    assert load_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()
+    assert read_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()
 
 
 def test_run_without_records_is_kept_with_notes(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0))
     (path / "run.json").unlink()
     (path / "status.json").write_text("{")
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert not run.status.finished
     assert len(run.notes) == 2
     assert len(run.series("loss/text")[0]) == 200
@@ -211,7 +211,7 @@ def test_missing_runs_are_named(tmp_path):
 )
 def test_what_cannot_be_read_is_named(tmp_path, make, named):
     with pytest.raises(UserError, match=named):
-        load_runs(make(tmp_path))
+        read_runs(make(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmqk.config import resolve
-from mmqk.lab import load_runs
+from mmqk.lab import read_runs
 from mmqk.lab.runner.state import follow
 from mmqk.store import (
     Alarm,
@@ -122,7 +122,7 @@ def test_they_are_marked_in_metrics_jsonl_at_their_step_and_readers_take_no_harm
     found = Counter((alarm.step, alarm.name) for alarm in read_alarms(folder))
     assert marks(folder) == found and max(found.values()) > 1
     # The analysis reads the alarm counts as series; they change neither the modalities nor the other series.
-    run = load_runs(folder)[0]
+    run = read_runs(folder)[0]
     steps_N, values_N = run.series("alarm/spike")
     assert dict(zip(steps_N.tolist(), values_N.tolist(), strict=True)) == {
         step: count for (step, name), count in found.items() if name == "spike"

@@ -379,13 +379,13 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
     Raises:
         UserError: the metric is unknown, or no run has a finite value.
     """
-    from mmqk.lab.runs import load_runs
+    from mmqk.lab.runs import read_runs
     from mmqk.lab.verdicts.ranking import choose as best_of
 
     runs = [
         replace(run, point={LR: lr})
         for path, lr in tried.items()
-        for run in load_runs(path)
+        for run in read_runs(path)
         if run.path.resolve() == path.resolve()
     ]
     best = best_of(runs, metric)

@@ -13,7 +13,7 @@ import numpy as np
 from mmqk.lab.grid.claims import Claim, claims_hash, read_claims
 from mmqk.lab.metrics.families import RATE
 from mmqk.lab.metrics.probes import logit_series
-from mmqk.lab.runs import Run, load_runs, read_ablation
+from mmqk.lab.runs import Run, read_ablation, read_runs
 from mmqk.lab.verdicts.claims import at, check_claims
 from mmqk.store.pack import unpacked
 
@@ -248,7 +248,7 @@ def load_study(folder: str | Path) -> Study:
         UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
     """
     folder = unpacked(Path(folder))
-    runs = tuple(load_runs(folder))
+    runs = tuple(read_runs(folder))
     ablation = read_ablation(folder)
     if ablation is None:
         arms = {run.arm: StudyArm(run.arm, run.arm, family=run.arm) for run in runs}

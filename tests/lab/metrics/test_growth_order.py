@@ -6,7 +6,7 @@ import math
 import pytest
 
 from mmqk.lab.metrics.probes import growth_order
-from mmqk.lab.runs import load_runs
+from mmqk.lab.runs import read_runs
 
 STEPS = range(0, 201, 20)
 
@@ -23,7 +23,7 @@ def run_of(folder, warmup=40, **series):
         finite = {k: v if math.isfinite(v) else str(v) for k, v in values.items()}
         lines.append(json.dumps({"step": step, **finite}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (run,) = load_runs(folder)
+    (run,) = read_runs(folder)
     return run
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmqk.lab.metrics import find_metric
 from mmqk.lab.metrics.outcomes import failure_step, rise_step, window_means
-from mmqk.lab.runs import load_runs
+from mmqk.lab.runs import read_runs
 from tests.lab.fake_runs import Planted
 from tests.lab.small_runs import config, small_run
 from tests.lab.verdicts.test_claims import BASIC, one
@@ -126,7 +126,7 @@ def forked(folder, text, step, parent=None):
     small_run(folder / "fork", {"loss/text": dict(enumerate(text[step:], start=step + 1))}, config=config(STEPS))
     record = {"parent": {"folder": parent or "whole", "id": "whole", "step": step}}
     (folder / "fork" / "fork.json").write_text(json.dumps(record))
-    return {run.name: run for run in load_runs(folder)}
+    return {run.name: run for run in read_runs(folder)}
 
 
 @pytest.mark.parametrize("step", [2000, 4000, 4500])
@@ -150,7 +150,7 @@ def test_a_parent_is_found_by_its_id_and_never_in_a_circle(tmp_path):
     forked(folder, curve(4000, 0.3), 4500)
     record = {"parent": {"folder": "fork", "id": "fork", "step": 4500}}
     (folder / "whole" / "fork.json").write_text(json.dumps(record))
-    assert [run.parent for run in load_runs(folder)] == [None, None]
+    assert [run.parent for run in read_runs(folder)] == [None, None]
 
 
 def test_windows_are_means_over_their_steps(tmp_path):

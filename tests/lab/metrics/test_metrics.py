@@ -20,7 +20,7 @@ from mmqk.lab.metrics import (
     learned,
     unigram_entropy,
 )
-from mmqk.lab.runs import load_runs
+from mmqk.lab.runs import read_runs
 from mmqk.store import UserError
 from tests.lab.fake_runs import UNIGRAM, Planted, write_run
 from tests.lab.small_runs import small_run
@@ -32,7 +32,7 @@ PACK = Path(__file__).parents[3] / "reports/examples/norm_competition_large.zip"
 
 def run_of(tmp_path, planted, **kwargs):
     write_run(tmp_path / "x", planted, **kwargs)
-    return load_runs(tmp_path)[0]
+    return read_runs(tmp_path)[0]
 
 
 def independent_script():
@@ -44,7 +44,7 @@ def independent_script():
 def append(tmp_path, text):
     with open(tmp_path / "x" / "metrics.jsonl", "a") as file:
         file.write(text + "\n")
-    return load_runs(tmp_path)[0]
+    return read_runs(tmp_path)[0]
 
 
 def test_largest_logit_is_the_median_of_the_last_three_probes(tmp_path):
@@ -130,7 +130,7 @@ def test_a_run_without_probes_was_not_measured(tmp_path):
     path = tmp_path / "x"
     path.mkdir()
     (path / "metrics.jsonl").write_text('{"step": 1, "loss/text": 3.0}\n')
-    run = load_runs(tmp_path)[0]
+    run = read_runs(tmp_path)[0]
     assert math.isnan(largest_attention_logit(run))
     assert math.isnan(METRICS["largest_attention_logit"].worst_seen(run, None))
     assert math.isnan(final_loss(run, "image").value)
@@ -193,7 +193,7 @@ def test_a_modality_without_a_loss_is_not_trained(tmp_path):
     assert not is_trained(run, "audio")
     path = tmp_path / "x" / "metrics.jsonl"
     path.write_text(path.read_text().replace("loss/image", "other"))
-    run = load_runs(tmp_path)[0]
+    run = read_runs(tmp_path)[0]
     assert is_trained(run, "text") and not is_trained(run, "image")
 
 
@@ -207,7 +207,7 @@ def test_norms_weigh_layers_and_modalities_alike(tmp_path):
         "q_norm/image/layer01": 7,
     }
     (path / "metrics.jsonl").write_text(json.dumps({"step": 1} | tags) + "\n")
-    run = load_runs(tmp_path)[0]
+    run = read_runs(tmp_path)[0]
     assert METRICS["q_norm"].measure(run, None) == 4 and METRICS["q_norm"].measure(run, "image") == 6
 
 
@@ -219,7 +219,7 @@ def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
     lines = [probe | other | {"step": step} for step in (1, 2, 3)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     measure = METRICS["qk_norm_product"].measure
-    run = load_runs(tmp_path)[0]
+    run = read_runs(tmp_path)[0]
     assert measure(run, "text") == pytest.approx(math.sqrt(2 * 3 * 8 * 1))
     # The control: the product of the arithmetic means differs. Without a modality, the metric is the geometric mean
     # of the values of text and image, with equal weights.
@@ -228,10 +228,10 @@ def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
     assert math.isnan(measure(run, "audio"))
     del lines[2]["k_norm/text/layer01"]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert METRICS["qk_norm_product"].series(load_runs(tmp_path)[0], "text")[1][-1] == pytest.approx(4 * 3)
+    assert METRICS["qk_norm_product"].series(read_runs(tmp_path)[0], "text")[1][-1] == pytest.approx(4 * 3)
     lines[2] |= {"k_norm/text/layer01": "nan"}
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert measure(load_runs(tmp_path)[0], "text") == math.inf
+    assert measure(read_runs(tmp_path)[0], "text") == math.inf
 
 
 def test_a_loss_that_is_off_is_not_trained(tmp_path):

@@ -30,5 +30,5 @@ def test_it_takes_no_level_from_its_family(tmp_path):
     "also", [{"arms": ["a"]}, {"treatment": "a", "control": "b", "min_effect": 0.2}, {"status": "control"}]
 )
 def test_it_has_no_arms(tmp_path, also):
-    with pytest.raises(UserError, match="claim C5 has not_run: remove"):
+    with pytest.raises(UserError, match="claim C5: it has not_run: remove"):
         study(tmp_path, ARMS, [ABSENT | also])

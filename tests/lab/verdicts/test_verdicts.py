@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.lab import judge, load_runs, load_study
+from mmqk.lab import judge, load_study, read_runs
 from mmqk.lab.verdicts.controls import within_bound
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
@@ -184,7 +184,7 @@ def test_the_bound_is_checked_of_runs_alone(tmp_path):
             {"step": 2, "attn_logit_bound/layer00": 4, "attn_logit_absmax/text-text/layer00": "inf"},
         ]
         (name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert within_bound(load_runs(name)).passed == passed
+        assert within_bound(read_runs(name)).passed == passed
     found = within_bound(study.of_arm("mixed-qk"))
     assert found is not None and found.passed and found.detail == "at most 87 % of the bound"
 

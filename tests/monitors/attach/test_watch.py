@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmqk.lab import load_runs
+from mmqk.lab import read_runs
 from mmqk.monitors import attach
 from mmqk.monitors.collect import over_layers
 from mmqk.monitors.summary import WatchFolder
@@ -65,7 +65,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     (summary,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mmqk")]
     assert "attention measured in 8 of 8 layers" in summary and "tokens " in summary
     assert "% of a step" in summary and "first probe (includes warm-up)" in summary and "ms" in summary
-    (run,) = load_runs(tmp_path)
+    (run,) = read_runs(tmp_path)
     assert run.status.status == "completed" and run.status.step == 50
 
 
