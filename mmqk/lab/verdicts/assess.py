@@ -63,7 +63,8 @@ def measure(groups: Mapping[str, Group], name: str) -> pd.DataFrame:
 
 def by_seed(table: pd.DataFrame, name: str) -> dict[int, float]:
     """Return the values of a group by seed, without those that are NaN."""
-    return table[table["group"] == name].set_index("seed")["value"].dropna().to_dict()
+    found = table[(table["group"] == name) & table["value"].notna()]
+    return dict(zip(found["seed"].tolist(), found["value"].tolist(), strict=True))
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
@@ -197,7 +198,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
     medians = {name: middle(table["raw"][table["group"] == name]) for name in compared.groups}
     bounds = table["group"][table["towards"] != 0].value_counts(sort=False)
     notes = [
-        f"{plural(n, 'run')} of “{compared.groups[name].label}” diverged or ended without a finite value "
+        f"{plural(n, 'run')} of “{compared.groups[str(name)].label}” diverged or ended without a finite value "
         "and got the worst finite value: the effect is a bound."
         for name, n in bounds.items()
     ]
