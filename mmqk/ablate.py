@@ -1,6 +1,6 @@
-"""Train a grid of runs with seeds: one YAML in, one folder of runs out. ``python -m mmqk.ablate --help``.
+"""Train a grid of runs with seeds: one YAML in, one folder of runs out. ``mmqk ablate --help``.
 
-torch is imported only when a configuration is resolved, so that ``--help`` is fast.
+torch is imported only by the runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid.claims import check_arms
+from mmqk.lab.grid.claims import check_arms, read_ablation
 from mmqk.lab.grid.grid import Grid, load_grids
-from mmqk.lab.grid.record import read_ablation
-from mmqk.lab.runner.plan import Resolver, plan
+from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, cores, gpus, start_server
 from mmqk.lab.runner.session import Session, check_out, take_runs
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
@@ -35,8 +34,8 @@ the same command again to resume; finished runs are not trained again. A failed 
 Ctrl-C makes the runs write a checkpoint and stop; a second Ctrl-C ends them at once."""
 EPILOG = """\
 example:
-  python -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
-  python -m mmqk.report runs/demo --out reports/demo
+  mmqk ablate configs/ablations/demo.yaml --jobs 2
+  mmqk report runs/demo --out reports/demo
 
 exit code:
   0           every run completed or diverged
@@ -56,105 +55,76 @@ def main(argv: list[str] | None = None) -> int:
     until += options.max_minutes * 60
     devices = gpus()
     jobs = options.jobs or len(devices) or min(2, cores())
-    grid = _grid(options)
-    out = Path(options.out or f"runs/{grid.name}")
-    check_out(out, grid)
-    if added := _added(options, out):
-        grid = _grid(options, added)
-    only = _only(options, grid)
+    threads = max(1, cores() // jobs)
+    session = _session(options, threads)
     if options.pack is not None:
-        new = take_runs(options.pack, out, grid)
-        print(f"{options.pack}: copied {plural(len(new), 'finished run')} that {out} did not have", flush=True)
-
+        new = take_runs(options.pack, session.out, session.grid)
+        copied = plural(len(new), "finished run")
+        print(f"{options.pack}: copied {copied} that {session.out} did not have", flush=True)
     if not options.dry_run:
         # Without this variable, every run with compiled blocks would compile on all cores. torch reads the variable
         # at its first compilation.
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
-        # Start the server now, so that it imports torch at the same time as the resolver in this process.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+        # Start the server now, so that it imports torch while this process plans the runs.
         start_server(PRELOAD)
-    resolver = Resolver(max(1, cores() // jobs))
-    session = Session(grid, out, lambda: plan(grid, out, resolver), resolver.threads, options.slice, only)
     session.look()
-    for sentence in _check_claims(grid, session):
+    for sentence in _check_claims(session):
         print(sentence, flush=True)
     from mmqk.lab.runner.table import PoolProgress, outcome_table, time_left  # imports rich
 
+    outcomes = session.outcomes()
     if options.dry_run:
-        outcomes = session.outcomes()
         print("\n".join([outcome_table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
         return 0
-
     tasks = session.begin()
     todo = sum(not o.finished and o.status != "never" for o in session.outcomes().values())
-    slice_label = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
-    runs = plural(len(session.tasks) + len(session.waiting), "run")
-    print(f"{grid.title}: {slice_label}{runs} in {out}, {todo} to train, {jobs} at a time", flush=True)
-    with contextlib.closing(PoolProgress()) as progress:
-        pool = Pool(
-            tasks,
-            jobs,
-            entry=TRAIN,
-            preload=PRELOAD,
-            tick=progress,
-            more=session.more,
-            ready=session.ready,
-            to_come=session.to_come,
-            devices=devices,
-            until=until,
-        )
+    part = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
+    runs = f"{part}{plural(len(session.tasks) + len(session.waiting), 'run')} in {session.out}"
+    print(f"{session.grid.title}: {runs}, {todo} to train, {jobs} at a time", flush=True)
+    with contextlib.closing(PoolProgress(to_come=session.to_come)) as progress:
+        pool = Pool(tasks, jobs, TRAIN, PRELOAD, tick=progress, more=session.more, devices=devices, until=until)
         pool.run()
-    session.more()
+    session.more(ended=True)
     outcomes = session.outcomes(pool.outcomes)
-    print("\n".join([outcome_table(outcomes), *session.remarks(), dashboards(out)]), flush=True)
-    if pool.signal_received is not None:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
-        return 128 + pool.signal_received
-    if session.error is not None:
+    print("\n".join([outcome_table(outcomes), *session.remarks(), dashboards(session.out)]), flush=True)
+    if pool.signal_received is None and session.error is not None:
         raise session.error
     statuses = {outcome.status for outcome in outcomes.values()} - {"never"}
-    if any(wait.mistake for wait in session.waiting):
-        print("a run cannot start: see the table for the reason", file=sys.stderr)
-        return 1
-    if "failed" in statuses:
-        print(f"a run failed: see its {LOG_NAME}; run the same command to try again", file=sys.stderr)
-        return 1
-    if statuses <= {"completed", "diverged"}:
-        return 0
-    if pool.stopping:
-        print(f"{options.max_minutes:g} minutes are over: run the same command again to resume", file=sys.stderr)
-    return 130
+    signal = pool.signal_received or 0
+    ends = (
+        (signal, 128 + signal, "interrupted: run the same command again to resume"),
+        (any(w.mistake for w in session.waiting.values()), 1, "a run cannot start: see the table for the reason"),
+        ("failed" in statuses, 1, f"a run failed: see its {LOG_NAME}; run the same command to try again"),
+        (statuses <= {"completed", "diverged"}, 0, ""),
+        (pool.stopping, 130, f"{options.max_minutes:g} minutes are over: run the same command again to resume"),
+        (True, 130, ""),
+    )
+    code, sentence = next((code, sentence) for applies, code, sentence in ends if applies)
+    if sentence:
+        print(sentence, file=sys.stderr)
+    return code
 
 
-def _check_claims(grid: Grid, session: Session) -> list[str]:
-    """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
-    from mmqk.lab.verdicts.claims import check_decidable, few_seeds
-    from mmqk.lab.verdicts.study import study_of
-
-    record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
-    study = study_of(session.out, record, (), grid.path)
-    check_decidable(study.claims, grid.jobs, grid.path)
-    return few_seeds(study.claims, grid.jobs)
-
-
-def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Return the arms that this call and earlier calls have added to the grid with --set."""
-    grid = (read_ablation(out) or {}).get("grid") or {}
-    added = {name: grid["arms"][name] for name in grid.get("added") or ()}
-    if not options.settings:
-        return added
-    if len(options.only) != 1 or len(options.config) != 1:
-        raise UserError("--set adds one arm to one grid: give one --config, and the arm's name with --only NAME")
-    return {**added, options.only[0]: {"set": dict(options.settings)}}
-
-
-def _only(options: argparse.Namespace, grid: Grid) -> frozenset[str]:
-    """Return the names of the arms to train; an empty set means all arms."""
+def _session(options: argparse.Namespace, threads: int) -> Session:
+    """Read the grid and check the output folder."""
+    grid = _grid(options)
+    out = Path(options.out or f"runs/{grid.name}")
+    check_out(out, grid)
+    # The arms that earlier calls and this call add to the grid with --set.
+    earlier = (read_ablation(out) or {}).get("grid") or {}
+    added = {name: earlier["arms"][name] for name in earlier.get("added") or ()}
+    if options.settings:
+        if len(options.only) != 1 or len(options.config) != 1:
+            raise UserError("--set adds one arm to one grid: give one --config, and the arm's name with --only NAME")
+        added[options.only[0]] = {"set": dict(options.settings)}
+    if added:
+        grid = _grid(options, added)
     quick: list[str] = grid.raw.get("quick") or []
     if options.quick and not quick:
         raise UserError(f"{grid.path} has no list `quick` of arms: name arms with --only")
-    names = [*options.only, *(quick if options.quick else [])]
-    check_arms(names, {name for arm in grid.arms for name in (arm.name, *arm.points)}, "--only")
-    return frozenset(names)
+    only = [*options.only, *(quick if options.quick else [])]
+    check_arms(only, {name for arm in grid.arms for name in (arm.name, *arm.points)}, "--only")
+    return Session(grid, out, Resolver(threads), options.slice, frozenset(only))
 
 
 def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -> Grid:
@@ -165,74 +135,41 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
         for metric in metrics:
             selection_metric(metric)
     report = grid.raw.get("report") or {}
-    if "command" in report:
-        return grid
-    command = " ".join(["python -m mmqk.ablate", *(f"--config {relative(path)}" for path in options.config)])
-    return replace(grid, raw={**grid.raw, "report": {**report, "command": command}})
+    command = " ".join(["mmqk ablate", *(f"--config {relative(path)}" for path in options.config)])
+    return replace(grid, raw={**grid.raw, "report": {"command": command, **report}})
+
+
+def _check_claims(session: Session) -> list[str]:
+    """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
+    from mmqk.lab.verdicts.claims import check_decidable, few_seeds
+    from mmqk.lab.verdicts.study import study_of
+
+    grid = session.grid
+    record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
+    study = study_of(session.out, record, (), grid.path)
+    check_decidable(study.claims, grid.jobs, grid.path)
+    return few_seeds(study.claims, grid.jobs)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneSentenceParser(
-        prog="mmqk ablate",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        required=True,
-        metavar="YAML",
-        help="the grid, or the name of a shipped one (demo); repeat the flag for several grids that share runs",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder of all runs (default: runs/NAME with the name of the grids)",
-    )
-    parser.add_argument(
-        "--from",
-        dest="pack",
-        type=Path,
-        metavar="ZIP",
-        help="a pack of this grid (mmqk pack); finished runs that --out does not have are first copied from it",
-    )
-    parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="runs at a time (default: one per GPU, or 2 without a GPU)"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the runs and how long they will take; train nothing"
-    )
-    parser.add_argument(
-        "--max-minutes",
-        type=_minutes,
-        default=math.inf,
-        metavar="M",
-        help="stop after M minutes; runs write a checkpoint",
-    )
-    parser.add_argument(
-        "--slice",
-        type=_slice,
-        default=(1, 1),
-        metavar="K/N",
-        help="divide the runs into N parts and train only part K, from 1 to N",
-    )
-    parser.add_argument(
-        "--only",
-        type=_names,
-        default=[],
-        metavar="ARM,ARM",
-        help="train only these arms of the grid",
-    )
-    parser.add_argument("--quick", action="store_true", help="train the arms that the grid lists under `quick`")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        type=_setting,
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="add an arm that sets this field, with the name given by --only; repeat the flag for several fields",
-    )
+    parser = OneSentenceParser(prog="mmqk ablate", description=DESCRIPTION, epilog=EPILOG)
+    add = parser.add_argument
+    text = "the grid, or the name of a shipped one (demo); repeat the flag for several grids that share runs"
+    add("--config", action="append", required=True, metavar="YAML", help=text)
+    add("--out", metavar="DIR", help="folder of all runs (default: runs/NAME with the name of the grids)")
+    text = "a pack of this grid (mmqk pack); finished runs that --out does not have are first copied from it"
+    add("--from", dest="pack", type=Path, metavar="ZIP", help=text)
+    text = "runs at a time (default: one per GPU, or 2 without a GPU)"
+    add("--jobs", type=_count, metavar="N", help=text)
+    add("--dry-run", action="store_true", help="list the runs and how long they will take; train nothing")
+    text = "stop after M minutes; runs write a checkpoint"
+    add("--max-minutes", type=_minutes, default=math.inf, metavar="M", help=text)
+    text = "divide the runs into N parts and train only part K, from 1 to N"
+    add("--slice", type=_slice, default=(1, 1), metavar="K/N", help=text)
+    add("--only", type=_names, default=[], metavar="ARM,ARM", help="train only these arms of the grid")
+    add("--quick", action="store_true", help="train the arms that the grid lists under `quick`")
+    text = "add an arm that sets this field, with the name given by --only; repeat the flag for several fields"
+    add("--set", dest="settings", type=_setting, action="append", default=[], metavar="FIELD=VALUE", help=text)
     return parser.parse_args(with_configs(sys.argv[1:] if argv is None else argv, GRIDS))
 
 
@@ -247,7 +184,7 @@ def _names(text: str) -> list[str]:
 
 
 def _setting(text: str) -> tuple[str, str]:
-    """Split FIELD=VALUE into the name of the field and its value, as text that the parser of mmqk.train reads."""
+    """Split FIELD=VALUE into the name of the field and its value, as text that the parser of mmqk train reads."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE, as in model.qk_norm.kind=rms")
@@ -255,13 +192,10 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not minutes > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
-    return minutes
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
 
 
 def _slice(text: str) -> tuple[int, int]:

@@ -35,7 +35,6 @@ class Progress:
         self._shown = -math.inf if self.terminal else time.monotonic()
         self._began: tuple[float, float] | None = None
         self._live: Any = None
-        self._bar: Any = None
 
     def due(self) -> bool:
         """Return whether half a second has passed since the last `show`, or ten seconds in a log."""
@@ -75,7 +74,7 @@ class Progress:
         if self.terminal:
             self._draw(line, done, total, above)
         else:
-            self._print(line)
+            print(line, file=self.stream, flush=True)
 
     def close(self, last: str = "") -> None:
         """Remove the display from a terminal; then print the line ``last``, if given."""
@@ -83,34 +82,29 @@ class Progress:
             self._live.stop()
             self._live = None
         if last:
-            self._print(last)
-
-    def _print(self, line: str) -> None:
-        self.stream.write(f"{line}\n")
-        self.stream.flush()
+            print(last, file=self.stream, flush=True)
 
     def _draw(self, line: str, done: float | None, total: float | None, above: Any) -> None:
-        from rich import progress
         from rich.console import Console, Group
         from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
 
         if self._live is None:
             console = Console(file=self.stream, force_terminal=True)
-            columns = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(BAR_WIDTH)
-            self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
-            self._bar.add_task("")
+            redirect = self.stream is sys.stderr  # other lines are printed above the display
             self._live = Live(
-                console=console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=self.stream is sys.stderr,  # other lines are printed above the display
-            )
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False,
+                redirect_stderr=redirect,
+            )  # fmt: skip
             self._live.start()
             console.show_cursor(True)  # rich hides the cursor, and a killed process would leave it hidden
-        self._bar.update(self._bar.task_ids[0], description=line, total=total, completed=done or 0)
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=total, completed=done or 0, width=BAR_WIDTH)
+        row.add_row(Text(line, no_wrap=True, overflow="ellipsis"), bar)
         parts = [] if above is None else [above(self._live.console.width)]
-        self._live.update(Group(*parts, self._bar.get_renderable()), refresh=True)
+        self._live.update(Group(*parts, row), refresh=True)
 
 
 def track(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:

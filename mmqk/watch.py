@@ -29,24 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: a path is not a folder; or, if the runs are shown once, a folder does not exist or has no run.
     """
-    parser = OneSentenceParser(
-        prog="mmqk watch",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
-    parser.add_argument("runs", type=Path, nargs="*", help="folders of grids, of arms or of runs")
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="print one frame and end (the default without a terminal or on a dumb terminal)",
-    )
-    parser.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between updates (default: 1)"
-    )
+    parser = OneSentenceParser(prog="mmqk watch", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of grids, of arms or of runs")
+    text = "print one frame and end (the default without a terminal or on a dumb terminal)"
+    parser.add_argument("--once", action="store_true", help=text)
+    text = "seconds between updates (default: 1)"
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help=text)
     options = parser.parse_args(argv)
-    if not options.runs:
-        raise UserError("no folder of runs is given: give one, as in mmqk watch runs/demo")
     if not options.every >= SHORTEST_SECONDS:
         raise UserError(f"--every is {options.every}: give at least {SHORTEST_SECONDS} seconds")
 
@@ -57,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk.lab.runner.table import runs_table
 
     console = Console()
-    width = max(NARROWEST, console.width)
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
-        console.print(runs_table([run.look() for run in follow(options.runs)], width), soft_wrap=True)
+        views = [run.look() for run in follow(options.runs)]
+        console.print(runs_table(views, max(NARROWEST, console.width)), soft_wrap=True)
         return 0
+    followed: dict[tuple[Path, str, str], Follow] = {}
     with contextlib.suppress(KeyboardInterrupt):
         for folder in options.runs:
             _wait_for_run(folder, options.every)
-        followed: dict[tuple[Path, str, str], Follow] = {}
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 # A grid adds runs, and changes the folder of a run when it selects its learning rate.
@@ -87,13 +76,11 @@ def _wait_for_run(folder: Path, every: float) -> None:
     """
     from mmqk.lab.runner.state import follow
 
-    waiting = False
+    sentence = f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)\n"
     while True:
-        try:
+        with contextlib.suppress(NoRun):
             follow([folder])
             return
-        except NoRun:
-            if not waiting:
-                print(f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)", flush=True)
-            waiting = True
-            time.sleep(every)
+        print(sentence, end="", flush=True)
+        sentence = ""
+        time.sleep(every)

@@ -19,9 +19,9 @@ from mmqk.config import SECTIONS, resolve
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.parse import leaves
 from mmqk.config.run import Given
-from mmqk.lab.grid.arms import Arm, ArmFork, LrRule
+from mmqk.lab.grid.arms import Arm, ArmFile, ArmFork, LrRule, read_yaml
 from mmqk.lab.grid.claims import Claim, read_claims
-from mmqk.lab.grid.language import read_yaml
+from mmqk.lab.grid.grid import GridFile
 from mmqk.model.ranges import Range, check_fields, decimal_numbers, number, range_of
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
@@ -41,6 +41,8 @@ BUILT = {
     Given: Given,
     ForkConfig: lambda **values: ForkConfig(Parent("id", 1, {}), **values),
     ArmFork: ArmFork,
+    ArmFile: ArmFile,
+    GridFile: lambda **values: GridFile(**{"name": "g", "base": "b", "arms": {"a": None}, **values}),
     LrRule: lambda **values: LrRule(**{"grid": (0.1,), "seeds": (0,), "metric": "m", **values}),
     Arm: lambda **values: Arm(
         **{"name": "a", "label": "", "block": "", "seeds": (0,), "fields": {}, **values}

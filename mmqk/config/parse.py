@@ -169,8 +169,10 @@ class Fields:
             sentence = _sentence(error, self.known, self.values)
         except ValueError as error:
             sentence = str(error)
-        subject = re.split(r"[ \[]", sentence, maxsplit=1)[0]
-        file = next((file for field, file in self.files.items() if _is_or_in(subject, field)), None)
+        # The values of a conflict may come from a file and a flag: then no file is at fault.
+        words = {word.strip(".") for word in re.findall(r"[\w.]+", sentence)}
+        files = {self.files.get(name) for name in self.values if any(_is_or_in(word, name) for word in words)}
+        file = files.pop() if len(files) == 1 else None
         raise UserError(f"{file}: {sentence}" if file else sentence)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmqk.lab.grid.language import name as grid_name
+from mmqk.lab.grid.arms import folder_name
 from mmqk.store import OneSentenceParser, UserError, named_config
 
 DESCRIPTION = """\
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = parser.parse_args(argv).folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: name another")
-    name = grid_name(folder.resolve().name, "DIR")
+    name = folder_name(folder.resolve().name, "DIR")
     folder.mkdir(parents=True, exist_ok=True)
     config = named_config("demo")
     assert config is not None

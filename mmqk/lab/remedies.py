@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from mmqk.lab.grid.language import flags
+from mmqk.lab.grid.arms import flags
 from mmqk.store import OneSentenceParser
 
 # The marks after the sources. A mark states how the source was read.

@@ -1,20 +1,30 @@
-"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs."""
+"""Arms of a grid: the fields that they set, their axes, learning rates, forks and runs; and the YAML reader."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from mmqk.lab.grid import language as read
-from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
-from mmqk.store import UserError
+import yaml
 
-ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
+from mmqk.model.ranges import (
+    LARGEST,
+    MOST_SEED,
+    MOST_STEPS,
+    SMALLEST,
+    check_fields,
+    decimal_numbers,
+    number,
+    ranged,
+)
+from mmqk.store import UserError, read_utf8
+
+T = TypeVar("T")
 LR = "optim.lr"
 # With the rule "matched", each arm sets its learning rate itself.
 LrChoice = Literal["matched", "own_best"]
@@ -23,6 +33,7 @@ _NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments")
 # YAML reads 1e-3 as text, because it has no decimal point. On an axis, such text is converted to a number.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
 
 
 @dataclass(frozen=True)
@@ -120,7 +131,7 @@ class Job:
     Attributes:
         arm: name of the arm, with the values of its axes.
         seed: the seed; None if the run takes it from the checkpoint that it is forked from.
-        args: command line for ``python -m mmqk.train``, without ``--fork``.
+        args: command line for ``mmqk train``, without ``--fork``.
         family: the arm of the grid before it is crossed with axes.
         point: values of the axes by dotted field.
         role: "verdict" if the run counts in the verdicts, "selection" if it selects a learning rate.
@@ -141,26 +152,47 @@ class Job:
         return self.arm, self.seed, self.role
 
 
-def read_arm(name: Any, value: Any, common: Arm) -> Arm:
+@dataclass(frozen=True)
+class ArmFile:
+    """The keys of an arm in a grid file."""
+
+    label: str = ""
+    block: str = ""
+    seeds: tuple[int, ...] | None = number(None, 0, MOST_SEED)
+    set: dict[str, Any] | None = None
+    axes: dict[str, Any] | None = None
+    fork: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        check_seeds(self.seeds)
+
+
+def check_seeds(seeds: Sequence[int] | None) -> None:
+    """Refuse an empty list of seeds, and a seed that is named twice."""
+    if seeds is not None and (not seeds or len(set(seeds)) < len(seeds)):
+        raise ValueError(f"seeds is {list(seeds)}: it must be a list of different whole numbers")
+
+
+def read_arm(name: str, value: Any, common: Arm) -> Arm:
     """Read an arm; ``common`` has the defaults of the grid. A fork later inherits axes and seeds from its parent.
 
     Raises:
         UserError: an unknown key, a field that an arm cannot set, or a missing checkpoint.
     """
-    where = f"{common.path}: arms.{name}"
-    record = read.mapping({} if value is None else value, where)
-    read.known(record, ARM_KEYS, where)
-    if "fork" in record:
-        fork = _fork(record["fork"], where, common.path)
+    where = f"{common.path}: arms.{folder_name(name, f'{common.path}: arms.{name}')}"
+    record = build(ArmFile, {} if value is None else value, where)
+    if record.fork is not None:
+        fork = _fork(record.fork, f"{where}.fork", common.path)
         common = replace(common, fork=fork, seeds=(), axes=(), lr=None, base=())
     arm = replace(
         common,
-        name=read.name(name, where),
-        label=read.text(record.get("label", name), f"{where}.label"),
-        block=read.text(record.get("block", ""), f"{where}.block"),
-        seeds=read.seeds(record["seeds"], f"{where}.seeds") if "seeds" in record else common.seeds,
-        fields=read.mapping({} if record.get("set") is None else record["set"], f"{where}.set"),
-        axes=read_axes(record["axes"] or {}, f"{where}.axes") if "axes" in record else common.axes,
+        name=name,
+        label=record.label or name,
+        block=record.block,
+        seeds=common.seeds if record.seeds is None else record.seeds,
+        fields=record.set or {},
+        axes=read_axes(record.axes or {}, f"{where}.axes") if "axes" in (value or {}) else common.axes,
     )
     check_settings(arm, where)
     return arm
@@ -184,20 +216,19 @@ def check_settings(arm: Arm, where: str) -> None:
         )
 
 
-def _fork(value: Any, where: str, path: Path) -> ArmFork:
-    record = read.mapping(value, f"{where}.fork")
-    fork = read.build(ArmFork, record, f"{where}.fork")
+def _fork(record: Mapping[str, Any], where: str, path: Path) -> ArmFork:
+    fork = build(ArmFork, record, where)
     if set(record) not in ({"checkpoint"}, {"arm", "step"}):
-        raise UserError(f"{where}.fork must name an arm and a step, or a checkpoint")
+        raise UserError(f"{where} must name an arm and a step, or a checkpoint")
     if fork.checkpoint is None:
         return fork
     file = Path(os.path.normpath(path.parent / fork.checkpoint))
     if not file.exists():
-        raise UserError(f"{where}.fork: there is no {fork.checkpoint} (looked in {path.parent})")
+        raise UserError(f"{where}: there is no {fork.checkpoint} (looked in {path.parent})")
     return ArmFork(checkpoint=file)
 
 
-def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
+def read_axes(record: Mapping[str, Any], where: str) -> tuple[Axis, ...]:
     """Return the axes of a grid or an arm.
 
     ``optim.lr: [0.01, 0.03]`` sets one field and adds ``lr0.01`` to the name.
@@ -206,14 +237,14 @@ def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
     Raises:
         UserError: values that are not a list, a repeated value, or a field on two axes.
     """
-    record = read.mapping(value, where)
     short = [name.rpartition(".")[2] for name in record]
     axes, seen = [], set[str]()
     for (name, values), last in zip(record.items(), short, strict=True):
         place = f"{where}.{name}"
         if isinstance(values, dict):
-            pairs = [(key, read.mapping(fields, f"{place}.{key}")) for key, fields in values.items()]
-            if not pairs or any(fields.keys() != pairs[0][1].keys() or not fields for _, fields in pairs):
+            pairs = list(values.items())
+            named = [set(fields) if isinstance(fields, dict) else set() for _, fields in pairs]
+            if not pairs or not named[0] or any(fields != named[0] for fields in named):
                 raise UserError(f"{place}: every group must set the same fields")
         elif isinstance(values, list) and values:
             values = [float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for v in values]
@@ -221,7 +252,7 @@ def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
             pairs = [(f"{prefix}{_suffix(v)}", {name: v}) for v in values]
         else:
             raise UserError(f"{place} must be a list of values, or named groups of fields, not {values!r}")
-        names = [read.name(key, place) for key, _ in pairs]
+        names = [folder_name(key, place) for key, _ in pairs]
         if twice := next((key for key in names if names.count(key) > 1), None):
             raise UserError(f"{place} has two values with the name {twice}: remove one")
         if both := sorted(seen & pairs[0][1].keys()):
@@ -239,18 +270,18 @@ def _suffix(value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_-")
 
 
-def read_lr(value: Any, where: str) -> LrRule | None:
+def read_lr(record: Mapping[str, Any], where: str) -> LrRule | None:
     """Return the rule for learning rates; None if the arms set their learning rates.
 
     Raises:
         UserError: an unknown rule or key, or invalid learning rates or seeds.
     """
-    record = read.mapping({} if value is None else value, where)
-    rule = read.build(LrRule, record, where)
-    if rule.rule == "matched":
-        read.known(record, ("rule",), f"{where} with rule 'matched'")
-        return None
-    return replace(rule, grid=tuple(sorted(rule.grid)))
+    rule = build(LrRule, record, where)
+    if rule.rule == "own_best":
+        return replace(rule, grid=tuple(sorted(rule.grid)))
+    if unread := sorted(record.keys() - {"rule"}):
+        raise UserError(f"{where}.{unread[0]} is for the rule own_best: add 'rule: own_best', or remove it")
+    return None
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
@@ -264,3 +295,82 @@ def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
         roots[key] = job.key
     numbers = {root: number for number, root in enumerate(dict.fromkeys(roots.values()))}
     return {key: numbers[root] for key, root in roots.items()}
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+class _Loader(decimal_numbers(yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML loader that refuses a duplicate key, which would silently drop an arm, and a key that is not text."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # These are the written keys. A merge key (``<<``) later adds others, which the written keys override.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            # YAML reads the keys ``on`` and ``yes`` as booleans and ``1`` as a number, so their names would silently
+            # change.
+            if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                problem = f"the key {key.value} is not text in YAML: put it in quotes"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            if key.value in seen:
+                problem = f"the key {key.value!r} is written twice"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file as plain data.
+
+    Raises:
+        UserError: the file cannot be read, is not a YAML mapping, or has a duplicate key or a number that is not
+            finite.
+    """
+    text = read_utf8(path, "give a grid such as those in configs/ablations")
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must be a mapping of names to values, not {type(raw).__name__}")
+    # Convert dates to text, because the grid is stored with the runs as JSON.
+    try:
+        return json.loads(json.dumps(raw, default=str, allow_nan=False))
+    except ValueError as error:
+        raise UserError(f"{path} has a number that is not finite (.inf or .nan)") from error
+
+
+def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields as arguments of a command line."""
+    return tuple(
+        f"--{k}={v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in fields.items()
+    )
+
+
+def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
+    """Return a dataclass with the given fields, parsed as in ``mmqk train``.
+
+    Raises:
+        UserError: an unknown field, a wrong type, or a number outside its range.
+    """
+    # This import loads pydantic, which --help and the views of a folder do not need.
+    from mmqk.config.parse import parse_fields
+
+    try:
+        return parse_fields(kind, record)
+    except (UserError, ValueError) as error:
+        sentence = str(error).rstrip(".")
+        raise UserError(f"{where}: {sentence[:1].lower()}{sentence[1:]}") from error
+
+
+def folder_name(value: Any, where: str) -> str:
+    """Return the value, which must be a valid folder name."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise UserError(f"{where}: {value!r} is not a folder name: use letters, digits, '-', '_' and '.'")
+    return value

@@ -1,16 +1,19 @@
-"""Read the claims and the report settings of a grid. `mmqk.lab` computes the verdicts after the runs."""
+"""Claims and report settings of a grid, and their registration in ablation.json.
+
+`mmqk.lab.verdicts` computes the verdicts after the runs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from mmqk.lab.grid.arms import LrChoice
-from mmqk.lab.grid.language import build, known, mapping, strings
+from mmqk.lab.grid.arms import LrChoice, build
 from mmqk.model.ranges import check_fields, number
-from mmqk.store import UserError, identity_hash
+from mmqk.store import DamagedFile, UserError, identity_hash, read_json
 
 # Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the
 # page.
@@ -21,8 +24,10 @@ CHECKS = {
 }
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
-# Keys of ``report``.
-REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command", "question", "ranking", "outcomes")
+ABLATION_NAME = "ablation.json"
+ADVICE = "restore it from a copy, as it holds the registration of the claims"
+# Keys that each run has in ablation.json. All other keys may be missing.
+_RUN = {"arm": str, "seed": int, "folder": str}
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "negative_control", "manipulation_check")
 # Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
@@ -152,6 +157,23 @@ class Claim:
         return tuple(name for key in LEANS if (name := getattr(self, key)))
 
 
+Names = list[str] | str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The keys of ``report`` in a grid file. docs/reports.md describes them."""
+
+    hero: Names = None
+    shown: Names = None
+    headline: Names = None
+    cannot_tell: Names = None
+    command: Names = None
+    question: Names = None
+    ranking: Names = None
+    outcomes: bool | Names = None
+
+
 def claims_hash(grid: Mapping[str, Any]) -> str:
     """Return the hash of the claims and hypotheses of a grid. The hash does not depend on the rest of the grid."""
     first = {new: old for old, new in RENAMED.items()}
@@ -177,7 +199,7 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         raise UserError(f"{path}: claims must be a list")
     claims: list[Claim] = []
     for place, value in enumerate(values or []):
-        record = dict(mapping(value, f"{path}: claims[{place}]"))
+        record = dict(value) if isinstance(value, Mapping) else {}
         if not isinstance(record.get("id"), str) or record["id"] in [claim.id for claim in claims]:
             raise UserError(f"{path}: claims[{place}] has no unique id: give it one, as text")
         where = f"{path}: claim {record['id']}"
@@ -187,9 +209,8 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         family = record.pop("grid", None) or grid
         if isinstance(record.get("arms"), str):
             record["arms"] = [record["arms"]]
-        claims.append(
-            build(Claim, {**record, "alpha_family": record.get("alpha_family") or str(family)}, where)
-        )
+        given = {name: value for name, value in record.items() if value is not None}
+        claims.append(build(Claim, {**given, "alpha_family": given.get("alpha_family") or str(family)}, where))
     arms, ids = set(names), [claim.id for claim in claims]
     for claim in claims:
         where = f"{path}: claim {claim.id}"
@@ -221,23 +242,14 @@ def check_directions(claims: Sequence[Claim], values: Sequence[Any], default: An
             )
 
 
-def check_report(
-    report: Mapping[str, Any], names: Iterable[str], claims: Sequence[Claim], path: object
-) -> None:
-    """Refuse an unknown key of the report, a value that is not text, and the name of an arm or claim that does not
-    exist."""
-    known(report, REPORT_KEYS, f"{path}: report")
-    arms = set(names)
-    for key in REPORT_KEYS:
-        value = report.get(key) or []
-        if key == "outcomes" and value is True:
-            continue
-        texts = strings(value, f"{path}: report.{key}")
-        if key in ("hero", "shown", "ranking", "outcomes"):
-            check_arms(texts, arms, f"{path}: report.{key}")
-        ids = [claim.id for claim in claims]
-        if key == "headline" and (unknown := [name for name in texts if name not in ids]):
-            raise UserError(f"{path}: report.headline: there is no claim {unknown[0]!r} (claims: {', '.join(ids)})")
+def check_report(report: Report, names: Iterable[str], claims: Sequence[Claim], path: object) -> None:
+    """Refuse the name of an arm or claim that does not exist."""
+    arms, ids = set(names), [claim.id for claim in claims]
+    for key in ("hero", "shown", "ranking", "outcomes"):
+        value = getattr(report, key)
+        check_arms([] if isinstance(value, bool) else as_list(value), arms, f"{path}: report.{key}")
+    if unknown := [id for id in as_list(report.headline) if id not in ids]:
+        raise UserError(f"{path}: report.headline: there is no claim {unknown[0]!r} (claims: {', '.join(ids)})")
 
 
 def check_arms(named: Sequence[str], arms: set[str], where: str) -> None:
@@ -245,3 +257,36 @@ def check_arms(named: Sequence[str], arms: set[str], where: str) -> None:
     for name in named:
         if name not in arms:
             raise UserError(f"{where}: there is no arm {name!r} (arms: {', '.join(sorted(arms))})")
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return one name or a list of names as a list; null is empty."""
+    return list(value) if isinstance(value, list | tuple) else [value] if value else []
+
+
+# The record of a grid -------------------------------------------------------------------------------------
+
+
+def read_ablation(folder: Path) -> dict[str, Any] | None:
+    """Return the content of ``ablation.json``; None if the folder has none.
+
+    Raises:
+        DamagedFile: the file cannot be read, has no grid or no list of runs, or lists a run outside ``folder``.
+    """
+    path = folder / ABLATION_NAME
+    record = read_json(path, {"name": str, "registered": str | None, "grid": dict, "runs": list, "lr": list}, ADVICE)
+    if record is None:
+        return None
+    for key in ("grid", "runs"):
+        if key not in record:
+            raise DamagedFile(path, f"it has no {key}", ADVICE)
+    for place, run in enumerate(record["runs"]):
+        if not isinstance(run, dict):
+            raise DamagedFile(path, f"runs[{place}] is {run!r:.40}", ADVICE)
+        for key, kind in _RUN.items():
+            if not isinstance(run.get(key), kind):
+                raise DamagedFile(path, f"runs[{place}].{key} is {run.get(key)!r:.40}", ADVICE)
+        name = PurePosixPath(run["folder"])
+        if name.is_absolute() or ".." in name.parts or not name.parts:
+            raise DamagedFile(path, f"runs[{place}].folder is {str(name)!r:.60}, not inside {folder}", ADVICE)
+    return record

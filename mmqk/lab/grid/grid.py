@@ -23,19 +23,63 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid import language as read
-from mmqk.lab.grid.arms import LR, Arm, Job, check_settings, read_arm, read_axes, read_lr
-from mmqk.lab.grid.claims import REPORT_KEYS, check_arms, check_directions, check_report, read_claims
+from mmqk.lab.grid.arms import (
+    LR,
+    Arm,
+    Job,
+    build,
+    check_seeds,
+    check_settings,
+    flags,
+    folder_name,
+    read_arm,
+    read_axes,
+    read_lr,
+    read_yaml,
+)  # fmt: skip
+from mmqk.lab.grid.claims import (
+    Names,
+    Report,
+    as_list,
+    check_arms,
+    check_directions,
+    check_report,
+    read_claims,
+)
+from mmqk.model.ranges import MOST_SEED, check_fields, number
 from mmqk.store import UserError, canonical, named_config
 
-GRID_KEYS = (
-    "name", "title", "base", "seeds", "arms", "quick", "axes", "lr", "claims", "claim", "direction", "hypotheses",
-    "report",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class GridFile:
+    """The keys of a grid file. A grid with one claim may have ``claim`` instead of ``claims``."""
+
+    name: str
+    base: list[str] | str
+    arms: dict[str, Any]
+    title: str = ""
+    seeds: tuple[int, ...] = number((0,), 0, MOST_SEED)
+    quick: Names = None
+    axes: dict[str, Any] | None = None
+    lr: dict[str, Any] | None = None
+    claims: list[dict[str, Any]] | None = None
+    claim: dict[str, Any] | None = None
+    direction: Any = None
+    hypotheses: Any = None
+    report: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        check_seeds(self.seeds)
+        folder_name(self.name, "name")
+        if not self.arms:
+            raise ValueError("arms is empty: name at least one arm")
+        if self.claim is not None and self.claims is not None:
+            raise ValueError("claim and claims are both set: put all claims into one list under claims")
 
 
 @dataclass(frozen=True)
@@ -66,7 +110,7 @@ class Grid:
             for seed in arm.lr.seeds if arm.lr else ():
                 for lr in arm.lr.grid if arm.lr else ():
                     at = {**point, LR: lr}
-                    args = (*_base(arm), *read.flags({**arm.fields, **at}), f"--seed={seed}")
+                    args = (*_base(arm), *flags({**arm.fields, **at}), f"--seed={seed}")
                     yield Job(f"{name}-lr{lr:.12g}", seed, args, arm, at, "selection")
 
     def _verdict(self) -> Iterable[Job]:
@@ -81,7 +125,7 @@ class Grid:
                 if arm.fork and arm.fork.arm:
                     parent = parent_of(arm.fork.arm, families, point)
                     fields = {k: v for k, v in point.items() if (k, v) not in points[parent].items()}
-                args = (*_base(arm), *read.flags({**arm.fields, **fields}))
+                args = (*_base(arm), *flags({**arm.fields, **fields}))
                 if seed is not None and not parent:
                     args = (*args, f"--seed={seed}")
                 yield Job(name, seed, args, arm, point, parent=parent)
@@ -98,52 +142,37 @@ def load_grid(path: str | Path, added: Mapping[str, Any] | None = None) -> Grid:
             an arm, claim or base config that does not exist.
     """
     path = Path(path)
-    raw = read.read_yaml(path)
-    read.known(raw, GRID_KEYS, f"{path}")
-    for key in ("name", "base", "arms"):
-        if key not in raw:
-            raise UserError(f"{path}: the key {key!r} is missing: add it")
-    if "claim" in raw:
-        if "claims" in raw:
-            raise UserError(f"{path}: it has both claim and claims: put them into one list under claims")
-        raw["claims"] = [{"id": raw["name"], **read.mapping(raw.pop("claim"), f"{path}: claim")}]
-    if not read.mapping(raw["arms"], f"{path}: arms"):
-        raise UserError(f"{path}: arms is empty: name at least one arm")
-    for name in added or ():
-        if name in raw["arms"]:
-            raise UserError(f"{path} has an arm {name}: give the added arm another name")
+    raw = read_yaml(path)
+    file = build(GridFile, raw, f"{path}")
+    if file.claim is not None:
+        raw["claims"] = [{"id": raw["name"], **raw.pop("claim")}]
+    if twice := [name for name in added or () if name in file.arms]:
+        raise UserError(f"{path} has an arm {twice[0]}: give the added arm another name")
     if added:
         raw |= {"arms": {**raw["arms"], **added}, "added": list(added)}
     common = Arm(
         name="",
         label="",
         block="",
-        seeds=read.seeds(raw.get("seeds", [0]), f"{path}: seeds"),
+        seeds=file.seeds,
         fields={},
-        axes=read_axes(raw.get("axes") or {}, f"{path}: axes"),
-        base=tuple(_base_file(name, path) for name in read.strings(raw["base"], f"{path}: base")),
-        lr=read_lr(raw.get("lr"), f"{path}: lr"),
-        grid=read.name(raw["name"], f"{path}: name"),
+        axes=read_axes(file.axes or {}, f"{path}: axes"),
+        base=tuple(_base_file(name, path) for name in as_list(file.base)),
+        lr=read_lr(file.lr or {}, f"{path}: lr"),
+        grid=file.name,
         path=path,
     )
     arms = _inherit([read_arm(name, value, common) for name, value in raw["arms"].items()], raw["arms"], path)
-    title = read.text(raw.get("title", common.grid), f"{path}: title")
-    grid = Grid(path, common.grid, title, tuple(arms), raw)
-    _check_names(grid)
-    return grid
-
-
-def _check_names(grid: Grid) -> None:
-    """Refuse two arms with one name, and a claim, a report or a list that names an arm that does not exist."""
-    path, raw = grid.path, grid.raw
+    grid = Grid(path, file.name, file.title or file.name, tuple(arms), raw)
     names = [name for _, name, _ in grid.points]
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
-        raise UserError(f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one")
-    every = {*names, *(arm.name for arm in grid.arms)}
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise UserError(f"{path}: two arms have the name {twice[0]} after they are crossed with the axes: rename one")
+    every = {*names, *(arm.name for arm in arms)}
     claims = read_claims(raw.get("claims"), every, grid.name, path)
-    check_directions(claims, raw.get("claims") or (), raw.get("direction"), path)
-    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, claims, path)
-    check_arms(read.strings(raw.get("quick") or [], f"{path}: quick"), every, f"{path}: quick")
+    check_directions(claims, raw.get("claims") or (), file.direction, path)
+    check_report(build(Report, file.report or {}, f"{path}: report"), every, claims, path)
+    check_arms(as_list(file.quick), every, f"{path}: quick")
+    return grid
 
 
 def _base_file(name: str, path: Path) -> Path:
@@ -261,7 +290,7 @@ def load_grids(paths: Sequence[str | Path], added: Mapping[str, Any] | None = No
     name, title = "+".join(names), " · ".join(grid.title for grid in grids)
     raw = {"name": name, "title": title, "arms": records, "claims": claims, "report": _joined_report(grids)}
     for key in ("quick", "hypotheses"):
-        if joined := [value for grid in grids for value in _as_list(grid.raw.get(key))]:
+        if joined := [value for grid in grids for value in as_list(grid.raw.get(key))]:
             raw[key] = joined
     crossed: dict[str, str] = {}
     for arm in arms.values():
@@ -299,7 +328,7 @@ def _joined_claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
 def _joined_report(grids: Sequence[Grid]) -> Mapping[str, Any]:
     """Merge the report settings: lists are joined, and any other value is taken from the first grid that sets it."""
     joined: dict[str, Any] = {}
-    for key in REPORT_KEYS:
+    for key in (field.name for field in fields(Report)):
         for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):
             old = joined.get(key, [])
             if isinstance(value, list) and isinstance(old, list):
@@ -307,7 +336,3 @@ def _joined_report(grids: Sequence[Grid]) -> Mapping[str, Any]:
             elif value is not None:
                 joined.setdefault(key, value)
     return joined
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value] if value else []

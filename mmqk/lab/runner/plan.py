@@ -1,7 +1,13 @@
 """Decide from the grid and the run folders which runs can start now and which must wait.
 
 The plan is made again whenever a run ends, because other runs may wait for this run: the runs at a selected learning
-rate wait for the selection runs, and a fork waits for its parent.
+rate wait for the selection runs, and a fork waits for its parent. What a fork does next depends on its parent:
+
+    the parent has a checkpoint of the step    the fork starts from it
+    the parent diverged before the step        the fork never starts
+    the parent is not finished                 the fork waits for the step
+    the parent finished without the step       the parent is trained again in a second folder, and the fork waits
+    the second parent finished without it too  the fork never starts: the user has removed a checkpoint
 """
 
 from __future__ import annotations
@@ -19,44 +25,11 @@ from mmqk.store import UserError, identity_hash, read_run
 from mmqk.store.checkpoints import checkpoints_in, step_of
 
 
-@dataclass(frozen=True, eq=False)
-class ResolvedJob:
-    """A job with its identity.
-
-    Attributes:
-        args: command line, without the checkpoint that the run is forked from.
-        run: the resolved configuration (`mmqk.config.RunConfig`).
-        folder: the run folder, which may not exist yet.
-        parent: the run that a fork starts from, at ``step``; otherwise None.
-    """
-
-    job: Job
-    args: tuple[str, ...]
-    run: Any
-    folder: Path
-    parent: ResolvedJob | None = None
-    step: int = 0
-
-    @property
-    def first(self) -> int:
-        """The first step: 0, or for a fork the step of the checkpoint that it starts from."""
-        return (self.run.identity.get("fork") or {}).get("step", 0)
-
-    def task(self) -> Task:
-        """Return the task without its command line."""
-        identity, job = self.run.identity, self.job
-        return Task(
-            job.arm, identity["seed"], (), self.folder, self.run.id, identity["trainer"]["max_steps"],
-            entry=_entry(job), first=self.first,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True)
-class BlockedJob:
-    """A run that cannot start yet.
+class Wait:
+    """Why a run cannot start yet.
 
     Attributes:
-        task: a provisional task whose folder does not exist.
         reason: what the run waits for, or why it can never start.
         on: folders of the runs that this run waits for.
         possible: whether the run can still start.
@@ -64,12 +37,38 @@ class BlockedJob:
         at: run folder and step of the checkpoint that the run waits for; None if it does not wait for a checkpoint.
     """
 
-    task: Task
     reason: str
     on: tuple[Path, ...] = ()
     possible: bool = True
     mistake: bool = False
     at: tuple[Path, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A job with its configuration.
+
+    Attributes:
+        args: command line, without the checkpoint that the run is forked from.
+        run: the resolved configuration (`mmqk.config.RunConfig`).
+        folder: the run folder, which may not exist yet.
+        parent: the run that a fork starts from, at ``step``; otherwise None.
+        wait: what the configuration waits for. Until then it has a provisional learning rate, its own or its
+            parent's, which shows errors early; the folder is provisional too.
+    """
+
+    job: Job
+    args: tuple[str, ...]
+    run: Any
+    folder: Path = Path()
+    parent: Planned | None = None
+    step: int = 0
+    wait: Wait | None = None
+
+    @property
+    def first(self) -> int:
+        """The first step: 0, or for a fork the step of the checkpoint that it starts from."""
+        return (self.run.identity.get("fork") or {}).get("step", 0)
 
 
 @dataclass(frozen=True)
@@ -101,19 +100,19 @@ class Plan:
 
     Attributes:
         tasks: runs that are finished, running or ready to start, one per folder.
-        waiting: runs that cannot start yet.
+        waiting: runs that cannot start yet. The folder of a task is provisional while its configuration is.
         entries: the entries of ablation.json, one per run name; two names may share a folder.
         choices: selected learning rates.
     """
 
     tasks: tuple[Task, ...] = ()
-    waiting: tuple[BlockedJob, ...] = ()
+    waiting: Mapping[Task, Wait] = field(default_factory=dict)
     entries: tuple[Mapping[str, Any], ...] = ()
     choices: tuple[ChosenRate, ...] = ()
 
 
 class Resolver:
-    """`mmqk.config.resolve` with a cache.
+    """`mmqk.config.resolve` with a cache, which also keeps the selected learning rates.
 
     Args:
         threads: CPU threads of a run whose configuration does not set them.
@@ -124,7 +123,7 @@ class Resolver:
         self.choices: dict[tuple[Path, ...], ChosenRate] = {}
         self._runs: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, args: Sequence[str], job: Job, parent: ResolvedJob | None = None, step: int = 0) -> Any:
+    def __call__(self, args: Sequence[str], job: Job, parent: Planned | None = None, step: int = 0) -> Any:
         """Return the resolved configuration of a command line; with ``parent``, that of a fork from ``parent`` at
         ``step``.
 
@@ -143,16 +142,6 @@ class Resolver:
                 raise UserError(f"{_where(job)}: {error}") from error
         return self._runs[key]
 
-    def threads_flag(self, run: Any, *folders: Path) -> tuple[str, ...]:
-        """Return the flag for CPU threads, unless the configuration of the run sets them: the threads of the first of
-        the folders that has a run, otherwise the run's share of the cores. The number of threads changes the rounding
-        of sums."""
-        if run.threads:
-            return ()
-        details = ((read_run(folder) or {}).get("details") or {} for folder in folders)
-        kept = (int((detail.get("config") or {}).get("threads") or 0) for detail in details)
-        return (f"--threads={next(filter(None, kept), self.threads)}",)
-
 
 def plan(grid: Grid, out: Path, resolver: Resolver) -> Plan:
     """Return the plan of a grid whose runs are in ``out``.
@@ -168,8 +157,7 @@ class _Planner:
     """The state of `plan`.
 
     Attributes:
-        resolved: each job with its identity, or blocked if the identity is not known yet.
-        drafts: blocked jobs with a provisional learning rate, by arm and seed, to find errors early.
+        planned: the jobs with their configurations.
         owners: the first job of each run id.
         at: the steps whose checkpoints forks need, by run folder.
     """
@@ -178,12 +166,11 @@ class _Planner:
     out: Path
     resolver: Resolver
     tasks: dict[Path, Task] = field(default_factory=dict)
-    waiting: list[BlockedJob] = field(default_factory=list)
+    waiting: dict[Task, Wait] = field(default_factory=dict)
     entries: list[Mapping[str, Any]] = field(default_factory=list)
     choices: dict[str, ChosenRate] = field(default_factory=dict)
-    resolved: dict[tuple[str, int | None, str], ResolvedJob | BlockedJob] = field(default_factory=dict)
-    owners: dict[str, ResolvedJob] = field(default_factory=dict)
-    drafts: dict[tuple[str, int | None], ResolvedJob] = field(default_factory=dict)
+    planned: dict[tuple[str, int | None, str], Planned] = field(default_factory=dict)
+    owners: dict[str, Planned] = field(default_factory=dict)
     at: dict[Path, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -193,180 +180,184 @@ class _Planner:
     def plan(self) -> Plan:
         for job in self.jobs.values():
             self._find(job)
-        for job in self.jobs.values():
-            state = self.resolved[job.key]
-            ready = self._ready(state) if isinstance(state, ResolvedJob) else state
-            if isinstance(ready, BlockedJob):
-                never = {} if ready.possible else {"never": ready.reason}
-                self.entries.append(ready.task.record(self.out) | never)
-                self.waiting.append(ready)
-            else:
-                self.entries.append(ready.record(self.out))
-                self.tasks.setdefault(ready.folder, ready)
-        for parent in self.resolved.values():
-            if isinstance(parent, ResolvedJob) and parent.folder in self.at:
-                again = self._beside(parent, None)
-                if standing(again).finished:
-                    self._note(again)
+        for key in self.jobs:
+            self._enter(self.planned[key])
+        for parent in self.planned.values():
+            # A second folder of a parent stays in the plan after its forks have finished.
+            if parent.folder in self.at and standing(again := self._again(parent)).finished:
+                self._add_again(again)
         choices = tuple(self.choices.values())
-        return Plan(tuple(self.tasks.values()), tuple(self.waiting), tuple(self.entries), choices)
+        return Plan(tuple(self.tasks.values()), self.waiting, tuple(self.entries), choices)
 
-    # Identities -------------------------------------------------------------------------------------------
+    # Configurations ---------------------------------------------------------------------------------------
 
-    def _find(self, job: Job) -> ResolvedJob | BlockedJob:
-        """Return the job with its identity, or a blocked job with the reason why the identity is not known yet."""
-        if job.key not in self.resolved:
-            self.resolved[job.key] = self._look(job)
-        return self.resolved[job.key]
+    def _find(self, job: Job) -> Planned:
+        """Return the job with its configuration and folder."""
+        if job.key not in self.planned:
+            fork = job.family.fork
+            self.planned[job.key] = self._fork(job, fork.step) if fork and fork.arm else self._own(job)
+        return self.planned[job.key]
 
-    def _look(self, job: Job) -> ResolvedJob | BlockedJob:
-        fork, args = job.family.fork, job.args
-        if fork and fork.checkpoint:
+    def _own(self, job: Job) -> Planned:
+        """Return a job that starts at step 0 or from a checkpoint of the user."""
+        fork, args, wait = job.family.fork, job.args, None
+        if fork:
             args = ("--fork", str(fork.checkpoint), *args)
-        elif fork:
-            return self._look_fork(job, fork.step)
         elif job.family.lr and job.role == "verdict":
-            choice = self._choice(job, job.family.lr)
-            if isinstance(choice, BlockedJob):
-                return choice
-            args = (*args, f"--{LR}={choice.lr!r}")
-        return self._with_folder(ResolvedJob(job, args, self.resolver(args, job), self.out))
+            lr, wait = self._rate(job, job.family.lr)
+            args = (*args, f"--{LR}={lr!r}")
+        return self._placed(Planned(job, args, self.resolver(args, job), wait=wait))
 
-    def _look_fork(self, job: Job, step: int) -> ResolvedJob | BlockedJob:
-        origin = self._find(self.jobs[job.parent, job.seed, "verdict"])
-        parent = origin if isinstance(origin, ResolvedJob) else self.drafts[job.parent, job.seed]
-        if step > (last := parent.task().max_steps):
+    def _fork(self, job: Job, step: int) -> Planned:
+        """Return a job that starts from another run of the grid."""
+        parent = self._find(self.jobs[job.parent, job.seed, "verdict"])
+        if step > (last := parent.run.identity["trainer"]["max_steps"]):
             raise UserError(f"{_where(job)}: {job.parent} has {last} steps, so it cannot be forked at step {step}")
         if step <= parent.first:
             raise UserError(
                 f"{_where(job)}: {job.parent} is a fork from step {parent.first}, so it cannot be forked at step"
                 f" {step}: fork at a later step, or from the parent of {job.parent}"
             )
-        run = self.resolver(job.args, job, parent, step)
-        resolved = ResolvedJob(job, job.args, run, self.out, parent, step)
-        if isinstance(origin, BlockedJob):
-            return self._wait(resolved, f"waits for {origin.task.name}", origin.on, origin.possible)
-        self.at.setdefault(parent.folder, set()).add(step)
-        return self._with_folder(resolved)
+        run, wait = self.resolver(job.args, job, parent, step), None
+        if parent.wait:
+            wait = Wait(f"waits for {self._task(parent).name}", parent.wait.on, parent.wait.possible)
+        else:
+            self.at.setdefault(parent.folder, set()).add(step)
+        return self._placed(Planned(job, job.args, run, parent=parent, step=step, wait=wait))
 
-    def _with_folder(self, resolved: ResolvedJob) -> ResolvedJob:
+    def _placed(self, planned: Planned) -> Planned:
         """Return the job with its folder; refuse two arms of one grid that are the same run.
 
         All seeds of an arm share a parent folder: the hash in its name does not include the seed.
         """
-        job, run = resolved.job, resolved.run
+        job, run = planned.job, planned.run
+        seed = f"seed{run.identity['seed']}"
+        if planned.wait:
+            return replace(planned, folder=self.out / job.arm / seed)
         if owner := self.owners.get(run.id):
             if owner.job.arm != job.arm and owner.job.family.grid == job.family.grid:
                 raise UserError(
                     f"{job.family.path}: arms {owner.job.arm} and {job.arm} are the same run, because their different"
                     " fields have no effect: remove one of them."
                 )
-            return replace(resolved, folder=owner.folder)
+            return replace(planned, folder=owner.folder)
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
-        seed = f"seed{run.identity['seed']}"
         folder = self.out / f"{job.arm}-{variant}" / seed
         others = [path / seed for path in sorted(self.out.glob(f"*-{variant}"))]  # an arm may have been renamed
         existing = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
-        self.owners[run.id] = replace(resolved, folder=next(existing, folder))
+        self.owners[run.id] = replace(planned, folder=next(existing, folder))
         return self.owners[run.id]
 
-    def _choice(self, job: Job, rule: LrRule) -> ChosenRate | BlockedJob:
+    def _rate(self, job: Job, rule: LrRule) -> tuple[float, Wait | None]:
+        """Return the learning rate of a job, or a provisional one and what the job waits for."""
         if job.arm in self.choices:
-            return self.choices[job.arm]
+            return self.choices[job.arm].lr, None
         tried: dict[Path, float] = {}
-        open_ones = []
+        unfinished = []
         for other in self.jobs.values():
             rest = {name: value for name, value in other.point.items() if name != LR}
             if other.role == "selection" and other.family is job.family and rest == job.point:
-                resolved = self._find(other)
-                assert isinstance(resolved, ResolvedJob)
-                tried[resolved.folder] = other.point[LR]
-                if not standing(resolved.task()).finished:
-                    open_ones.append(resolved.folder)
-        args = (*job.args, f"--{LR}={rule.grid[0]!r}")
-        draft = ResolvedJob(job, args, self.resolver(args, job), self.out)
-        if open_ones:
-            reason = f"waits for {len(open_ones)} of the {len(tried)} runs that select its learning rate"
-            return self._wait(draft, reason, tuple(open_ones))
+                planned = self._find(other)
+                tried[planned.folder] = other.point[LR]
+                if not standing(self._task(planned)).finished:
+                    unfinished.append(planned.folder)
+        if unfinished:
+            reason = f"waits for {len(unfinished)} of the {len(tried)} runs that select its learning rate"
+            return rule.grid[0], Wait(reason, tuple(unfinished))
         folders = tuple(tried)
         if folders not in self.resolver.choices:
             try:
                 self.resolver.choices[folders] = choose(job.arm, rule.metric, tried)
             except UserError as error:  # only this arm is affected
-                return replace(self._wait(draft, str(error), (), possible=False), mistake=True)
+                return rule.grid[0], Wait(str(error), possible=False, mistake=True)
         self.choices[job.arm] = self.resolver.choices[folders]
-        return self.choices[job.arm]
-
-    def _wait(self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True) -> BlockedJob:
-        """Return the blocked job of a run whose identity is not known yet; ``draft`` is the run with a provisional
-        configuration."""
-        job, task = draft.job, draft.task()
-        self.drafts[job.arm, job.seed] = draft
-        folder = self.out / job.arm / f"seed{task.seed}"
-        return BlockedJob(replace(task, folder=folder, id="", part=self.parts[job.key]), reason, on, possible)
+        return self.choices[job.arm].lr, None
 
     # Tasks ------------------------------------------------------------------------------------------------
 
-    def _ready(self, resolved: ResolvedJob) -> Task | BlockedJob:
-        task = self._task(resolved)
-        if resolved.parent is None or standing(task).finished:
-            return task
-        start = self._start_of(task, resolved.parent, resolved.step)
-        return start if isinstance(start, BlockedJob) else self._task(resolved, start)
+    def _enter(self, planned: Planned) -> None:
+        """Add a job to the tasks or to the runs that wait."""
+        task, wait, start = self._task(planned), planned.wait, None
+        if planned.parent and not wait and not standing(task).finished:
+            found = self._start(planned.parent, planned.step)
+            start, wait = (None, found) if isinstance(found, Wait) else (found, None)
+        never = {"never": wait.reason} if wait and not wait.possible else {}
+        self.entries.append(task.record(self.out) | never)
+        if wait:
+            self.waiting[task] = wait
+        else:
+            self.tasks.setdefault(task.folder, replace(task, args=self._args(planned, start)))
 
-    def _start_of(self, task: Task, parent: ResolvedJob, step: int) -> Path | BlockedJob:
-        """Return the checkpoint that a task starts from, or a blocked job with the reason why there is none."""
+    def _start(self, parent: Planned, step: int) -> Path | Wait:
+        """Return the checkpoint that a fork starts from, or why there is none."""
         if file := checkpoint_of(parent.folder, step):
             return file
-        of = parent.task()
-        now = standing(of)
+        task = self._task(parent)
+        now = standing(task)
         if now.status == "diverged" and now.step < step:
-            return BlockedJob(task, f"{of.name} diverged at step {now.step}, before step {step}", possible=False)
-        reason = f"waits for step {step} of {of.name}"
-        before = self._start_of(task, parent.parent, parent.step) if parent.parent else None
+            return Wait(f"{task.name} diverged at step {now.step}, before step {step}", possible=False)
+        reason = f"waits for step {step} of {task.name}"
+        before = self._start(parent.parent, parent.step) if parent.parent else None
         if not now.finished:
-            on, possible = (before.on, before.possible) if isinstance(before, BlockedJob) else ((), True)
-            return BlockedJob(task, reason, (parent.folder, *on), possible, at=(parent.folder, step))
-        # The parent finished without this checkpoint: train the parent again in a second folder.
-        if isinstance(before, BlockedJob):
+            on, possible = (before.on, before.possible) if isinstance(before, Wait) else ((), True)
+            return Wait(reason, (parent.folder, *on), possible, at=(parent.folder, step))
+        if isinstance(before, Wait):
             return before
-        again = self._beside(parent, before)
-        self._note(again)
+        again = self._again(parent, before)
+        self._add_again(again)
         if file := checkpoint_of(again.folder, step):
             return file
         if standing(again).finished:
             reason = f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to train it again"
-            return BlockedJob(task, reason, possible=False, mistake=True)
-        return BlockedJob(task, reason, (again.folder,), at=(again.folder, step))
+            return Wait(reason, possible=False, mistake=True)
+        return Wait(reason, (again.folder,), at=(again.folder, step))
 
-    def _note(self, task: Task) -> None:
+    def _again(self, parent: Planned, start: Path | None = None) -> Task:
+        """Return the task that trains a parent in a second folder, if it is a fork from the checkpoint ``start``."""
+        task = self._task(parent)
+        return replace(
+            task,
+            arm=f"{task.arm}-again",
+            folder=task.folder.with_name(f"{task.folder.name}-again"),
+            args=self._args(parent, start),
+            entry={**task.entry, "role": "parent", "fork": None},
+        )
+
+    def _add_again(self, task: Task) -> None:
         if task.folder not in self.tasks:
             self.tasks[task.folder] = task
             self.entries.append(task.record(self.out))
 
-    def _beside(self, parent: ResolvedJob, file: Path | None) -> Task:
-        return replace(
-            self._task(parent, file),
-            arm=f"{parent.job.arm}-again",
-            folder=parent.folder.with_name(f"{parent.folder.name}-again"),
-            entry={**_entry(parent.job), "role": "parent"},
-        )
-
-    def _task(self, resolved: ResolvedJob, file: Path | None = None) -> Task:
-        job, parent, fork = resolved.job, resolved.parent, None
-        # A resumed run keeps its number of threads, and a fork has that of its parent.
-        folders = [resolved.folder, *([parent.folder] if parent else [])]
-        args = (*resolved.args, *self.resolver.threads_flag(resolved.run, *folders))
-        if parent:
-            fork = {"parent": parent.folder.relative_to(self.out).as_posix(), "step": resolved.step}
-            args = ("--fork", str(file), *args) if file else args
+    def _task(self, planned: Planned) -> Task:
+        """Return the task of a job, without its command line."""
+        job, run, parent, fork = planned.job, planned.run, planned.parent, None
+        if not planned.wait and parent:
+            fork = {"parent": parent.folder.relative_to(self.out).as_posix(), "step": planned.step}
         elif (of := job.family.fork) and of.checkpoint:
-            fork = {"parent": str(of.checkpoint), "step": resolved.first}
-        if resolved.folder in self.at:  # keep the checkpoints that forks start from, and those of the configuration
-            configured = resolved.run.nested()["checkpoint"].get("at") or []
-            at = {*configured, *self.at[resolved.folder]} - {resolved.step}
+            fork = {"parent": str(of.checkpoint), "step": planned.first}
+        entry = {"family": job.family.name, "point": dict(job.point), "role": job.role, "fork": fork}
+        id, steps = "" if planned.wait else run.id, run.identity["trainer"]["max_steps"]
+        part, first = self.parts[job.key], planned.first
+        return Task(job.arm, run.identity["seed"], (), planned.folder, id, steps, entry, part, first)
+
+    def _args(self, planned: Planned, start: Path | None) -> tuple[str, ...]:
+        """Return the command line of a job, with the checkpoint ``start`` that it is forked from, its CPU threads and
+        the checkpoints that forks of it need.
+
+        A resumed run keeps its number of threads, and a fork has that of its parent, because the number of threads
+        changes the rounding of sums. Other runs get their share of the cores, unless their configuration sets it.
+        """
+        args = (*(("--fork", str(start)) if start else ()), *planned.args)
+        if not planned.run.threads:
+            folders = (planned.folder, *([planned.parent.folder] if planned.parent else []))
+            details = ((read_run(folder) or {}).get("details") or {} for folder in folders)
+            kept = (int((detail.get("config") or {}).get("threads") or 0) for detail in details)
+            args = (*args, f"--threads={next(filter(None, kept), self.resolver.threads)}")
+        if planned.folder in self.at:
+            configured = planned.run.nested()["checkpoint"].get("at") or []
+            at = {*configured, *self.at[planned.folder]} - {planned.step}
             args = (*args, f"--checkpoint.at={sorted(at)}")
-        return replace(resolved.task(), args=args, entry=_entry(job, fork), part=self.parts[job.key])
+        return args
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
@@ -406,7 +397,3 @@ def checkpoint_of(folder: Path, step: int) -> Path | None:
 
 def _where(job: Job) -> str:
     return f"{job.family.path}, arm {job.arm}"
-
-
-def _entry(job: Job, fork: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {"family": job.family.name, "point": dict(job.point), "role": job.role, "fork": fork}

@@ -9,10 +9,10 @@ when one is killed (a run that is out of memory would end the others) and cannot
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -67,13 +67,11 @@ class Pool:
         preload: modules that the server imports once for all runs.
         tick: called several times a second with this pool.
         grace: seconds that interrupted runs have for their shutdown.
-        more: returns all tasks known so far; called whenever a run has ended, in this pool or in another process.
-        ready: returns whether `more` would return new tasks although no run has ended; called while fewer than
-            ``jobs`` runs train.
+        more: returns tasks, of which the new ones enter the pool. Called with True when a run has ended, in this pool
+            or in another process, and with False several times a second while fewer than ``jobs`` runs train.
         devices: values of CUDA_VISIBLE_DEVICES; each run gets the device with the fewest runs. If empty, the
             variable is not set.
         until: time of the monotonic clock at which the pool interrupts all runs, as it does after a signal.
-        to_come: returns the number of runs that can start later, for the display.
     """
 
     tasks: Sequence[Task]
@@ -82,18 +80,16 @@ class Pool:
     preload: Sequence[str] = PRELOAD
     tick: Callable[[Pool], None] = lambda pool: None
     grace: float = GRACE_SECONDS
-    more: Callable[[], Sequence[Task]] = lambda: ()
-    ready: Callable[[], bool] = lambda: False
+    more: Callable[[bool], Sequence[Task]] = lambda ended: ()
     devices: Sequence[str] = ()
     until: float = math.inf
-    to_come: Callable[[], int] = lambda: 0
     signal_received: int | None = field(default=None, init=False)
     running: dict[Task, Running] = field(default_factory=dict, init=False)
     outcomes: dict[Task, TaskOutcome] = field(default_factory=dict, init=False)
     _pending: list[Task] = field(default_factory=list, init=False)
     _deadline: float | None = field(default=None, init=False)
     _kills: bool = field(default=False, init=False)
-    _news: bool = field(default=False, init=False)
+    _ended: bool = field(default=False, init=False)
 
     @property
     def stopping(self) -> bool:
@@ -111,10 +107,9 @@ class Pool:
                     self._stop() if self.stopping else self._start_some()
                     wait([run.process.sentinel for run in self.running.values()], timeout=POLL_SECONDS)
                     self._reap()
-                    # Plan again if a run has ended, or if it has written the checkpoint that a fork needs.
-                    if not self.stopping and (self._news or (len(self.running) < self.jobs and self.ready())):
-                        self._news = False
-                        self._add(self.more())
+                    if not self.stopping and (self._ended or len(self.running) < self.jobs):
+                        ended, self._ended = self._ended, False
+                        self._add(self.more(ended))
                     self.tick(self)
             finally:
                 self._kill()  # a run is alive here only after an unexpected exception
@@ -139,7 +134,7 @@ class Pool:
             self._pending.remove(task)
             if (now := standing(task)).finished:
                 self.outcomes[task] = now
-                self._news = True
+                self._ended = True
             else:
                 self._start(task)
 
@@ -174,7 +169,7 @@ class Pool:
                     self._pending.append(task)
                 else:
                     self.outcomes[task] = self._outcome(task, code, run.before)
-                    self._news = True
+                    self._ended = True
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
         """Return the outcome that the run wrote; if it wrote none, derive one from the exit code and record it."""
@@ -198,25 +193,19 @@ class Pool:
         elif self._kills or time.monotonic() > self._deadline:
             self._kill()
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         for run in self.running.values():
             with contextlib.suppress(ProcessLookupError):
                 if run.process.exitcode is None and run.process.pid is not None:
-                    os.kill(run.process.pid, number)
+                    send(run.process.pid, number)
 
     def _kill(self) -> None:
-        for run in self.running.values():
-            # The process leads its process group, which has its loader workers too, unless it has just started.
-            with contextlib.suppress(ProcessLookupError):
-                if run.process.exitcode is None and run.process.pid is not None:
-                    os.killpg(run.process.pid, signal.SIGKILL)
+        # A process leads its process group, which has its loader workers too, unless it has just started.
+        self._send(signal.SIGKILL, os.killpg)
         self._send(signal.SIGKILL)
 
     @contextlib.contextmanager
     def _handlers(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread can set handlers
-            return
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -273,12 +262,11 @@ def run_job(entry: str, args: list[str], log: str, device: str | None = None) ->
         os.environ["CUDA_VISIBLE_DEVICES"] = device
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, name="mmqk-parent-watch", daemon=True).start()
-    module, _, function = entry.partition(":")
-    sys.exit(cli_main(lambda argv: getattr(importlib.import_module(module), function)(argv))(args))
+    sys.exit(cli_main(lambda argv: pkgutil.resolve_name(entry)(argv))(args))
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process when the mmqk.ablate process ends, even if SIGKILL ended it."""
+    """Interrupt this process when the mmqk ablate process ends, even if SIGKILL ended it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -297,12 +285,9 @@ def _status(folder: Path) -> Status | None:
 
 def _reason(code: int, log: Path) -> str:
     if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
+        names = {number.value: number.name for number in signal.Signals}
         memory = " (possibly out of memory)" if -code == signal.SIGKILL else ""
-        return f"killed by {name}{memory}"
+        return f"killed by {names.get(-code, f'signal {-code}')}{memory}"
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:

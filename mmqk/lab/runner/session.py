@@ -1,20 +1,20 @@
-"""One call of ``mmqk.ablate``: it plans the runs, writes ablation.json, and gives the pool new tasks when runs
+"""One call of ``mmqk ablate``: it plans the runs, writes ablation.json, and gives the pool new tasks when runs
 end."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from mmqk.lab.grid.claims import claims_hash
+from mmqk.lab.grid.claims import ABLATION_NAME, claims_hash, read_ablation
 from mmqk.lab.grid.grid import Grid
-from mmqk.lab.grid.record import ABLATION_NAME, read_ablation
-from mmqk.lab.runner.plan import BlockedJob, Plan, checkpoint_of
+from mmqk.lab.runner.plan import Plan, Resolver, Wait, checkpoint_of, plan
 from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.store import UserError, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
@@ -28,8 +28,6 @@ class Session:
     """The current plan of a grid.
 
     Args:
-        make: returns the plan, computed from the run folders.
-        threads: CPU threads per run, written to ablation.json.
         part: (k, n): train part k of n parts of the grid; k is from 1 to n.
         only: names of the arms to train, with or without the values of their axes; if empty, all arms.
 
@@ -40,16 +38,16 @@ class Session:
 
     grid: Grid
     out: Path
-    make: Callable[[], Plan]
-    threads: int = 1
+    resolver: Resolver
     part: tuple[int, int] = (1, 1)
     only: frozenset[str] = frozenset()
     plan: Plan = field(default_factory=Plan)
     error: UserError | None = None
 
-    def look(self) -> None:
+    def look(self) -> Plan:
         """Plan without writing files."""
-        self.plan = self.make()
+        self.plan = plan(self.grid, self.out, self.resolver)
+        return self.plan
 
     def begin(self) -> Sequence[Task]:
         """Plan, write ablation.json, and return the runs of this part and the runs of other parts that they
@@ -58,13 +56,17 @@ class Session:
         Raises:
             UserError: an error in the grid, or a folder that cannot be written.
         """
-        self.plan = write_record(self.out, self.grid, self.make, self.threads)
-        on = {folder for wait in self.waiting for folder in wait.on}
+        write_record(self.out, self.grid, self.look, self.resolver.threads)
+        on = {folder for wait in self.waiting.values() for folder in wait.on}
         # Also train the runs of other parts that this part needs, because perhaps no other process trains them.
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
 
-    def more(self) -> Sequence[Task]:
-        """Call `begin` while runs train. An error is stored and not raised, so that it does not stop the runs."""
+    def more(self, ended: bool) -> Sequence[Task]:
+        """Plan again if a run has ended, or if a running parent has written the checkpoint that a fork waits for. An
+        error is stored and not raised, so that it does not stop the runs."""
+        at = [wait.at for wait in self.waiting.values() if wait.at]
+        if not ended and (self.error or not any(checkpoint_of(folder, step) for folder, step in at)):
+            return []
         try:
             return self.begin()
         except UserError as error:
@@ -73,12 +75,7 @@ class Session:
 
     def to_come(self) -> int:
         """Return the number of runs of this session that wait for other runs and can still start."""
-        return sum(wait.possible for wait in self.waiting)
-
-    def ready(self) -> bool:
-        """Return whether a running parent has written the checkpoint that a fork waits for."""
-        at = [wait.at for wait in self.waiting if wait.at]
-        return self.error is None and any(checkpoint_of(folder, step) for folder, step in at)
+        return sum(wait.possible for wait in self.waiting.values())
 
     @property
     def tasks(self) -> list[Task]:
@@ -86,17 +83,18 @@ class Session:
         return [task for task in self.plan.tasks if self._mine(task)]
 
     @property
-    def waiting(self) -> list[BlockedJob]:
+    def waiting(self) -> dict[Task, Wait]:
         """The runs of this session that cannot start yet."""
-        return [wait for wait in self.plan.waiting if self._mine(wait.task)]
+        return {task: wait for task, wait in self.plan.waiting.items() if self._mine(task)}
 
-    def outcomes(self, trained: dict[Task, TaskOutcome] | None = None) -> dict[Task, TaskOutcome]:
+    def outcomes(self, trained: Mapping[Task, TaskOutcome] | None = None) -> dict[Task, TaskOutcome]:
         """Return the outcome of every run of this part; ``trained`` holds the outcomes from the pool."""
         trained = trained or {}
         outcomes = {task: trained.get(task) or standing(task) for task in self.tasks}
         outcomes |= {task: outcome for task, outcome in trained.items() if task not in outcomes}
         status = {True: "waiting", False: "never"}
-        return outcomes | {w.task: TaskOutcome(status[w.possible], reason=w.reason) for w in self.waiting}
+        waiting = {task: TaskOutcome(status[w.possible], reason=w.reason) for task, w in self.waiting.items()}
+        return outcomes | waiting
 
     def remarks(self) -> list[str]:
         """Return a sentence for each selected learning rate that is the smallest or largest one tried."""
@@ -105,7 +103,7 @@ class Session:
 
     def _mine(self, task: Task) -> bool:
         k, n = self.part
-        named = not self.only or bool({task.arm, task.entry.get("family")} & self.only)
+        named = not self.only or bool({task.arm, task.family} & self.only)
         return named and task.part % n == k - 1
 
 
@@ -115,14 +113,15 @@ def check_out(out: Path, grid: Grid) -> None:
     Raises:
         UserError: ``out`` is a file, the folder of another grid, or has an unreadable ablation.json.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: give another --out")
+    at = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not at.is_dir():
+        raise UserError(f"{out} cannot be a folder, because {at} is a file: give another --out")
     record = read_ablation(out)
     if record is not None and record.get("name") != grid.name:
         raise UserError(f"{out} has the runs of grid {record.get('name')!r}, not {grid.name!r}: give another --out")
 
 
-def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
+def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> None:
     """Write ablation.json for the plan that ``make`` returns, under a lock, so that no other process writes it at the
     same time.
 
@@ -134,29 +133,24 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     Raises:
         UserError: the folder cannot be written, or its ablation.json cannot be read.
     """
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / LOCK_NAME):
-            first = read_ablation(out) or {}
-            plan = make()
-            now = claims_hash(grid.raw)
-            registered = _registered(first) if first else now
-            before = {
-                (run.get("id"), run.get("arm")): run.get("claims", registered)
-                for run in first.get("runs") or []
-                if run.get("id")
-            }
-            runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
-            record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
-            begun = (read_run(task.folder) is not None for task in plan.tasks)
-            if first.get("lost") or (not first and grid.raw.get("claims") and any(begun)):
-                record["lost"] = True
-            record |= {"runs": runs, "threads": threads}
-            if plan.choices:
-                record["lr"] = [choice.record() for choice in plan.choices]
-            if record != first:
-                write_json(out / ABLATION_NAME, record)
-            return plan
+    with _record_of(out) as first:
+        plan, now = make(), claims_hash(grid.raw)
+        registered = _registered(first) if first else now
+        before = {
+            (run.get("id"), run.get("arm")): run.get("claims", registered)
+            for run in first.get("runs") or []
+            if run.get("id")
+        }
+        runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
+        record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
+        begun = (read_run(task.folder) is not None for task in plan.tasks)
+        if first.get("lost") or (not first and grid.raw.get("claims") and any(begun)):
+            record["lost"] = True
+        record |= {"runs": runs, "threads": threads}
+        if plan.choices:
+            record["lr"] = [choice.record() for choice in plan.choices]
+        if record != first:
+            write_json(out / ABLATION_NAME, record)
 
 
 def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
@@ -175,32 +169,34 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     if not pack.is_file() or packed is None or packed.get("name") != grid.name:
         raise UserError(f"{pack} is not a pack of the grid {grid.name!r}: pack the folder of its runs (mmqk pack)")
     new: list[str] = []
+    with _record_of(out) as first:
+        begun = not first and any(out.glob("*/*/run.json"))
+        for name in dict.fromkeys(run["folder"] for run in packed["runs"]):
+            status = read_status(source / name)
+            if status is not None and status.finished and not (out / name).exists():
+                with new_folder(out / name) as folder:
+                    shutil.copytree(source / name, folder, dirs_exist_ok=True)
+                new.append(name)
+        first = first or {**packed, "runs": []}
+        registered = _registered(packed)
+        # If the hash that the folder registered is not that of the grid, the claims have changed: keep it.
+        if _registered(first) == claims_hash(grid.raw):
+            first["registered"] = registered
+        entries = [{**run, "claims": run.get("claims", registered)} for run in packed["runs"] if run["folder"] in new]
+        first["runs"] = [run for run in first["runs"] if run["folder"] not in new] + entries
+        if packed.get("lost") or begun:
+            first["lost"] = True
+        write_json(out / ABLATION_NAME, first)
+    return new
+
+
+@contextlib.contextmanager
+def _record_of(out: Path) -> Iterator[dict[str, Any]]:
+    """Make the folder, and yield the content of its ablation.json, under a lock; empty if there is none."""
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / LOCK_NAME):
-            first = read_ablation(out)
-            begun = first is None and any(out.glob("*/*/run.json"))
-            for name in dict.fromkeys(run["folder"] for run in packed["runs"]):
-                inside = (source / name).resolve().is_relative_to(source.resolve())
-                status = read_status(source / name) if inside else None
-                if status is not None and status.finished and not (out / name).exists():
-                    with new_folder(out / name) as folder:
-                        shutil.copytree(source / name, folder, dirs_exist_ok=True)
-                    new.append(name)
-            first = first or {**packed, "runs": []}
-            registered, now = _registered(packed), claims_hash(grid.raw)
-            # If the folder's registered hash differs from that of the grid, its claims have changed: keep its
-            # registration.
-            if _registered(first) == now:
-                first["registered"] = registered
-            entries = [
-                {**run, "claims": run.get("claims", registered)} for run in packed["runs"] if run["folder"] in new
-            ]
-            first["runs"] = [run for run in first["runs"] if run["folder"] not in new] + entries
-            if packed.get("lost") or begun:
-                first["lost"] = True
-            write_json(out / ABLATION_NAME, first)
-    return new
+            yield read_ablation(out) or {}
 
 
 def _registered(record: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid.record import read_ablation
+from mmqk.lab.grid.claims import read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,
@@ -44,7 +44,7 @@ class Task:
     """One run: its name, command line and folder.
 
     Attributes:
-        args: command line of ``mmqk.train`` without ``--out``.
+        args: command line of ``mmqk train`` without ``--out``.
         id: identity hash of the run, as in its run.json.
         max_steps: length of the run in optimizer steps, 0 if unknown.
         entry: further fields in ablation.json: family, point, role, fork.
@@ -67,6 +67,11 @@ class Task:
     @property
     def name(self) -> str:
         return f"{self.arm} seed {self.seed}"
+
+    @property
+    def family(self) -> str:
+        """The arm before it was crossed with axes."""
+        return self.entry.get("family", self.arm)
 
     def record(self, out: Path) -> dict[str, Any]:
         """Return the entry of the run in the ablation.json of the folder ``out``."""
@@ -170,20 +175,17 @@ class Follow:
     def look(self) -> View:
         """Return the current view of the run."""
         self._read()
-        view = View(self.name, values=dict(self._values), step=self._step)
-        view.alarms = read_alarms(self.folder)
+        view = View(self.name, step=self._step, values=dict(self._values), alarms=read_alarms(self.folder))
         try:
             run = read_run(self.folder)
-            identity = (run or {}).get("identity") or {}
-            view.max_steps = max_steps = (identity.get("trainer") or {}).get("max_steps", 0)
+            view.max_steps = (((run or {}).get("identity") or {}).get("trainer") or {}).get("max_steps", 0)
             status = read_status(self.folder)
         except DamagedFile as damaged:
-            view.status = "running" if is_locked(self.folder) else "damaged"
-            view.reason = str(damaged)
+            view.status, view.reason = "running" if is_locked(self.folder) else "damaged", str(damaged)
             return view
         if status is None:
-            view.status = "running" if is_locked(self.folder) else "never" if self.never else "waiting"
-            view.reason = self.never
+            other = "never" if self.never else "waiting"
+            view.status, view.reason = "running" if is_locked(self.folder) else other, self.never
             return view
         view.status, view.reason = status.status, status.reason
         view.step = max(self._step, status.step)
@@ -191,15 +193,18 @@ class Follow:
             what = "a line of {} cannot be read" if self._values else "{} has no readable line"
             view.reason = f"{view.reason}; {what.format(METRICS_NAME)}".removeprefix("; ")
         if status.status == "running":
-            written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
-            fresh = FRESH_SECONDS if run else FRESH_ATTACHED_SECONDS
-            if not is_locked(self.folder) and time.time() - max(written, started) > fresh:
-                view.status = "stopped"
-            else:
-                done, took = self._step - status.step, written - started
-                if done > 0 and took > 0 and max_steps:
-                    view.left = took / done * (max_steps - self._step)
+            self._judge_speed(view, status.step, FRESH_SECONDS if run else FRESH_ATTACHED_SECONDS)
         return view
+
+    def _judge_speed(self, view: View, first: int, fresh: float) -> None:
+        """Set the time left of a running run that started at step ``first``; without a lock and new files for
+        ``fresh`` seconds it has stopped."""
+        written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
+        done, took = self._step - first, written - started
+        if not is_locked(self.folder) and time.time() - max(written, started) > fresh:
+            view.status = "stopped"
+        elif done > 0 and took > 0 and view.max_steps:
+            view.left = took / done * (view.max_steps - self._step)
 
     def _read(self) -> None:
         try:
@@ -239,7 +244,7 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
     for folder in folders:
         if not folder.is_dir():
             kind = UserError if folder.exists() else NoRun
-            raise kind(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
+            raise kind(f"{folder} is not a folder: give one that mmqk train or mmqk ablate writes to")
         if entries := (read_ablation(folder) or {}).get("runs"):
             follows += [
                 Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", "")) for e in entries

@@ -1,9 +1,9 @@
-"""A table of runs that fits the width of the terminal, and the progress of a grid."""
+"""Tables of runs: one that fits the width of the terminal, also while a grid trains, and one of outcomes as text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import TextIO
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from mmqk.lab.runner.pool import Pool
 from mmqk.lab.runner.state import Extreme, Follow, Task, TaskOutcome, View, worst
 from mmqk.progress import Progress
-from mmqk.store import Alarm, clock, is_locked, last_metrics, parsed_tag
+from mmqk.store import Alarm, clock, is_locked, parsed_tag
 from mmqk.store.formatting import plural, text_table
 
 ALARMS_SHOWN = 8
@@ -29,29 +29,23 @@ STYLES = {
     "waiting": "dim",
     "never": "yellow",
 }
-# Title of the column, statistic, and whether to show the smallest value and not the largest. On a narrow terminal the
-# last columns are left out first.
-WORST = (
-    ("logit", "attn_logit_absmax", False),
-    ("|q|", "q_norm", False),
-    ("|h|", "final_norm", False),
-    ("entropy", "attn_entropy", True),
-    ("|k|", "k_norm", False),
+# The rows of a single run, and the column in the table of runs ("" for none): title, title of the column, statistic,
+# and whether to show the smallest value and not the largest. A narrow terminal shows the first columns only.
+STATISTICS = (
+    ("loss", "", "loss", False),
+    ("validation loss", "", "val_loss", False),
+    ("excess over the floor", "", "excess", False),
+    ("log Z", "", "log_z", False),
+    ("largest attention logit", "logit", "attn_logit_absmax", False),
+    ("largest query norm", "|q|", "q_norm", False),
+    ("last-layer output norm", "|h|", "final_norm", False),
+    ("smallest attention entropy", "entropy", "attn_entropy", True),
+    ("largest key norm", "|k|", "k_norm", False),
+    ("largest value norm", "", "v_norm", False),
+    ("largest residual norm", "", "resid_norm", False),
 )
-# Rows for a single run: title, statistic, and whether to show the smallest value and not the largest.
-ROWS = (
-    ("loss", "loss", False),
-    ("validation loss", "val_loss", False),
-    ("excess over the floor", "excess", False),
-    ("log Z", "log_z", False),
-    ("largest attention logit", "attn_logit_absmax", False),
-    ("smallest attention entropy", "attn_entropy", True),
-    ("largest query norm", "q_norm", False),
-    ("largest key norm", "k_norm", False),
-    ("largest value norm", "v_norm", False),
-    ("largest residual norm", "resid_norm", False),
-    ("last-layer output norm", "final_norm", False),
-)
+
+Columns = dict[str, list[str]]  # the cells of each column by its title
 
 
 def runs_table(views: Sequence[View], width: int) -> RenderableType:
@@ -62,92 +56,82 @@ def runs_table(views: Sequence[View], width: int) -> RenderableType:
         views: the runs, in the order of the rows.
         width: largest width of a row in characters.
     """
-    parts: list[RenderableType] = [_table(views, width)] if views else []
-    if len(views) == 1 and views[0].modalities:
-        parts += [Text(), _details(views[0])]
-    lines = _alarms(views) + [
-        _line(f"{view.name} {view.status}: {view.reason}", STYLES.get(view.status, ""))
-        for view in views
-        if view.reason
-    ]
-    if lines:
-        parts += [Text(), *lines]
-    return Group(*parts)
+    parts: list[RenderableType] = []
+    if views:
+        columns = _columns(views, width)
+        rows = [[Text(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
+        for view, row in zip(views, rows, strict=True):
+            row[1].stylize(STYLES.get(view.status, ""))
+        parts.append(_table(columns, ("run", "status", "alarms"), rows))
+    if len(views) == 1 and (modalities := views[0].modalities):
+        of_one = [
+            [title, *map(_cell, values)]
+            for title, _, statistic, smallest in STATISTICS
+            if any(values := [views[0].extreme(statistic, m, smallest) for m in modalities])
+        ]
+        parts += [Text(), _table(["", *modalities], ("",), of_one)]
+    reasons = [(f"{view.name} {view.status}: {view.reason}", view.status) for view in views if view.reason]
+    lines = _alarms(views) + [_line(text, STYLES.get(status, "")) for text, status in reasons]
+    return Group(*parts, *([Text(), *lines] if lines else []))
 
 
-def _table(views: Sequence[View], width: int) -> Table:
+def _columns(views: Sequence[View], width: int) -> Columns:
+    """Return the columns of the table of runs that fit the width."""
     modalities = list(dict.fromkeys(m for view in views for m in view.modalities))
-    first = {
-        "run": [_short(view.name, max(16, width // 3)) for view in views],
+    longest = max(16, width // 3)
+    columns = {
+        "run": [view.name if len(view.name) <= longest else f"{view.name[: longest - 1]}…" for view in views],
         "status": [view.status for view in views],
         "step": [f"{view.step}/{view.max_steps}" if view.max_steps else str(view.step) for view in views],
-        **{
-            f"loss {m}": [_formatted(view.values.get(f"loss/{m}"), ".2f") for view in views]
-            for m in modalities
-            if any(f"loss/{m}" in view.values for view in views)
-        },
     }
-    last = {
-        "alarms": [_count(view) for view in views],
-        "left": ["" if view.left is None else clock(view.left) for view in views],
-    }
-    if _width(first | last) > width:  # the alarms are listed below the table
+    for m in modalities:
+        if any(f"loss/{m}" in view.values for view in views):
+            columns[f"loss {m}"] = _formatted(views, f"loss/{m}", ".2f")
+    names = [Counter(alarm.name for alarm in view.alarms) for view in views]
+    alarms = [" ".join(f"{name} {n}" if n > 1 else name for name, n in each.items()) for each in names]
+    last = {"alarms": alarms, "left": ["" if view.left is None else clock(view.left) for view in views]}
+    if _width(columns | last) > width:  # the alarms are listed below the table
         last["alarms"] = [str(len(view.alarms) or "") for view in views]
     last = {title: cells for title, cells in last.items() if any(cells)}
-    columns = dict(first)
-    for title, statistic, smallest in WORST:
-        extremes = [[view.extreme(statistic, m, smallest) for m in modalities] for view in views]
-        more = {f"{title} {m}": [_cell(row[place]) for row in extremes] for place, m in enumerate(modalities)}
-        one = {title: [_cell(worst([one for one in row if one], smallest)) for row in extremes]}
-        for group in (more, one):  # one column per modality, or one for all modalities if they do not fit
-            if any(any(cells) for cells in group.values()) and _width(columns | group | last) <= width:
-                columns |= group
-                break
-    speed = {"tok/s": [_formatted(view.values.get("tokens_per_s"), ".0f") for view in views]}
-    if any(speed["tok/s"]) and _width(columns | speed | last) <= width:
-        columns |= speed
-    columns |= last
+    # Each choice is a list of columns, in full and, if those do not fit, in short: one for all modalities.
+    choices: list[tuple[Columns, ...]] = []
+    for _, title, statistic, smallest in STATISTICS:
+        if title:
+            extremes = [[view.extreme(statistic, m, smallest) for m in modalities] for view in views]
+            full = {f"{title} {m}": [_cell(row[i]) for row in extremes] for i, m in enumerate(modalities)}
+            of_all = [worst([value for value in row if value], smallest) for row in extremes]
+            choices.append((full, {title: [_cell(value) for value in of_all]}))
+    choices.append(({"tok/s": _formatted(views, "tokens_per_s", ".0f")},))
+    for choice in choices:
+        fitting = (group for group in choice if _width(columns | group | last) <= width)
+        more = next(fitting, {})
+        columns |= more if any(map(any, more.values())) else {}
+    return columns | last
+
+
+def _table(titles: Collection[str], left: Collection[str], rows: Iterable[Sequence[RenderableType]]) -> Table:
+    """Return a table without lines; the columns ``left`` are aligned to the left, the others to the right."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
-    for title in columns:
-        left = title in ("run", "status", "alarms")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
-    for i, view in enumerate(views):
-        cells = [Text(cells[i]) for cells in columns.values()]
-        cells[1].stylize(STYLES.get(view.status, ""))
-        table.add_row(*cells)
-    return table
-
-
-def _details(view: View) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
-    table.add_column("")
-    for modality in view.modalities:
-        table.add_column(modality, justify="right")
-    for title, statistic, smallest in ROWS:
-        values = [view.extreme(statistic, modality, smallest) for modality in view.modalities]
-        if any(values):
-            table.add_row(title, *(_cell(value) for value in values))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _alarms(views: Sequence[View]) -> list[Text]:
     """Return the newest alarms as lines. Alarms that differ only in layer or step share one line, which shows the
     first of these alarms."""
-    first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
-    count: Counter[tuple[str, ...]] = Counter()
+    kinds: dict[tuple[str, ...], list[Alarm]] = {}
     for view in views:
         for alarm in view.alarms:
             parsed = parsed_tag(alarm.tag)
-            kind: tuple[str, ...] = (view.name, alarm.name, parsed.statistic, parsed.modality or "")
-            first.setdefault(kind, (view, alarm))
-            count[kind] += 1
-    newest = sorted(first, key=lambda kind: first[kind][1].step)[-ALARMS_SHOWN:]
+            kinds.setdefault((view.name, alarm.name, parsed.statistic, parsed.modality or ""), []).append(alarm)
     lines = []
-    for kind in newest:
-        view, alarm = first[kind]
-        who = f"{view.name} " if len(views) > 1 else ""
-        more = f" (and {count[kind] - 1} more)" if count[kind] > 1 else ""
-        lines.append(_line(f"{who}{alarm.line()}{more}", "yellow"))
+    for (name, *_), alarms in sorted(kinds.items(), key=lambda kind: kind[1][0].step)[-ALARMS_SHOWN:]:
+        run = f"{name} " if len(views) > 1 else ""
+        more = f" (and {len(alarms) - 1} more)" if len(alarms) > 1 else ""
+        lines.append(_line(f"{run}{alarms[0].line()}{more}", "yellow"))
     return lines
 
 
@@ -157,32 +141,23 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _count(view: View) -> str:
-    names = Counter(alarm.name for alarm in view.alarms)
-    return " ".join(f"{name} {n}" if n > 1 else name for name, n in names.items())
-
-
-def _short(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"
-
-
 def _cell(extreme: Extreme | None) -> str:
     if extreme is None:
         return ""
     value, layer = extreme
-    return _number(value) + ("" if layer is None else f" L{layer}")
+    number = f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    return number if layer is None else f"{number} L{layer}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+def _formatted(views: Sequence[View], series: str, form: str) -> list[str]:
+    return [f"{view.values[series]:{form}}" if series in view.values else "" for view in views]
 
 
-def _formatted(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def _width(columns: dict[str, list[str]]) -> int:
+def _width(columns: Columns) -> int:
     return sum(max(len(title), *map(len, cells)) + 2 for title, cells in columns.items())
+
+
+# A grid --------------------------------------------------------------------------------------------------
 
 
 def outcome_table(outcomes: Mapping[Task, TaskOutcome]) -> str:
@@ -218,7 +193,7 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     seconds, borrowed = 0.0, 0
     for task in left:
         of_arm = [pace for other, pace in paces if other.arm == task.arm]
-        of_family = of_arm or [pace for other, pace in paces if _family(other) == _family(task)]
+        of_family = of_arm or [pace for other, pace in paces if other.family == task.family]
         of_step = median(of_family or [pace for _, pace in paces])
         seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
         borrowed += not of_family
@@ -228,65 +203,64 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     return f"time to train {plural(len(left), 'run')}{at_once}: about {about} (minutes:seconds){from_others}"
 
 
-def _family(task: Task) -> str:
-    return task.entry.get("family", task.arm)
-
-
 class PoolProgress:
     """Shows the progress of a pool: one line, and on a terminal also a table of the running runs.
 
     ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
 
     The time left is estimated from the steps of all runs together, counted from the first logged loss of any run.
+
+    Args:
+        to_come: returns the number of runs that wait for other runs and can start later.
     """
 
-    def __init__(self, stream: TextIO | None = None):
-        self.progress = Progress(stream)
+    def __init__(self, stream: TextIO | None = None, to_come: Callable[[], int] = lambda: 0):
+        self.progress, self.to_come = Progress(stream), to_come
         self._follows: dict[Task, Follow] = {}
 
     def __call__(self, pool: Pool) -> None:
         """Show the progress if the display interval has passed."""
         if self.progress.due():
-            self.progress.show(*self.state(pool), above=lambda width: self._table(pool, width))
+            views = self.views(pool)
+            table = list(views.values())
+            self.progress.show(*self.state(pool, views), above=lambda width: runs_table(table, width))
 
     def close(self) -> None:
         """Clear the display."""
         self.progress.close()
 
-    def state(self, pool: Pool) -> tuple[str, float | None, float | None]:
+    def views(self, pool: Pool) -> dict[Task, View]:
+        """Return the views of the running runs."""
+        views = {task: self._follows.setdefault(task, Follow(task.name, task.folder)).look() for task in pool.running}
+        for task, view in views.items():
+            # The status file may still be from an earlier start of the run.
+            view.status, view.max_steps = "running", task.max_steps
+        return views
+
+    def state(self, pool: Pool, views: Mapping[Task, View]) -> tuple[str, float | None, float | None]:
         """Return the progress line, the number of steps done and the total number of steps. The numbers are None if
         unknown."""
-        last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
-        steps = {
-            task: max(task.first, last[task].get("step", 0) if task in last else out.step)
-            for task, out in pool.outcomes.items()
-        }
         unfinished = [task for task, out in pool.outcomes.items() if not out.ended]
-        if not pool.running:
+        if not views:
             locked = [f"another process trains {t.name} in {t.folder}" for t in unfinished if is_locked(t.folder)]
             starting = f"about to start {unfinished[0].name}" if unfinished else "all runs have ended"
             return f"waiting: {locked[0]}" if locked else starting, None, None
-        task = next(iter(pool.running))
+        task, view = next(iter(views.items()))
         number = list(pool.outcomes).index(task) + 1
-        parts = [f"run {number} of {len(pool.outcomes) + pool.to_come()}", task.name]
-        if record := last[task]:
+        parts = [f"run {number} of {len(pool.outcomes) + self.to_come()}", task.name]
+        if "loss" in view.values:
             length = f"/{task.max_steps}" if task.max_steps else ""
-            parts += [f"step {record['step']}{length}", f"loss {record['loss']:.2f}"]
+            parts += [f"step {view.step}{length}", f"loss {view.values['loss']:.2f}"]
         else:
             parts.append("starting")
-        parts.append(f"{len(pool.running)} running")
+        parts.append(f"{len(views)} running")
         if pool.stopping:
             parts.append("stopping (press Ctrl-C again to kill the runs)")
-        if pool.stopping or not any(last.values()):
+        if pool.stopping or not any("loss" in view.values for view in views.values()):
             return " · ".join(parts), None, None
+        steps = {
+            task: max(task.first, views[task].step if task in views else out.step)
+            for task, out in pool.outcomes.items()
+        }
         done = sum(steps.values())
         return " · ".join(parts), done, done + sum(t.max_steps - steps[t] for t in unfinished)
-
-    def _table(self, pool: Pool, width: int) -> RenderableType:
-        views = []
-        for task in pool.running:
-            view = self._follows.setdefault(task, Follow(task.name, task.folder)).look()
-            # The status file may still be from an earlier start of the run.
-            view.status, view.max_steps = "running", task.max_steps
-            views.append(view)
-        return runs_table(views, width)

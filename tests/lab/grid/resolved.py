@@ -1,14 +1,19 @@
-"""Resolve the runs of a shipped grid with `mmqk.config`."""
+"""What tests of shipped grids share: resolved runs, claims that can be decided, lengths of captions."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from mmqk.config import RunConfig, resolve
+from mmqk.data.shards.manifest import read_pairs
+from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab.grid import load_grid
+from mmqk.lab.grid.claims import Claim, read_claims
 from mmqk.lab.grid.grid import Grid
+from mmqk.lab.verdicts.claims import check_claims, check_decidable
 from mmqk.store import flatten
 
 ROOT = Path(__file__).parents[3]
@@ -33,3 +38,24 @@ def unequal(a: RunConfig, b: RunConfig) -> set[str]:
         if flat_a.get(name, absent) != flat_b.get(name, absent)
         and {} not in (flat_a.get(name), flat_b.get(name))
     }
+
+
+def decidable_claims(grid: Grid) -> tuple[Claim, ...]:
+    """Return the claims of a grid; an error if no result could decide one of them."""
+    points = {name: (point,) for arm in grid.arms for name, point in arm.points.items()}
+    points |= {arm.name: tuple(arm.points.values()) for arm in grid.arms}
+    claims = read_claims(grid.raw.get("claims"), points, grid.name, grid.path)
+    check_claims(claims, points, str(grid.path))
+    check_decidable(claims, grid.jobs, grid.path)
+    return claims
+
+
+@cache
+def caption_lengths() -> list[int]:
+    text = TextTokenizer.load(ROOT / "data/tokenizers")
+    return [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
+
+
+def mean_caption(room: int) -> float:
+    """Return the mean number of tokens of a caption in the shipped pairs, cut to ``room`` tokens."""
+    return sum(min(n, room) for n in caption_lengths()) / len(caption_lengths())

@@ -6,17 +6,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import yaml
 
-from mmqk.lab.grid.claims import Claim, read_claims
 from mmqk.lab.grid.grid import Grid, load_grids
 from mmqk.lab.stats.effects import FEWEST_OF_EACH, quantile_t
-from mmqk.lab.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims, check_decidable, few_seeds
+from mmqk.lab.verdicts.claims import MOST_CONFIRMATORY, by_family, few_seeds
+from tests.lab.grid.resolved import ROOT, decidable_claims
 
-ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "configs/claims"
 NAMES = ("learning_rates", "modalities", "placement", "competition")
 GRIDS = {
@@ -35,11 +33,6 @@ MOST_HOURS, CORES, FEWEST_SEEDS = 3.0, 2, 6
 @pytest.fixture(scope="module")
 def pools() -> dict[str, Grid]:
     return {scale: load_grids(paths) for scale, paths in GRIDS.items()}
-
-
-def claims_of(pool: Grid) -> tuple[Claim, ...]:
-    names = {name for arm in pool.arms for name in (arm.name, *arm.points)}
-    return read_claims(pool.raw["claims"], names, pool.name, pool.path)
 
 
 def hours(pool: Grid) -> float:
@@ -64,13 +57,7 @@ def test_every_claim_is_registered_once(scale):
 @pytest.mark.parametrize("scale", GRIDS)
 def test_the_claims_can_be_decided(pools, scale):
     pool = pools[scale]
-    claims = claims_of(pool)
-    points = {}
-    for arm in pool.arms:
-        points[arm.name] = tuple(arm.points.values())
-        points |= {name: (point,) for name, point in arm.points.items()}
-    check_claims(claims, points, scale)
-    check_decidable(claims, pool.jobs, scale)
+    claims = decidable_claims(pool)
     assert not few_seeds(claims, pool.jobs)
     for claim in claims:
         assert claim.not_run or claim.status == "control" or claim.seeds >= FEWEST_SEEDS, claim.id
@@ -79,7 +66,7 @@ def test_the_claims_can_be_decided(pools, scale):
 
 @pytest.mark.parametrize("scale", GRIDS)
 def test_families_are_small_and_their_seeds_suffice(pools, scale):
-    families = by_family(claims_of(pools[scale]), "confirmatory")
+    families = by_family(decidable_claims(pools[scale]), "confirmatory")
     assert len(families) >= 3
     for members in families.values():
         assert len(members) <= MOST_CONFIRMATORY
@@ -94,7 +81,7 @@ def test_families_are_small_and_their_seeds_suffice(pools, scale):
 
 
 def test_the_cpu_pool_decides_what_it_should_in_time(pools):
-    claims = {claim.id: claim for claim in claims_of(pools["cpu"])}
+    claims = {claim.id: claim for claim in decidable_claims(pools["cpu"])}
     assert {id for id in EVERY if claims[id].decided} >= DECIDED
     assert all(claims[id].not_run for id in ELSEWHERE)
     assert 0.5 < hours(pools["cpu"]) < MOST_HOURS

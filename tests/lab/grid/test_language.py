@@ -1,18 +1,53 @@
-"""Test the grid language: axes, learning rates, forks and merged grids."""
+"""Test the grid language: files, axes, learning rates, forks and merged grids."""
 
 import itertools
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mmqk.lab.grid import load_grid
 from mmqk.lab.grid.claims import claims_hash
-from mmqk.lab.grid.grid import GRID_KEYS, load_grids
+from mmqk.lab.grid.grid import GridFile, load_grids
 from mmqk.store import UserError
 
 HEAD = "name: toy\nbase: base.yaml\n"
+
+
+GRID = """
+name: demo
+title: A demonstration
+base: [../base.yaml, ../more.yaml]
+seeds: [0, 1]
+arms:
+  plain: {label: "no QK-Norm", block: decided, set: {model.qk_norm.kind: none}}
+  qk:
+    label: QK-Norm
+    block: decided
+    set: {model.qk_norm.kind: rms, loss.weights.image: 0.0, optim.lr: 1e-1, model.attn_softcap: null}
+  shown: {block: shown, seeds: [5], set: {model.post_norm: true}}
+claims:
+  - {id: C2, statement: QK-Norm bounds logits, metric: q_norm, direction: greater, treatment: plain, control: qk}
+  - {id: C13, status: shown, arms: [shown, plain], positive_control: C2}
+report: {hero: [plain, qk], command: make demo}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "ablations").mkdir()
+    for name in ("base", "more"):
+        (tmp_path / f"{name}.yaml").write_text("{}")
+
+    def write(text):
+        path = tmp_path / "ablations" / "grid.yaml"
+        path.write_text(text)
+        return path
+
+    return write
 
 
 @pytest.fixture
@@ -26,6 +61,117 @@ def load(tmp_path):
         return load_grid(path)
 
     return load
+
+
+def test_a_grid_becomes_command_lines_the_first_seed_of_every_arm_first(write, tmp_path):
+    grid = load_grid(write(GRID))
+    assert (grid.name, grid.title) == ("demo", "A demonstration")
+    assert [(job.arm, job.seed) for job in grid.jobs] == [
+        *[("plain", 0), ("qk", 0), ("shown", 5)],
+        *[("plain", 1), ("qk", 1)],
+    ]
+    base = ("--config", str(tmp_path / "base.yaml"), "--config", str(tmp_path / "more.yaml"))
+    assert grid.jobs[0].args == (*base, "--model.qk_norm.kind=none", "--seed=0")
+    assert grid.jobs[1].args == (
+        *base,
+        "--model.qk_norm.kind=rms",
+        "--loss.weights.image=0.0",
+        "--optim.lr=1e-1",
+        "--model.attn_softcap=null",
+        "--seed=0",
+    )
+    assert grid.jobs[2].args == (*base, "--model.post_norm=true", "--seed=5")
+    assert [arm.label for arm in grid.arms] == ["no QK-Norm", "QK-Norm", "shown"]
+
+
+def test_base_configs_are_relative_to_the_grid_and_free_of_detours(write, monkeypatch, tmp_path):
+    write(GRID)
+    monkeypatch.chdir(tmp_path)
+    assert load_grid("ablations/grid.yaml").jobs[0].args[:2] == ("--config", "base.yaml")
+
+
+def test_the_whole_file_travels_as_plain_data(write):
+    grid = load_grid(write(GRID + "\n"))
+    assert json.loads(json.dumps(grid.raw)) == grid.raw
+    assert grid.raw["claims"][0]["treatment"] == "plain"
+    dated = load_grid(write(GRID.replace("id: C2,", "id: C2, source: 2023-09-25,")))
+    assert dated.raw["claims"][0]["source"] == "2023-09-25"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("title:", "titel:", "there is no field 'titel': did you mean 'title'"),
+        ("label: QK-Norm", "lable: QK-Norm", r"arms\.qk: there is no field 'lable': did you mean 'label'"),
+        ("label: QK-Norm", "label: null", r"arms\.qk: label is empty"),
+        ("metric:", "metrik:", "claim C2: there is no field 'metrik': did you mean 'metric'"),
+        ("command: make", "comand: make", "report: there is no field 'comand': did you mean 'command'"),
+        ("command: make demo", "headline: [3]", "report: headline is 3: it must be a valid string"),
+        ("seeds: [0, 1]", "seeds: [0, 0]", r"seeds is \[0, 0\]: it must be a list of different whole numbers"),
+        ("seeds: [0, 1]", "seeds: [true]", r"seeds\[0\] is True: true and false are of the wrong type"),
+        ("seeds: [5]", "seeds: []", r"arms\.shown: seeds is \[\]: it must be a list of different"),
+        ("name: demo", "name: ../up", "is not a folder name"),
+        ("  shown:", "  sh/own:", "is not a folder name"),
+        ("../more.yaml", "../none.yaml", r"base config \.\./none\.yaml does not exist"),
+        ("control: qk", "control: qx", r"claim C2: there is no arm 'qx' \(arms: plain, qk, shown\)"),
+        ("arms: [shown, plain]", "arms: [show]", "claim C13: there is no arm 'show'"),
+        ("positive_control: C2", "positive_control: C9", "claim C13 refers to 'C9', which is not"),
+        ("id: C13", "id: C2", r"claims\[1\] has no unique id"),
+        ("hero: [plain, qk]", "hero: [plane]", "report.hero: there is no arm 'plane'"),
+        ("set: {model.post_norm: true}", "set: {seed: 4}", "'seed' cannot be set by an arm"),
+        ("set: {model.post_norm: true}", "set: [a]", r"arms\.shown: set is \['a'\]"),
+        ("  shown:", "  plain:", "line 12: the key 'plain' is written twice"),
+        ("name: demo", "name: [", "is not valid YAML: line"),
+        ("name: demo\n", "", "name is missing"),
+        ("control: qk}", "control: qk, min_effect: .inf}", "has a number that is not finite"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_sentence_that_names_it(write, old, new, sentence):
+    assert GRID.count(old) >= 1
+    load_grid(write(GRID))  # the control
+    with pytest.raises(UserError, match=sentence) as refusal:
+        load_grid(write(GRID.replace(old, new, 1)))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_grid_or_one_that_is_no_mapping_is_named(write, tmp_path):
+    with pytest.raises(UserError, match=r"none\.yaml cannot be read \(No such file"):
+        load_grid(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="must be a mapping"):
+        load_grid(write("- a\n- b\n"))
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ("", "claim C2 has no direction: add 'greater' if q_norm should be higher in 'plain' than"),
+        ("test: count, ", "claim C2 has no direction"),
+        ("test: equivalence, ", ""),
+        ("status: shown, ", ""),
+        ("direction: less, ", ""),
+    ],
+)
+def test_a_claim_that_compares_names_its_direction(write, more, refused):
+    text = GRID.replace("direction: greater, ", more)
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            load_grid(write(text))
+    else:
+        load_grid(write(text))
+    # The grid may name it once, which leaves the hash of the claims as it was registered; but only the direction
+    # that the hash of a claim without one stands for.
+    raw = load_grid(write(text + "direction: greater\n")).raw
+    assert claims_hash(raw) == claims_hash(yaml.safe_load(text))
+    with pytest.raises(UserError, match="direction is 'less': give 'greater' here, and 'less' in the claims"):
+        load_grid(write(text + "direction: less\n"))
+
+
+def test_the_hash_of_claims_is_theirs_alone(write):
+    grid = load_grid(write(GRID)).raw
+    assert claims_hash(load_grid(write(GRID.replace("seeds: [0, 1]", "seeds: [7]"))).raw) == claims_hash(grid)
+    assert claims_hash(json.loads(json.dumps(grid))) == claims_hash(grid)
+    assert claims_hash(load_grid(write(GRID.replace("bounds", "binds"))).raw) != claims_hash(grid)
+    assert claims_hash({}) == claims_hash({"claims": None}) == claims_hash({"claims": []})
 
 
 def test_axes_are_crossed_with_every_arm_and_seed(load):
@@ -123,7 +269,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms have the name a-lr0.1"),
         ("lr: {rule: best}\narms: {a: }", r"lr: rule is 'best': it must be 'matched' or 'own_best'"),
         ("lr: {rule: own_best}\narms: {a: }", "lr: grid must be a list of different numbers"),
-        ("lr: {grid: [1]}\narms: {a: }", "with rule 'matched': unknown key 'grid'"),
+        ("lr: {grid: [1]}\narms: {a: }", r"lr\.grid is for the rule own_best"),
         (
             "lr: {rule: own_best, grid: [0.1]}\narms: {a: }",
             "seed 0 selects the learning rate and is also in the verdicts",
@@ -160,7 +306,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("claims: [{id: [1]}]\narms: {a: }", r"claims\[0\] has no unique id"),
         ("claims: [{id: x, treatment: [a]}]\narms: {a: }", "claim x: treatment is .*valid string"),
         ("arms: {on: }", "line 3: the key on is not text in YAML: put it in quotes"),
-        ("claim: {metric: x}\nclaims: []\narms: {a: }", "both claim and claims"),
+        ("claim: {metric: x}\nclaims: []\narms: {a: }", "claim and claims are both set"),
     ],
 )
 def test_a_mistake_is_one_sentence(load, text, sentence):
@@ -248,7 +394,7 @@ def test_every_example_of_the_page_can_be_read(load):
 
 def test_the_page_names_every_key_of_a_grid_and_every_flag():
     page = (Path(__file__).parents[3] / "docs/ablations.md").read_text()
-    for key in GRID_KEYS:
-        assert re.search(rf"^{key}:|under {key}\b", page, re.M), key
+    for key in (field.name for field in fields(GridFile)):
+        assert f"{key}:" in page or f"`{key}`" in page, key
     flags = re.findall(r'"(--[a-z-]+)"', (Path(__file__).parents[3] / "mmqk/ablate.py").read_text())
     assert len(flags) >= 8 and not [flag for flag in flags if flag not in page]

@@ -6,12 +6,8 @@ from __future__ import annotations
 import pytest
 
 from mmqk.config import resolve
-from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.lab.grid import load_grid
-from mmqk.lab.grid.claims import read_claims
-from mmqk.lab.verdicts.claims import check_claims, check_decidable
-from tests.lab.grid.resolved import ROOT, resolved, unequal
+from tests.lab.grid.resolved import ROOT, decidable_claims, mean_caption, resolved, unequal
 
 STUDY = "configs/failures/late.yaml"
 
@@ -54,19 +50,13 @@ def test_each_arm_changes_what_it_names(study):
 def test_targets_per_step_are_matched(study):
     """The targets are counted from the captions and the layout of a row alone, as in test_norm_competition_real."""
     _, runs = study
-    text = TextTokenizer.load(ROOT / "data/tokenizers")
-    captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
-
-    def mean(room: int) -> float:
-        return sum(min(n, room) for n in captions) / len(captions)
-
     mixed = runs["mixed"].data
     beside = mixed.seq_len - 128 + 60  # room for a caption beside an image of 64 codes and its special tokens
-    of_text, of_image = 0.75 * (mean(beside) + 3) + 0.25 * (mixed.seq_len - 1), 0.75 * 64
+    of_text, of_image = 0.75 * (mean_caption(beside) + 3) + 0.25 * (mixed.seq_len - 1), 0.75 * 64
     total = mixed.batch_size * (of_text + of_image)
     assert total == pytest.approx(537.3, abs=1)  # as the grid states
     removed, only = runs["images-removed"].data, runs["text-only"].data
-    captions_alone = 0.75 * (mean(removed.seq_len - 2) + 1) + 0.25 * (removed.seq_len - 1)
+    captions_alone = 0.75 * (mean_caption(removed.seq_len - 2) + 1) + 0.25 * (removed.seq_len - 1)
     counts = {
         "image-off": runs["image-off"].data.batch_size * of_text,
         "text-only": only.batch_size * (only.seq_len - 1),
@@ -80,11 +70,7 @@ def test_targets_per_step_are_matched(study):
 
 def test_claims_can_be_decided(study):
     grid, _ = study
-    names = {arm.name for arm in grid.arms}
-    claims = read_claims(grid.raw["claims"], names, grid.name, grid.path)
-    check_claims(claims, {name: [{}] for name in names}, str(grid.path))
-    check_decidable(claims, grid.jobs, grid.path)
-    confirmatory = [claim for claim in claims if claim.status == "confirmatory"]
+    confirmatory = [claim for claim in decidable_claims(grid) if claim.status == "confirmatory"]
     assert [claim.alpha_family for claim in confirmatory] == ["late", *["second modality"] * 3]
     arms = [arm for arm in grid.arms if arm.name != "third-on"]  # no claim names it
     assert all(len(arm.seeds) == 6 == claim.seeds for arm in arms for claim in confirmatory)

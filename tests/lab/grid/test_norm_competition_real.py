@@ -10,11 +10,8 @@ import torch
 from torchvision.transforms.functional import to_tensor
 
 from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.lab.grid.claims import read_claims
-from mmqk.lab.verdicts.claims import check_claims, check_decidable
-from tests.lab.grid.resolved import ROOT, resolved, unequal
+from tests.lab.grid.resolved import ROOT, decidable_claims, mean_caption, resolved, unequal
 
 STUDY = "configs/claims/norm_competition_real.yaml"
 
@@ -32,9 +29,7 @@ def per_sequence():
     tokens and an image of 64 codes; beside an image there is room for 60 tokens of a caption. A caption alone is
     followed by one special token.
     """
-    text = TextTokenizer.load(ROOT / "data/tokenizers")
-    captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
-    beside, alone = (sum(min(n, room) for n in captions) / len(captions) for room in (60, 126))
+    beside, alone = mean_caption(60), mean_caption(126)
     return {
         "text": 0.75 * (beside + 3) + 0.25 * 127,
         "image": 0.75 * 64,
@@ -76,10 +71,7 @@ def test_matched_targets_are_counted_in_the_data(study, per_sequence):
 def test_claims_are_exploratory_in_one_small_family(study):
     grid, _ = study
     assert {arm.name: list(arm.seeds) for arm in grid.arms} == {arm: [41, 42, 43, 44] for arm in study[1]}
-    names = {arm.name for arm in grid.arms}
-    claims = read_claims(grid.raw["claims"], names, grid.name, grid.path)
-    check_claims(claims, {arm.name: tuple(arm.points.values()) for arm in grid.arms}, "cpu")
-    check_decidable(claims, grid.jobs, "cpu")
+    claims = decidable_claims(grid)
     assert max(Counter(claim.alpha_family for claim in claims).values()) <= 6
     check = next(claim for claim in claims if claim.id == "real-entropy")
     assert (check.metric, check.min_effect) == ("final_loss/image", 0.8)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmqk.lab import load_study
 from mmqk.lab.formatting import count
-from mmqk.lab.grid.claims import check_report
+from mmqk.lab.grid.claims import Report, check_report
 from mmqk.lab.page.figure import GRAY, Drawing, arm_colors
 from mmqk.lab.page.figures import (
     ALL_POINTS,
@@ -207,9 +207,9 @@ def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(offsets):
     assert outcomes(offsets) is None and outcomes(replace(offsets, report={"outcomes": False})) is None
     assert {row["arm"] for row in rows_of(outcomes(replace(offsets, report={"outcomes": ["b"]})))} == {"b"}
     for right in (True, ["a"], "b"):
-        check_report({"outcomes": right}, "ab", (), "g.yaml")
+        check_report(Report(outcomes=right), "ab", (), "g.yaml")
     with pytest.raises(UserError, match=r"report.outcomes: there is no arm 'c'"):
-        check_report({"outcomes": ["c"]}, "ab", (), "g.yaml")
+        check_report(Report(outcomes=["c"]), "ab", (), "g.yaml")
 
 
 # Sweeps ------------------------------------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys
     assert (tmp_path / "here/ablation.json").read_bytes() == before
     assert toy("--out", "base.yaml") == 2
     assert toy("--out", "base.yaml/runs") == 2
-    assert "base.yaml/runs cannot be written" in capsys.readouterr().err
+    assert toy("--out", "base.yaml/runs", "--dry-run") == 2
+    assert "base.yaml/runs cannot be a folder, because" in capsys.readouterr().err
     assert (tmp_path / "base.yaml").read_text() == "{}"
 
 

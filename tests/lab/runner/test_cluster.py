@@ -140,12 +140,9 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
             for path in Path("runs/toy").glob("*-*"):
                 (path / "let-go").touch()
 
-    class Watching:
+    class Watching(tables.PoolProgress):
         def __call__(self, pool):
             tick(pool)
-
-        def close(self):
-            pass
 
     monkeypatch.setattr(tables, "PoolProgress", Watching)
     assert world(grid=grid) == 0  # one run per GPU at the same time

@@ -8,7 +8,7 @@ import pytest
 from mmqk.ablate import _parse
 from mmqk.config.parse import Fields
 from mmqk.config.training import OptimConfig
-from mmqk.lab.grid.language import flags
+from mmqk.lab.grid.arms import flags
 from mmqk.store import UserError
 
 GRID = """

@@ -205,7 +205,7 @@ def test_a_plan_depends_on_the_disk_alone(world, tmp_path):
     world("--dry-run", grid=FORKS)
     grid, out = load_grids(["toy.yaml"]), tmp_path / "x"
     first = plan(grid, out, Resolver())
-    assert [t.arm for t in first.tasks] == ["plain"] and {w.task.arm for w in first.waiting} == {
+    assert [t.arm for t in first.tasks] == ["plain"] and {t.arm for t in first.waiting} == {
         "late",
         "later",
     }

@@ -1,15 +1,15 @@
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runner.pool import Pool
+from mmqk.lab.runner.pool import PRELOAD, Pool
 from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
@@ -144,14 +144,6 @@ run.set_status("completed", 4)
     assert not (held.folder / "train.log").exists()
 
 
-def test_it_runs_in_a_thread_too(fake, tmp_path):
-    pool = make_pool([make_task(tmp_path, "finish")])
-    thread = threading.Thread(target=pool.run)
-    thread.start()
-    thread.join()
-    assert [outcome.status for outcome in pool.outcomes.values()] == ["completed"]
-
-
 DRIVER = """
 import json, os, sys
 from pathlib import Path
@@ -263,3 +255,8 @@ def test_runs_end_in_order_when_the_pool_itself_is_killed(drive, tmp_path):
 def test_runs_are_forked_with_the_training_code_imported(drive, tmp_path):
     drive(["hang"])
     assert "preloaded True" in (tmp_path / "hang/seed0/train.log").read_text()
+
+
+def test_the_server_imports_modules_that_exist():
+    """multiprocessing passes over a module that does not exist, and every run would import it again."""
+    assert [name for name in PRELOAD if importlib.util.find_spec(name) is None] == []
