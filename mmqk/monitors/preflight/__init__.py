@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmqk.monitors.foreign.sides import Modality
 from mmqk.monitors.preflight import attention, leaks, parameters
+from mmqk.monitors.preflight import loss as losses
 from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, Table
 
 __all__ = ["Finding", "Table", "preflight"]
@@ -18,6 +19,7 @@ __all__ = ["Finding", "Table", "preflight"]
 PARTS: dict[str, dict[str, Check]] = {
     "leaks": leaks.CHECKS,
     "attention": attention.CHECKS,
+    "loss": losses.CHECKS,
     "parameters": parameters.CHECKS,
 }
 

@@ -24,8 +24,9 @@ def test_a_sound_model_gets_no_complaint(family):
     assert table.failed == []
     assert [f.check for f in table.findings if "Error" in f.text] == []
     case.batch = case.packed
-    # The packed batch of Qwen2.5-VL has no image, so its image encoder gets no gradient.
-    assert [f for f in checked(case).failed if not f.check.startswith("parameters")] == []
+    # The packed batch of Qwen2.5-VL has no image, which the checks of its loss and parameters report.
+    ofs = ("leaks", "attention") if family == "qwen2.5-vl" else ("leaks", "attention", "loss", "parameters")
+    assert [f for f in checked(case).failed if f.check.startswith(ofs)] == []
 
 
 @pytest.mark.parametrize("violation", VIOLATIONS, ids=lambda violation: violation.kind)

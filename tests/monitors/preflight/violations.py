@@ -12,9 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.monitors.preflight.families import Case, D, H, K, T, loss_of, optimizer_of
+from tests.monitors.preflight.families import (
+    IMAGE,
+    PAD,
+    Case,
+    D,
+    H,
+    K,
+    T,
+    encoder_of,
+    logits_and_labels,
+    loss_of,
+    optimizer_of,
+)
 
 Plant = Callable[[Case], Case | None]
 
@@ -246,6 +259,88 @@ def dominated(case: Case) -> Case:
     return replace(case, loss=lambda model, batch: loss_of(model, batch) + head_of(case).weight.sum())
 
 
+def shifted_twice(case: Case) -> Case:
+    """The labels are shifted in the batch and in the loss."""
+    labels = case.batch["labels"]
+    later = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+    return replace(case, batch=case.batch | {"labels": later})
+
+
+def not_shifted(case: Case) -> Case:
+    """The loss compares each token with itself."""
+    labels = case.batch["labels"]
+    earlier = torch.cat([torch.full_like(labels[:, :1], -100), labels[:, :-1]], 1)
+    return replace(case, batch=case.batch | {"labels": earlier})
+
+
+def labels_in_padding(case: Case) -> Case:
+    labels = case.batch["labels"].masked_fill(case.batch["attention_mask"] == 0, PAD)
+    return replace(case, batch=case.batch | {"labels": labels})
+
+
+Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def with_loss(case: Case, reduce: Reduce) -> Case:
+    """Return the case with a loss that is a function of logits, labels and the cross-entropy (B, T - 1)."""
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        logits, labels = logits_and_labels(model, batch)
+        nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(
+            labels.shape
+        )
+        return reduce(logits, labels, nll) + encoder_of(model)
+
+    return replace(case, loss=loss)
+
+
+def last_targets_lost(case: Case) -> Case:
+    """The loss uses the first 18 tokens."""
+    return with_loss(case, lambda logits, labels, nll: nll[:, :18].sum() / (labels[:, :18] >= 0).sum())
+
+
+def z_loss_on_padding(case: Case) -> Case:
+    def reduce(logits: Tensor, labels: Tensor, nll: Tensor) -> Tensor:
+        return nll.sum() / (labels >= 0).sum() + 1e-2 * logits.logsumexp(-1).square().mean()
+
+    return with_loss(case, reduce)
+
+
+def divided_by_all(case: Case) -> Case:
+    """The sum over targets is divided by all tokens."""
+    return with_loss(case, lambda logits, labels, nll: nll.mean())
+
+
+def mean_of_means(case: Case) -> Case:
+    """Each sequence counts the same, whatever its number of targets."""
+    return with_loss(case, lambda logits, labels, nll: (nll.sum(1) / (labels >= 0).sum(1)).mean())
+
+
+def modality_without_guard(case: Case) -> Case | None:
+    """The loss is a mean for each modality, which is 0 / 0 without its targets; or an image encoder is not run."""
+    if case.family == "chameleon":
+        return None  # it trains no image targets
+    if case.family == "qwen2.5-vl":
+        return replace(case, loss=lambda model, batch: model(**batch).loss)
+
+    def reduce(logits: Tensor, labels: Tensor, nll: Tensor) -> Tensor:
+        image, text = labels >= IMAGE.start, (labels >= 0) & (labels < IMAGE.start)
+        return nll[image].mean() + nll[text].mean()
+
+    return with_loss(case, reduce)
+
+
+def range_outside(case: Case) -> Case:
+    return replace(case, modality=case.modality | {"audio": range(150, 200)})
+
+
+def large_head(case: Case) -> Case:
+    """The head is 200 times too large at the start."""
+    with torch.no_grad():
+        head_of(case).weight.mul_(200)
+    return case
+
+
 VIOLATIONS = (
     Violation("later tokens are visible", "leaks: causality", look_ahead),
     Violation("other sequences are visible", "leaks: other sequences", mixed_rows),
@@ -262,6 +357,16 @@ VIOLATIONS = (
     Violation("scaled twice", "attention: scale", scaled_twice),
     Violation("window ignored", "attention: window", window_ignored),
     Violation("sinks ignored", "attention: sinks", sinks_ignored),
+    Violation("labels shifted twice", "loss: shift", shifted_twice),
+    Violation("labels not shifted", "loss: shift", not_shifted),
+    Violation("labels at padding", "loss: padding", labels_in_padding),
+    Violation("targets left out", "loss: labels", last_targets_lost),
+    Violation("z-loss on padding", "loss: z-loss", z_loss_on_padding),
+    Violation("divided by B * T", "loss: weights", divided_by_all),
+    Violation("mean of sequence means", "loss: halves", mean_of_means),
+    Violation("absent modality", "loss: one modality", modality_without_guard),
+    Violation("range outside the vocabulary", "loss: ids", range_outside),
+    Violation("head too large", "loss: initial loss", large_head),
     Violation("detached attention", "parameters: no gradient", detached),
     Violation("module never called", "parameters: no gradient", unused_module),
     Violation("gains in bf16", "parameters: too small updates", bf16_gains),

@@ -1,0 +1,329 @@
+"""The loss: which targets it trains with which weights, read from its derivative by the logits.
+
+The derivative of a cross-entropy w * -log p(y) is w * (p - 1[y]): its negative entry is the target, and its sum is 0.
+A z-loss adds a multiple of p. So the targets are known without knowing the code of the loss.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.monitors.foreign.inputs import tensors
+from mmqk.monitors.preflight.context import IGNORED, Check, Context, Finding, NotChecked, Pass, judged, mapped
+from mmqk.monitors.preflight.parameters import listed
+
+_LIKE_ENTROPY = 0.2  # largest relative error of a derivative that counts as one of a cross-entropy
+_EQUAL = 0.01  # relative difference from which two weights differ
+_VISION = ("pixel", "image_", "video_")
+_NO_IDS = {"mask", "position", "type", "document", "doc", "segment", "sequence", "seq"}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The targets of a loss: (B, T) each.
+
+    Attributes:
+        has: whether a position has a target.
+        id: the target.
+        weight: derivative of the loss by the target's cross-entropy.
+        z: sum of the derivative over the vocabulary, which is not 0 with a z-loss.
+        nll: cross-entropy in nats.
+    """
+
+    has: Tensor
+    id: Tensor
+    weight: Tensor
+    z: Tensor
+    nll: Tensor
+
+
+def targets_of(of: Pass) -> Targets:
+    """Return the targets of a pass.
+
+    Raises:
+        NotChecked: the loss is no cross-entropy of the logits that the model returns.
+    """
+    if of.by_logits_BTV is None or of.logits_BTV is None:
+        raise NotChecked("the loss does not use logits that the model returns")
+    g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
+    p, id_BT1 = log_p.exp(), g.argmin(-1, keepdim=True)
+    g_y, p_y = g.gather(-1, id_BT1), p.gather(-1, id_BT1)
+    size = (g.sum(-1, keepdim=True) - g_y) / (1 - p_y).clamp_min(1e-6)
+    weight = (size * p_y - g_y).squeeze(-1)
+    has = weight > 1e-3 * weight.max()
+    fit = (size * p).scatter_add(-1, id_BT1, -torch.where(has, weight, 0)[..., None])
+    if not (fit - g).norm() < _LIKE_ENTROPY * g.norm():
+        raise NotChecked("the loss is no cross-entropy of the logits that the model returns")
+    return Targets(has, id_BT1.squeeze(-1), weight, g.sum(-1), -log_p.gather(-1, id_BT1).squeeze(-1))
+
+
+def _targets(context: Context) -> Targets:
+    if "targets" not in context.cache:
+        context.cache["targets"] = targets_of(context.first)
+    return context.cache["targets"]
+
+
+def _by_modality(context: Context, targets: Targets) -> dict[str, Tensor]:
+    """Return where the targets of each modality are, (B, T), without modalities that have none."""
+    modality = context.modalities
+    of = context.modality_BT.roll(-1, 1) if modality.function else modality.of_ids(targets.id)
+    found = {name: (of == m) & targets.has for m, name in enumerate(modality.names)}
+    return {name: where for name, where in found.items() if where.any()}
+
+
+def shift(context: Context) -> Finding:
+    """Targets must be the next tokens."""
+    targets, ids, T = _targets(context), context.ids_BT, context.ids_BT.shape[1]
+    shares = {}
+    for by in (1, 0, 2, -1):
+        here, there = slice(max(0, -by), T - max(0, by)), slice(max(0, by), T + min(0, by))
+        has = targets.has[:, here]
+        shares[by] = float((targets.id[:, here] == ids[:, there])[has].float().mean()) if has.any() else 0.0
+    best = max(shares, key=lambda by: shares[by])
+    if shares[best] < 0.5:
+        raise NotChecked("the targets are not tokens of the input")
+    text = f"{100 * shares[1]:.3g} % of the targets are the next token"
+    text += f", {100 * shares[best]:.3g} % the token {best} ahead" if best != 1 else ""
+    return judged(
+        best != 1, shares[1], text, "shift labels once: here or in the model, not in both or in neither"
+    )
+
+
+def padding(context: Context) -> Finding:
+    """No target is padding."""
+    if context.valid_BT.all():
+        raise NotChecked("the batch has no padding")
+    n = int((_targets(context).has[:, :-1] & ~context.valid_BT[:, 1:]).sum())
+    return judged(n > 0, n, f"{n} targets are padding", f"set labels to {IGNORED} at padding")
+
+
+def reached(context: Context) -> Finding:
+    """Every label is a target of the loss."""
+    targets, ids = _targets(context), context.ids_BT
+    words = {"label", "labels", "target", "targets"}
+    all_labels = [
+        x
+        for name, x in tensors(context.batch)
+        if name in words and x.shape[:1] == ids.shape[:1] and x.ndim == 2
+    ]
+    by = ", ".join(f"{int(where.sum())} {name}" for name, where in _by_modality(context, targets).items())
+    if not all_labels:
+        raise NotChecked(f"the batch has no labels; the loss trains {by} targets")
+    labels = all_labels[0].to(ids.device)
+    is_unshifted = labels.shape == ids.shape and (labels == ids).sum() > (labels[:, :-1] == ids[:, 1:]).sum()
+    n, wanted = int(targets.has.sum()), int((labels[:, 1:] if is_unshifted else labels).ge(0).sum())
+    text = f"{n} of {wanted} labels reach the loss ({by})"
+    return judged(n < wanted, n, text, "look for a slice, a mask or a hidden logit that leaves targets out")
+
+
+def z_loss(context: Context) -> Finding:
+    """A z-loss leaves out padding."""
+    targets = _targets(context)
+    limit = 100 * torch.finfo(context.first.by_logits_BTV.dtype).eps * float(targets.weight.max())  # type: ignore[union-attr]
+    acts = targets.z.abs() > limit
+    n = int((acts & ~context.valid_BT).sum())
+    text = f"a z-loss acts on {n} tokens of padding" if acts.any() else "no z-loss"
+    return judged(n > 0, n, text, "average the z-loss over the same positions as the cross-entropy")
+
+
+def weights(context: Context) -> Finding:
+    """Targets of a modality have the same weight, and the weights add up to 1 (mean) or are 1 (sum)."""
+    targets, problem, words = _targets(context), "", []
+    groups = _by_modality(context, targets)
+    for name, where in groups.items():
+        weight = targets.weight[where]
+        low, high = float(weight.min()), float(weight.max())
+        words.append(f"{name} {low:.3g}" + (f" to {high:.3g}" if high > low * (1 + _EQUAL) else ""))
+        if high > low * (1 + _EQUAL):
+            problem = f"targets of {name} have different weights: divide the sum over all sequences once"
+    weight, total = targets.weight[targets.has], float(targets.weight[targets.has].sum())
+    is_one = float(weight.max()) < float(weight.min()) * (1 + _EQUAL)
+    if is_one and not any(math.isclose(x, 1, rel_tol=_EQUAL) for x in (total, float(weight.mean()))):
+        n = round(1 / float(weight.mean()))
+        size = " = B * T, padding included" if n == context.ids_BT.numel() else ""
+        problem = f"the loss divides by {n}{size}, but it has {len(weight)} targets: divide by the number of targets"
+    return judged(bool(problem), total, f"weight of a target: {', '.join(words)}; number: their sum", problem)
+
+
+def one_modality(context: Context) -> Finding:
+    """A batch of one modality has a finite loss, and gradients that are 0 and not None."""
+    modalities, trained = context.modalities, _by_modality(context, _targets(context))
+    if modalities.function or len(modalities.names) < 2:
+        raise NotChecked("modality has no id ranges of two modalities")
+    has_vision = any(name.startswith(_VISION) for name, _ in tensors(context.batch))
+    tried, problems = [], []
+    for m, name in enumerate(modalities.names):
+        if name not in trained or not len(context.pool(m)) or (m and has_vision):
+            continue
+        after = context.training_pass(_with_one_modality(context, m))
+        tried.append(f"{name} {after.loss:.3g}")
+        if not math.isfinite(after.loss) or any(
+            g is not None and not g.isfinite().all() for g in after.gradients.values()
+        ):
+            problems.append(
+                f"with {name} alone the loss or a gradient is not finite: divide by max(count, 1)"
+            )
+        lost = [n for n, g in context.gradients.items() if g is not None and after.gradients.get(n) is None]
+        if lost:
+            problems.append(
+                f"with {name} alone the gradient of {listed(lost)} is None, and DDP or FSDP may hang: add 0 times "
+                "their output to the loss"
+            )
+    if not tried:
+        raise NotChecked("no batch of one modality can be made from this batch")
+    return judged(
+        bool(problems), None, f"loss of a batch of one modality: {', '.join(tried)}", "; ".join(problems)
+    )
+
+
+def _with_one_modality(context: Context, m: int) -> Any:
+    """Return the batch with all ids and labels of modality ``m``; for text, without images."""
+    pool, special = context.pool(m), sorted(context.special_ids)
+
+    def change(name: str, x: Tensor) -> Tensor | None:
+        words = {word.removesuffix("s") for word in name.split("_")}
+        if name.startswith(_VISION):
+            return None
+        if "type" in words:
+            return torch.zeros_like(x)
+        if x.ndim != 2 or x.is_floating_point() or x.dtype == torch.bool or words & _NO_IDS:
+            return x
+        of = context.modalities.of_ids(x)
+        is_kept = (of == m) | (x < 0) | ((of == 0) & torch.isin(x, x.new_tensor(special)))
+        return torch.where(is_kept, x, pool.to(x.device)[x.clamp_min(0) % len(pool)])
+
+    return mapped(context.batch, change)
+
+
+def halves(context: Context) -> Finding:
+    """The gradient of the batch is the sum of those of its halves, weighted by targets (mean) or not at all (sum)."""
+    B, middle = len(context.ids_BT), len(context.ids_BT) // 2
+    if B < 2:
+        raise NotChecked("the batch has one sequence")
+    parts = [
+        context.training_pass(_rows(context.batch, B, rows)) for rows in (slice(0, middle), slice(middle, B))
+    ]
+    n = [int(targets_of(part).has.sum()) for part in (context.first, *parts)]
+    whole, one, two = (
+        torch.cat([x.flatten().double() for x in of.gradients.values() if x is not None])
+        for of in (context.first, *parts)
+    )
+    if not len(whole) == len(one) == len(two):
+        raise NotChecked("a half gives no gradient to some parameters")
+    size = float(whole.norm())
+
+    def error(a: float, b: float) -> float:
+        return float((whole - a * one - b * two).norm()) / size
+
+    rounding = max(1e-3, 10 * max(torch.finfo(p.dtype).eps for p in context.root.parameters()))
+    shares, averaging = (n[1] / n[0], n[2] / n[0]), 100 * error(0.5, 0.5)
+    candidates = {
+        f"a mean over targets; averaging micro-batches would be off by {averaging:.2g} %": (shares, False),
+        "a sum over targets": ((1.0, 1.0), False),
+        "divided by a fixed number or by sequences": ((middle / B, 1 - middle / B), True),
+    }
+    for words, (pair, is_wrong) in candidates.items():
+        if error(*pair) < rounding:
+            text = f"the loss is {words} (targets of the halves: {n[1]} and {n[2]})"
+            return judged(
+                is_wrong,
+                averaging / 100,
+                text,
+                "divide the sum over targets by the targets of all micro-batches",
+            )
+    advice = "accumulation changes it: look for means of means and statistics over the batch"
+    return Finding(
+        "FAILED",
+        error(*shares),
+        "the gradient of the batch is no weighted sum of those of its halves",
+        advice,
+    )
+
+
+def _rows(batch: Any, B: int, rows: slice) -> Any:
+    """Return the batch with some of its sequences; images are cut in proportion."""
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        if x.ndim == 3 and x.shape[1] == B and not x.is_floating_point() and len(x) <= 4:
+            return x[:, rows]
+        if x.ndim and (len(x) == B or (name.startswith(_VISION) and len(x) % B == 0)):
+            return x[rows.start * len(x) // B : rows.stop * len(x) // B]
+        return x
+
+    return mapped(batch, cut)
+
+
+def ids(context: Context) -> Finding:
+    """Ids and ranges fit the vocabulary, and every modality occurs."""
+    rows = max((m.num_embeddings for m in context.root.modules() if isinstance(m, nn.Embedding)), default=0)
+    V = context.first.logits_BTV.shape[-1] if context.first.logits_BTV is not None else rows
+    problems = []
+    for name, x in tensors(context.batch if isinstance(context.batch, Mapping) else context.inputs):
+        if "label" in name and (bad := x[(x >= V) | ((x < 0) & (x != IGNORED))]).numel():
+            problems.append(f"{name} has {int(bad[0])}, outside the {V} logits and not {IGNORED}")
+    ranges = context.modalities.ranges or {}
+    for name, parts in ranges.items():
+        problems += [
+            f"{name} goes to id {part.stop - 1} of {V}" for part in parts if part.stop > max(V, rows)
+        ]
+    if ranges.get("text"):
+        known = sum(
+            ((context.ids_BT >= r.start) & (context.ids_BT < r.stop)).int()
+            for parts in ranges.values()
+            for r in parts
+        )
+        outside = context.ids_BT[(known == 0) & context.valid_BT]
+        problems += [f"id {int(outside[0])} is in no declared range"] if outside.numel() else []
+    count = {
+        name: int(((context.modality_BT == m) & context.valid_BT).sum())
+        for m, name in enumerate(context.modalities.names)
+    }
+    problems += [f"no token of the batch is {name}" for name, n in count.items() if not n]
+    text = f"{V} ids; tokens: " + ", ".join(f"{n} {name}" for name, n in count.items())
+    return judged(bool(problems), len(problems), text, "; ".join(problems[:3]))
+
+
+def initial(context: Context) -> Finding:
+    """The loss by modality against ln V and against the unigram entropy of the batch."""
+    targets, words, worst, logits = _targets(context), [], -math.inf, context.first.logits_BTV
+    assert logits is not None
+    V = int((logits[0, 0] > torch.finfo(logits.dtype).min).sum())  # Chameleon hides the logits of image ids
+    for name, where in _by_modality(context, targets).items():
+        nll, (entropy, n) = float(targets.nll[where].mean()), unigram_entropy(targets.id[where])
+        worst = max(worst, nll - math.log(V))
+        if nll < entropy:
+            meaning = "below it: uses context"
+        else:
+            meaning = "above it: no use of context yet" if nll < 0.95 * math.log(V) else "as without training"
+        words.append(f"{name} {nll:.3g} (unigram entropy {entropy:.3g} of {n} targets, {meaning})")
+    text = f"{', '.join(words)}; ln V {math.log(V):.3g}; number: largest excess over ln V"
+    advice = "worse than equal probabilities: check labels, the size of the head, and loaded weights"
+    return judged(worst > 1, worst, text, advice)
+
+
+def unigram_entropy(ids: Tensor) -> tuple[float, int]:
+    """Return the entropy of the ids' frequencies in nats, and the number of ids. With few ids it is too low."""
+    counts = ids.unique(return_counts=True)[1].double()
+    share = counts / counts.sum()
+    return float(-(share * share.log()).sum()), int(counts.sum())
+
+
+CHECKS: dict[str, Check] = {
+    "ids": ids,
+    "shift": shift,
+    "padding": padding,
+    "labels": reached,
+    "z-loss": z_loss,
+    "weights": weights,
+    "one modality": one_modality,
+    "halves": halves,
+    "initial loss": initial,
+}
