@@ -162,14 +162,12 @@ def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, An
     def shown(value: Any) -> str:
         return f"{len(value)} files up to {value[-1]}" if isinstance(value, list) else str(value)
 
-    names = [*options, *(name for name in begun if name not in options)]
-    differing = [
-        f"--{name.replace('_', '-')} ({shown(begun.get(name, 'none'))}, now {shown(options.get(name, 'none'))})"
-        if name != "kind"
-        else f"documents ({begun.get(name)}, now {options[name]})"
-        for name in names
-        if begun.get(name) != options.get(name)
-    ]
+    differing = []
+    for name in dict.fromkeys([*options, *begun]):
+        if begun.get(name) != options.get(name):
+            flag = "documents" if name == "kind" else f"--{name.replace('_', '-')}"
+            was, now = shown(begun.get(name, "none")), shown(options.get(name, "none"))
+            differing.append(f"{flag} ({was}, now {now})")
     if differing:
         raise UserError(
             f"{out} was made with other {' and '.join(differing)}: give the same again, or another --out"

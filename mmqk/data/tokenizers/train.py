@@ -33,7 +33,6 @@ from mmqk.data.shards.manifest import (
 )
 from mmqk.data.shards.samples import LINE, NO_IMAGE, document_of, text_of
 from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig, TextTokenizer
-from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.progress import Progress, track
 from mmqk.store import OneSentenceParser, UserError, find_file, write_atomic
 from mmqk.store.files import writing
