@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mmqk.config import LossConfig, OptimConfig
-from mmqk.config.run import check_qk_clip
+from mmqk.config import LossConfig, MonitorConfig, OptimConfig
+from mmqk.config.run import check_conflicts
 from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig
 from mmqk.model.checks import check_backend
@@ -50,7 +50,7 @@ def build(
     optim = apply(OptimConfig() if optim is None else optim, settings, "optim.")
     backend = settings.get("backend", "math")
     check_backend(backend, model.attn_softcap, model.attention)
-    check_qk_clip(optim, model)
+    check_conflicts(optim, model, MonitorConfig())
     module = TrainingModule(model, loss, optim, seed=0, backend=backend)
     trainer = SimpleNamespace(
         accumulate_grad_batches=1, world_size=1, global_rank=0, global_step=0, max_steps=max_steps

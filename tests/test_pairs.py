@@ -34,7 +34,8 @@ REFUSED = {
     frozenset(pair)
     for pair in (
         *(("attn_scale_inverse", key) for key in L2),
-        *(("qk_clip", key) for key in WITH_QK_NORM | {"sigma_reparam"}),
+        *(("qk_clip", key) for key in WITH_QK_NORM | {"sigma_reparam", "adamh"}),
+        ("msign", "sigma_reparam"),
         *BIAS_OF_ANOTHER_KIND,
         *(("qk_norm_full", key) for key in L2),
         ("qk_norm_zero_centered", "qk_norm_l2"),

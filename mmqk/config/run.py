@@ -262,9 +262,8 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             tokens=data.seq_len,
             sink=model.attn_sink,
         )
-        check_qk_clip(given.optim, model)
         parent = None if fork is None else fork.parent.config["optim"].get("matrices", "adamw")
-        check_matrices(given.optim, model, given.monitor, parent)
+        check_conflicts(given.optim, model, given.monitor, parent)
         check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
         if trainer.strategy == "fsdp":
             check_sharded(model, given.optim, given.loss, given.monitor)
@@ -378,23 +377,7 @@ def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConf
             )
 
 
-def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
-    """Raise ValueError for QK-Clip if the logits do not depend on the norms of W_q and W_k, which QK-Clip scales."""
-    if optim.qk_clip is None:
-        return
-    if model.qk_norm.kind != "none":
-        raise ValueError(
-            f"optim.qk_clip scales W_q and W_k, but model.qk_norm.kind {model.qk_norm.kind} normalizes the scale"
-            " away: remove one of them."
-        )
-    if model.weight_reparam == "sigma":
-        raise ValueError(
-            "optim.qk_clip scales W_q and W_k, but model.weight_reparam sigma normalizes the scale away: remove one"
-            " of them."
-        )
-
-
-def check_matrices(
+def check_conflicts(
     optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
 ) -> None:
     """Raise ValueError if the optimizer conflicts with another field, or a fork cannot use the parent's moments.
@@ -410,36 +393,32 @@ def check_matrices(
             f"optim.matrices is {parent} in the parent and {optim.matrices} here, and a fork cannot change it,"
             " because the moments of muon differ from those of Adam: keep the parent's value, or start a new run."
         )
-    if optim.matrices == "muon":
-        wanted = {"monitor.parameters": monitor.parameters, "monitor.second_moment": monitor.second_moment}
-        for name, is_wanted in wanted.items():
-            if is_wanted:
-                raise ValueError(
-                    f"{name} reads Adam's moments, which optim.matrices muon does not have: remove one of them."
-                )
-    if optim.split_second_moment and monitor.second_moment:
-        raise ValueError(
-            "monitor.second_moment reads one second moment of a matrix, but optim.split_second_moment has one for"
-            " each modality: remove one of them."
-        )
-    if optim.adagc is not None and monitor.budget_every_n_steps:
-        raise ValueError(
-            "monitor.budget_every_n_steps splits the gradient of a matrix by modality before optim.adagc scales it:"
-            " remove one of them."
-        )
-    if optim.skip_step is not None and monitor.budget_every_n_steps:
-        raise ValueError(
-            "monitor.budget_every_n_steps counts the gradients of steps that optim.skip_step skips: remove one of"
-            " them."
-        )
-    if optim.matrices == "adamh" and optim.qk_clip is not None:
-        raise ValueError(
-            "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps fixed: remove one of them."
-        )
-    if optim.msign_every and model.weight_reparam == "sigma":
-        raise ValueError(
-            "optim.msign_every replaces matrices that model.weight_reparam sigma normalizes: remove one of them."
-        )
+    clip, muon, sigma = optim.qk_clip is not None, optim.matrices == "muon", model.weight_reparam == "sigma"
+    kind, budget = model.qk_norm.kind, monitor.budget_every_n_steps > 0
+    conflicts = {
+        f"optim.qk_clip scales W_q and W_k, but model.qk_norm.kind {kind} normalizes the scale away":
+            clip and kind != "none",
+        "optim.qk_clip scales W_q and W_k, but model.weight_reparam sigma normalizes the scale away":
+            clip and sigma,
+        "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps fixed":
+            clip and optim.matrices == "adamh",
+        "optim.msign_every replaces matrices that model.weight_reparam sigma normalizes":
+            optim.msign_every > 0 and sigma,
+        "monitor.parameters reads Adam's moments, which optim.matrices muon does not have":
+            monitor.parameters and muon,
+        "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have":
+            monitor.second_moment and muon,
+        "monitor.second_moment reads one second moment of a matrix, but optim.split_second_moment has one for each"
+        " modality":
+            monitor.second_moment and optim.split_second_moment,
+        "monitor.budget_every_n_steps splits the gradient of a matrix by modality before optim.adagc scales it":
+            budget and optim.adagc is not None,
+        "monitor.budget_every_n_steps counts the gradients of steps that optim.skip_step skips":
+            budget and optim.skip_step is not None,
+    }  # fmt: skip
+    for sentence, holds in conflicts.items():
+        if holds:
+            raise ValueError(f"{sentence}: remove one of them.")
 
 
 def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, monitor: MonitorConfig) -> None:

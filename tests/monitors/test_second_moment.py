@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import MonitorConfig, OptimConfig
-from mmqk.config.run import check_matrices
+from mmqk.config.run import check_conflicts
 from mmqk.model import PerModalityConfig
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.own.callback import RunMonitor
@@ -141,7 +141,7 @@ def test_the_run_keeps_its_weights(logged):
 )
 def test_an_optimizer_with_other_moments_is_refused(optim, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check_matrices(OptimConfig(**optim), MODEL, MONITOR)
-    check_matrices(OptimConfig(**optim), MODEL, MonitorConfig())
+        check_conflicts(OptimConfig(**optim), MODEL, MONITOR)
+    check_conflicts(OptimConfig(**optim), MODEL, MonitorConfig())
     with pytest.raises(ValueError, match=r"monitor\.second_moment is part of a probe"):
         MonitorConfig(every_n_steps=0, second_moment=True)
