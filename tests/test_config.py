@@ -150,6 +150,14 @@ def test_a_mistake_on_the_command_line_names_no_file(tiny_args, tmp_path):
     (tmp_path / "good.yaml").write_text("optim: {lr: 0.5}\n")
     with pytest.raises(UserError, match=r"^There is no field 'optim\.rate'"):
         resolve([f"--config={tmp_path / 'good.yaml'}", "--optim.rate=1", *tiny_args])
+    given = [word for word in tiny_args if "model." not in word]
+    # A value of the file conflicts with a flag; the control: both values are in the file.
+    (tmp_path / "good.yaml").write_text("model: {d_model: 64, n_heads: 4}\n")
+    with pytest.raises(UserError, match=r"^model\.d_model 64 cannot be split into model\.n_heads 5"):
+        resolve([*given, f"--config={tmp_path / 'good.yaml'}", "--model.n_heads=5"])
+    (tmp_path / "good.yaml").write_text("model: {d_model: 64, n_heads: 5}\n")
+    with pytest.raises(UserError, match=r"good\.yaml: model\.d_model 64 cannot be split into model\.n_heads 5"):
+        resolve([*given, f"--config={tmp_path / 'good.yaml'}"])
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def read_runs(folder: str | Path) -> list[Run]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate has written")
+        raise UserError(f"{folder} is not a folder: give one that mmqk train or mmqk ablate has written")
     ablation = read_ablation(folder)
     if ablation is not None:
         runs = [
