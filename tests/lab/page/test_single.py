@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.lab.metrics.test_growth_order import run_of
+from tests.lab.metrics.test_probes import run_of
 from tests.lab.page.test_page import pages_of
 
 

@@ -1,13 +1,29 @@
-"""Compare the exact tests with their definitions, by enumerating all outcomes."""
+"""Compare exact tests, corrections for several claims, and tests of survival with their definitions."""
 
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.stats.exact import Counts, clopper_pearson, fisher, sign_flip
+from mmqk.lab import judge, load_study
+from mmqk.lab.page.figures import survival
+from mmqk.lab.stats.exact import (
+    Counts,
+    benjamini_hochberg,
+    clopper_pearson,
+    fisher,
+    holm,
+    kaplan_meier,
+    level_of_look,
+    log_rank,
+    p_over_looks,
+    sign_flip,
+)
+from tests.lab.fake_runs import Planted
+from tests.lab.verdicts.test_claims import BASIC, study
 
 
 def test_fisher_sums_the_tables_that_are_at_most_as_likely():
@@ -110,3 +126,160 @@ def test_detectable_share_is_found_four_times_in_five():
 
     assert power(found) >= 0.8 > power(found - 0.02)
     assert math.isnan(Counts(0, 2, 0, 2).detectable(0.1, 0.05, 0.8))
+
+
+DRAWN = [np.random.default_rng(n).uniform(0, 0.08, n) for n in (1, 2, 4, 6)]
+
+
+def closed(p_values, i):
+    """Return the largest Bonferroni p-value of all intersections that contain this hypothesis."""
+    others = [j for j in range(len(p_values)) if j != i]
+    subsets = (s for k in range(len(others) + 1) for s in itertools.combinations(others, k))
+    return max(min(1, (len(s) + 1) * min(p_values[j] for j in (i, *s))) for s in subsets)
+
+
+@pytest.mark.parametrize("p_values", DRAWN)
+def test_holm_is_the_closed_test_of_bonferronis(p_values):
+    for i, (level, adjusted) in enumerate(holm(p_values)):
+        assert adjusted == pytest.approx(closed(p_values, i))
+        assert (p_values[i] <= level) == (adjusted <= 0.05)
+
+
+def test_holm_gives_back_what_is_spent():
+    assert [level for level, _ in holm([0.001, 0.04])] == [0.025, 0.05]
+    # Nothing is rejected at the first step, so the second step has the same level as the first.
+    assert [level for level, _ in holm([0.03, 0.04])] == [0.025, 0.025]
+    assert holm([0.04])[0] == (0.05, 0.04)
+
+
+@pytest.mark.parametrize("p_values", DRAWN)
+def test_benjamini_hochberg_takes_the_smallest_ratio_of_the_larger_p_values(p_values):
+    found = benjamini_hochberg(p_values)
+    ordered, m = np.sort(p_values), len(p_values)
+    for p, (_, adjusted) in zip(p_values, found, strict=True):
+        ratios = [m / rank * other for rank, other in enumerate(ordered, 1) if other >= p]
+        assert adjusted == pytest.approx(min(1, *ratios))
+    for p, (level, adjusted) in zip(p_values, found, strict=True):
+        assert (p <= level) == (adjusted <= 0.10 and p <= 0.05)
+    assert max(level for level, _ in found) <= 0.05
+
+
+def errors(first, last, level, draws=20_000):
+    """Return how often scipy's t-test of two equal normal arms is significant at ``level`` in at least one look."""
+    rng = np.random.default_rng(5)
+    a, b = rng.normal(size=(2, draws, last))
+    ps = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue for n in range(first, last + 1)]
+    return np.mean(np.min(ps, axis=0) <= level)
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 6), (6, 10)])
+def test_looks_are_paid_for(first, last):
+    assert errors(first, last, level_of_look(0.05, first, last)) == pytest.approx(0.05, abs=0.004)
+    assert errors(first, last, 0.05) > 0.08
+    # The Bonferroni correction is too strict, because looks share seeds and are therefore correlated.
+    assert level_of_look(0.05, first, last) > 0.05 / (last - first + 1)
+
+
+def test_a_p_value_over_looks_is_below_five_percent_where_its_level_is():
+    for p in (1e-6, 0.002, 0.01, 0.02, 0.03, 0.3):
+        over = p_over_looks(p, 6, 10)
+        assert p <= over <= min(1, 5 * p)
+        assert (over <= 0.05) == (p <= level_of_look(0.05, 6, 10))
+    assert p_over_looks(0.03, 6, 6) == 0.03 and level_of_look(0.05, 6, 6) == 0.05
+
+
+RNG = np.random.default_rng(5)
+
+
+def test_the_curve_is_the_product_of_the_shares_that_survive_each_failure():
+    times, failed = RNG.integers(1, 12, 30).astype(float), RNG.random(30) < 0.6
+    steps, shares = kaplan_meier(times, failed)
+    survival = 1.0
+    for step, share in zip(steps, shares, strict=True):
+        here = failed & (times == step)
+        if step:
+            survival *= 1 - here.sum() / (times >= step).sum()
+        assert share == pytest.approx(survival)
+    naive = [(times > step).mean() for step in steps]  # the control: censored runs counted as failed
+    assert not np.allclose(naive, shares)
+
+
+def test_the_log_rank_test_compares_observed_with_expected_failures():
+    a, b = RNG.integers(1, 20, 25).astype(float), RNG.integers(5, 40, 25).astype(float)
+    failed_a, failed_b = RNG.random(25) < 0.8, RNG.random(25) < 0.8
+    observed = expected = variance = 0.0
+    for step in np.unique(np.concatenate([a[failed_a], b[failed_b]])):
+        n, m = (a >= step).sum(), (b >= step).sum()
+        d = (failed_a & (a == step)).sum() + (failed_b & (b == step)).sum()
+        observed += (failed_a & (a == step)).sum()
+        expected += d * n / (n + m)
+        if n + m > 1:
+            variance += d * n * m * (n + m - d) / ((n + m) ** 2 * (n + m - 1))
+    p = 2 * stats.norm.sf(abs(observed - expected) / np.sqrt(variance))
+    assert log_rank(a, failed_a, b, failed_b) == pytest.approx(p, rel=1e-9)
+    assert log_rank(b, failed_b, b, failed_b) == pytest.approx(1)  # the control: equal arms
+    assert np.isnan(log_rank([5.0], [False], [5.0], [False]))
+
+
+CLAIM = BASIC | {"metric": "time_of_divergence", "direction": "less", "min_effect": 0.1}
+
+
+def test_a_claim_about_a_time_of_failure_has_the_test_and_the_curves(tmp_path):
+    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
+    made = study(tmp_path, arms, [CLAIM])
+    (verdict,) = judge(made)
+    p = log_rank([100 + s for s in range(6)], [True] * 6, [200] * 6, [False] * 6)
+    assert any(f"Log-rank test of equal survival: p = {p:.2g}." in note
+               for note in verdict.notes)  # fmt: skip
+    figure = survival(load_study(made.folder))
+    lines = {line.arm: line for line in figure.rows[0][0].lines}
+    assert lines["a"].y[-1] == 0 and lines["b"].y[-1] == 1
+    assert lines["a"].x.max() == 105 and lines["b"].x.max() == 200
+    # The interactive chart draws one value per step, so each drop takes one step.
+    assert lines["a"].x.tolist() == [0, 99, 100, 101, 102, 103, 104, 105]
+    assert lines["a"].y.tolist() == pytest.approx([1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+
+
+def test_the_interval_of_a_time_uses_only_the_two_arms(tmp_path):
+    """An arm without failures has no spread, so it must not narrow or widen the interval of other arms."""
+
+    def late(seed):
+        return Planted(10, diverges=100 + 10 * seed, validated=False)
+
+    arms = {"a": late, "b": Planted(10)}
+    effects = [
+        judge(study(tmp_path / name, arms | more, [CLAIM]))[0].effect
+        for name, more in (("two", {}), ("calm", {"c": Planted(10)}), ("failing", {"c": late}))
+    ]
+    assert {effect.of for effect in effects} == {"two arms"} and effects[0] == effects[1] == effects[2]
+    times = np.array([0.5 + 0.05 * seed for seed in range(6)])
+    assert effects[0].interval(0.05) == pytest.approx(stats.ttest_1samp(times - 1, 0).confidence_interval())
+
+
+def test_the_notes_say_what_the_comparison_leaves_out(tmp_path):
+    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
+    notes = " ".join(judge(study(tmp_path / "all", arms, [CLAIM]))[0].notes)
+    assert "Failed runs of “b”: 0 of 6; the interval ignores" in notes and "does not train" not in notes
+    made = study(tmp_path / "off", arms, [CLAIM])
+    for record in made.folder.glob("b-*/*/run.json"):
+        content = json.loads(record.read_text())
+        content["details"]["config"]["loss"] = {"weights": {"image": 0.0}}
+        record.write_text(json.dumps(content))
+    notes = " ".join(judge(load_study(made.folder))[0].notes)
+    assert "Losses that “b” does not train: image." in notes
+
+
+def test_unfinished_runs_have_no_test_and_a_warning(tmp_path):
+    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
+    made = study(tmp_path, arms, [CLAIM])
+    status = next(made.folder.glob("b-*/seed0/status.json"))
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"status": "running"}))
+    made = load_study(made.folder)
+    notes = " ".join(judge(made)[0].notes)
+    assert "Failed runs of “a”: 6 of 6." in notes and "Log-rank" not in notes
+
+
+def test_other_claims_have_neither(tmp_path):
+    made = study(tmp_path, {"a": Planted(20), "b": Planted(10)}, [BASIC])
+    assert survival(made) is None
+    assert not any("Log-rank" in note for note in judge(made)[0].notes)

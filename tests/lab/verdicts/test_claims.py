@@ -1,4 +1,4 @@
-"""The fields of a claim, and every kind of verdict."""
+"""The fields of a claim, and every kind of verdict; a planted violation of each control changes the verdict."""
 
 import itertools
 import math
@@ -325,3 +325,62 @@ def test_seven_confirmatory_claims_are_too_many(tmp_path):
         study(tmp_path, {"a": Planted(20), "b": Planted(10)}, claims, seeds=(0,))
     claims[-1]["status"] = "exploratory"
     assert len(judge(study(tmp_path / "six", {"a": Planted(20), "b": Planted(10)}, claims, seeds=(0,)))) == 7
+
+
+REASON = "It would need a larger model, about 8 hours of one GPU"
+ABSENT = {"id": "C5", "statement": "a trend over sizes", "not_run": REASON}
+PAIR = {"a": Planted(20), "b": Planted(10)}
+
+
+def test_it_is_not_run_with_its_reason(tmp_path):
+    decided, absent = judge(study(tmp_path, PAIR, [BASIC, ABSENT]))
+    assert (decided.verdict, absent.verdict) == ("reproduced", "not run")
+    assert absent.notes == (f"{REASON}.",) and absent.runs == () and absent.adjusted is None
+
+
+def test_it_takes_no_level_from_its_family(tmp_path):
+    alone = judge(study(tmp_path / "alone", PAIR, [BASIC]))[0]
+    beside, second = judge(study(tmp_path / "two", PAIR, [BASIC, ABSENT]))[0], BASIC | {"id": "C6"}
+    three = judge(study(tmp_path / "three", PAIR, [BASIC, second]))[0]
+    assert beside.adjusted.claims == alone.adjusted.claims == 1
+    assert three.adjusted.claims == 2  # the control: a claim with arms counts in the family
+
+
+@pytest.mark.parametrize(
+    "also", [{"arms": ["a"]}, {"treatment": "a", "control": "b", "min_effect": 0.2}, {"status": "control"}]
+)
+def test_it_has_no_arms(tmp_path, also):
+    with pytest.raises(UserError, match="claim C5: it has not_run: remove"):
+        study(tmp_path, PAIR, [ABSENT | also])
+
+
+ARMS = {arm: Planted(logit, spread=0.05) for arm, logit in {"a": 20, "b": 10, "c": 10, "d": 30}.items()}
+SHOWS = {"id": "N", "treatment": "d", "control": "b", "min_effect": 0.2, "status": "exploratory"}
+
+
+@pytest.mark.parametrize(
+    "violation",
+    [{"treatment": "b", "control": "c"}, {"min_effect": 5.0}, {"treatment": "b", "control": "d"}],
+    ids=["no effect", "too small", "the other way"],
+)
+@pytest.mark.parametrize("use", ["positive_control", "manipulation_check"])
+def test_a_claim_that_does_not_show_its_effect_is_no_control(tmp_path, violation, use):
+    """C is an equivalence. Its verdict needs its positive control and its manipulation check."""
+    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", use: "N"}
+    shown = one(tmp_path / "shown", ARMS, [same, SHOWS])
+    assert shown.verdict == "reproduced" and passed(shown)[f"{use.replace('_', ' ')} N"]
+    found = one(tmp_path / "violated", ARMS, [same, SHOWS | violation])
+    assert found.verdict == "inconclusive" and not passed(found)[f"{use.replace('_', ' ')} N"]
+
+
+def test_a_control_that_is_not_run_is_no_control(tmp_path):
+    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", "positive_control": "N"}
+    found = one(tmp_path, ARMS, [same, {"id": "N", "statement": "a trend", "not_run": "It needs a GPU."}])
+    assert found.verdict == "inconclusive" and not passed(found)["positive control N"]
+
+
+def test_a_best_rate_that_nothing_chose_turns_an_equivalence(tmp_path):
+    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", "lr_rule": "own_best"}
+    assert one(tmp_path / "free", ARMS, [same | {"lr_rule": None}]).verdict == "reproduced"
+    found = one(tmp_path / "bound", ARMS, [same])
+    assert found.verdict == "inconclusive" and not passed(found)["own best learning rate"]

@@ -181,8 +181,8 @@ def test_nothing_is_said_of_checks_that_are_on(tmp_path):
     [
         ({"unchecked": {"everything": "so"}}, "give one of learned, declared, seeds and the reason"),
         ({"unchecked": {"learned": ""}}, "give one of learned, declared, seeds and the reason"),
-        ({"unchecked": {"learned": None}}, "unchecked is empty: it must be a valid string"),
-        ({"unchecked": {"seeds": 2}}, "unchecked is 2: it must be a valid string"),
+        ({"unchecked": {"learned": None}}, "unchecked.learned is empty: it must be a valid string"),
+        ({"unchecked": {"seeds": 2}}, "unchecked.seeds is 2: it must be a valid string"),
         ({"unchecked": ["learned"]}, "unchecked is ['learned']: it must be a valid dictionary"),
         (
             {"unchecked": {"learned": "so"}, "regime": "both modalities learned"},

@@ -32,9 +32,7 @@ def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RAT
                 entry = {"arm": f"{arm}-lr{rate:g}", "family": arm, "seed": 90 + seed, "role": "selection"}
                 entry["point"] = {"optim.lr": rate}
                 # These logits would reverse the verdict if they were used.
-                runs.append(
-                    (entry, planted(1000.0 if arm == "b" else 1.0, loss + 0.002 * seed), {"optim.lr": rate})
-                )
+                runs.append((entry, planted(1000.0 if arm == "b" else 1.0, loss + 0.002 * seed), {"optim.lr": rate}))
         best = (ran or {}).get(arm, rates[int(np.argmin(losses))])
         runs += [
             (
@@ -71,9 +69,7 @@ def test_rates_may_differ_where_the_choice_is_clear(tmp_path):
     luck = ([0.3, 0.100, 0.101, 0.4], [0.4, 0.101, 0.100, 0.3])
     found = own_best(tmp_path / "luck", luck, rates=rates)
     assert found.verdict == "inconclusive" and not passed(found)["learning rates differ by more than chance"]
-    assert "the selection runs do not distinguish" in next(
-        c.detail for c in found.controls if "chance" in c.name
-    )
+    assert "the selection runs do not distinguish" in next(c.detail for c in found.controls if "chance" in c.name)
 
 
 def test_a_best_rate_at_an_end_leaves_it_open(tmp_path):

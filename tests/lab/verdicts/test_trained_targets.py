@@ -32,9 +32,7 @@ def study_of(folder: Path, batch: dict[str, int], targets: dict[str, float]) -> 
     claims.append({**C13, "arms": ["mixed", "mixed-qk", "image-off"]})
     arms = {arm: {"label": LABELS[arm], "set": settings} for arm, settings in ARMS.items()}
     runs = [
-        ({"arm": arm, "seed": seed}, Planted(60.0), settings)
-        for arm, settings in ARMS.items()
-        for seed in (0, 1, 2)
+        ({"arm": arm, "seed": seed}, Planted(60.0), settings) for arm, settings in ARMS.items() for seed in (0, 1, 2)
     ]
     write_grid(folder, {"arms": arms, "seeds": [0, 1, 2], "claims": claims}, runs)
     for entry in json.loads((folder / "ablation.json").read_text())["runs"]:

@@ -14,9 +14,11 @@ from tests.lab.fake_runs import DEMO, Planted, write_demo
 UNLEARNED = {"text": 3.4, "image": 5.45}
 
 
-def verdicts(tmp_path, planted=None, **kwargs):
-    study = load_study(write_demo(tmp_path / "demo", planted, **kwargs))
-    return {verdict.claim.id: verdict for verdict in judge(study)}
+def verdicts(tmp_path, planted=None, edit=lambda folder: None, **kwargs):
+    """Return the verdicts of a planted demo by claim; ``edit`` changes the folders of its runs."""
+    folder = write_demo(tmp_path / "demo", planted, **kwargs)
+    edit(folder)
+    return {verdict.claim.id: verdict for verdict in judge(load_study(folder))}
 
 
 def claim(number, **fields):
@@ -53,16 +55,8 @@ def test_planted_opposite_with_its_controls_is_contradicted(tmp_path):
     found = verdicts(tmp_path, {"mixed-qk": Planted(120.0)})
     assert found["C2"].verdict == "contradicted"
     assert controls(found["C2"])["positive control P1"]
-
-
-def test_null_far_from_delta_is_contradicted_with_its_controls(tmp_path):
-    assert verdicts(tmp_path)["C10"].verdict == "contradicted"
-
-
-def test_without_a_positive_control_it_is_inconclusive(tmp_path):
-    found = verdicts(tmp_path, {"mixed-qk": Planted(120.0)}, change=claim(0, positive_control=None))
-    assert found["C2"].verdict == "inconclusive"
-    assert "without a positive control" in found["C2"].notes[0]
+    found = verdicts(tmp_path / "alone", {"mixed-qk": Planted(120.0)}, change=claim(0, positive_control=None))["C2"]
+    assert found.verdict == "inconclusive" and "without a positive control" in found.notes[0]
 
 
 def test_with_a_failed_positive_control_it_is_inconclusive(tmp_path):
@@ -85,10 +79,6 @@ def test_an_interval_that_includes_delta_is_inconclusive_and_says_what_it_could_
     assert "includes the smallest effect" in found.notes[0]
 
 
-def test_a_larger_image_effect_is_reproduced(tmp_path):
-    assert verdicts(tmp_path, {"image-off": Planted(20.0)})["C10"].verdict == "reproduced"
-
-
 @pytest.mark.parametrize(("direction", "verdict"), [("greater", "contradicted"), ("less", "reproduced")])
 def test_direction_is_that_of_the_claim(tmp_path, direction, verdict):
     planted = {"image-off": Planted(200.0)}
@@ -103,19 +93,13 @@ def test_missing_arms_are_not_run(tmp_path):
     assert found["C2"].verdict == "reproduced"
 
 
-def test_a_missing_shown_arm_is_not_run(tmp_path):
-    assert verdicts(tmp_path, leave_out=("high-post",))["C13"].verdict == "not run"
-
-
-def test_shown_is_not_decided(tmp_path):
-    found = verdicts(tmp_path)["C13"]
+def test_shown_is_not_decided_and_a_control_is_no_claim(tmp_path):
+    made = verdicts(tmp_path)
+    found = made["C13"]
+    assert "P1" not in made
     assert found.verdict == "inconclusive"
     assert found.notes[0] == "Shown, 1 seed: not decided."
     assert found.medians["high-post"] == pytest.approx(160000 * math.exp(-0.12))
-
-
-def test_a_control_is_no_claim(tmp_path):
-    assert "P1" not in verdicts(tmp_path)
 
 
 def test_unlearned_runs_decide_nothing(tmp_path):
@@ -224,33 +208,27 @@ def diverge(*places):
     return change
 
 
-def judged(tmp_path, planted=None, edit=lambda folder: None, **kwargs):
-    folder = write_demo(tmp_path / "demo", planted, **kwargs)
-    edit(folder)
-    return {verdict.claim.id: verdict for verdict in judge(load_study(folder))}
-
-
 EVERY_SEED = (0, 1, 2)
 
 
 def test_a_treatment_that_diverges_early_with_low_logits_is_no_contradiction(tmp_path):
     low = {"mixed": Planted(9.0)}
-    assert judged(tmp_path / "a", low)["C2"].verdict == "contradicted"
-    found = judged(tmp_path / "b", low, diverge(("mixed", 0)))["C2"]
+    assert verdicts(tmp_path / "a", low)["C2"].verdict == "contradicted"
+    found = verdicts(tmp_path / "b", low, diverge(("mixed", 0)))["C2"]
     assert found.verdict == "inconclusive"
     assert any("1 run of “mixed, no QK-Norm” diverged" in note for note in found.notes)
 
 
 def test_a_control_that_diverges_is_no_reproduction(tmp_path):
-    assert judged(tmp_path / "a")["C2"].verdict == "reproduced"
-    found = judged(tmp_path / "b", None, diverge(("mixed-qk", 2)))["C2"]
+    assert verdicts(tmp_path / "a")["C2"].verdict == "reproduced"
+    found = verdicts(tmp_path / "b", None, diverge(("mixed-qk", 2)))["C2"]
     assert found.verdict == "inconclusive"
     assert found.effect.value < math.log(60 / 8.5)
 
 
 def test_both_arms_diverging_decides_nothing(tmp_path):
     both = diverge(*((arm, seed) for arm in ("mixed", "mixed-qk") for seed in EVERY_SEED))
-    found = judged(tmp_path, None, both)["C2"]
+    found = verdicts(tmp_path, None, both)["C2"]
     assert found.verdict == "inconclusive" and found.effect.value == 0
 
 
@@ -260,11 +238,9 @@ def turned(grid):
 
 def test_divergence_counts_by_the_direction_of_the_claim(tmp_path):
     """A diverged control supports a claim that QK-Norm lowers the logits, and a diverged treatment does not."""
-    assert judged(tmp_path / "a", change=turned)["C2"].verdict == "reproduced"
-    assert judged(tmp_path / "b", None, diverge(("mixed", 1)), change=turned)["C2"].verdict == "reproduced"
-    assert (
-        judged(tmp_path / "c", None, diverge(("mixed-qk", 1)), change=turned)["C2"].verdict == "inconclusive"
-    )
+    assert verdicts(tmp_path / "a", change=turned)["C2"].verdict == "reproduced"
+    assert verdicts(tmp_path / "b", None, diverge(("mixed", 1)), change=turned)["C2"].verdict == "reproduced"
+    assert verdicts(tmp_path / "c", None, diverge(("mixed-qk", 1)), change=turned)["C2"].verdict == "inconclusive"
 
 
 def without_probes(arm, seed, status):
@@ -280,19 +256,19 @@ def without_probes(arm, seed, status):
 
 
 def test_a_run_that_diverged_before_its_first_probe_ranks_worst(tmp_path):
-    found = judged(tmp_path, None, without_probes("mixed-qk", 2, "diverged"))["C2"]
+    found = verdicts(tmp_path, None, without_probes("mixed-qk", 2, "diverged"))["C2"]
     assert found.verdict == "inconclusive" and found.effect.n == 3
     assert found.effect.low < math.log(2)
 
 
 def test_a_finished_run_without_a_value_leaves_it_open(tmp_path):
-    found = judged(tmp_path, None, without_probes("mixed-qk", 2, "completed"))["C2"]
+    found = verdicts(tmp_path, None, without_probes("mixed-qk", 2, "completed"))["C2"]
     assert found.verdict == "inconclusive" and found.effect.n == 2
     assert found.notes[0] == "Without a value: “mixed, QK-Norm” seed 2."
 
 
 def test_what_diverged_says_nothing_about_the_spread(tmp_path):
-    found = judged(tmp_path, None, diverge(("mixed", 0), ("mixed", 1)))["C2"]
+    found = verdicts(tmp_path, None, diverge(("mixed", 0), ("mixed", 1)))["C2"]
     assert "mixed" not in found.notes[-1] and "Standard deviation over seeds by arm: 0.12, 0.12;" in " ".join(
         found.notes
     )
@@ -301,9 +277,9 @@ def test_what_diverged_says_nothing_about_the_spread(tmp_path):
 def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
     quiet = replace(DEMO["high-pre"], logit=30.0, nan_from=120)
     planted = {"mixed-qk": Planted(120.0), "high-pre": quiet}
-    assert not controls(judged(tmp_path / "a", planted)["C2"])["positive control P1"]
+    assert not controls(verdicts(tmp_path / "a", planted)["C2"])["positive control P1"]
     planted["high-pre"] = replace(DEMO["high-pre"], nan_from=120)
-    assert controls(judged(tmp_path / "b", planted)["C2"])["positive control P1"]
+    assert controls(verdicts(tmp_path / "b", planted)["C2"])["positive control P1"]
 
 
 def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
