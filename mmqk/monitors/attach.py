@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmqk.distributed import rank, summed
 from mmqk.monitors.adapters import Adapter, adapter_for
@@ -21,6 +22,7 @@ from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import FailedElsewhereError, agreed
 from mmqk.monitors.foreign.probing import Prober
 from mmqk.monitors.foreign.sides import Modalities, Modality, Sides, check_sides
+from mmqk.monitors.losses import LiveAlarms, Losses
 from mmqk.monitors.summary import (
     WatchFolder,
     missing_series,
@@ -30,8 +32,10 @@ from mmqk.monitors.summary import (
     warn_of_mass,
 )
 from mmqk.monitors.updates import Optimizers, Updates
+from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call of the model
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
 # The first probe runs at this step at the latest: early enough to report a user error soon, late enough to time the
@@ -52,6 +56,9 @@ def attach(
     sides: Sides | None = None,
     matrices: bool = False,
     optimizer: Optimizers | None = None,
+    on_alarm: Callable[[Alarm], Any] | None = None,
+    warmup_steps: int = 0,
+    max_steps: int = 0,
     strict: bool = False,
 ) -> Watch:
     """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
@@ -79,6 +86,9 @@ def attach(
             This costs one singular value decomposition per matrix and is not supported with FSDP.
         optimizer: also measure gradients, updates and gradient clipping at the step of each probe; a list if the
             model has several optimizers.
+        on_alarm: called with each alarm (docs/alarms.md) on the first rank; the first of each kind is also printed.
+        warmup_steps: warm-up steps of the learning rate, for the alarms.
+        max_steps: steps of the run, for the alarms; 0 if unknown.
         strict: raise the error of a probe that fails; by default the probe is skipped, and a line gives the reason.
 
     Raises:
@@ -95,7 +105,9 @@ def attach(
     adapter = adapter or adapter_for(unwrapped(model))
     prober = Prober(model, modalities, sequences, adapter, checked_sides, matrices)
     updates = None if optimizer is None else Updates(model, optimizer)
-    return Watch(model, prober, every_n_steps, None if out is None else Path(out), log, strict, updates)
+    alarms = LiveAlarms(AlarmRules(warmup_steps, max_steps), on_alarm)
+    folder = None if out is None else Path(out)
+    return Watch(model, prober, every_n_steps, folder, log, alarms, Losses(modalities), strict, updates)
 
 
 @dataclass
@@ -112,6 +124,8 @@ class Watch:
     every_n_steps: int
     out: Path | None
     log: Log | None
+    alarms: LiveAlarms
+    losses: Losses
     strict: bool = False
     updates: Updates | None = None
     steps: int = 0
@@ -137,11 +151,12 @@ class Watch:
         """Layers with and without measured attention in the last probe; None before the first probe."""
         return self.prober.layers
 
-    def step(self, number: int | None = None) -> None:
+    def step(self, number: int | None = None, *, loss: Tensor | float | None = None) -> None:
         """Count a step, and probe if a probe is due. Call this after each optimizer step, on every rank.
 
         Args:
             number: the trainer's step number; by default, the number of calls of this method.
+            loss: the loss of the step; with several ranks their mean is stored.
 
         Raises:
             UserError: ``out`` contains steps of another run. With ``strict``, also: a probe is due but the model was
@@ -162,6 +177,8 @@ class Watch:
         is_due = self._due(previous, self.steps)
         values = self.updates.values() if self.updates is not None else {}
         values = values if is_due else {}
+        self.losses.end_step(self.steps, loss, self.prober.device)
+        call = None
         try:
             is_copy, call = self._last_call.is_copy, self._last_call.take()
             if is_due:
@@ -170,11 +187,25 @@ class Watch:
             if self.strict or getattr(error, "is_fatal", False):
                 raise
             self._skip(error)
-        if values:
-            self._write(values)
+        if is_due or self.losses.is_full:
+            self._write(values, call)
         self._last_call.copying = self._due(self.steps, 2 * self.steps - previous)
         if self.updates is not None:
             self.updates.due = self._last_call.copying
+
+    def loss(self, logits_or_losses: Tensor, targets_BT: Tensor) -> None:
+        """Add the losses of a micro-batch, for ``loss/TARGET`` and ``log_z/TARGET``. Call it on every rank.
+
+        The numbers are means over the targets of all micro-batches of the step and all ranks.
+
+        Args:
+            logits_or_losses: logits (B, T, V), or losses in nats (B, T); then there is no log Z.
+            targets_BT: the id of each position's target; -100 for none.
+
+        Raises:
+            UserError: the shapes do not fit, or ``modality`` is a function.
+        """
+        self.losses.add(logits_or_losses, targets_BT)
 
     def _due(self, previous: int, step: int) -> bool:
         """Return whether a probe is due: the first probe, an overdue one, or one at a multiple of ``every_n_steps``.
@@ -205,6 +236,8 @@ class Watch:
         if self._closed:
             return
         self._closed = True
+        if status == "completed":  # after a failure, another rank may not get here
+            self._write({}, None)
         self._hook.remove()
         self._last_call.unwrap(self.model)
         self._last_call.take()
@@ -219,7 +252,7 @@ class Watch:
         self.prober.autocast = self._last_call.autocast
         return self.prober.probe(args, kwargs)
 
-    def _values(self, call: tuple[tuple[Any, ...], dict[str, Any]] | None, is_copy: bool) -> dict[str, float]:
+    def _values(self, call: Call | None, is_copy: bool) -> dict[str, float]:
         """Return the numbers of a probe of the last call; empty if its batch is empty or no copy on any rank."""
         if call is not None:
             self._last_call.check(*call)
@@ -245,14 +278,27 @@ class Watch:
             self._step_times = None
         return values
 
-    def _write(self, values: dict[str, float]) -> None:
-        if rank() > 0:
-            return
-        warn_of_mass(values, self.steps, self._warned)
-        if self._folder is not None:
-            self._folder.write(self.steps, values)
-        if self.log is not None:
-            self.log(values | over_layers(values), step=self.steps)
+    def _write(self, values: dict[str, float], call: Call | None) -> None:
+        """Write and log the numbers of this step and the losses since the last call, and check them for alarms."""
+        lines = self.losses.lines()
+        if values:
+            lines[self.steps] = lines.get(self.steps, {}) | values
+        for step, line in lines.items() if rank() == 0 else ():
+            warn_of_mass(line, step, self._warned)
+            if self._folder is not None:
+                self._folder.write(step, line)
+            if self.log is not None and step == self.steps:
+                self.log(line | over_layers(line), step=step)
+            self.alarms.update(step, line, lambda: self._bad_site(call))
+
+    def _bad_site(self, call: Call | None) -> str | None:
+        """Return the first place that is not finite: a gradient, which the update wrote into the weights, or else a
+        weight, or the output of a module."""
+        if self.updates is not None and self.updates.bad_gradient:
+            return self.updates.bad_gradient
+        with contextlib.suppress(Exception):  # the forward may fail on these values; training goes on
+            return None if call is None else self.prober.bad_site(*call)
+        return None
 
     def _skip(self, error: Exception) -> None:
         """Print why a probe failed, once for each reason."""

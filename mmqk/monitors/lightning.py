@@ -56,6 +56,8 @@ class NormMonitor(Callback):
         """Set the step that a resumed run starts from."""
         assert self.watch is not None
         self.watch.steps = self._step = trainer.global_step
+        if not self.options.get("max_steps"):
+            self.watch.alarms.rules.max_steps = max(trainer.max_steps, 0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a step if the batch ended one; with gradient accumulation several batches make one step."""

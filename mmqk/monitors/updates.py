@@ -65,6 +65,7 @@ class Updates:
         root = unwrapped(model)
         self.names = {p: clean(name) for name, p in root.named_parameters()}
         self.due = False
+        self.bad_gradient: str | None = None  # the first gradient of the last backward pass that is not finite
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.optimizers = [_innermost(optimizer) for optimizer in given]
         if not any(p in self.names for o in self.optimizers for group in o.param_groups for p in group["params"]):
@@ -143,10 +144,11 @@ class Updates:
         numbers = iter(torch.stack([x.to(one) for x in columns]).tolist())  # one transfer
         values: dict[str, float] = {}
         groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        squares: dict[str, float] = {}
         names = _groups([step.name for step in steps])
         for step in steps:
             grad_sq, update_sq, factor, over_v = (next(numbers) for _ in range(4))
-            grad_sq = grad_sq / factor**2 if factor else math.nan
+            squares[step.name] = grad_sq = grad_sq / factor**2 if factor else math.nan
             for total in (groups[names[step.name]], groups[""]):
                 total[0] += grad_sq
                 total[1] += update_sq
@@ -158,6 +160,10 @@ class Updates:
                 values[f"update_rms/{step.name}"] = math.sqrt(update_sq / step.numel) / step.lr
             if step.over_v is not None:
                 values[f"grad_over_v/{step.name}"] = over_v
+        # A backward pass computes the gradients of the last layers first.
+        bad = {step.name for step in steps if not math.isfinite(squares[step.name])}
+        last = next((name for name in reversed(self.names.values()) if name in bad), None)
+        self.bad_gradient = None if last is None else f"the gradient of {last}"
         whole_sq, update_sq = groups.pop("")
         for group, (group_sq, group_update_sq) in groups.items():
             values[f"grad_norm/{group}"] = math.sqrt(group_sq)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from mmqk.monitors.foreign.inputs import (
     tensors,
 )
 from mmqk.monitors.foreign.isolate import isolated, unwrapped
-from mmqk.monitors.foreign.layers import Layers, add_matrices
+from mmqk.monitors.foreign.layers import Layers, add_matrices, clean
 from mmqk.monitors.foreign.measurement import (
     FailedElsewhereError,
     Measurement,
@@ -38,7 +39,8 @@ from mmqk.monitors.foreign.measurement import (
     failed_here,
 )
 from mmqk.monitors.foreign.sides import Modalities, Side, sides_of_batch
-from mmqk.monitors.foreign.trace import Origins, Tracing
+from mmqk.monitors.foreign.trace import Origins, Tracing, flat
+from mmqk.monitors.losses import kind_of
 from mmqk.store.errors import UserError
 
 
@@ -90,6 +92,30 @@ class Prober:
         if rank() == 0:
             print(f"mmqk: the probe uses all {B} sequences of the batch, not {sequences}: {reason}", flush=True)
         return probe
+
+    @torch.no_grad()
+    def bad_site(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Return the first weight, or else the first output of a module, with a NaN or an infinity; None if all are
+        finite. It runs one forward pass over the first sequences."""
+        root = unwrapped(self.model)
+        for name, p in root.named_parameters():
+            if kind := kind_of(p):
+                return f"the weight {clean(name)}, which is {kind}"
+        inputs = named_inputs(self.model, args, kwargs)
+        args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), self.sequences))
+        found: list[str] = []
+
+        def check(path: str, output: Any) -> None:
+            kind = next((kind for x in flat(output) if (kind := kind_of(x))), None)
+            if kind is not None and not found:
+                found.append(f"the output of {clean(path) or 'the model'}, which is {kind}")
+
+        with isolated(root, self.device, named_inputs(self.model, args, kwargs)), ExitStack() as stack:
+            for path, module in root.named_modules():
+                hook = module.register_forward_hook(lambda _, __, output, path=path: check(path, output))
+                stack.callback(hook.remove)
+            root(*args, **kwargs)
+        return found[0] if found else None
 
     def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
         """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.
