@@ -118,14 +118,14 @@ def main(argv: list[str] | None = None) -> int:
     run = parser.parse_args(argv).run
     record = read_run(run)
     if record is None:
-        raise UserError(f"{run} is not a run folder: name one that python -m mmqk.train wrote.")
+        raise UserError(f"{run} is not a run folder: name one that mmqk train wrote.")
     try:
         data, trained_on = record["details"]["config"]["data"], record["identity"]["data"]["tokenizers"]
         pairs, tokenizers, cache = (find_file(data[name]) for name in ("pairs", "tokenizers", "cache"))
         seq_len = data["seq_len"]
     except (KeyError, TypeError):
         raise UserError(
-            f"{run / 'run.json'} does not record the data of the run: name a run of python -m mmqk.train."
+            f"{run / 'run.json'} does not record the data of the run: name a run of mmqk train."
         ) from None
     # Compare the hash, because other tokenizers may have blocks of the same sizes.
     if (present := tokenizers_hash(tokenizers)) != trained_on:
