@@ -107,7 +107,7 @@ assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
 # The packages of the extra lab. pandas is not listed, because torch.compiler tries to import it.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
-    *("braceexpand", "timm", "tokenizers", "safetensors", "torchvision", "pydantic", "yaml", "PIL"),
+    *("webdataset", "braceexpand", "timm", "tokenizers", "safetensors", "torchvision", "pydantic", "yaml", "PIL"),
     *("scipy", "matplotlib", "jinja2", "rich", "vector_quantize_pytorch"),
 )
 WITHOUT_LAB = """

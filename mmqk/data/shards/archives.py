@@ -1,7 +1,10 @@
 """Read archives: tars of samples, by offset, and files of lines.
 
-tarfile reads the headers of a tar in one pass, which gives the offset of each file. Nothing is extracted: a name such
-as ``../x`` is only a key.
+One pass over the headers of a tar gives the offset of each file.
+
+webdataset groups the files into samples. tarfile reads the headers, because webdataset's reader gives no offsets,
+does not count the files that it skips, and reads a truncated archive without an error. Nothing is extracted: a name
+such as ``../x`` is only a key.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from braceexpand import braceexpand
 
-from mmqk.data.shards.samples import HIDDEN, LINE, LONGEST_LINE, NO_DOT, NOT_REGULAR, Unread, printable
+from mmqk.data.shards.samples import HIDDEN, LINE, LONGEST_LINE, META, NO_DOT, NOT_REGULAR, Unread, printable
 from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
 # The first bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
+_RESERVED = ("__key__", "__url__", "__bad__", "__local_path__")  # fields that webdataset uses itself
 
 
 @dataclass
@@ -86,55 +90,75 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
 
-    The key of a file is its name up to the first dot, and its field is the rest, as in webdataset. Consecutive files
-    with one key are a sample. `TarIndex.unread` counts the files that belong to no sample, because their name has no
-    dot or begins with a dot. It also counts links, devices and sparse files, whose content is not read; the sample of
-    such a file lacks its field. Folders are not counted.
+    A file belongs to no sample if its name has no dot, begins with a dot or is reserved by webdataset;
+    `TarIndex.unread` counts these files. It also counts links, devices and sparse files, whose content is not read;
+    the sample of such a file lacks its field. Folders are not counted.
 
     Raises:
         UserError: the file cannot be read as one whole, uncompressed archive, or it contains a file twice or a sample
             in two places.
     """
+    from webdataset.tariterators import group_by_keys  # imports torch, which --help does not need
+
     path = Path(path)
     keys: dict[str, None] = {}
-    fields, extent, first, unread = list[str](), list[tuple[int, int]](), list[int](), Unread()
-    latest, names = None, set[str]()
+    fields: list[str] = []
+    extent: list[tuple[int, int]] = []
+    first, unread = [0], Unread()
     try:
         with open(path, "rb") as file:
             if file.peek(6).startswith(_COMPRESSED):
                 raise UserError(f"shard {path} is compressed and cannot be read by offset: unpack it")
-            for info in _headers(path, file):
-                folder, slash, base = info.name.rpartition("/")
-                stem, dot, rest = base.partition(".")
-                if info.isdir():
-                    continue
-                if not stem or not dot:
-                    unread.add(NO_DOT if stem else HIDDEN, info.name)
-                    continue
-                key, name = folder + slash + stem, sys.intern(rest.lower())
-                if key != latest:
-                    if key in keys:
-                        raise UserError(
-                            f"shard {path} has the sample {printable(key)} in two places: write the archive again"
-                            " with the files of a sample next to each other, sorted by name"
-                        )
-                    keys[key] = None
-                    latest, names = key, set()
-                    first.append(len(fields))
-                if name in names:
-                    raise UserError(f"shard {path} has the file {printable(info.name)} twice: write it again")
-                names.add(name)
-                if info.isreg() and not info.issparse():
-                    fields.append(name)
-                    extent.append((info.offset_data, info.size))
-                else:
-                    unread.add(NOT_REGULAR, info.name)
+            for sample in group_by_keys(_files(path, file, unread), _key_and_field):
+                key = sample.pop("__key__")
+                if key in keys:
+                    raise UserError(
+                        f"shard {path} has the sample {printable(key)} in two places: write the archive again"
+                        " with the files of a sample next to each other, sorted by name"
+                    )
+                keys[key] = None
+                for name, place in sample.items():
+                    if name != "__url__" and place is not None:
+                        fields.append(sys.intern(name))
+                        extent.append(place)
+                first.append(len(fields))
             length = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
+    except ValueError as error:  # from group_by_keys
+        name = str(error.args[0]).partition(": duplicate file name")[0]
+        raise UserError(f"shard {path} has the file {printable(name)} twice: write it again") from None
     extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
-    first_N = np.array([*first, len(fields)], dtype=np.int64)
+    first_N = np.array(first, dtype=np.int64)
     return TarIndex(path, length, list(keys), fields, extent_M2, first_N, len(fields) + unread.total, unread)
+
+
+def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
+    """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
+    for info in _headers(path, file):
+        base = info.name.rpartition("/")[2]
+        if info.isdir():
+            continue
+        # webdataset skips a file such as __name__, and drops the whole sample if it has a field __bad__.
+        meta = base == info.name and base.startswith("__") and base.endswith("__")
+        if base.startswith("."):
+            unread.add(HIDDEN, info.name)
+        elif "." not in base:
+            unread.add(NO_DOT, info.name)
+        elif meta or base.partition(".")[2].lower() in _RESERVED:
+            unread.add(META, info.name)
+        elif info.isreg() and not info.issparse():
+            yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
+        else:
+            unread.add(NOT_REGULAR, info.name)
+            yield {"fname": info.name, "data": None, "__url__": None}
+
+
+def _key_and_field(name: str) -> tuple[str, str]:
+    # webdataset's own function does not match names in a folder that has a dot and a line break in its name.
+    folder, slash, base = name.rpartition("/")
+    stem, _, rest = base.partition(".")
+    return folder + slash + stem, rest
 
 
 def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:

@@ -20,6 +20,7 @@ LONGEST_SHOWN = 200  # characters of a name
 
 NO_DOT = "in no sample: the name has no dot"
 HIDDEN = "in no sample: the name begins with a dot"
+META = "in no sample: webdataset reserves the name"
 NOT_REGULAR = "links, devices and sparse files"
 OF_DROPPED = "of dropped samples"
 UNUSED = "in a sample that does not use them"
