@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.distributed import rank, summed
+from mmqk.distributed import rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.collect import Probe, over_layers
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
@@ -274,7 +274,7 @@ class Watch:
         values["attn_layers_seen"] = self.layers.seen
         values["attn_layers_hidden"] = len(self.layers.hidden)
         if is_first:
-            self._print_summary(self._synchronized_time() - start, values)
+            self._print_summary(self._synchronized_time() - start, values, call)
             self._step_times = None
         return values
 
@@ -313,19 +313,35 @@ class Watch:
             flush=True,
         )
 
+    def _attention_note(self, call: Call) -> str:
+        """Return a note of the QK-Norm, scale and cap of the attention calls; empty if they cannot be read, or with
+        several ranks."""
+        from mmqk.monitors.preflight.attention import fingerprint, read_calls
+
+        if world_size() > 1:
+            return ""
+        with contextlib.suppress(Exception):  # a model may refuse a forward pass with gradients in evaluation mode
+            has_ids = find_ids(named_inputs(self.model, *call)) is not None
+            seen = read_calls(self.model, *call, None if has_ids else self.prober.modalities)
+            read = [x.call for x in seen if x.call is not None]
+            scales = ", ".join(sorted({f"{x.scale:.3g}" for x in read}))
+            caps = ", ".join(sorted({"none" if x.softcap is None else f"{x.softcap:g}" for x in read}))
+            return f" · {fingerprint(seen)}; scale {scales}; cap {caps}" if read else ""
+        return ""
+
     def _synchronized_time(self) -> float:
         """Wait until the device has finished its work, and return the time in seconds."""
         if self.prober.device.type != "cpu":
             torch.get_device_module(self.prober.device).synchronize(self.prober.device)
         return time.perf_counter()
 
-    def _print_summary(self, seconds: float, values: dict[str, float]) -> None:
+    def _print_summary(self, seconds: float, values: dict[str, float], call: Call) -> None:
         assert self.prober.tokens_M is not None and self.layers is not None and self._step_times is not None
         tokens_M = summed(self.prober.tokens_M)
         if rank() == 0:
             tokens = dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
             line = summary_line(self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps)
-            line += restored_note(self.prober.changed)
+            line += restored_note(self.prober.changed) + self._attention_note(call)
             print(line + missing_series(values, self.prober.modalities.names), flush=True)
             warn_of_absent(tokens)

@@ -151,3 +151,18 @@ def test_the_first_value_that_is_not_finite_is_named(tmp_path, capsys, where):
     if where != "nowhere":
         assert named[0].endswith(f"; the first is {first[where]}")
     assert capsys.readouterr().out.count("alarm at step 1: non_finite: ") == len(named)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_first_line_names_qk_norm_scale_and_cap(capsys, normed):
+    net = Net(["sdpa"])
+    if normed:
+        attention = net.layers[0].attention
+        attention.q = nn.Sequential(attention.q, nn.Unflatten(-1, (4, 8)), nn.RMSNorm(8), nn.Flatten(-2))
+        attention.k = nn.Sequential(attention.k, nn.Unflatten(-1, (4, 8)), nn.RMSNorm(8), nn.Flatten(-2))
+    watch = attach(net, modality=IMAGE, every_n_steps=1)
+    net(batches(1, B=2, T=12)[0])
+    watch.step()
+    printed = capsys.readouterr().out
+    assert "; scale 0.5; cap none" in printed
+    assert ("QK-Norm: none" in printed) != normed and ("rms" in printed.lower()) == normed
