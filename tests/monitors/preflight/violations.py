@@ -145,7 +145,7 @@ def other_eps(case: Case) -> Case | None:
 def wrong(x: Tensor) -> Tensor:
     """Return the factor that replaces an eps of 0 by one of 0.0078."""
     square = x.square().mean(-1, keepdim=True)
-    return (square / (square + 0.0078)).sqrt()
+    return ((square + 1e-12) / (square + 0.0078)).sqrt()
 
 
 def unused_gain(case: Case) -> Case:
