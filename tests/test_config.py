@@ -296,7 +296,7 @@ def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data,
 
 
 def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tmp_path):
-    from mmqk.training.checkpoint import load_model
+    from mmqk.checkpoint import load_model
 
     losses = {}
     for precision in ("32-true", "bf16-mixed"):

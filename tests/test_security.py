@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmqk.checkpoint import save_checkpoint
 from mmqk.store import cli_main
 from mmqk.train import main
-from mmqk.training.checkpoint import save_checkpoint
 
 
 class Payload:

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: the folder is not a run, does not record its data, or its tokenizers have changed.
     """
-    from mmqk.training.checkpoint import load_model
+    from mmqk.checkpoint import load_model
 
     parser = OneSentenceParser(prog="python -m data.build.caption_gain", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run")

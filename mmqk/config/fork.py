@@ -92,7 +92,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     noted = ((read_run(Path(out)) or {}).get("details") or {}).get("fork") if out else None
     if isinstance(noted, dict) and noted.get("given") == given:
         return Path(noted["checkpoint"]), Parent(noted["id"], noted["step"], noted["config"])
-    from mmqk.training.checkpoint import load_checkpoint, newest_checkpoint  # imports torch
+    from mmqk.checkpoint import load_checkpoint, newest_checkpoint  # imports torch
 
     path = Path(given)
     if path.is_dir() and path.suffix != ".ckpt":

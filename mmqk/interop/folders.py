@@ -110,7 +110,7 @@ def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
-    from mmqk.training.checkpoint import newest_checkpoint
+    from mmqk.checkpoint import newest_checkpoint
 
     newest = newest_checkpoint(source)
     config, weights = read_model(newest)
@@ -207,7 +207,7 @@ def read_model(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises:
         UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.
     """
-    from mmqk.training.checkpoint import PREFIX, load_checkpoint
+    from mmqk.checkpoint import PREFIX, load_checkpoint
 
     content = load_checkpoint(checkpoint, "give another --from")
     config = ModelConfig.from_dict(content["mmqk_model"])
@@ -221,7 +221,7 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
     Raises:
         UserError: `out` is not empty or cannot be written.
     """
-    from mmqk.training.checkpoint import PREFIX, save_checkpoint
+    from mmqk.checkpoint import PREFIX, save_checkpoint
 
     weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
     with _publishing(out) as folder:

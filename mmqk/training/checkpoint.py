@@ -1,37 +1,34 @@
-"""Reads and writes checkpoints, with a digest that is checked before use; finds the one that a run resumes from; and
-the callbacks that write them during a run, write its status, and end it."""
+"""Finds the checkpoint that a run resumes from, and the callbacks that write checkpoints and the status and end a run."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from torch import Tensor
 
+from mmqk.checkpoint import (
+    CheckpointError,
+    check_run,
+    read_checkpoint,
+    save_checkpoint,
+)
 from mmqk.config.training import CheckpointConfig
 from mmqk.distributed import first_of_ranks, largest
-from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.own.bad_site import first_bad_state
-from mmqk.store import MetricsWriter, RunFolder, UserError, differing_fields, disk_sentence, naming
+from mmqk.store import MetricsWriter, RunFolder, UserError, disk_sentence
 from mmqk.store.checkpoints import (
     PARTIAL_SUFFIX,
-    DamagedError,
-    check_digest,
     checkpoint_name,
     checkpoints_in,
-    named_step,
     set_aside,
     step_of,
     strays_in,
-    write_checkpoint,
 )
 
 if TYPE_CHECKING:
@@ -40,168 +37,11 @@ if TYPE_CHECKING:
     from mmqk.training.module import TrainingModule
 
 
-# Parts that a resume needs besides the model.
-PARTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
-PREFIX = "model."
-
-
-class CheckpointError(Exception):
-    """Raised if a checkpoint cannot be used. The message completes the sentence "The checkpoint X ..."."""
-
-
 class CheckpointFiles(TorchCheckpointIO):
     """Writes Lightning's checkpoint files with a digest."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save_checkpoint(checkpoint, Path(path))
-
-
-def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint completely or not at all, and read it back from the disk.
-
-    Raises:
-        OSError: the file cannot be written, or its content differs when read back. ``path`` is then unchanged.
-    """
-    write_checkpoint(path, lambda file: torch.save(dict(content), file))  # type: ignore[arg-type]
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Check the digest, the step and the weights of a checkpoint, and return its content. The tensors are on the CPU
-    and memory-mapped.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used.
-        OSError: the file cannot be read from the disk.
-    """
-    if not path.is_file():
-        raise CheckpointError("is not a file")
-    try:
-        with naming(path):
-            check_digest(path)
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except DamagedError as error:
-        raise CheckpointError(str(error)) from error
-    except OSError:
-        raise  # a disk error does not mean that the content is damaged
-    except Exception as error:  # torch, zip and pickle raise different errors
-        reason = " ".join(str(error).split()).partition(". ")[0][:120].rstrip(".:") or type(error).__name__
-        raise CheckpointError(f"cannot be read ({reason})") from error
-    if not isinstance(content, dict) or not isinstance(content.get("mmqk_model"), dict):
-        raise CheckpointError("has no model configuration: it was not written by mmqk.train")
-    step = content.get("global_step", 0)
-    if type(step) is not int or step < 0:
-        raise CheckpointError("has no step number in the part global_step")
-    if "global_step" in content and named_step(path) not in (None, step):
-        raise CheckpointError(f"holds step {step}, but its name has another step")
-    _check_weights(content)
-    return content
-
-
-def _check_weights(content: dict[str, Any]) -> None:
-    """Check the names and shapes of the weights against the stored configuration."""
-    try:
-        with torch.device("meta"):  # do not draw initial weights
-            model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
-    except Exception as error:
-        raise CheckpointError("has a model that this version of mmqk does not support") from error
-    weights = content.get("state_dict")
-    if not isinstance(weights, dict):
-        raise CheckpointError("lacks the part state_dict")
-    expected = {PREFIX + name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name in sorted(expected.keys() | weights.keys(), key=str):
-        if name not in weights:
-            raise CheckpointError(f"lacks the weights {name}")
-        if name not in expected:
-            raise CheckpointError(f"has weights {name}, which its model does not have")
-        if not isinstance(weights[name], Tensor) or weights[name].shape != expected[name]:
-            raise CheckpointError(f"has weights {name} that are not of shape {tuple(expected[name])}")
-
-
-def check_parts(content: Mapping[str, Any]) -> None:
-    """Check that a run can resume or fork from a checkpoint.
-
-    Raises:
-        CheckpointError: a part is missing.
-    """
-    if "global_step" not in content:
-        raise CheckpointError("has only weights, such as those of an import: a run cannot resume or fork from it")
-    for name in PARTS:
-        if name not in content:
-            raise CheckpointError(f"lacks the part {name}")
-
-
-def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
-    """Check that a checkpoint belongs to a run, so that the run can resume from it.
-
-    Attention scale, caps and dropout have no parameters: only the stored configuration shows whether they differ.
-
-    Raises:
-        CheckpointError: a part is missing, or the checkpoint belongs to another model or run.
-    """
-    check_parts(content)
-    # `from_dict` adds the fields that the version of mmqk that wrote the checkpoint did not have.
-    differing = differing_fields(asdict(ModelConfig.from_dict(content["mmqk_model"])), asdict(model))
-    if differing:
-        raise CheckpointError(f"is of another model (different: {', '.join(f'model.{n}' for n in differing)})")
-    if "mmqk_ranks" not in content:
-        raise CheckpointError("lacks the part mmqk_ranks")
-    writer = content.get("mmqk_run")
-    if isinstance(writer, dict) and writer.get("id") != id:
-        raise CheckpointError(f"is of run {writer.get('id')} and not of this run, {id}")
-
-
-def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = False) -> dict[str, Any]:
-    """Check a checkpoint with `read_checkpoint`, and return its content.
-
-    Args:
-        path: The file.
-        advice: What the user should do, as the end of the error message.
-        whole: Whether to require all parts that a resume needs.
-
-    Raises:
-        UserError: the checkpoint cannot be used.
-    """
-    try:
-        content = read_checkpoint(path)
-        if whole:
-            check_parts(content)
-        return content
-    except CheckpointError as error:
-        raise UserError(f"The checkpoint {path} {error}: {advice}.") from error
-
-
-def newest_checkpoint(run: Path) -> Path:
-    """Return the newest checkpoint of a run folder, by the step in its name.
-
-    Raises:
-        UserError: the folder has none.
-    """
-    checkpoints = checkpoints_in(run / "checkpoints")
-    if not checkpoints:
-        strays = strays_in(run / "checkpoints")
-        named = f" named step<step>.ckpt, only {strays[0].name}" if strays else ""
-        raise UserError(f"{run} has no checkpoint{named}: name the folder of a run that wrote one.")
-    return checkpoints[-1]
-
-
-def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
-    """Return the model of a run's newest checkpoint, in fp32 and evaluation mode.
-
-    The model is built from the configuration in the checkpoint.
-
-    Raises:
-        UserError: the run has no checkpoint, or the newest one cannot be used.
-    """
-    path = newest_checkpoint(Path(run))
-    checkpoint = load_checkpoint(path, "remove it to use the one before, or name another run")
-    config = ModelConfig.from_dict(checkpoint["mmqk_model"])
-    with torch.device("meta"):
-        model = EarlyFusionTransformer(config, backend)
-    model.to_empty(device="cpu")
-    if config.tie_embeddings:
-        model.head.weight = model.embed.weight
-    model.load_state_dict({k.removeprefix(PREFIX): v for k, v in checkpoint["state_dict"].items()})
-    return model.eval()
 
 
 def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path | None:

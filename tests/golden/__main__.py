@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.ids import main as write_ids
 from mmqk.store import read_metrics
 from mmqk.train import main as train
-from mmqk.training.checkpoint import load_model
 
 HERE = Path(__file__).parent
 KEPT = HERE / "values.json"

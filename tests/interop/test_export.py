@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
+from mmqk.checkpoint import load_model
 from mmqk.data.shards.manifest import manifest_hash
 from mmqk.data.tokenizers.files import TextTokenizer
 from mmqk.interop.folders import main, model_card
 from mmqk.model import ModelConfig
 from mmqk.store import read_metrics
 from mmqk.train import main as train
-from mmqk.training.checkpoint import load_model
 from tests.interop.models import logits_of
 
 transformers = pytest.importorskip("transformers")

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmqk.checkpoint import load_model, save_checkpoint
 from mmqk.data.batch import TokenBatch
 from mmqk.interop.folders import main
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.store import cli_main
-from mmqk.training.checkpoint import load_model, save_checkpoint
 from tests.interop.models import logits_of, some_ids, tiny
 
 LLAMA, CHAMELEON = "LlamaForCausalLM", "ChameleonForConditionalGeneration"

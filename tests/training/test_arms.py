@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.store import read_metrics
 from mmqk.train import main
 from mmqk.training import module as training
-from mmqk.training.checkpoint import load_model
 from mmqk.training.losses import LossSums, total_loss
 
 OFF = "--loss.weights.image=0"

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmqk.checkpoint import load_checkpoint, load_model, save_checkpoint
 from mmqk.config.training import CheckpointConfig
 from mmqk.interop.folders import read_model
 from mmqk.store import UserError, cli_main, read_status
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
-from mmqk.training.checkpoint import Checkpoints, load_checkpoint, load_model, save_checkpoint
+from mmqk.training.checkpoint import Checkpoints
 from tests.training.test_resume import rewind, series, state
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmqk.checkpoint import save_checkpoint
 from mmqk.store import cli_main
 from mmqk.train import main
-from mmqk.training.checkpoint import save_checkpoint
 
 
 @pytest.fixture(scope="module")

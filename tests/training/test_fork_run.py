@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmqk.checkpoint import save_checkpoint
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError, read_metrics
 from mmqk.train import main
-from mmqk.training.checkpoint import save_checkpoint
 
 WALL_CLOCK = {"tokens_per_s"}
 STEP, LAST = 8, 12

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmqk.checkpoint import load_model
 from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
-from mmqk.training.checkpoint import load_model
 from mmqk.training.module import TrainingModule
 from tests.training.ranks import end, start, train
 from tests.training.test_resume import rewind, series, state

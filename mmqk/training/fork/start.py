@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mmqk.checkpoint import PREFIX, load_checkpoint, save_checkpoint
 from mmqk.config.fork import ForkConfig
 from mmqk.config.run import NEWER, SECTIONS
 from mmqk.config.training import LossConfig, OptimConfig
@@ -18,7 +19,6 @@ from mmqk.model.linear import parameter_generator
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
 from mmqk.store.formatting import plain
-from mmqk.training.checkpoint import PREFIX, load_checkpoint, save_checkpoint
 from mmqk.training.fork.measure import Change, change_of_function
 from mmqk.training.fork.state import (
     callback_state,
