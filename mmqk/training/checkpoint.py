@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes from, and the callbacks that write checkpoints and the status and end a run."""
+"""Finds the checkpoint that a run resumes from; the callbacks that write checkpoints and the status, and end a run."""
 
 from __future__ import annotations
 
