@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes from; the callbacks that write checkpoints and the status, and end a run."""
+"""Finds the checkpoint of a resume; the callbacks that write checkpoints and the status of a run, and end it."""
 
 from __future__ import annotations
 
