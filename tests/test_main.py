@@ -19,6 +19,7 @@ REQUIRED = {
     "pack": ["runs/demo"],
     "interop": ["--from=a", "--to=b"],
     "init": ["project"],
+    "watch": ["runs"],
     "preflight": ["module:function"],
     "data shards": ["folder"],
     "data ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],

@@ -126,8 +126,8 @@ def test_pages_print_shipped_paths_as_in_the_repository(monkeypatch, tmp_path):
 def test_an_installed_package_reads_its_shipped_folder(tmp_path):
     package = tmp_path / "mmqk"
     shutil.copytree(ROOT / "mmqk/store", package / "store")
-    for name in ("__init__.py", "ranges.py"):
-        shutil.copy(ROOT / "mmqk" / name, package)
+    shutil.copytree(ROOT / "mmqk/model", package / "model")
+    shutil.copy(ROOT / "mmqk/__init__.py", package)
     (package / "shipped/configs").mkdir(parents=True)
     (package / "shipped/configs/mine.yaml").write_text("seed: 1\n")
     code = "from mmqk.store import named_config; print(named_config('mine'), named_config('demo'))"

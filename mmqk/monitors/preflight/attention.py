@@ -349,7 +349,7 @@ def qk_norm(context: Context) -> Finding:
             wrong.append(f"{seen.path}: only one of queries and keys is normalized")
         for x, y in ((seen.q, of_path.get(seen.path, seen).q), (seen.k, of_path.get(seen.path, seen).k)):
             if x.is_norm and x.shrinks > NOTABLE:
-                wrong.append(f"{seen.path}: eps takes {100 * x.shrinks:.2g} % of the result")
+                wrong.append(f"{seen.path}: eps takes {100 * x.shrinks:.1f} % of the result")
             if x.is_norm and 0 < y.shrinks < 1:
                 eps = y.shrinks / (1 - y.shrinks) * y.mean_square
                 words, differs = _eps_words(eps, x, module, call.q_BHTK.shape[-1])

@@ -90,8 +90,8 @@ def shift(context: Context) -> Finding:
     best = max(shares, key=lambda by: shares[by])
     if shares[best] < 0.5:
         raise NotChecked("the targets are not tokens of the input")
-    text = f"{100 * shares[1]:.3g} % of the targets are the next token"
-    text += f", {100 * shares[best]:.3g} % the token {best} ahead" if best != 1 else ""
+    text = f"{100 * shares[1]:.1f} % of the targets are the next token"
+    text += f", {100 * shares[best]:.1f} % the token {best} ahead" if best != 1 else ""
     return judged(
         best != 1, shares[1], text, "shift labels once: here or in the model, not in both or in neither"
     )
@@ -226,7 +226,7 @@ def halves(context: Context) -> Finding:
     rounding = max(1e-3, 10 * max(torch.finfo(p.dtype).eps for p in context.root.parameters()))
     shares, averaging = (n[1] / n[0], n[2] / n[0]), 100 * error(0.5, 0.5)
     candidates = {
-        f"a mean over targets; averaging micro-batches would be off by {averaging:.2g} %": (shares, False),
+        f"a mean over targets; averaging micro-batches would be off by {averaging:.1f} %": (shares, False),
         "a sum over targets": ((1.0, 1.0), False),
         "divided by a fixed number or by sequences": ((middle / B, 1 - middle / B), True),
     }

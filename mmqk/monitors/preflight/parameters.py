@@ -90,7 +90,7 @@ def gradient_norm(context: Context) -> Finding:
             "FAILED", total**0.5, text, "find the first operation with torch.autograd.detect_anomaly()"
         )
     share = squares[largest] / total if total else 0.0
-    text = f"{largest} has {100 * share:.3g} % of grad_norm^2 (grad_norm {total**0.5:.3g})"
+    text = f"{largest} has {100 * share:.1f} % of grad_norm^2 (grad_norm {total**0.5:.3g})"
     advice = (
         "clipping by the global norm scales all updates by this tensor: check its initial size and its loss"
     )
