@@ -273,11 +273,10 @@ class Context:
             words = set(name.lower().removesuffix("s").split("_"))
             if name == "position_ids":
                 positions = x[0] if x.ndim == 3 else x
-                x = (
-                    (positions.diff(dim=1, prepend=positions[:, :1]) < 0)
-                    .cumsum(1)
-                    .expand(len(self.ids_BT), -1)
-                )
+                restarts = (positions.diff(dim=1, prepend=positions[:, :1]) < 0).expand(len(self.ids_BT), -1)
+                if restarts.shape == self.valid_BT.shape:  # positions after left padding begin, they do not restart
+                    restarts = restarts & self.valid_BT.roll(1, 1)
+                x = restarts.cumsum(1)
             elif not words & {"document", "doc", "segment", "sequence", "seq"}:
                 continue
             if x.shape == self.ids_BT.shape and bool(((x != x[:, :1]) & self.valid_BT).any()):

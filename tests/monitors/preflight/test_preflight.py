@@ -14,8 +14,9 @@ import torch
 
 from mmqk.cli import main
 from mmqk.monitors import preflight
+from mmqk.monitors.preflight.context import Context
 from mmqk.store import UserError
-from tests.monitors.preflight.families import FAMILIES, Case, sound
+from tests.monitors.preflight.families import FAMILIES, PAD, Case, sound
 
 pytest.importorskip("transformers")
 
@@ -124,3 +125,14 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     }.items():
         with pytest.raises(UserError, match=message):
             main(["preflight", name])
+
+
+def test_positions_that_begin_after_left_padding_are_no_packed_documents():
+    case = sound("llama")
+    ids = case.batch["input_ids"].clone()
+    ids[:, :3] = PAD
+    mask = (ids != PAD).long()
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # 1, 1, 1, 0, 1, 2, ... as transformers writes them
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    assert Context(case.model, batch).document_BT is None
+    assert Context(case.model, case.packed).document_BT is not None
