@@ -1,4 +1,4 @@
-"""Grids, their runs, and the numbers, verdicts and pages of run folders. Imports neither torch nor matplotlib."""
+"""Grids, their runs, and the numbers, verdicts and pages of run folders. Imports no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -25,8 +25,6 @@ from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
 from mmqk.monitors.probe import block_matrices, pairs_of, probe, residual_absorption
 from mmqk.store.metrics import tag
 
-if TYPE_CHECKING:
-    from mmqk.config import MonitorConfig
 
 class StepMonitor:
     """Measures the steps that the configuration selects; `after_step`, `close` and `sizes` return the numbers.

@@ -53,7 +53,7 @@ def sequences(context: Context) -> Finding:
 
 
 def documents(context: Context) -> Finding:
-    """One packed document must not change another."""
+    """One packed document must not change another. Odd documents are changed, then even ones."""
     document_BT = context.document_BT
     if document_BT is None:
         raise NotChecked("the batch has no document ids and no position_ids that restart")
