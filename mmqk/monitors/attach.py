@@ -316,7 +316,7 @@ class Watch:
     def _attention_note(self, call: Call) -> str:
         """Return a note of the QK-Norm, scale and cap of the attention calls; empty if they cannot be read, or with
         several ranks."""
-        from mmqk.monitors.preflight.attention import fingerprint, read_calls
+        from mmqk.monitors.preflight.reading import fingerprint, read_calls
 
         if world_size() > 1:
             return ""

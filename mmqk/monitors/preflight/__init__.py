@@ -17,7 +17,7 @@ from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked,
 __all__ = ["Finding", "Table", "preflight"]
 
 PARTS: dict[str, dict[str, Check]] = {
-    "leaks": leaks.CHECKS,
+    "leaks": leaks.CHECKS | {"finite mask": attention.finite_masks},
     "attention": attention.CHECKS,
     "loss": losses.CHECKS,
     "parameters": parameters.CHECKS,

@@ -1,313 +1,25 @@
-"""Reads attention as it really runs: which QK-Norm, scale, softcap, mask and sinks each call gets.
+"""Attention: the QK-Norm, scale, softcap, window, sinks and masks of each call, as `reading` finds them.
 
-The reading does not depend on the names of modules. During one forward pass the graph is cut at the output of each
-product with a parameter. So the queries of a call depend on the raw projections alone, and their derivative shows
-what happens in between. A norm makes the queries independent of the size of the projections (Euler: J u = 0), a
-linear function does not (J u = q). The entries of J that are not 0 show over which entries the norm is taken.
-
-Shapes: B batch, H heads, G key heads, T tokens, S key tokens, K head_dim.
+Shapes: B batch, H heads, T tokens, S key tokens, K head_dim.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
-from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import (
-    UncuttableError,
-    batch_size,
-    find_ids,
-    first_rows,
-    named_inputs,
-    padding_mask,
-)
-from mmqk.monitors.foreign.isolate import isolated, unwrapped
-from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.sides import Modalities, Side
-from mmqk.monitors.foreign.trace import Origins, flat
+from mmqk.monitors.foreign.calls import Call
 from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, judged
+from mmqk.monitors.preflight.reading import Normalization, SeenCall, fingerprint, read_calls
 
-_PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
-ROWS = 2  # sequences of the pass that reads attention
-# A derivative along the projection of at least this share of the queries means that nothing is normalized.
-_LINEAR = 0.999
-_ZERO = 1e-3  # relative size of a sum of derivatives that counts as 0
 SMALL = 1e-3  # root mean square of the projections in the pass that reads eps
 ALIKE = 0.2  # relative difference from which two values of eps differ, because the variance is estimated
 NOTABLE = 0.01  # share of the queries that eps may take
-
-
-class Projections(TorchFunctionMode):
-    """Cuts the graph at each product of an activation with a parameter, and stores the products of the next call.
-
-    Args:
-        origins: origins of the tensors of the pass.
-        rms: the root mean square to which each product is scaled, by the number of the product; others stay.
-    """
-
-    def __init__(self, origins: Origins, rms: Mapping[int, float]):
-        super().__init__()
-        self.origins, self.rms, self.count = origins, rms, 0
-        self.products: dict[int, Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name not in _PRODUCTS or not isinstance(out, Tensor) or not any(map(self._is_weight, flat(args))):
-            return out
-        self.count += 1
-        size = self.rms.get(self.count)
-        leaf = out.detach()
-        if size is not None:
-            leaf = leaf * (size / leaf.float().square().mean().sqrt().clamp_min(1e-30)).to(leaf.dtype)
-        self.products[self.count] = leaf.requires_grad_()
-        cut = leaf.clone()  # the model may edit it in place
-        self.origins.set(cut, self.origins.of(out))
-        return cut
-
-    def _is_weight(self, x: Tensor) -> bool:
-        origin = self.origins.of(x)
-        is_derived = x.requires_grad and origin is not None and not origin.inputs
-        return x.ndim >= 2 and x.is_floating_point() and (isinstance(x, nn.Parameter) or is_derived)
-
-
-@dataclass(frozen=True)
-class Normalization:
-    """What happens to the queries or the keys of one call between their projection and the call.
-
-    Attributes:
-        kind: "none", "RMS norm" or "layer norm"; "unknown" if no projection was found.
-        over: entries over which the norm is taken: "head", "full" width, "heads" or "tokens" (both wrong), or "".
-        rope: whether the norm comes "before" or "after" RoPE; "" if the two are the same function, or without RoPE.
-        gains: names and numbers of elements of the parameters that act after the projection.
-        shrinks: share by which eps shrinks the result at its present size.
-        mean_square: mean square of the normalized part of the projection.
-        factor: norm of the result over the norm of the projection, if nothing is normalized.
-        products: numbers of the products that it depends on.
-    """
-
-    kind: str = "unknown"
-    over: str = ""
-    rope: str = ""
-    gains: tuple[tuple[str, int], ...] = ()
-    shrinks: float = 0.0
-    mean_square: float = 0.0
-    factor: float = 0.0
-    products: tuple[int, ...] = ()
-
-    @property
-    def is_norm(self) -> bool:
-        """Whether something is normalized."""
-        return self.kind not in ("none", "unknown")
-
-    def __str__(self) -> str:
-        if not self.is_norm:
-            return self.kind
-        over = {"head": "per head", "full": "over the full width"}.get(
-            self.over, f"over {self.over} (wrong axis)"
-        )
-        return f"{self.kind} {over}{f', {self.rope} RoPE' if self.rope else ''}"
-
-
-@dataclass
-class SeenCall:
-    """One attention call: its inputs, or why it is not read; and the normalization of its queries and keys."""
-
-    path: str
-    call: Call | None = None
-    reason: str = ""
-    other_tokens: bool = False
-    q: Normalization = field(default_factory=Normalization)
-    k: Normalization = field(default_factory=Normalization)
-
-
-class CallReader(Measurement):
-    """Stores each attention call of a pass instead of measuring its statistics."""
-
-    def __init__(self, main: Side, root: nn.Module, projections: Projections):
-        super().__init__(main)
-        self.root, self.projections, self.seen = root, projections, list[SeenCall]()
-
-    def attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> int:
-        """Store one attention call; return its number."""
-        self.n_calls += 1
-        products, self.projections.products = self.projections.products, {}
-        seen = SeenCall(path)
-        self.seen.append(seen)
-        try:
-            q_side, k_side = self._sides_of(call, origins)
-            if isinstance(call, NotMeasured):
-                raise call
-            self._check_axes(call)
-            self._check_length(call, q_side, k_side)
-        except NotMeasured as reason:
-            seen.reason, seen.other_tokens = str(reason), isinstance(reason, OtherTokens)
-            return self.n_calls
-        module = self.root.get_submodule(path)
-        seen.call = replace(
-            call, q_BHTK=call.q_BHTK.detach(), k_BGSK=call.k_BGSK.detach(), v_BGSK=call.v_BGSK.detach()
-        )
-        if isinstance(module, nn.MultiheadAttention):
-            seen.q = seen.k = Normalization("none", factor=1.0)
-        else:
-            token = int(self.valid_BT[0].nonzero()[-1]) if self.valid_BT[0].any() else 0
-            seen.q = normalization(call.q_BHTK, products, module, token)
-            seen.k = normalization(call.k_BGSK, products, module, token)
-        return self.n_calls
-
-
-def _derivative(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    if not x.requires_grad or not inputs:
-        return [None] * len(inputs)
-    return list(torch.autograd.grad(x, inputs, retain_graph=True, allow_unused=True))
-
-
-def normalization(
-    x_BHTK: Tensor, products: Mapping[int, Tensor], module: nn.Module, token: int
-) -> Normalization:
-    """Return what happens between the projections and the queries or keys, from the derivative at one token.
-
-    Args:
-        x_BHTK: queries or keys of a call.
-        products: the products with a parameter since the last call, by number.
-        module: the module that makes the call.
-        token: the token whose derivative is taken; RoPE must rotate it, so it is not token 0.
-    """
-    K, x_K = x_BHTK.shape[-1], x_BHTK[0, 0, token]
-    noise_K = torch.randn(K, generator=torch.Generator().manual_seed(0)).to(x_K)
-    w_K = (x_K + x_K.norm() * noise_K / (2 * math.sqrt(K))).detach()
-    numbers, tensors = list(products), list(products.values())
-    of_head = _derivative((w_K * x_K).sum(), tensors)
-    found = [i for i, g in enumerate(of_head) if g is not None and bool(g.count_nonzero())]
-    if not found:
-        return Normalization()
-    of_channel = _derivative(x_K[0], tensors)
-    last = found[-1]
-    g_head, g_channel = of_head[last], of_channel[last]
-    assert g_head is not None and g_channel is not None
-    u, width = tensors[last].detach(), tensors[last].shape[-1]
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    by_gain = _derivative(x_K[0], list(parameters.values()))
-    gains = {name: g for name, g in zip(parameters, by_gain, strict=True) if g is not None and bool(g.any())}
-    # A bias is no part of what scales with the projection.
-    biases = [parameters[name] for name in gains if name.endswith("bias")]
-    total = float((w_K.double() * x_K.detach().double()).sum())
-    for bias, g in zip(biases, _derivative((w_K * x_K).sum(), biases), strict=True):
-        total -= 0.0 if g is None else float((bias.detach() * g).sum())
-    along = 0.0
-    for i in found:
-        along += float((of_head[i].double() * tensors[i].detach().double()).sum())  # type: ignore[union-attr]
-    along = along / total if total else 1.0
-    g_head, g_channel, u = g_head.reshape(-1, width), g_channel.reshape(-1, width), u.reshape(-1, width)
-    part = g_head != 0
-    n_channel, n_tokens, n_head = int(g_channel.count_nonzero()), int(part.any(-1).sum()), int(part.sum())
-    # A layer norm ignores the mean of its input; without a gain its output has none, also after RoPE.
-    sums = [(float(y.double().sum()), float(y.double().abs().sum())) for y in (g_head, x_K.detach())]
-    is_centered = any(abs(total) < _ZERO * size for total, size in sums)
-    shared: dict[str, Any] = {
-        "gains": tuple((name, g.numel()) for name, g in gains.items()),
-        "mean_square": float(u[part].double().var() if is_centered else u[part].double().square().mean()),
-        "products": tuple(numbers[i] for i in found),
-    }
-    if n_tokens == 1 and (along > _LINEAR or n_channel <= 2):
-        factor = float(x_K.detach().norm()) / max(float(u[part].norm()), 1e-30)
-        return Normalization("none", factor=factor, **shared)
-    if n_tokens > 1:
-        over = "tokens"
-    elif n_head <= K:
-        over = "head"
-    else:  # one channel depends on all channels, or on its own channel of each head
-        over = "full" if n_channel > 2 * n_head / K else "heads"
-    rope = _rope(g_channel, u, part, gains, K) if over in ("head", "full") else ""
-    return Normalization("layer norm" if is_centered else "RMS norm", over, rope, shrinks=along, **shared)
-
-
-def _rope(g: Tensor, u: Tensor, part: Tensor, gains: Mapping[str, Tensor], K: int) -> str:
-    """Return whether the norm comes before or after RoPE, from the derivative ``g`` of one channel; "" if the order
-    changes nothing or there is no RoPE.
-
-    RoPE mixes two channels. A gain before RoPE therefore acts on a channel with two of its elements, a gain after
-    RoPE with one. Without the directions that the norm removes, the derivative of a channel has one entry without
-    RoPE, and two with RoPE before the norm.
-    """
-    gain = next((g for g in gains.values() if g.numel() >= K), None)
-    if gain is None:
-        return ""
-    if int(gain.count_nonzero()) > 1:
-        return "before"
-    row, own = g[part].double(), int(g[part].abs().argmax())
-    removed = torch.stack([u[part].double(), torch.ones_like(row)], 1)
-    others = torch.arange(len(row), device=row.device) != own
-    fit = torch.linalg.lstsq(removed[others].cpu(), row[others, None].cpu()).solution
-    rest = (row[others, None].cpu() - removed[others].cpu() @ fit).abs().max()
-    return "after" if float(rest) > _ZERO * float(row.abs().max()) else ""
-
-
-def read_calls(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    modalities: Modalities | None = None,
-    rms: Mapping[int, float] | None = None,
-) -> list[SeenCall]:
-    """Return every attention call of one forward pass over the first sequences of a batch.
-
-    The pass keeps the graph between two projections only, so it needs little more memory than one without gradients.
-
-    Args:
-        model: the model; its state is restored.
-        args, kwargs: the arguments of the call.
-        modalities: needed only if the inputs have no token ids.
-        rms: see `Projections`.
-    """
-    root = unwrapped(model)
-    inputs = named_inputs(model, args, kwargs)
-    with contextlib.suppress(UncuttableError):
-        args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), ROWS))
-    inputs = named_inputs(model, args, kwargs)
-    ids = find_ids(inputs)
-    if ids is None and modalities is None:
-        raise NotMeasured("the inputs have no token ids")
-    device = next((p.device for p in root.parameters()), torch.device("cpu"))
-    modality_BT = torch.zeros_like(ids[1]) if modalities is None and ids else modalities.of(inputs)  # type: ignore[union-attr]
-    source = None if ids is None or (modalities and modalities.function) else frozenset({ids[0]})
-    main = Side("", ("text",), source, None, modality_BT.to(device), padding_mask(inputs, source))
-    origins = Origins(inputs, root)
-    projections = Projections(origins, rms or {})
-    reader = CallReader(main, root, projections)
-    capture = Capture(root, len(modality_BT), reader, origins)
-    with isolated(root, device, inputs), torch.enable_grad(), watching(capture), projections:
-        root(*args, **kwargs)
-    return reader.seen
-
-
-def fingerprint(calls: Sequence[SeenCall]) -> str:
-    """Return which QK-Norm the calls have, in words, by groups of calls with the same normalization."""
-    groups: dict[str, list[str]] = {}
-    for seen in calls:
-        if seen.call is not None:
-            gains = ", ".join(f"{name} ({n})" for name, n in dict(seen.q.gains + seen.k.gains).items())
-            words = str(seen.q) if str(seen.q) == str(seen.k) else f"queries {seen.q}, keys {seen.k}"
-            if seen.q.is_norm or seen.k.is_norm:
-                words += f", {f'gains {gains}' if gains else 'no gain'}"
-            groups.setdefault(words, []).append(seen.path)
-    if not groups:
-        return "no attention call was read"
-    total = sum(map(len, groups.values()))
-    parts = [
-        words if len(groups) == 1 else f"{words} in {len(paths)} of {total} calls ({paths[0]})"
-        for words, paths in groups.items()
-    ]
-    return f"QK-Norm: {'; '.join(parts)}"
+# Logits of attention above this size are known from trained models (pythia-70m, TransformerLens#318).
+LARGEST_LOGIT = 1e5
 
 
 def calls_of(context: Context) -> list[SeenCall]:
@@ -496,6 +208,36 @@ def tokens(context: Context) -> Finding:
         text += f", {len(others)} over others ({others[0].path}: {others[0].reason})"
     advice = f"{unread[0].path} was not read ({unread[0].reason}): its checks are missing" if unread else ""
     return judged(bool(unread), len(unread), f"{text}; number: calls that were not read", advice)
+
+
+def finite_masks(context: Context) -> Finding:
+    """Finite values of an attention mask that logits can outgrow."""
+    read = [seen for seen in calls_of(context) if seen.call is not None]
+    if not read:
+        raise NotChecked("no attention call was read")
+    largest, weakest, mass, where = 0.0, -torch.inf, 0.0, ""
+    for seen in read:
+        call = seen.call
+        assert call is not None
+        if call.masked is None or call.score_mod is None:
+            continue
+        for head in range(call.q_BHTK.shape[1]):
+            added_BTS = call.score_mod(
+                torch.zeros_like(call.q_BHTK[:, 0, :, :1]) @ call.k_BGSK[:, 0, :, :1].mT, head
+            )
+            hidden = call.masked[:, head if call.masked.shape[1] > 1 else 0].expand(added_BTS.shape)
+            value = float(added_BTS[hidden].max())
+            if value > weakest:
+                weakest, where = value, seen.path
+            largest = max(largest, float((call.softmax_input(head) - added_BTS).abs().max()))
+            mass = max(mass, float((call.weights(head)[0] * hidden).sum(-1).mean()))
+    if weakest == -torch.inf:
+        text = f"no mask in {len(read)} attention calls is a finite number that logits can outgrow"
+        return Finding("ok", None, text)
+    text = f"hidden keys get {weakest:.3g} in {where}; largest logit {largest:.3g}, mass on hidden keys {mass:.2g}"
+    return judged(
+        mass > 0 or weakest > -LARGEST_LOGIT, weakest, text, "hide keys with -inf or with a bool mask"
+    )
 
 
 CHECKS: dict[str, Check] = {

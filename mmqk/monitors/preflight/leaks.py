@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmqk.monitors.preflight.attention import calls_of
 from mmqk.monitors.preflight.context import IGNORED, Check, Context, Finding, NotChecked, judged, mapped
 
 ADDED = 3  # tokens of padding that the checks add to each sequence
-# Logits of attention above this size are known from trained models (pythia-70m, TransformerLens#318).
-LARGEST_LOGIT = 1e5
 
 
 def causality(context: Context) -> Finding:
@@ -138,36 +135,6 @@ def _padding_id(context: Context) -> int:
     return int(context.pool(0)[0]) if known is None else int(known)
 
 
-def finite_masks(context: Context) -> Finding:
-    """Finite values of an attention mask that logits can outgrow."""
-    read = [seen for seen in calls_of(context) if seen.call is not None]
-    if not read:
-        raise NotChecked("no attention call was read")
-    largest, weakest, mass, where = 0.0, -torch.inf, 0.0, ""
-    for seen in read:
-        call = seen.call
-        assert call is not None
-        if call.masked is None or call.score_mod is None:
-            continue
-        for head in range(call.q_BHTK.shape[1]):
-            added_BTS = call.score_mod(
-                torch.zeros_like(call.q_BHTK[:, 0, :, :1]) @ call.k_BGSK[:, 0, :, :1].mT, head
-            )
-            hidden = call.masked[:, head if call.masked.shape[1] > 1 else 0].expand(added_BTS.shape)
-            value = float(added_BTS[hidden].max())
-            if value > weakest:
-                weakest, where = value, seen.path
-            largest = max(largest, float((call.softmax_input(head) - added_BTS).abs().max()))
-            mass = max(mass, float((call.weights(head)[0] * hidden).sum(-1).mean()))
-    if weakest == -torch.inf:
-        text = f"no mask in {len(read)} attention calls is a finite number that logits can outgrow"
-        return Finding("ok", None, text)
-    text = f"hidden keys get {weakest:.3g} in {where}; largest logit {largest:.3g}, mass on hidden keys {mass:.2g}"
-    return judged(
-        mass > 0 or weakest > -LARGEST_LOGIT, weakest, text, "hide keys with -inf or with a bool mask"
-    )
-
-
 CHECKS: dict[str, Check] = {
     "causality": causality,
     "other sequences": sequences,
@@ -175,5 +142,4 @@ CHECKS: dict[str, Check] = {
     "id of padding": padding_ids,
     "padding on the right": padding_right,
     "padding on the left": padding_left,
-    "finite mask": finite_masks,
 }

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmqk.monitors.preflight.attention import fingerprint, read_calls
+from mmqk.monitors.preflight.reading import fingerprint, read_calls
 
 transformers = pytest.importorskip("transformers")
 
