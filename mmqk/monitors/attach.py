@@ -21,7 +21,7 @@ from mmqk.monitors.foreign.isolate import copied, unwrapped
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import FailedElsewhereError, agreed
 from mmqk.monitors.foreign.probing import Prober
-from mmqk.monitors.foreign.sides import Modalities, Modality, Sides, check_sides
+from mmqk.monitors.foreign.sides import Modality, Sides, check_sides, modalities_of
 from mmqk.monitors.losses import LiveAlarms, Losses
 from mmqk.monitors.summary import (
     WatchFolder,
@@ -46,7 +46,7 @@ FIRST_PROBE = 10
 def attach(
     model: nn.Module,
     *,
-    modality: Modality,
+    modality: Modality | None = None,
     every_n_steps: int = 100,
     sequences: int = 4,
     out: str | Path | None = None,
@@ -71,7 +71,8 @@ def attach(
         model: the object that the training loop calls, with its torch.compile, FSDP or DDP wrapper if it has one.
         modality: the id range or ranges of each modality except text, ``{"image": range(4, 8196)}``, or ``{}`` if all
             ids are text; or a function that gets the model's inputs by name and returns (B, T), the modality number
-            of each token.
+            of each token. By default the ids of image, video and audio tokens that the model's config names; text
+            only if it names none.
         every_n_steps: number of steps between probes; the first probe runs after at most 10 steps. 0 disables probes.
         sequences: number of sequences in a probe, on each rank.
         out: folder for ``metrics.jsonl``, which mmqk's tools read.
@@ -100,7 +101,7 @@ def attach(
         raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
     if sequences < 1:
         raise UserError(f"sequences is {sequences}: a probe needs at least 1")
-    modalities = Modalities(modality, names)
+    modalities = modalities_of(model, modality, names)
     checked_sides = check_sides(sides or {}, modalities.names)
     adapter = adapter or adapter_for(unwrapped(model))
     prober = Prober(model, modalities, sequences, adapter, checked_sides, matrices)
@@ -343,5 +344,8 @@ class Watch:
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
             line = summary_line(self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps)
             line += restored_note(self.prober.changed) + self._attention_note(call)
+            origin = self.prober.modalities.origin
+            line += f" · {origin}" if origin else ""
             print(line + missing_series(values, self.prober.modalities.names), flush=True)
-            warn_of_absent(tokens)
+            if not origin:
+                warn_of_absent(tokens)

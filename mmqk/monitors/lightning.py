@@ -21,12 +21,12 @@ class NormMonitor(Callback):
     Args:
         model: path of the submodule in the LightningModule, such as "net" or "net.decoder"; "" if the training step
             calls the forward of the LightningModule itself.
-        modality: as in `attach`.
+        modality: as in `attach`, which by default reads it from the model's config.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
             ``adapter``, ``sides``, ``matrices`` and ``strict``. ``optimizer=True`` measures the Trainer's optimizers.
     """
 
-    def __init__(self, model: str, modality: Modality, **options: Any):
+    def __init__(self, model: str, modality: Modality | None = None, **options: Any):
         # Raises TypeError for a wrong option now, not during training.
         signature(attach).bind(None, modality=modality, log=None, **options)
         self.model = model

@@ -22,12 +22,12 @@ class NormCallback(TrainerCallback):
     ```
 
     Args:
-        modality: as in `mmqk.monitors.attach`.
+        modality: as in `mmqk.monitors.attach`, which by default reads it from the model's config.
         options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
             ``adapter``, ``sides``, ``matrices`` and ``strict``. ``optimizer=True`` measures the Trainer's optimizer.
     """
 
-    def __init__(self, modality: Modality, **options: Any):
+    def __init__(self, modality: Modality | None = None, **options: Any):
         # Raises TypeError for a wrong option now, not during training.
         inspect.signature(attach).bind(None, modality=modality, log=None, **options)
         self.options = {"modality": modality, **options}

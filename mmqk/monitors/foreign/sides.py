@@ -13,14 +13,16 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmqk.monitors.collect import Collector, StatisticPart
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import Inputs, find_ids, padding_mask, tensors, visible_of
+from mmqk.monitors.foreign.isolate import unwrapped
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.store.errors import UserError
@@ -31,6 +33,8 @@ Ranges = range | Sequence[range]
 Modality = Mapping[str, Ranges] | Callable[[Inputs], Tensor]
 # Name of a side in tags -> the model input with the side's tokens, or (input, modality) for several modalities.
 Sides = Mapping[str, "str | tuple[str, Modality]"]
+
+_IMAGE_CODES = ("IMGIMG", "<|visual token")  # how the names of image codes begin in Chameleon and in Emu3
 
 
 class Modalities:
@@ -46,13 +50,14 @@ class Modalities:
     Attributes:
         names: the M names.
         ranges: id ranges by modality; None if ``modality`` is a function.
+        origin: what the first line says of ranges that were read from the model's config; else empty.
 
     Raises:
         UserError: a range overlaps another, is empty or has a step other than 1, or a name is not a valid tag.
     """
 
     def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):
-        self.function = modality if callable(modality) else None
+        self.function, self.origin = modality if callable(modality) else None, ""
         if isinstance(names, str) or len(set(names)) < max(1, len(names)):
             raise UserError(f"names is {names!r}: give one or more different names, such as ('text', 'image')")
         self.ranges: dict[str, list[range]] | None = None
@@ -100,6 +105,45 @@ class Modalities:
             for part in self.ranges[name]:
                 number = torch.where((ids >= part.start) & (ids < part.stop), m, number)
         return number
+
+
+def modalities_of(
+    model: nn.Module, modality: Modality | None, names: Sequence[str] = ("text", "image")
+) -> Modalities:
+    """Return the modalities that the user gives or, if ``modality`` is None, those in the model's config.
+
+    The config of a model of transformers names the id of the placeholder of an image, a video or a sound
+    (``image_token_id``, in older models ``image_token_index``). The ids of image codes are in ``vocabulary_map``.
+    """
+    if modality is not None:
+        return Modalities(modality, names)
+    config = getattr(unwrapped(model), "config", None)
+    found = _ids_of_config(config)
+    modalities, kind = Modalities({name: _ranges_of(ids) for name, ids in found.items()}), type(config).__name__
+    words = [f"{name} is id {min(ids)}" + f" and {len(ids) - 1} more" * (len(ids) > 1) for name, ids in found.items()]
+    modalities.origin = f"modality from {kind}: {', '.join(words)}"
+    if not found:
+        modalities.origin = "all tokens are text, because no modality is given" + f" or in {kind}" * bool(config)
+    return modalities
+
+
+def _ids_of_config(config: Any) -> dict[str, set[int]]:
+    """Return the ids of each modality except text that a config or one of its parts names."""
+    found: dict[str, set[int]] = {}
+    parts = [config, *(x for x in getattr(config, "__dict__", {}).values() if hasattr(x, "__dict__"))]
+    for name in ("image", "video", "audio"):
+        fields = [getattr(part, f"{name}_token_{end}", None) for part in parts for end in ("id", "index")]
+        ids = {x for x in fields if isinstance(x, int) and x >= 0}.difference(*found.values())
+        codes = getattr(config, "vocabulary_map", None) if name == "image" else None
+        ids |= {i for token, i in (codes or {}).items() if token.startswith(_IMAGE_CODES)}
+        if ids:
+            found[name] = ids
+    return found
+
+
+def _ranges_of(ids: set[int]) -> list[range]:
+    starts, stops = (sorted(i for i in ids if i + by not in ids) for by in (-1, 1))
+    return [range(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
 
 
 def _check_ranges(ranges: Mapping[str, list[range]]) -> None:

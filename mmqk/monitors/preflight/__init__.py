@@ -43,14 +43,15 @@ def preflight(
         loss: a function (model, batch) -> scalar that calls the model; by default ``model(**batch).loss``.
         optimizer: the optimizer; without it, its checks are left out.
         modality: the id ranges of each modality except text, ``{"image": range(4, 8196)}``, or a function, as for
-            `attach`; None if all tokens are text.
+            `attach`; by default the ids that the model's config names, or text only.
 
     Raises:
         UserError: an invalid range or name of a modality.
     """
     context = Context(model, batch, loss, optimizer, modality)
     try:
-        findings = [Finding("ok", context.first.loss, "loss of the batch", check="forward and backward")]
+        text = "; ".join(filter(None, ("loss of the batch", context.modalities.origin)))
+        findings = [Finding("ok", context.first.loss, text, check="forward and backward")]
     except Exception as error:
         text, advice = f"{type(error).__name__}: {one_line(error)}", "run the loss on this batch alone"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))

@@ -24,7 +24,7 @@ from mmqk.monitors.foreign.inputs import (
 )
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.probing import find_logits
-from mmqk.monitors.foreign.sides import Modalities, Modality
+from mmqk.monitors.foreign.sides import Modality, modalities_of
 
 IGNORED = -100  # the label that a loss leaves out
 # A change is a leak from this multiple of the rounding noise.
@@ -134,7 +134,7 @@ class Context:
         batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``) or a tensor (``model(batch)``).
         loss: a function (model, batch) -> scalar; by default the attribute ``loss`` of the model's output.
         optimizer: the optimizer, or None.
-        modality: as for `attach`, or None for one modality.
+        modality: as for `attach`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Context:
     ):
         self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
         self.loss, self.has_loss = loss or self._own_loss, loss is not None
-        self.modalities = Modalities({} if modality is None else modality)
+        self.modalities = modalities_of(model, modality)
         self.device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
         self.cache: dict[str, Any] = {}  # what the checks of another file compute once
 

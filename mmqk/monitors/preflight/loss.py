@@ -286,7 +286,8 @@ def ids(context: Context) -> Finding:
         name: int(((context.modality_BT == m) & context.valid_BT).sum())
         for m, name in enumerate(context.modalities.names)
     }
-    problems += [f"no token of the batch is {name}" for name, n in count.items() if not n]
+    absent = [name for name, n in count.items() if not n and not context.modalities.origin]
+    problems += [f"no token of the batch is {name}" for name in absent]
     text = f"{V} ids; tokens: " + ", ".join(f"{n} {name}" for name, n in count.items())
     return judged(bool(problems), len(problems), text, "; ".join(problems[:3]))
 
