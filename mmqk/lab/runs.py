@@ -210,8 +210,8 @@ class Run:
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """The recorded alarms, in order. `mmqk.monitors.attach` records none: apply the rules to the metrics of its
-        folders, which have no run.json."""
+        """The recorded alarms, in order. In a folder without run.json and alarms.jsonl, those that the rules find in
+        the metrics."""
         if self.identity or self.fork or (self.path / ALARMS_NAME).exists():
             return read_alarms(self.path)
         return alarms_of(read_metrics(self.path / "metrics.jsonl"))

@@ -75,7 +75,7 @@ def attach(
             only if it names none.
         every_n_steps: number of steps between probes; the first probe runs after at most 10 steps. 0 disables probes.
         sequences: number of sequences in a probe, on each rank.
-        out: folder for ``metrics.jsonl``, which mmqk's tools read.
+        out: folder for ``metrics.jsonl`` and ``alarms.jsonl``, which mmqk's tools read.
         log: called as ``log({tag: number}, step=int)``, for instance ``wandb.log``.
         names: if ``modality`` is a function, the names of modalities 0, 1, …; ignored if ``modality`` has ranges.
         adapter: further tensors to measure; None uses mmqk's adapter for the model's transformers or timm layers.
@@ -172,6 +172,7 @@ class Watch:
             self.steps = self._started = self.steps if number is None else number - 1
             if self.out is not None and self.every_n_steps and rank() == 0:
                 self._folder = WatchFolder(self.out, resumed)
+                self.alarms.folder = self.out
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._step_times is not None and not self._tried:
             self._step_times.append(time.perf_counter())

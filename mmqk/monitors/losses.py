@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mmqk.distributed import rank, summed, world_size
 from mmqk.monitors.foreign.sides import Modalities
-from mmqk.store import Alarm, AlarmRules, UserError, parsed_tag, tag
+from mmqk.store import Alarm, AlarmRules, UserError, append_alarms, parsed_tag, tag
 
 MOST_PENDING = 100  # steps whose losses stay on the device at most
 _IGNORED = -100  # a target that torch's cross_entropy leaves out
@@ -106,10 +107,12 @@ class LiveAlarms:
     Args:
         rules: the rules, with the length of the run and of its warm-up.
         on_alarm: called with each alarm; or None.
+        folder: the run folder, which gets ``alarms.jsonl``; or None.
     """
 
     rules: AlarmRules
     on_alarm: Callable[[Alarm], Any] | None = None
+    folder: Path | None = None
     _printed: set[tuple[str, str, str | None]] = field(default_factory=set)
 
     def update(self, step: int, values: Mapping[str, float], bad_site: Callable[[], str | None]) -> None:
@@ -125,6 +128,8 @@ class LiveAlarms:
         for alarm in self.rules.update(step, values):
             if alarm.name == "non_finite" and world_size() == 1 and (site := bad_site()):
                 alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
+            if self.folder is not None:
+                append_alarms(self.folder, [alarm])
             parsed = parsed_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality)
             if kind not in self._printed:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import SiteRecord
+from mmqk.store.alarms import truncate_alarms
 from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
 from mmqk.store.folder import STATUS_NAME
@@ -152,7 +153,8 @@ def _notes(records: Sequence[SiteRecord]) -> list[str]:
 
 
 class WatchFolder:
-    """Writes ``metrics.jsonl`` and ``status.json``; a resumed run removes the lines after the step it resumes from.
+    """Writes ``metrics.jsonl`` and ``status.json``; a resumed run removes lines and alarms after the step it resumes
+    from.
 
     Args:
         path: the folder, created if missing.
@@ -177,6 +179,7 @@ class WatchFolder:
             raise UserError(f"{path} cannot be written ({error}): give another folder") from error
         self.path = path
         self._writer.truncate_after(started)
+        truncate_alarms(path, started)
         self._status("running", started)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

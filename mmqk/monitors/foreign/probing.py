@@ -95,27 +95,41 @@ class Prober:
 
     @torch.no_grad()
     def bad_site(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return the first weight, or else the first output of a module, with a NaN or an infinity; None if all are
-        finite. It runs one forward pass over the first sequences."""
+        """Return the first weight, or else the first output of a module, with a NaN or an infinity, and in which
+        tokens it is; None if all are finite. It runs one forward pass over the first sequences."""
         root = unwrapped(self.model)
         for name, p in root.named_parameters():
             if kind := kind_of(p):
                 return f"the weight {clean(name)}, which is {kind}"
         inputs = named_inputs(self.model, args, kwargs)
         args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), self.sequences))
+        inputs = named_inputs(self.model, args, kwargs)
+        modality_BT = self.modalities.of(inputs)
         found: list[str] = []
 
         def check(path: str, output: Any) -> None:
-            kind = next((kind for x in flat(output) if (kind := kind_of(x))), None)
-            if kind is not None and not found:
-                found.append(f"the output of {clean(path) or 'the model'}, which is {kind}")
+            bad = next((x for x in flat(output) if kind_of(x)), None)
+            if bad is not None and not found:
+                where = self._bad_tokens(bad, modality_BT)
+                found.append(f"the output of {clean(path) or 'the model'}, which is {kind_of(bad)}{where}")
 
-        with isolated(root, self.device, named_inputs(self.model, args, kwargs)), ExitStack() as stack:
+        with isolated(root, self.device, inputs), ExitStack() as stack:
             for path, module in root.named_modules():
                 hook = module.register_forward_hook(lambda _, __, output, path=path: check(path, output))
                 stack.callback(hook.remove)
             root(*args, **kwargs)
         return found[0] if found else None
+
+    def _bad_tokens(self, x: Tensor, modality_BT: Tensor) -> str:
+        """Return how many tokens of each modality have values that are not finite, as in " in 3 of 24 image tokens";
+        empty if x is not (B, T, ...)."""
+        if x.shape[:2] != modality_BT.shape:
+            return ""
+        is_bad_BT = ~torch.isfinite(x).reshape(*modality_BT.shape, -1).all(-1).to(modality_BT.device)
+        of_names = [(name, modality_BT == m) for m, name in enumerate(self.modalities.names)]
+        counts = [(int((of & is_bad_BT).sum()), int(of.sum()), name) for name, of in of_names]
+        words = " and ".join(f"{n} of {total} {name} tokens" for n, total, name in counts if n)
+        return f" in {words}" if words else ""
 
     def _probe_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], sequences: int) -> Probe:
         """Probe the first sequences of a batch. If this fails on one rank, it raises an error on every rank.

@@ -54,6 +54,8 @@ def preflight(
         findings = [Finding("ok", context.first.loss, text, check="forward and backward")]
     except Exception as error:
         text, advice = f"{type(error).__name__}: {one_line(error)}", "run the loss on this batch alone"
+        if loss is not None:
+            advice += "; loss must be a function loss(model, batch) that calls the model and returns a scalar tensor"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))
     for part, checks in PARTS.items():
         for name, check in checks.items():

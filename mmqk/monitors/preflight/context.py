@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -80,7 +80,7 @@ class Table:
     def __str__(self) -> str:
         width = max(len(finding.check) for finding in self.findings)
         lines = []
-        for finding in self.findings:
+        for finding in _merged(self.findings):
             number = "" if finding.number is None else f"{finding.number:.3g}"
             lines.append(f"{finding.check:{width}}  {finding.result:11}  {number:>9}  {finding.text}")
             if finding.advice:
@@ -91,6 +91,21 @@ class Table:
         }
         lines.append(f"{count['ok']} ok, {count['FAILED']} failed, {count['not checked']} not checked")
         return "\n".join(lines)
+
+
+def _merged(findings: tuple[Finding, ...]) -> list[Finding]:
+    """Return the findings with those of a part that are not checked for the same reason as one."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        part = finding.check.partition(": ")[0]
+        key = (part, finding.text) if finding.result == "not checked" else (finding.check, "")
+        groups.setdefault(key, []).append(finding)
+    merged = []
+    for (part, _), group in groups.items():
+        names = ", ".join(finding.check.partition(": ")[2] for finding in group)
+        several = replace(group[0], check=f"{part}: {len(group)} checks", text=f"{group[0].text} ({names})")
+        merged.append(several if len(group) > 1 else group[0])
+    return merged
 
 
 @dataclass
@@ -160,7 +175,10 @@ class Context:
 
     def _own_loss(self, model: nn.Module, batch: Any) -> Tensor | None:
         output = self._call(batch)
-        return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        # Some models return the loss alone, or a tuple of logits and loss.
+        parts = [loss, *(output if isinstance(output, tuple) else (output,))]
+        return next((x for x in parts if isinstance(x, Tensor) and x.numel() == 1), None)
 
     def training_pass(self, batch: Any) -> Pass:
         """Return a pass of the loss over a batch, in evaluation mode, with its gradients; nothing else changes."""
@@ -174,6 +192,9 @@ class Context:
         try:
             with isolated(self.root, self.device, {"batch": batch}), torch.enable_grad():
                 loss = self.loss(self.model, batch)
+                if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
+                    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+                    raise TypeError(f"loss(model, batch) returned a {type(loss).__name__}{shape}")
                 if not calls:
                     raise NotChecked("loss(model, batch) does not call the model")
                 args, kwargs, output = calls[-1]
@@ -225,7 +246,7 @@ class Context:
         for x in found:
             if x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point():
                 return x
-        raise NotChecked("the model's output has no tensor with a row for each token")
+        raise NotChecked("cannot be done because the model's output has no tensor with a row for each token")
 
     # The batch
 

@@ -51,8 +51,10 @@ def targets_of(of: Pass) -> Targets:
     Raises:
         NotChecked: the loss is no cross-entropy of the logits that the model returns.
     """
-    if of.by_logits_BTV is None or of.logits_BTV is None:
-        raise NotChecked("the loss does not use logits that the model returns")
+    if of.logits_BTV is None:
+        raise NotChecked("cannot be done because the model returns no logits, as with a fused loss")
+    if of.by_logits_BTV is None:
+        raise NotChecked("cannot be done because the loss does not use the logits that the model returns")
     g, log_p = of.by_logits_BTV.float(), of.logits_BTV.float().log_softmax(-1)
     p, id_BT1 = log_p.exp(), g.argmin(-1, keepdim=True)
     g_y, p_y = g.gather(-1, id_BT1), p.gather(-1, id_BT1)

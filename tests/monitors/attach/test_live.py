@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.store import UserError, alarms_of, read_metrics
+from mmqk.store import UserError, alarms_of, read_alarms, read_metrics
 from tests.monitors.attach.nets import Net, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of
 
@@ -112,11 +112,27 @@ def test_alarms_are_those_of_the_rules_and_each_kind_is_printed_once(tmp_path, c
     losses[[150, 200]] += 2  # two spikes
     alarms = train(Net(["sdpa"]), tmp_path, losses.tolist(), max_steps=260)
     assert [(a.step, a.tag) for a in alarms if a.name == "spike"] == [(151, "loss"), (201, "loss")]
-    assert alarms == alarms_of(read_metrics(tmp_path / "metrics.jsonl"), 0, 260)
+    assert alarms == alarms_of(read_metrics(tmp_path / "metrics.jsonl"), 0, 260) == read_alarms(tmp_path)
     printed = capsys.readouterr().out
     assert printed.count("mmqk: alarm at step 151: spike: ") == printed.count(": spike: ") == 1
     # Control: without the spikes there is no alarm.
     assert train(Net(["sdpa"]), tmp_path / "calm", (3.0 + noise).tolist(), max_steps=260) == []
+    resumed = attach(net := Net(["sdpa"]), modality=IMAGE, out=tmp_path)
+    resumed.steps = 160
+    net(batches(1)[0])
+    resumed.step()
+    assert [a.step for a in read_alarms(tmp_path)] == [151]
+
+
+class Overflow(nn.Module):
+    """Makes the values of some tokens infinite."""
+
+    def __init__(self, where_BT: torch.Tensor):
+        super().__init__()
+        self.where_BT = where_BT
+
+    def forward(self, x_BTD):
+        return x_BTD.masked_fill(self.where_BT[..., None], math.inf)
 
 
 @pytest.mark.parametrize("where", ["weight", "output", "gradient", "nowhere"])
@@ -125,9 +141,12 @@ def test_the_first_value_that_is_not_finite_is_named(tmp_path, capsys, where):
     optimizer = torch.optim.SGD(net.parameters(), 0.0) if where != "output" else None
     alarms = []
     watch = attach(net, modality=IMAGE, every_n_steps=1, optimizer=optimizer, on_alarm=alarms.append)
-    (ids,) = batches(1, B=2, T=12)
+    (ids,), of_images = batches(1, B=2, T=12), ""
     if where == "output":
-        net.layers[1].mlp[1] = nn.Sequential(nn.GELU(), nn.Threshold(math.inf, math.inf))
+        is_image_BT = torch.from_numpy(modality_of(ids) == 1)
+        images, is_image_BT[0] = int(is_image_BT.sum()), False
+        net.layers[1].mlp[1] = nn.Sequential(nn.GELU(), Overflow(is_image_BT))
+        of_images = f"{int(is_image_BT.sum())} of {images} image tokens"
     for _ in range(2):
         out = net(ids)
         out.nan_to_num(0, 0, 0).square().mean().backward()
@@ -144,7 +163,7 @@ def test_the_first_value_that_is_not_finite_is_named(tmp_path, capsys, where):
     named = [alarm.sentence for alarm in alarms if alarm.name == "non_finite"]
     first = {
         "weight": "the weight layers.1.attention.k.weight, which is NaN",
-        "output": "the output of layers.1.mlp.1.1, which is infinite",
+        "output": f"the output of layers.1.mlp.1.1, which is infinite in {of_images}",
         "gradient": "the gradient of layers.0.mlp.0.weight",
     }
     assert len(named) == (where != "nowhere")

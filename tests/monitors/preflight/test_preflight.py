@@ -77,14 +77,49 @@ def test_a_forward_that_fails_is_a_line():
     )
 
 
+@pytest.mark.parametrize("returns", ["loss", "logits and loss"])
+def test_a_model_that_returns_its_loss(returns):
+    """With a fused loss there are no logits; what needs them is one line for each part."""
+    case = sound("plain")
+    forward = case.model.forward
+
+    def called(input_ids, attention_mask=None, labels=None):
+        logits = forward(input_ids, attention_mask)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
+        return loss if returns == "loss" else (logits, loss)
+
+    case.model.forward = called
+    table = preflight(case.model, case.batch, modality=case.modality)
+    lines = [line for line in str(table).splitlines() if "cannot be done because" in line]
+    assert table.findings[0].number > 1 and not [f for f in table.failed if f.check.startswith("loss")]
+    if returns == "loss":
+        assert len(lines) == 2 and lines[0].startswith("leaks: ") and lines[1].startswith("loss: 8 checks ")
+        assert "cannot be done because the model returns no logits, as with a fused loss (shift, " in lines[1]
+    else:
+        assert lines == [] and "100.0 % of the targets are the next token" in str(table)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda logits: 0, lambda model, batch, step: 0, lambda model, batch: model(batch["input_ids"]),
+     lambda model, batch: (torch.zeros(()), 0), lambda model, batch: torch.zeros(()), torch.nn.CrossEntropyLoss()],
+    ids=["one argument", "three", "returns logits", "returns a tuple", "does not call the model", "of logits"],
+)  # fmt: skip
+def test_a_loss_of_another_signature_is_named(loss):
+    case = sound("plain")
+    (finding,) = preflight(case.model, case.batch, loss).failed
+    assert "loss must be a function loss(model, batch) that calls the model" in finding.advice
+
+
 def test_the_table_is_text_and_json():
     case = sound("plain")
     table = preflight(case.model, case.batch, case.loss)
     lines, records = str(table).splitlines(), json.loads(table.to_json())
     assert [record["check"] for record in records] == [f.check for f in table.findings]
-    assert all(
-        any(line.startswith(f"{r['check']} ") and r["result"] in line for line in lines) for r in records
-    )
+    for record in records:  # checks of a part that are not done for the same reason are one line
+        part, _, name = record["check"].partition(": ")
+        found = [x for x in lines if record["result"] in x and record["text"] in x]
+        assert any(x.startswith(f"{record['check']} ") or (x.startswith(part) and name in x) for x in found)
 
 
 MODULE = """
