@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import io
 import lzma
 import os
 import re
@@ -21,18 +20,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from braceexpand import braceexpand
 
-from mmqk.data.shards.samples import HIDDEN, LINE, LONGEST_LINE, META, NO_DOT, NOT_REGULAR, Unread, printable
+from mmqk.data.shards.samples import IGNORED, LINE, LONGEST_LINE, Unread, printable
 from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
 # The first bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
-_RESERVED = ("__key__", "__url__", "__bad__", "__local_path__")  # fields that webdataset uses itself
 
 
 @dataclass
@@ -90,9 +88,8 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with the end-of-archive blocks.
 
-    A file belongs to no sample if its name has no dot, begins with a dot or is reserved by webdataset;
-    `TarIndex.unread` counts these files. It also counts links, devices and sparse files, whose content is not read;
-    the sample of such a file lacks its field. Folders are not counted.
+    A file belongs to no sample if its name has no dot or begins with one, or if it is a link, a device or a sparse
+    file; `TarIndex.unread` counts these files. Folders are not counted.
 
     Raises:
         UserError: the file cannot be read as one whole, uncompressed archive, or it contains a file twice or a sample
@@ -118,7 +115,7 @@ def index_tar(path: Path | str) -> TarIndex:
                     )
                 keys[key] = None
                 for name, place in sample.items():
-                    if name != "__url__" and place is not None:
+                    if name != "__url__":
                         fields.append(sys.intern(name))
                         extent.append(place)
                 first.append(len(fields))
@@ -137,21 +134,10 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
     """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
     for info in _headers(path, file):
         base = info.name.rpartition("/")[2]
-        if info.isdir():
-            continue
-        # webdataset skips a file such as __name__, and drops the whole sample if it has a field __bad__.
-        meta = base == info.name and base.startswith("__") and base.endswith("__")
-        if base.startswith("."):
-            unread.add(HIDDEN, info.name)
-        elif "." not in base:
-            unread.add(NO_DOT, info.name)
-        elif meta or base.partition(".")[2].lower() in _RESERVED:
-            unread.add(META, info.name)
-        elif info.isreg() and not info.issparse():
+        if info.isreg() and not info.issparse() and "." in base and not base.startswith("."):
             yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
-        else:
-            unread.add(NOT_REGULAR, info.name)
-            yield {"fname": info.name, "data": None, "__url__": None}
+        elif not info.isdir():
+            unread.add(IGNORED, info.name)
 
 
 def _key_and_field(name: str) -> tuple[str, str]:
@@ -168,8 +154,6 @@ def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
             while (info := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would store all members
-                if info.size < 0:  # tarfile would read the same header again and again
-                    raise tarfile.ReadError(f"the size of {printable(info.name)} is negative")
                 yield info
             end = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError, MemoryError, RecursionError) as error:
@@ -234,10 +218,6 @@ def _files_of(pattern: str) -> Iterator[Path]:
             raise UserError(f"{pattern} names {name}, which does not exist: check the path and the range")
 
 
-_CHUNK = 2**16
-_XZ_MEMORY = 2**29  # in bytes; xz -9 needs 2**26
-
-
 def read_samples(path: Path, kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield the name and the content by field of each sample of a tar, or of each line of a file of kind text."""
     if kind != "text":
@@ -261,11 +241,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with open(path, "rb") as raw:
             start = raw.peek(6)
-            lines: IO[bytes] | gzip.GzipFile | io.BufferedReader = raw
+            lines: Any = raw
             if start.startswith(b"\x1f\x8b"):
                 lines = gzip.GzipFile(fileobj=raw)
             elif start.startswith(b"\xfd7zXZ\0"):
-                lines = io.BufferedReader(_Xz(raw), _CHUNK)
+                lines = lzma.LZMAFile(raw)  # noqa: SIM115
             elif start.startswith((b"BZh", b"\x28\xb5\x2f\xfd")):
                 raise UserError(f"{path} is compressed with bzip2 or zstd: decompress it, or use gzip or xz")
             number = 0
@@ -279,37 +259,3 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise UserError(f"{path} is truncated: {_REWRITE}") from None
     except (OSError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): {_REWRITE}") from None
-
-
-class _Xz(io.RawIOBase):
-    """The decompressed content of concatenated xz streams.
-
-    `lzma.LZMAFile` treats a damaged stream, or the zero bytes that may follow a stream, as the end of the file. All
-    later lines would be lost without an error.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__()
-        self._file, self._stream = file, self._next_stream()
-
-    def _next_stream(self) -> lzma.LZMADecompressor:
-        return lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            packed = b""
-            if self._stream.eof:
-                rest = self._stream.unused_data
-                while not (packed := rest.lstrip(b"\0")):
-                    if not (rest := self._file.read(_CHUNK)):
-                        return 0
-                self._stream = self._next_stream()
-            elif self._stream.needs_input and not (packed := self._file.read(_CHUNK)):
-                raise EOFError
-            content = self._stream.decompress(packed, len(buffer))
-            if content:
-                buffer[: len(content)] = content
-                return len(content)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import warnings
-import zlib
 from typing import Literal, get_args
 
 import numpy as np
@@ -37,15 +35,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # leave it at least this many times as large as the target. Then the antialiased bicubic filter shrinks it to the
 # target size. At 3 the mean difference from the exact result is below one gray level for a photo.
 _GAP = 3.0
-_JPEG = b"\xff\xd8"
-_JPEG_BLOCK = re.compile(rb"\xff([\xc0-\xcf\xdb-\xfe])(..)", re.DOTALL)  # before the first scan
-# The APP blocks of a JPEG that libjpeg uses, and the bytes that it needs of each; APP1 has the orientation.
-_JPEG_APP = {0xE0: (b"JFIF\0", 14), 0xE1: (b"", 0), 0xEE: (b"Adobe", 12)}
 _PNG = b"\x89PNG\r\n\x1a\n"
-# The optional chunks of a PNG that its pixels or its orientation depend on, and the keys of such texts.
-_PNG_PIXELS, _PNG_TEXTS = (b"tRNS", b"acTL", b"fcTL", b"fdAT"), (b"tEXt", b"zTXt", b"iTXt")
-_PNG_ORIENTATION = (b"XML:com.adobe.xmp", b"Raw profile type exif", b"exif")
-_MOST_TEXT = 2**20  # bytes of a text chunk after decompression; Pillow's own cap
+# The optional chunks of a PNG that its pixels or its orientation depend on.
+_PNG_NEEDED = (b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf")
 
 
 class Dropped(Exception):
@@ -106,8 +98,6 @@ def open_image(content: bytes) -> Image.Image:
     """Open an image file of one of `FORMATS` and read its header."""
     if content.startswith(_PNG):
         content = _without_metadata(content)
-    elif content.startswith(_JPEG):
-        content = _without_app_blocks(content)
     return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
@@ -139,53 +129,20 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
     return _eight_bit(image)
 
 
-def _without_app_blocks(jpeg: bytes) -> bytes:
-    """Return a JPEG without the APP blocks that no pixel and no orientation needs.
-
-    Pillow refuses the whole file if one of them is truncated.
-    """
-    place, kept = len(_JPEG), [_JPEG]
-    while block := _JPEG_BLOCK.match(jpeg, place):
-        kind, end = block[1][0], place + 2 + int.from_bytes(block[2])
-        start, size = _JPEG_APP.get(kind, (b"", 2**16))
-        if not 0xE0 <= kind <= 0xEF or (jpeg.startswith(start, block.end()) and end - block.end() >= size):
-            kept.append(jpeg[place:end])
-        place = end
-    return b"".join([*kept, jpeg[place:]])
-
-
 def _without_metadata(png: bytes) -> bytes:
     """Return a PNG without its color profile, texts and other chunks that no pixel needs.
 
     Pillow refuses the whole file if one of them is damaged, or large after decompression.
     """
-    view, place = memoryview(png), len(_PNG)
-    kept = [view[:place]]
+    place, kept = len(_PNG), [_PNG]
     while place + 12 <= len(png):
-        end = place + 12 + int.from_bytes(view[place : place + 4])
-        kind, data = png[place + 4 : place + 8], view[place + 8 : end - 4]
+        end, kind = place + 12 + int.from_bytes(png[place : place + 4]), png[place + 4 : place + 8]
         if end > len(png) or kind == b"IEND":
             break
-        needed = not kind[0] & 0x20 or kind in _PNG_PIXELS
-        if not needed and (kind == b"eXIf" or _has_orientation(kind, data)):
-            needed = zlib.crc32(data, zlib.crc32(kind)) == int.from_bytes(view[end - 4 : end])
-        if needed:
-            kept.append(view[place:end])
+        if not kind[0] & 0x20 or kind in _PNG_NEEDED:  # bit 5 marks a chunk that a decoder may ignore
+            kept.append(png[place:end])
         place = end
-    return b"".join([*kept, view[place:]])
-
-
-def _has_orientation(kind: bytes, data: memoryview) -> bool:
-    """Whether a text chunk may give the orientation, and its text is no decompression bomb."""
-    key, _, rest = bytes(data).partition(b"\0") if kind in _PNG_TEXTS else (b"", b"", b"")
-    if key not in _PNG_ORIENTATION or kind == b"tEXt" or (kind == b"iTXt" and rest[:1] == b"\0"):
-        return key in _PNG_ORIENTATION
-    inflate = zlib.decompressobj()
-    try:
-        inflate.decompress(rest[1:] if kind == b"zTXt" else rest[2:].split(b"\0", 2)[-1], _MOST_TEXT)
-    except zlib.error:
-        return False
-    return not inflate.unconsumed_tail
+    return b"".join([*kept, png[place:]])
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,7 @@ from mmqk.data.shards.images import IMAGE_REASONS, Dropped
 EXAMPLES = 5
 LONGEST_SHOWN = 200  # characters of a name
 
-NO_DOT = "in no sample: the name has no dot"
-HIDDEN = "in no sample: the name begins with a dot"
-META = "in no sample: webdataset reserves the name"
-NOT_REGULAR = "links, devices and sparse files"
-OF_DROPPED = "of dropped samples"
+IGNORED = "in no sample: the name has no dot or begins with one, or the file is a link or a device"
 UNUSED = "in a sample that does not use them"
 DOTTED = "with a second dot in the name"
 
@@ -132,24 +128,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], otherwise: str = UNUSED) -> None:
-    """Count those files of a sample that no document uses. The json and txt of a usable pair count as used.
-
-    Args:
-        unread: receives the counts.
-        kind: pair or interleaved.
-        key: key of the sample.
-        fields: fields of the sample.
-        otherwise: reason for the counted files that have no second dot in their names. With `OF_DROPPED`, all files
-            of the sample are counted.
-    """
-    fields = list(fields)
+def count_unread(unread: Unread, kind: str, key: str, fields: Collection[str]) -> None:
+    """Count those files of a sample that no document of a kind (pair or interleaved) uses. The json and txt of a pair
+    count as used."""
     numbered = {field for field in fields if kind == "interleaved" and _NUMBERED.fullmatch(field)}
     image = next((field for field in IMAGE_FIELDS if field in fields), None)
     used = {"json", *numbered} if kind == "interleaved" else {image, "json", TEXT_MEMBER}
     for name in fields:
-        if name not in used or otherwise == OF_DROPPED:
-            unread.add(DOTTED if "." in name and name not in numbered else otherwise, f"{key}.{name}")
+        if name not in used:
+            unread.add(DOTTED if "." in name else UNUSED, f"{key}.{name}")
 
 
 def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tuple[bytes, str]:

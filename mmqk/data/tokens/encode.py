@@ -29,8 +29,6 @@ from mmqk.data.shards.images import Dropped, Fit, load_image
 from mmqk.data.shards.manifest import sha256_file, split_of
 from mmqk.data.shards.samples import (
     EMPTY_DOCUMENT,
-    OF_DROPPED,
-    UNUSED,
     ReasonCounts,
     Unread,
     count_unread,
@@ -279,7 +277,6 @@ class Encoder:
         self.documents.clear()  # drop documents of an earlier shard that was not read to its end
         for key, sample in read_samples(shard.path, job.kind) if index is None else index:
             samples += 1
-            reason = UNUSED
             try:
                 identity, places = document_of(sample, job.kind, job.caption_field)
                 self.documents.add([self._loaded(place) for place in places])
@@ -287,9 +284,8 @@ class Encoder:
                 counts[splits[-1]] += 1
             except Dropped as fault:
                 dropped.add(fault.reason, key)
-                reason = OF_DROPPED
             if index is not None:
-                count_unread(unread, job.kind, key, sample, reason)
+                count_unread(unread, job.kind, key, sample)
             if self.documents.tokens >= TOKENS_A_FILE:
                 self._write(shard.part, files, splits)
                 files += 1

@@ -139,28 +139,3 @@ def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch
     with gzip.open(path) as whole:
         assert peak(whole.readline) > 2**28  # the control
     assert [text_of(line) for _, line in archives.read_lines(path) if line.strip()] == ["after"]
-
-
-def test_damage_after_the_first_xz_stream_is_no_end_of_the_file(tmp_path):
-    """From each file in `damaged`, lzma.LZMAFile would read the first line and report no error."""
-    import lzma
-
-    from mmqk.data.shards.archives import read_lines
-    from mmqk.store import UserError
-
-    first, second = (lzma.compress(line) for line in (b"first\n", b"second\n"))
-    path = tmp_path / "x.jsonl.xz"
-    for whole in (first + second, first + bytes(4) + second, first + bytes(2**17) + second + bytes(8)):
-        path.write_bytes(whole)
-        assert [line for _, line in read_lines(path)] == [b"first\n", b"second\n"]
-    for damaged in (
-        first + b"\0" + b"x" + second[1:],
-        first + second[:7] + b"x" + second[8:],
-        first + b"garbage",
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"cannot be read|is truncated"):
-            list(read_lines(path))
-    path.write_bytes(first + second[:-9])
-    with pytest.raises(UserError, match="is truncated"):
-        list(read_lines(path))
