@@ -226,7 +226,7 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
     results = run_shards(job, left, min(cores if workers is None else workers, len(left)))
     try:
         with closing(results):
-            for shard, (kind, content) in track(results, len(left), f"shards of {job.out} tokenized"):
+            for shard, kind, content in track(results, len(left), f"shards of {job.out} tokenized"):
                 if kind == "unwritable":
                     raise UserError(
                         f"{job.out} cannot be written ({content}): make room and run the same command again"

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,13 +24,7 @@ from PIL import Image
 from mmqk.data.shards.archives import index_tar, read_samples
 from mmqk.data.shards.images import Dropped, Fit, load_image
 from mmqk.data.shards.manifest import sha256_file, split_of
-from mmqk.data.shards.samples import (
-    EMPTY_DOCUMENT,
-    ReasonCounts,
-    Unread,
-    count_unread,
-    document_of,
-)
+from mmqk.data.shards.samples import EMPTY_DOCUMENT, ReasonCounts, Unread, count_unread, document_of
 from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, layout_of
 from mmqk.store import UserError
@@ -125,11 +116,6 @@ class DocumentEncoder:
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
 
-# ("done", record), ("broken", sentence) if the shard cannot be read, or ("unwritable", reason) if its part cannot be
-# written.
-Result = tuple[str, Any]
-
-
 @dataclass(frozen=True)
 class TokenizeJob:
     """Settings that all shards share.
@@ -163,64 +149,45 @@ class ShardPart:
 
 def run_shards(
     job: TokenizeJob, shards: Sequence[ShardPart], workers: int
-) -> Generator[tuple[ShardPart, Result], None, None]:
-    """Tokenize shards in worker processes, or in this process if workers is 0, and yield each with its result.
+) -> Generator[tuple[ShardPart, str, Any], None, None]:
+    """Tokenize shards in worker processes, or in this process if workers is 0, and yield each with its result, as
+    `Encoder` returns it.
 
     Closing the iterator ends the workers.
 
     Raises:
         UserError: the tokenizers cannot be used, or a worker was killed.
     """
-    if not shards:
-        return
-    if workers == 0:
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # results must not depend on the number of threads
-        try:
-            encoder = Encoder(job)
-            for shard in shards:
-                yield shard, _attempt(encoder, shard)
-        finally:
-            torch.set_num_threads(threads)
-        return
-    before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")  # torch's threads do not exist in a forked process
-    waiting, running = iter(shards), dict[Future[Result], ShardPart]()
-    with ProcessPoolExecutor(workers, context, _begin) as pool:
-        try:
-            while True:
-                for shard in islice(waiting, workers - len(running)):
-                    running[pool.submit(_tokenize, job, shard)] = shard
-                if not running:
-                    return
-                for future in sorted(wait(running, return_when=FIRST_COMPLETED).done, key=_has_failed):
-                    result = future.result()
-                    yield running.pop(future), result
-        except BrokenProcessPool:
-            paths = ", ".join(str(shard.path) for shard in running.values())
-            raise UserError(
-                f"a worker was killed while tokenizing {paths or 'shards'}: if the machine ran out of memory, give"
-                " fewer --workers or a smaller --max-pixels; finished shards are kept, and the same command continues"
-            ) from None
-        finally:
-            for worker in set(multiprocessing.active_children()) - before if running else ():
-                worker.terminate()
-            pool.shutdown(cancel_futures=True)
-
-
-def _has_failed(future: Future[Result]) -> bool:
-    return future.exception() is not None
-
-
-def _begin() -> None:
-    """Prepare a worker process."""
     import torch
+    from torch.utils.data import DataLoader
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
+    left = dict(enumerate(shards))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # results must not depend on the number of threads; a loader's workers have one each
+    options: dict[str, Any] = {"batch_size": None, "num_workers": workers, "in_order": False}
+    if workers:  # torch's threads do not exist in a forked process
+        options |= {"multiprocessing_context": "spawn", "prefetch_factor": 1, "worker_init_fn": _begin}
+    loader: DataLoader[Any] = DataLoader(Encoder(job, shards), **options)  # type: ignore[arg-type]
+    try:
+        for n, kind, content in loader:
+            yield left.pop(n), kind, content
+    except UserError as error:  # the loader puts the traceback of a worker before the message
+        raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        paths = ", ".join(str(shard.path) for shard in islice(left.values(), workers))  # those that are not waiting
+        raise UserError(
+            f"a worker was killed while tokenizing {paths}: if the machine ran out of memory, give fewer --workers"
+            " or a smaller --max-pixels; finished shards are kept, and the same command continues"
+        ) from None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _begin(_: int) -> None:
+    """Prepare a worker process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)  # the workers share the cores
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -230,35 +197,41 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _tokenize(job: TokenizeJob, shard: ShardPart) -> Result:
-    return _attempt(_encoder(job), shard)
-
-
-@cache
-def _encoder(job: TokenizeJob) -> Encoder:
-    return Encoder(job)
-
-
-def _attempt(encoder: Encoder, shard: ShardPart) -> Result:
-    try:
-        return "done", encoder.shard(shard)
-    except UserError as error:
-        return "broken", str(error)
-    except OSError as error:
-        return "unwritable", error.strerror or str(error)
-
-
 class Encoder:
-    """The tokenizers and the writer of one job.
+    """Tokenizes the shards of one job; a data set of torch, whose item n is (n, kind, content) of shard n.
 
-    Raises:
+    The kind is "done" with the record of the shard, "broken" with a sentence if the shard cannot be read, or
+    "unwritable" with a reason if its part cannot be written.
+
+    Raises (at the first item):
         UserError: the tokenizers are missing or damaged.
     """
 
-    def __init__(self, job: TokenizeJob) -> None:
-        self.job = job
-        self.documents = DocumentEncoder(job.tokenizers, images=job.kind != "text")
-        self.writer = TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
+    def __init__(self, job: TokenizeJob, shards: Sequence[ShardPart] = ()) -> None:
+        self.job, self.shards = job, shards
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    @cached_property
+    def documents(self) -> DocumentEncoder:
+        """The tokenizers; each process loads its own."""
+        return DocumentEncoder(self.job.tokenizers, images=self.job.kind != "text")
+
+    @cached_property
+    def writer(self) -> TokenWriter:
+        """The writer of the token folder."""
+        job = self.job
+        return TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
+
+    def __getitem__(self, n: int) -> tuple[int, str, Any]:
+        self.writer  # noqa: B018 - tokenizers that cannot be loaded are no broken shard
+        try:
+            return n, "done", self.shard(self.shards[n])
+        except UserError as error:
+            return n, "broken", str(error)
+        except OSError as error:
+            return n, "unwritable", error.strerror or str(error)
 
     def shard(self, shard: ShardPart) -> dict[str, Any]:
         """Write the part of one shard.
