@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid.claims import check_arms, read_ablation
+from mmqk.lab.ablation import read_ablation
+from mmqk.lab.grid.claims import check_arms
 from mmqk.lab.grid.grid import Grid, load_grids
 from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, cores, gpus, start_server
@@ -141,7 +142,7 @@ def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -
 
 def _check_claims(session: Session) -> list[str]:
     """Refuse claims that the analysis would refuse or could not decide; return warnings about few seeds."""
-    from mmqk.lab.verdicts.claims import check_decidable, few_seeds
+    from mmqk.lab.grid.check import check_decidable, few_seeds
     from mmqk.lab.verdicts.study import study_of
 
     grid = session.grid

@@ -10,7 +10,8 @@ import pandas as pd
 
 from mmqk.lab.metrics import METRICS, final_loss
 from mmqk.lab.runs import EMPTY, Run
-from mmqk.lab.verdicts.verdicts import Findings, read
+from mmqk.lab.verdicts.study import Study, load_study
+from mmqk.lab.verdicts.verdicts import judge
 
 _OF_SERIES = {
     "run": "string", "arm": "string", "seed": "int64", "metric": "string", "modality": "string", "layer": "Int64",
@@ -25,10 +26,11 @@ class Runs:
     alarms.
     """
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._verdicts = judge(study)
         # Two arms can share a run.
-        self._runs = list({run.name: run for run in findings.study.runs}.values())
+        self._runs = list({run.name: run for run in study.runs}.values())
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -37,9 +39,7 @@ class Runs:
         return iter(self._runs)
 
     def __repr__(self) -> str:
-        return (
-            f"Runs({self._findings.study.title!r}, {len(self)} runs of {len(self._findings.study.arms)} arms)"
-        )
+        return f"Runs({self._study.title!r}, {len(self)} runs of {len(self._study.arms)} arms)"
 
     def metrics(self, *names: str) -> pd.DataFrame:
         """Return one row for each logged number.
@@ -77,7 +77,7 @@ class Runs:
             mean of the last training steps. ``alarms`` is the number of alarms, ``notes`` has sentences about missing
             or damaged files, and ``id`` identifies the configuration.
         """
-        study = self._findings.study
+        study = self._study
         logit = METRICS["largest_attention_logit"].measure
         losses = [f"final_loss/{modality}" for modality in study.modalities]
         rows = (
@@ -104,7 +104,7 @@ class Runs:
             is confirmatory, exploratory or shown.
         """
         rows = []
-        for verdict in self._findings.verdicts:
+        for verdict in self._verdicts:
             record = verdict.as_record()
             low, high = record["interval"] or (None, None)
             adjusted = (record["adjusted"] or {}).get("p")
@@ -125,4 +125,4 @@ def load_runs(folder: str | Path) -> Runs:
     Raises:
         mmqk.store.UserError: the folder does not exist or has no runs, or a record cannot be read.
     """
-    return Runs(read(folder))
+    return Runs(load_study(folder))

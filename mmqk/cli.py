@@ -104,7 +104,7 @@ def pack(argv: list[str] | None = None) -> int:
         UserError: the folder has no runs, its ablation.json is damaged, or --out is not a file name that ends in
             .zip.
     """
-    from mmqk.lab.grid.claims import read_ablation
+    from mmqk.lab.ablation import read_ablation
     from mmqk.store import OneSentenceParser, UserError
     from mmqk.store.pack import FEW_DIGITS, damaged_files, write_pack
 

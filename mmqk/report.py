@@ -15,7 +15,7 @@ files in --out:
   index.html      the page, in one file without external resources
   report.md       the page as Markdown, for GitHub
   figures/        each figure as PNG, and the plotted numbers as CSV
-  verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
+  verdicts.json   the verdict of each claim; docs/reports.md lists its keys
   ranking.csv     the ranking of arms, if the grid defines one
 
 examples:
@@ -41,15 +41,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the folder>)")
     args = parser.parse_args(argv)
 
-    from mmqk.lab.page.claims import effect_in_cell
     from mmqk.lab.page.page import write_report
+    from mmqk.lab.verdicts.words import effect_in_cell
 
     out = args.out or Path("reports") / args.runs.resolve().name.removesuffix(".zip")
     study, verdicts = write_report(args.runs, out)
     print(study.title)
     for verdict in verdicts:
         unchecked = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
-        effect = f"; {cell}" if (cell := effect_in_cell(verdict)) else ""
+        cell = effect_in_cell(verdict.claim, verdict.effect, verdict.bounds)
+        effect = f"; {cell}" if cell else ""
         print(f"  {verdict.claim.id}: {verdict.badge}{unchecked}{effect}")
     print(out / "index.html")
     return 0

@@ -54,11 +54,12 @@ RUNS = {
 
 def specifications(study, claim):
     """Yield (metric, window, runs, effect); of several choices that select the same runs, only the first."""
-    pair = compare(study, claim).pair
+    compared = compare(study, claim)
+    arms = (compared.treatment, compared.control)
     _, modality = find_metric(claim.metric)
     chosen = {}
     for words, keep in RUNS.items():
-        seeds = tuple(frozenset(r.seed for r in arm.all if keep(r, study.modalities)) for arm in pair)
+        seeds = tuple(frozenset(r.seed for r in arm.all if keep(r, study.modalities)) for arm in arms)
         chosen.setdefault(seeds, words)
     for (seeds, words), name, window in itertools.product(chosen.items(), SPECIFIED, WINDOWS):
         a, b = (
@@ -68,7 +69,7 @@ def specifications(study, claim):
                 if run.seed in kept
                 and 0 < (value := WINDOWS[window](run, METRICS[name], modality)) < math.inf
             }
-            for arm, kept in zip(pair, seeds, strict=True)
+            for arm, kept in zip(arms, seeds, strict=True)
         )
         spread = pooled_spread({"treatment": [*a.values()], "control": [*b.values()]})
         effect = paired_effect(a, b, spread)

@@ -259,7 +259,7 @@ WITHOUT_HOLM = replace(MATCHED, claims=tuple({**c, "alpha_family": str(i)} for i
 def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
     """Return `false_verdicts` of six claims without the check that the chosen learning rates differ by more than
     chance."""
-    with mock.patch("mmqk.lab.verdicts.controls.distinguishable", lambda *_: True):
+    with mock.patch("mmqk.lab.verdicts.checks.distinguishable", lambda *_: True):
         return false_verdicts(SIX, planted, draws)
 
 

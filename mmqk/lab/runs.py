@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mmqk.lab.grid.claims import ABLATION_NAME, read_ablation
+from mmqk.lab.ablation import ABLATION_NAME, read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,

@@ -1,6 +1,7 @@
-"""Claims and report settings of a grid, and their registration in ablation.json.
+"""Claims and report settings of a grid, and the hash of the claims.
 
-`mmqk.lab.verdicts` computes the verdicts after the runs.
+`check` compares them with the metrics and the planned runs before training, and `mmqk.lab.verdicts` computes the
+verdicts after the runs.
 """
 
 from __future__ import annotations
@@ -8,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from mmqk.lab.grid.arms import LrChoice, build
 from mmqk.model.ranges import check_fields, number
-from mmqk.store import DamagedFile, UserError, identity_hash, read_json
+from mmqk.store import UserError, identity_hash
 
 # Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the
 # page.
@@ -24,10 +24,6 @@ CHECKS = {
 }
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
-ABLATION_NAME = "ablation.json"
-ADVICE = "restore it from a copy, as it holds the registration of the claims"
-# Keys that each run has in ablation.json. All other keys may be missing.
-_RUN = {"arm": str, "seed": int, "folder": str}
 # Fields that name another claim, whose verdict must be computed first.
 LEANS = ("positive_control", "negative_control", "manipulation_check")
 # Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
@@ -262,31 +258,3 @@ def check_arms(named: Sequence[str], arms: set[str], where: str) -> None:
 def as_list(value: Any) -> list[Any]:
     """Return one name or a list of names as a list; null is empty."""
     return list(value) if isinstance(value, list | tuple) else [value] if value else []
-
-
-# The record of a grid -------------------------------------------------------------------------------------
-
-
-def read_ablation(folder: Path) -> dict[str, Any] | None:
-    """Return the content of ``ablation.json``; None if the folder has none.
-
-    Raises:
-        DamagedFile: the file cannot be read, has no grid or no list of runs, or lists a run outside ``folder``.
-    """
-    path = folder / ABLATION_NAME
-    record = read_json(path, {"name": str, "registered": str | None, "grid": dict, "runs": list, "lr": list}, ADVICE)
-    if record is None:
-        return None
-    for key in ("grid", "runs"):
-        if key not in record:
-            raise DamagedFile(path, f"it has no {key}", ADVICE)
-    for place, run in enumerate(record["runs"]):
-        if not isinstance(run, dict):
-            raise DamagedFile(path, f"runs[{place}] is {run!r:.40}", ADVICE)
-        for key, kind in _RUN.items():
-            if not isinstance(run.get(key), kind):
-                raise DamagedFile(path, f"runs[{place}].{key} is {run.get(key)!r:.40}", ADVICE)
-        name = PurePosixPath(run["folder"])
-        if name.is_absolute() or ".." in name.parts or not name.parts:
-            raise DamagedFile(path, f"runs[{place}].folder is {str(name)!r:.60}, not inside {folder}", ADVICE)
-    return record

@@ -15,13 +15,13 @@ import numpy as np
 
 from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
-from mmqk.lab.page.claims import claim_arms, claim_values
 from mmqk.lab.page.figure import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
+from mmqk.lab.page.verdicts import claim_arms, claim_values
 from mmqk.lab.runs import EMPTY, Run, Series, aligned
 from mmqk.lab.stats.exact import kaplan_meier
-from mmqk.lab.verdicts.assess import EVENTS, middle, times_to_failure
+from mmqk.lab.verdicts.assess import Verdict
+from mmqk.lab.verdicts.measure import EVENTS, middle, times_to_failure
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import Verdict
 
 # A line has at most POINTS points. The lines of a figure have at most ALL_POINTS points together, but each of them at
 # least FEWEST. A page with 300 runs is then below 5 MB.

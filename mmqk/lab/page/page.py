@@ -15,12 +15,12 @@ from typing import Any
 
 from mmqk.lab.formatting import plural, render
 from mmqk.lab.page import sweeps, tables
-from mmqk.lab.page.claims import cannot_tell, claim_rows, counts
 from mmqk.lab.page.figure import Drawing, arm_colors
 from mmqk.lab.page.figures import figures
+from mmqk.lab.page.verdicts import cannot_tell, claim_rows, counts
 from mmqk.lab.verdicts.ranking import Ranking, ranking
-from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import Findings, Verdict, read
+from mmqk.lab.verdicts.study import Study, load_study
+from mmqk.lab.verdicts.verdicts import Verdict, judge
 from mmqk.store import relative_word, without_roots, write_folder
 from mmqk.store.files import read_regular, writing
 
@@ -46,15 +46,15 @@ def write_report(folder: str | Path, out: str | Path) -> tuple[Study, list[Verdi
     Raises:
         UserError: the folder has no runs or an unreadable record; ``out`` cannot be written.
     """
-    findings = read(folder)
-    out = Path(out)
+    study, out = load_study(folder), Path(out)
+    verdicts = judge(study)
     with writing(out):
         write_folder(out, {})  # fail before the figures are drawn
-        files, earlier = report_files(findings), _linked_files(out)
+        files, earlier = report_files(study, verdicts), _linked_files(out)
         write_folder(out, files)
         for name in earlier - files.keys():
             (out / name).unlink(missing_ok=True)
-    return findings.study, list(findings.verdicts)
+    return study, verdicts
 
 
 def _linked_files(out: Path) -> set[str]:
@@ -66,9 +66,8 @@ def _linked_files(out: Path) -> set[str]:
     return set(re.findall(r'href="(figures/[\w-]+\.(?:csv|png)|ranking\.csv)"', page))
 
 
-def report_files(findings: Findings) -> dict[str, str | bytes]:
+def report_files(study: Study, verdicts: Sequence[Verdict]) -> dict[str, str | bytes]:
     """Return the files of the report by name."""
-    study, verdicts = findings.study, findings.verdicts
     records = without_roots([verdict.as_record() for verdict in verdicts])
     files: dict[str, str | bytes] = {"verdicts.json": json.dumps(records, indent=1, ensure_ascii=False) + "\n"}
     ranked, colors = ranking(study), arm_colors(study)
@@ -80,15 +79,14 @@ def report_files(findings: Findings) -> dict[str, str | bytes]:
     for drawing in drawings:
         files[f"figures/{drawing.figure.name}.csv"] = drawing.figure.csv()
         files[f"figures/{drawing.figure.name}.png"] = drawing.png()
-    content = page_content(findings, drawings, ranked)
+    content = page_content(study, verdicts, drawings, ranked)
     return files | {name: render(name, content) for name in ("report.md", "index.html")}
 
 
 def page_content(
-    findings: Findings, drawings: Sequence[Drawing] = (), ranked: Ranking | None = None
+    study: Study, verdicts: Sequence[Verdict], drawings: Sequence[Drawing] = (), ranked: Ranking | None = None
 ) -> dict[str, Any]:
     """Return the values that the templates use, as plain data."""
-    study, verdicts = findings.study, findings.verdicts
     colors, claims = arm_colors(study), claim_rows(study, verdicts)
     views = {drawing.figure.name: _view(drawing) for drawing in drawings}
     finished = sum(run.status.finished or not run.status.status for run in study.runs)

@@ -24,7 +24,7 @@ from mmqk.lab.page.figures import figure_of
 from mmqk.lab.page.tables import Cell, Table, once, table
 from mmqk.lab.runs import Run
 from mmqk.lab.stats.effects import Effect
-from mmqk.lab.verdicts.assess import middle
+from mmqk.lab.verdicts.measure import middle
 from mmqk.lab.verdicts.ranking import Ranked, Ranking
 from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten

@@ -23,7 +23,7 @@ from mmqk.lab.metrics import (
 )
 from mmqk.lab.metrics.probes import FALLING, GROWING, growth_order
 from mmqk.lab.runs import Run
-from mmqk.lab.verdicts.assess import middle
+from mmqk.lab.verdicts.measure import middle
 from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten, without_roots
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from mmqk.lab.grid.claims import ABLATION_NAME, claims_hash, read_ablation
+from mmqk.lab.ablation import ABLATION_NAME, read_ablation
+from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.grid.grid import Grid
 from mmqk.lab.runner.plan import Plan, Resolver, Wait, checkpoint_of, plan
 from mmqk.lab.runner.state import Task, TaskOutcome, standing

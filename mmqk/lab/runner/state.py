@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.grid.claims import read_ablation
+from mmqk.lab.ablation import read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,

@@ -5,151 +5,46 @@ The module `verdicts` then corrects for the family of the claim and makes the ch
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
-from mmqk.lab.metrics import FamilyMetric, Measured, Metric, find_metric, is_trained, metric_value
-from mmqk.lab.metrics.outcomes import divergence_step, failure_step, outcomes
+from mmqk.lab.metrics import Metric, find_metric, metric_value
+from mmqk.lab.metrics.outcomes import outcomes
 from mmqk.lab.runs import Run
 from mmqk.lab.stats.effects import Effect, Spread, auroc, paired_effect, pooled_spread
-from mmqk.lab.stats.exact import AnyEffect, Counts, p_over_looks, sign_flip
-from mmqk.lab.verdicts.controls import (
-    Control,
-    enough_seeds,
-    only_declared_differences,
-    rates,
-    regime_reached,
-    within_bound,
-)
-from mmqk.lab.verdicts.study import Compared, Group, Study, compare, group, share_history
-
-
-def measure(groups: Mapping[str, Group], name: str) -> pd.DataFrame:
-    """Return the metric ``name`` for every group and seed.
-
-    Returns:
-        One row per group and seed. ``raw`` is the measured value, and ``value`` the value on the metric's scale; for
-        a failed run it is the worst finite value of all groups, and NaN without one. ``towards`` is 1 if the true
-        value is higher than ``value``, -1 if it is lower, and 0 if it was measured. ``missing`` names a run without a
-        value and the reason, if it is known.
-    """
-    metric, modality = find_metric(name)
-    rows, worst = [], []
-    for key, members in groups.items():
-        for seed, runs in sorted(members.runs.items()):
-            if isinstance(metric, FamilyMetric):
-                measured = metric.measured(runs, modality, [arm.point for arm in members.arms])
-            else:
-                measured = Measured(metric_value(runs[0], name))
-            value = metric.on_scale(measured.value)
-            towards = measured.towards or _bound(metric, runs, measured.value)
-            if towards and isinstance(metric, Metric):
-                worst.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
-            missing = f"“{members.label}” seed {seed}" if math.isnan(value) and not towards else ""
-            missing += f" ({measured.why})" if missing and measured.why else ""
-            rows.append((key, seed, measured.value, value, towards, missing))
-    table = pd.DataFrame(rows, columns=["group", "seed", "raw", "value", "towards", "missing"])
-    finite = [value for value in (*table["value"], *worst) if math.isfinite(value)] or [math.nan]
-    table.loc[table["towards"] > 0, "value"] = max(finite)
-    table.loc[table["towards"] < 0, "value"] = min(finite)
-    return table
-
-
-def by_seed(table: pd.DataFrame, name: str) -> dict[int, float]:
-    """Return the values of a group by seed, without those that are NaN."""
-    found = table[(table["group"] == name) & table["value"].notna()]
-    return dict(zip(found["seed"].tolist(), found["value"].tolist(), strict=True))
-
-
-def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
-    """Return 1 if the true value is higher than the value that replaces it, -1 if lower, 0 if it was measured."""
-    if math.isinf(value):
-        return 1 if value > 0 else -1
-    if isinstance(metric, FamilyMetric) or metric.counts_failures:
-        return 0
-    failed = any(run.status.status == "diverged" for run in runs)
-    return 0 if not failed else 1 if metric.worst == "high" else -1
-
-
-def spread_outcomes(compared: Compared, table: pd.DataFrame) -> dict[str, list[float]]:
-    """Return the outcomes from which the spread over seeds is computed: the outcomes of the compared groups and of
-    all other arms of the same block at the same point. Values that are bounds are left out.
-
-    An arm that does not train the modality of the metric is left out. Of several arms whose runs are identical until
-    a fork, only the first is used.
-    """
-    study, claim = compared.study, compared.claim
-    tables = {name: table for name in compared.groups}
-    counted = {*compared.groups, *(arm.name for arm in compared.arms)}
-    treatment = compared.pair[0].arms[0]
-    metric, modality = find_metric(claim.metric)
-    if isinstance(metric, FamilyMetric):
-        others = list(study.families.values())
-    else:
-        others = [arm for arm in study.arms.values() if arm.point == treatment.point]
-    origins_used = {_origin(run) for run in compared.runs}
-    for name in (arm.name for arm in others if arm.block == treatment.block and arm.name not in counted):
-        other = group(study, claim, name)
-        origins = {_origin(run) for run in other.all}
-        trained = not modality or all(is_trained(run, modality) for run in other.all)
-        if other.arms and trained and not origins & origins_used:
-            origins_used |= origins
-            tables[name] = measure({name: other}, claim.metric)
-    return {name: list(by_seed(of[of["towards"] == 0], name).values()) for name, of in tables.items()}
-
-
-def _origin(run: Run) -> str:
-    """Return the name of the run at the start of a chain of forks; for a run that is not a fork, its own name."""
-    while run.parent is not None:
-        run = run.parent
-    return str((run.fork or {}).get("parent") or run.name)
-
-
-def middle(values: Iterable[float]) -> float:
-    """Return the median of the values that are not NaN; NaN if all of them are."""
-    numbers = [value for value in values if not math.isnan(value)]
-    return statistics.median(numbers) if numbers else math.nan
-
-
-# Metrics that measure the time of an event, and the functions that return the step of the event.
-EVENTS: dict[str, Callable[[Run], int | None]] = {
-    "time_of_failure": failure_step,
-    "time_of_divergence": divergence_step,
-}
-
-
-def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], list[bool]]:
-    """Return, for each run, the step of the event (the last step if there was none), and whether the event
-    happened."""
-    steps = [(EVENTS[metric](run), run.last_step) for run in runs]
-    return [float(last if step is None else step) for step, last in steps], [step is not None for step, _ in steps]
-
+from mmqk.lab.stats.exact import Adjusted, AnyEffect, Counts, p_over_looks, sign_flip
+from mmqk.lab.verdicts.checks import Check, checks_of, within_bound
+from mmqk.lab.verdicts.measure import EVENTS, by_seed, measure, middle, spread_outcomes
+from mmqk.lab.verdicts.study import Compared, share_history
+from mmqk.lab.verdicts.words import effect_tested, say
 
 FEWEST_FLIPPED = 6
 # A smaller standard error, relative to the effect, is rounding: the runs of each arm have equal values.
 SMALLEST_ERROR = 1e-9
 MOST_NAMED = 2
 
+Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
+
 
 @dataclass(frozen=True)
-class Assessment:
-    """One claim before the correction for its family and before the checks that need other claims.
+class Verdict:
+    """The verdict of one claim. `assess` sets the fields up to ``bounds``, `mmqk.lab.verdicts.verdicts.judge` the
+    others.
 
     Attributes:
-        claim: the claim as registered.
-        compared: the compared runs.
+        compared: the claim and the compared runs.
         effect: treatment relative to control on the metric's scale: a log ratio or a difference. For a claim that
             counts runs, it is a difference of shares; for a prediction, the AUROC. None if it was not measured.
         spread: spread over seeds within arms.
         medians: median of the metric over the finished runs, by arm or family; for a claim that counts runs, the
             share of counted runs.
-        controls: the checks that need no other claim.
+        checks: the checks that need no other claim; `judge` adds those that do.
         notes: sentences for the page.
         open: why the runs cannot decide the claim, whatever the effect is; empty if they can.
         bounded: why the unknown values of failed runs prevent a verdict; empty if they do not.
@@ -159,14 +54,18 @@ class Assessment:
         sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
         counts: (counted runs, all runs) by arm or family, for a claim that counts runs.
         bounds: number of failed runs that get the worst finite value; if above 0, the effect is a bound.
+        verdict: reproduced, contradicted, inconclusive or not run.
+        adjusted: level and p-value corrected for the family; None for a claim that is not decided.
+        why: why the claim is inconclusive, one sentence; empty for every other verdict.
+        detectable: the true effect that the first test of these seeds detects with 80 % power; NaN if unknown. For
+            an equivalence: the smallest min_effect with 80 % power at a true effect of 0.
     """
 
-    claim: Claim
     compared: Compared
     effect: AnyEffect | None = None
     spread: Spread | None = None
     medians: Mapping[str, float] = field(default_factory=dict)
-    controls: tuple[Control, ...] = ()
+    checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()
     open: str = ""
     bounded: str = ""
@@ -175,52 +74,110 @@ class Assessment:
     sign_flip: float = math.nan
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     bounds: int = 0
+    verdict: Judgment = "inconclusive"
+    adjusted: Adjusted | None = None
+    why: str = ""
+    detectable: float = math.nan
+
+    @property
+    def claim(self) -> Claim:
+        """The claim as registered."""
+        return self.compared.claim
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Names of the compared runs."""
+        return tuple(run.name for run in self.compared.runs)
+
+    @property
+    def badge(self) -> str:
+        """The verdict; "shown" for a claim that never gets one."""
+        return self.verdict if self.claim.decided or self.verdict == "not run" else "shown"
 
     @property
     def p_in_family(self) -> float:
         """The p-value that the family correction uses: corrected for all looks, and 1 if the runs cannot
         decide the claim."""
-        if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
+        if self.open or self.bounded or math.isnan(self.p) or not all(check.passed for check in self.checks):
             return 1.0
         return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the entry in verdicts.json; missing numbers are null."""
+        effect, adjusted, claim = self.effect, self.adjusted, self.claim
+        with_interval = effect if effect is not None and effect.has_interval else None
+        return {
+            "claim": claim.id,
+            "verdict": self.verdict,
+            "effect": None if effect is None else _rounded(effect.value),
+            "interval": with_interval and [_rounded(with_interval.low), _rounded(with_interval.high)],
+            "tested": effect_tested(claim),
+            "threshold": None if math.isnan(claim.min_effect) else claim.min_effect * claim.sign,
+            "runs": list(self.runs),
+            "controls": [asdict(check) for check in self.checks],
+            "note": " ".join(self.notes),
+            "why": self.why,
+            "status": claim.status,
+            "test": claim.test if claim.decided else None,
+            "p": _rounded(self.p),
+            "sign_flip": _rounded(self.sign_flip),
+            "detectable": _rounded(self.detectable),
+            "counts": {name: list(of) for name, of in self.counts.items()} or None,
+            "adjusted": adjusted
+            and with_interval
+            and {
+                "method": adjusted.method,
+                "claims": adjusted.claims,
+                "level": _rounded(1 - adjusted.alpha),
+                "interval": [_rounded(end) for end in with_interval.interval(adjusted.alpha)],
+                "p": _rounded(adjusted.p),
+            },
+        }
 
-def assess(study: Study, claim: Claim) -> Assessment:
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def assess(compared: Compared) -> Verdict:
     """Assess one claim from its runs."""
-    compared = compare(study, claim)
+    claim, verdict = compared.claim, Verdict(compared)
     if claim.not_run or any(not members.runs for members in compared.groups.values()):
-        return Assessment(claim, compared)
+        return verdict
     if claim.decided and claim.test == "count":
         return _counted(compared)
     if claim.decided and claim.test == "prediction":
         return _predicted(compared)
     table = measure(compared.groups, claim.metric)
-    medians = {name: middle(table["raw"][table["group"] == name]) for name in compared.groups}
+    verdict = replace(verdict, medians={n: middle(table["raw"][table["group"] == n]) for n in compared.groups})
     bounds = table["group"][table["towards"] != 0].value_counts(sort=False)
     notes = [
-        f"{plural(n, 'run')} of “{compared.groups[str(name)].label}” diverged or ended without a finite value "
-        "and got the worst finite value: the effect is a bound."
-        for name, n in bounds.items()
+        say("bound", runs=plural(n, "run"), arm=compared.groups[str(name)].label) for name, n in bounds.items()
     ]
     treatment, control = by_seed(table, claim.treatment), by_seed(table, claim.control)
     if not claim.decided:
-        controls = tuple(filter(None, [within_bound(compared.runs)]))
+        checks = tuple(filter(None, [within_bound(compared.runs)]))
         shown = paired_effect(treatment, control, None)
         # Without an effect there is no bound.
-        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes if shown else ()))
+        return replace(verdict, effect=shown, checks=checks, notes=tuple(notes if shown else ()))
     # An arm without failures has no spread in time, so times of events have no pooled spread.
     spread = None if claim.metric in EVENTS else pooled_spread(spread_outcomes(compared, table))
-    effect = paired_effect(treatment, control, spread, share_history(*compared.pair))
-    controls, rate_notes = _controls(compared)
-    open_ = _registered(compared) or _measured(table, effect)
-    assessment = Assessment(
-        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, bounds=int(bounds.sum())
+    effect = paired_effect(treatment, control, spread, share_history(compared.treatment, compared.control))
+    checks, rate_notes = checks_of(compared)
+    verdict = replace(
+        verdict,
+        effect=effect,
+        spread=spread,
+        checks=checks,
+        notes=(*notes, *rate_notes),
+        open=_registered(compared) or _measured(table, effect),
+        bounds=int(bounds.sum()),
     )
-    if open_ or effect is None:
-        return assessment
+    if verdict.open or effect is None:
+        return verdict
     holds, nearest, p = _side(claim, effect)
     flipped = sign_flip(np.array(effect.differences) - nearest) if effect.n >= FEWEST_FLIPPED else math.nan
-    return replace(assessment, bounded=_bounded(claim, table, effect, holds), holds=holds, p=p, sign_flip=flipped)
+    return replace(verdict, bounded=_bounded(claim, table, effect, holds), holds=holds, p=p, sign_flip=flipped)
 
 
 def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
@@ -235,17 +192,14 @@ def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
 def _registered(compared: Compared) -> str:
     """Return how the numbers of runs or seeds differ from the registered numbers; empty if they do not."""
     claim, groups = compared.claim, compared.groups.values()
-    for members in groups:
-        if len(members.all) < members.planned:
-            return f"{len(members.all)} of {plural(members.planned, 'planned run')} of “{members.label}” finished."
-    for members in groups if claim.seeds else ():
-        if members.seeds < claim.seeds:
-            return f"Registered for {plural(claim.seeds, 'seed')} per arm; “{members.label}” has {members.seeds}."
-        if members.seeds > claim.max_seeds:
-            return (
-                f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; “{members.label}” has "
-                f"{members.seeds}: to add seeds after seeing results, set stopping in the claim."
-            )
+    for of in groups:
+        if len(of.all) < of.planned:
+            return say("planned", finished=len(of.all), planned=plural(of.planned, "planned run"), arm=of.label)
+    for of in groups if claim.seeds else ():
+        if of.seeds < claim.seeds:
+            return say("seeds", seeds=plural(claim.seeds, "seed"), arm=of.label, planned=of.seeds)
+        if of.seeds > claim.max_seeds:
+            return say("most seeds", seeds=plural(claim.max_seeds, "seed"), arm=of.label, planned=of.seeds)
     return ""
 
 
@@ -254,18 +208,18 @@ def _measured(table: pd.DataFrame, effect: Effect | None) -> str:
     if why := _without(list(filter(None, table["missing"]))):
         return why
     if effect is None:
-        return "No compared run has a finite value." if table["towards"].any() else "The two arms share no seed."
+        return say("not finite" if table["towards"].any() else "no shared seed")
     if not effect.has_interval:
-        return "Too few seeds for an interval."
+        return say("no interval")
     if effect.of != "differences" and effect.error <= SMALLEST_ERROR * max(1.0, abs(effect.value)):
-        return "All runs of an arm have the same value, so there is no spread for an interval: test counts of runs."
+        return say("no spread")
     return ""
 
 
 def _without(unmeasured: Sequence[str], most: int = MOST_NAMED) -> str:
     """Return a sentence that names the first runs without a value; empty if all runs have a value."""
     more = [f"{len(unmeasured) - most} more"] if len(unmeasured) > most else []
-    return f"Without a value: {listed([*unmeasured[:most], *more])}." if unmeasured else ""
+    return say("without a value", runs=listed([*unmeasured[:most], *more])) if unmeasured else ""
 
 
 def _bounded(claim: Claim, table: pd.DataFrame, effect: Effect, holds: bool) -> str:
@@ -275,29 +229,15 @@ def _bounded(claim: Claim, table: pd.DataFrame, effect: Effect, holds: bool) -> 
     signs = table["group"].map({claim.treatment: 1, claim.control: -1})
     towards = set(signs * table["towards"]) - {0}
     if claim.test == "equivalence" and holds:
-        return "The true effect may be larger, because values of failed runs are bounds." if towards else ""
+        return say("larger") if towards else ""
     direction = 1 if effect.value > 0 else -1
     away = -direction if claim.test == "equivalence" else -claim.sign if holds else claim.sign
     if away not in towards:
         return ""
-    smaller = holds or claim.test == "equivalence"
-    return f"The true effect may be {'smaller' if smaller else 'larger'}, because values of failed runs are bounds."
+    return say("smaller" if holds or claim.test == "equivalence" else "larger")
 
 
-def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
-    """Return the checks that the claim does not turn off, and notes with the learning rates."""
-    rate_controls, rate_note = rates(compared)
-    checks = {
-        "learned": regime_reached(compared),
-        "declared": only_declared_differences(compared, bool(rate_note)),
-        "seeds": enough_seeds(compared),
-        "bound": within_bound(compared.runs),
-    }
-    made = [check for name, check in checks.items() if check and name not in compared.claim.unchecked]
-    return (*made, *rate_controls), [rate_note] if rate_note else []
-
-
-def _counted(compared: Compared) -> Assessment:
+def _counted(compared: Compared) -> Verdict:
     """Assess a claim about the number of runs that diverge or reach a value."""
     claim = compared.claim
     counted = {name: [_counts(claim, run) for run in of.all] for name, of in compared.groups.items()}
@@ -309,15 +249,14 @@ def _counted(compared: Compared) -> Assessment:
         if one is None
     ]
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
-    controls, rate_notes = _controls(compared)
+    checks, rate_notes = checks_of(compared)
     holds, _, p = _side(claim, effect)
-    return Assessment(
-        claim,
+    return Verdict(
         compared,
         effect,
         medians={name: count / n for name, (count, n) in counts.items()},
-        controls=controls,
-        notes=tuple(rate_notes),
+        checks=checks,
+        notes=rate_notes,
         open=_registered(compared) or _without(unmeasured),
         holds=holds,
         # Fisher's exact test must also reject equal shares. If min_effect is small, its p-value is the larger one.
@@ -326,7 +265,7 @@ def _counted(compared: Compared) -> Assessment:
     )
 
 
-def _predicted(compared: Compared) -> Assessment:
+def _predicted(compared: Compared) -> Verdict:
     """Assess the claim that a metric predicts which runs of an arm fail, by its AUROC over pairs of runs of one arm.
 
     A run fails if it diverged, stalled or did not learn a trained modality (`mmqk.lab.metrics.outcomes`); whether
@@ -336,21 +275,20 @@ def _predicted(compared: Compared) -> Assessment:
     claim, runs, groups = compared.claim, compared.runs, compared.groups.items()
     scores = {run.name: metric_value(run, claim.metric) for run in runs}
     failed = {run.name: end.kind != "well" for run, end in zip(runs, outcomes(runs), strict=True)}
-    assessment = Assessment(
-        claim,
+    verdict = Verdict(
         compared,
         medians={name: middle(scores[run.name] for run in of.all) for name, of in groups},
-        controls=tuple(filter(None, [within_bound(runs)])),
+        checks=tuple(filter(None, [within_bound(runs)])),
         counts={name: (sum(failed[run.name] for run in of.all), len(of.all)) for name, of in groups},
     )
     if unmeasured := [f"{run.arm} seed {run.seed}" for run in runs if math.isnan(scores[run.name])]:
-        return replace(assessment, open=_without(unmeasured, len(unmeasured)))
+        return replace(verdict, open=_without(unmeasured, len(unmeasured)))
     effect = auroc([scores[run.name] for run in runs], [failed[run.name] for run in runs], [run.arm for run in runs])
     why = f"{capital(effect.why)}." if effect.why else ""
     if math.isnan(effect.value):
-        return replace(assessment, open=why)
+        return replace(verdict, open=why)
     holds, _, p = _side(claim, effect)
-    return replace(assessment, effect=effect, open=_registered(compared) or why, holds=holds, p=p)
+    return replace(verdict, effect=effect, open=_registered(compared) or why, holds=holds, p=p)
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:

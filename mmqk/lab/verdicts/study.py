@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from mmqk.lab.grid.check import at, check_claims
 from mmqk.lab.grid.claims import Claim, claims_hash, read_claims
 from mmqk.lab.metrics.families import RATE
 from mmqk.lab.metrics.probes import logit_series
 from mmqk.lab.runs import Run, read_ablation, read_runs
-from mmqk.lab.verdicts.claims import at, check_claims
 from mmqk.store.pack import unpacked
 
 __all__ = ["Claim", "Study", "StudyArm", "load_study"]
@@ -211,9 +211,14 @@ class Compared:
         return [arm for members in self.groups.values() for arm in members.arms]
 
     @property
-    def pair(self) -> tuple[Group, Group]:
-        """The treatment and the control."""
-        return self.groups[self.claim.treatment], self.groups[self.claim.control]
+    def treatment(self) -> Group:
+        """The group whose metric should be greater or less."""
+        return self.groups[self.claim.treatment]
+
+    @property
+    def control(self) -> Group:
+        """The group that the treatment is compared with."""
+        return self.groups[self.claim.control]
 
 
 def compare(study: Study, claim: Claim) -> Compared:

@@ -8,9 +8,10 @@ import pytest
 
 from mmqk.lab import judge, load_study
 from mmqk.lab.formatting import decimals, fixed
-from mmqk.lab.page.claims import cannot_tell, claim_rows, effect_in_cell, effect_in_words
 from mmqk.lab.page.figures import claim_figure
 from mmqk.lab.page.sweeps import learning_rates
+from mmqk.lab.page.verdicts import cannot_tell, claim_rows
+from mmqk.lab.verdicts.words import effect_in_cell, effect_in_words
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_demo
 from tests.lab.page.report_runs import RATES, write_forks, write_sweep
@@ -53,11 +54,15 @@ def with_effect(verdict, value, half):
     return dataclasses.replace(verdict, effect=dataclasses.replace(effect, value=value, error=effect.error * scale))
 
 
+def cell_of(verdict):
+    return effect_in_cell(verdict.claim, verdict.effect, verdict.bounds)
+
+
 def test_an_effect_is_rounded_like_its_interval(tmp_path):
     _, found = of_claim(tmp_path, change=text_loss())
-    cell = effect_in_cell(with_effect(found["C2"], 0.0650875, 0.1014508))
+    cell = cell_of(with_effect(found["C2"], 0.0650875, 0.1014508))
     assert cell == "+0.07 (-0.04 to +0.17) nats, n = 3"
-    cell = effect_in_cell(with_effect(found["C2"], -0.0384154, 0.0095518))
+    cell = cell_of(with_effect(found["C2"], -0.0384154, 0.0095518))
     assert cell == "-0.038 (-0.048 to -0.029) nats, n = 3"
 
 
@@ -68,7 +73,7 @@ def test_an_effect_is_rounded_like_its_interval(tmp_path):
 def test_a_size_in_the_grids_words_has_the_sign_of_the_claim(tmp_path, direction, value, size):
     """In a sentence such as "{size} higher", the size is negative if the effect has the opposite direction."""
     _, found = of_claim(tmp_path, change=text_loss(finding=WORDS, direction=direction))
-    assert effect_in_words(with_effect(found["C2"], value, 0.2))["size"] == f"{size} nats"
+    assert effect_in_words(found["C2"].claim, with_effect(found["C2"], value, 0.2).effect)["size"] == f"{size} nats"
 
 
 def test_without_an_interval_the_grids_words_are_not_used(tmp_path):

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab import load_study
+from mmqk.lab import judge, load_study
 from mmqk.lab.formatting import duration, listed, number, render
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.page.figure import arm_colors
 from mmqk.lab.page.page import page_content, report_files, write_report
 from mmqk.lab.page.tables import arm_table, data_table, fork_table, tokens, totals
-from mmqk.lab.verdicts.verdicts import read
 from tests.lab.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 from tests.lab.page.report_runs import write_forks
 
@@ -29,6 +28,12 @@ FILES = {
     "verdicts.json",
     *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("csv", "png")),
 }
+
+
+def read(folder):
+    """Return the study of a folder and its verdicts."""
+    study = load_study(folder)
+    return study, judge(study)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -46,7 +51,7 @@ def demo(tmp_path_factory):
 
 def pages_of(folder: Path) -> dict[str, str]:
     """Return index.html and report.md of a folder of runs, without figures."""
-    content = page_content(read(folder))
+    content = page_content(*read(folder))
     return {name: render(name, content) for name in ("index.html", "report.md")}
 
 
@@ -145,7 +150,7 @@ def test_text_from_the_grid_is_escaped(tmp_path):
         grid["arms"]["mixed"]["label"] = "</script><b onclick=x>"
         grid["claims"][0]["statement"] = "<img src=x> holds"
 
-    pages = report_files(read(write_demo(tmp_path / "demo", change=change)))
+    pages = report_files(*read(write_demo(tmp_path / "demo", change=change)))
     page = pages["index.html"]
     assert "<h1>Does &lt;it&gt; grow?</h1>" in page and "&lt;img src=x&gt; holds" in page
     assert "<b onclick" not in re.sub(r"<script.*?</script>", "", page, flags=re.S)
@@ -190,7 +195,7 @@ def test_the_page_says_when_a_registration_was_changed_or_lost(tmp_path, what):
     for text in pages_of(runs).values():
         assert ("Claims were changed or added after the first registration." in text) == (what == "changed")
         assert ("Claims were registered after runs had begun" in text) == (what == "lost")
-    statuses = {v.claim.id: v.as_record()["status"] for v in read(runs).verdicts}
+    statuses = {v.claim.id: v.as_record()["status"] for v in read(runs)[1]}
     assert (statuses["C2"], statuses["C13"]) == ("exploratory" if what == "lost" else "confirmatory", "shown")
 
 
@@ -215,7 +220,7 @@ def test_more_than_six_claims_are_rows_of_a_list(count, tmp_path):
     alike = {"treatment": "a", "control": "b", "min_effect": 0.2, "unchecked": {"declared": "planted numbers"}}
     claims = [{"id": f"N{i}", "status": "exploratory", **alike} for i in range(count)]
     grid = {"arms": {"a": {}, "b": {}}, "claims": claims, "report": {"question": "Which hold?"}}
-    pages = report_files(read(write_grid(tmp_path / "runs", grid, runs)))
+    pages = report_files(*read(write_grid(tmp_path / "runs", grid, runs)))
     page = pages["index.html"]
     cards, rows = (page.count(f'<article class="{name}"') for name in ("card", "row"))
     assert (cards, rows) == ((6, 0) if count == 6 else (0, 7)) and page.count('<svg class="bar"') == count
@@ -238,7 +243,7 @@ def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
         for number in range(10 if what == "several" else 1):
             nan = 100 if what == "nan" else None
             write_run(runs / f"arm{number}" / "seed0", Planted(10.0 + number, nan_from=nan))
-    files = report_files(read(runs))
+    files = report_files(*read(runs))
     page = Checker(files["index.html"])
     assert "verdicts" not in page.ids and "claims" not in page.ids and {"runs", "fig-hero"} <= set(page.ids)
     assert json.loads(files["verdicts.json"]) == [] and "figures/hero.png" in files
@@ -266,9 +271,9 @@ def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
         .replace("KEEP", "image-off-0000000002")
     )
     found = read(folder)
-    verdicts = {v.claim.id: v.verdict for v in found.verdicts}
+    verdicts = {v.claim.id: v.verdict for v in found[1]}
     assert verdicts == {"C2": "reproduced", "C10": "contradicted", "C13": "inconclusive"}
-    assert 'aria-label="Audio: largest |attention logit|"' in report_files(found)["index.html"]
+    assert 'aria-label="Audio: largest |attention logit|"' in report_files(*found)["index.html"]
 
 
 def test_alarms_of_a_run_stand_beside_it(tmp_path):
@@ -310,7 +315,7 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     ]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "status.json").write_text('{"status": "completed", "step": 40, "reason": ""}')
-    files = report_files(read(run))
+    files = report_files(*read(run))
     assert "figures/hero.png" in files and "figures/norms.csv" in files
     study = load_study(run)
     assert arm_table(study, arm_colors(study)) is None

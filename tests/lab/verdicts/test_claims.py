@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.claims import p_values
-from mmqk.lab.verdicts.verdicts import detectable_in_words
+from mmqk.lab.page.verdicts import p_values
+from mmqk.lab.verdicts.words import detectable_in_words
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 
@@ -42,7 +42,7 @@ def one(*args, **kwargs):
 
 
 def passed(verdict):
-    return {control.name: control.passed for control in verdict.controls}
+    return {control.name: control.passed for control in verdict.checks}
 
 
 # Equivalence ---------------------------------------------------------------------------------------------------
@@ -116,7 +116,6 @@ def test_more_runs_diverge(tmp_path, a, b, size, verdict):
     assert found.counts == {"a": (a, 6), "b": (b, 6)} and found.medians["a"] == a / 6
     fisher = stats.fisher_exact([[a, 6 - a], [b, 6 - b]])[1]
     assert f"Fisher's exact test: p = {fisher:.2g}" in " ".join(found.notes)
-    assert found.metric.label == "share of runs that diverged"
 
 
 def test_as_many_runs_diverge(tmp_path):
@@ -130,7 +129,6 @@ def test_runs_that_reach_a_value_count(tmp_path):
     arms = {"a": Planted(1000), "b": Planted(10)}
     found = one(tmp_path, arms, [COUNT | {"at_least": 500}])
     assert found.verdict == "reproduced" and found.counts["a"] == (6, 6)
-    assert "largest attention logit is at least 500" in found.metric.label
     assert one(tmp_path / "without", arms, [COUNT]).counts["a"] == (0, 6)
 
 
@@ -225,7 +223,8 @@ def test_ratios_beyond_the_largest_float_are_printed(tmp_path, logits, status, w
         "b": lambda seed: Planted(10.0, spread=0, status=status if seed else "completed"),
     }
     found = one(tmp_path, arms, [nearby(f"C{i}") for i in range(6)], seeds=range(2))
-    assert words in " ".join((*found.notes, *p_values(found).values(), detectable_in_words(found)))
+    detectable = detectable_in_words(found.claim, found.detectable)
+    assert words in " ".join((*found.notes, *p_values(found).values(), detectable))
 
 
 # Controls --------------------------------------------------------------------------------------------------------

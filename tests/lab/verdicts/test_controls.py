@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.claims import cannot_tell
 from mmqk.lab.page.page import write_report
+from mmqk.lab.page.verdicts import cannot_tell
 from mmqk.report import main
 from mmqk.store import UserError
 from tests.lab.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
@@ -39,7 +39,7 @@ def verdict(folder, planted=None, edit=None, **kwargs):
 
 
 def check(found, name):
-    return next(control for control in found.controls if control.name == name)
+    return next(control for control in found.checks if control.name == name)
 
 
 def test_runs_that_learned_nothing_decide_nothing(tmp_path):
@@ -48,7 +48,7 @@ def test_runs_that_learned_nothing_decide_nothing(tmp_path):
     assert "text was not learned in 3 of 3 runs of “mixed, no QK-Norm”" in check(found, LEARNED).detail
     assert f"Failed checks: {LEARNED}." in found.notes
     found = verdict(tmp_path / "learned", change=plain())
-    assert found.verdict == "reproduced" and all(control.passed for control in found.controls)
+    assert found.verdict == "reproduced" and all(control.passed for control in found.checks)
 
 
 def test_runs_of_which_learning_is_not_known_decide_nothing(tmp_path):
@@ -150,7 +150,7 @@ def test_a_check_is_turned_off_by_name_and_the_page_says_why(tmp_path, name, cap
     assert verdict(tmp_path / "other", change=plain(unchecked={other: "so"}), **how).verdict == "inconclusive"
     reason = "the only question is what <one> step does"
     found = verdict(tmp_path / "off", change=plain(unchecked={name: reason}), **how)
-    assert found.verdict == "reproduced" and called not in [control.name for control in found.controls]
+    assert found.verdict == "reproduced" and called not in [control.name for control in found.checks]
     note = f"Not checked: “{called}” ({reason})."
     assert note in found.notes and note in found.as_record()["note"]
     study = load_study(tmp_path / "off/demo")

@@ -6,7 +6,7 @@ import pytest
 
 from mmqk.lab import judge, load_study
 from mmqk.lab.grid.claims import Claim
-from mmqk.lab.verdicts.assess import measure, spread_outcomes
+from mmqk.lab.verdicts.measure import measure, spread_outcomes
 from mmqk.lab.verdicts.study import compare
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
@@ -17,7 +17,7 @@ def verdicts(folder, planted=None, change=None):
 
 
 def control(verdict, kind):
-    return next(control for control in verdict.controls if control.name.startswith(kind))
+    return next(control for control in verdict.checks if control.name.startswith(kind))
 
 
 def negative(**fields):

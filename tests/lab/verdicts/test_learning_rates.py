@@ -51,7 +51,7 @@ def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RAT
 
 
 def passed(verdict):
-    return {control.name: control.passed for control in verdict.controls}
+    return {control.name: control.passed for control in verdict.checks}
 
 
 def test_runs_that_chose_a_rate_decide_nothing(tmp_path):
@@ -69,7 +69,7 @@ def test_rates_may_differ_where_the_choice_is_clear(tmp_path):
     luck = ([0.3, 0.100, 0.101, 0.4], [0.4, 0.101, 0.100, 0.3])
     found = own_best(tmp_path / "luck", luck, rates=rates)
     assert found.verdict == "inconclusive" and not passed(found)["learning rates differ by more than chance"]
-    assert "the selection runs do not distinguish" in next(c.detail for c in found.controls if "chance" in c.name)
+    assert "the selection runs do not distinguish" in next(c.detail for c in found.checks if "chance" in c.name)
 
 
 def test_a_best_rate_at_an_end_leaves_it_open(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge
-from mmqk.lab.page.claims import cannot_tell
+from mmqk.lab.page.verdicts import cannot_tell
 from mmqk.lab.stats.effects import paired_effect, pooled_spread
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, one, study

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmqk.lab import judge, load_study, read_runs
-from mmqk.lab.verdicts.controls import within_bound
+from mmqk.lab.verdicts.checks import within_bound
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
 UNLEARNED = {"text": 3.4, "image": 5.45}
@@ -35,7 +35,7 @@ def claim(number, **fields):
 
 
 def controls(verdict):
-    return {control.name: control.passed for control in verdict.controls}
+    return {control.name: control.passed for control in verdict.checks}
 
 
 def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
@@ -113,7 +113,7 @@ def test_unlearned_runs_decide_nothing(tmp_path):
 def test_a_modality_that_is_not_trained_need_not_be_learned(tmp_path):
     found = verdicts(tmp_path)["C10"]
     assert controls(found)["both modalities learned"]
-    detail = next(c.detail for c in found.controls if c.name == "both modalities learned")
+    detail = next(c.detail for c in found.checks if c.name == "both modalities learned")
     assert "image is not trained in “image loss off" in detail
 
 
@@ -142,7 +142,7 @@ def test_undeclared_differences_decide_nothing(tmp_path):
     path.write_text(json.dumps(record))
     found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
     assert found.verdict == "inconclusive"
-    assert "they also differ in optim.lr" in [c.detail for c in found.controls]
+    assert "they also differ in optim.lr" in [c.detail for c in found.checks]
 
 
 def test_logits_above_the_bound_decide_nothing(tmp_path):

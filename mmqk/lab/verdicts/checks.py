@@ -12,13 +12,14 @@ import numpy as np
 
 from mmqk.config.training import AlarmConfig
 from mmqk.lab.formatting import listed, number, plural
-from mmqk.lab.grid.claims import CHECKS
+from mmqk.lab.grid.check import FEWEST_SEEDS
+from mmqk.lab.grid.claims import CHECKS, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned, metric_value
 from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.runs import Run, once_per_run
-from mmqk.lab.verdicts.claims import FEWEST_SEEDS
 from mmqk.lab.verdicts.ranking import BestRate, chosen, distinguishable, metric_of, value_of
-from mmqk.lab.verdicts.study import Claim, Compared, Group, Study
+from mmqk.lab.verdicts.study import Compared, Group, Study
+from mmqk.lab.verdicts.words import say
 from mmqk.store import differing_fields, flatten
 
 BOUND_SLACK = 1.01
@@ -32,10 +33,10 @@ ACTIONS = flatten({"alarm": asdict(AlarmConfig())})
 
 
 @dataclass(frozen=True)
-class Control:
+class Check:
     """One check: its name, whether it passed, and the measured detail.
 
-    Each check in verdicts.json has these fields.
+    Each of the ``controls`` in verdicts.json has these fields.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Control:
     detail: str
 
 
-def regime_reached(compared: Compared) -> Control:
+def regime_reached(compared: Compared) -> Check:
     """Check that every compared run trains at least one modality and learned every modality that it trains.
 
     Otherwise the claim would compare a run that learned with one that did not. For a metric that measures the
@@ -56,21 +57,22 @@ def regime_reached(compared: Compared) -> Control:
     noun = "seeds" if of_rates else "runs"
     unlearned, unknown, untrained = [], [], []
     for name, members in compared.groups.items():
-        label, units = study.label(name), _units(members.all, of_rates)
+        units = _units(members.all, of_rates)
+        where = {"units": f"{len(units)} {noun}", "arm": study.label(name)}
         states = {m: [_learning(unit, m) for unit in units] for m in study.modalities}
         first = [(of.index("not learned"), m) for m, of in states.items() if "not learned" in of]
         for _, modality in sorted(first, key=itemgetter(0)):
             n = states[modality].count("not learned")
-            unlearned.append(f"{modality} was not learned in {n} of {len(units)} {noun} of “{label}”")
+            unlearned.append(say("unlearned", modality=modality, n=n, **where))
         n = len(units) - sum(any(of[place] != "not trained" for of in states.values()) for place in range(len(units)))
         if n:
-            unknown.append(f"no trained modality has a loss in {n} of {len(units)} {noun} of “{label}”")
+            unknown.append(say("no loss", n=n, **where))
         if n < len(units):
-            untrained += [f"{m} is not trained in “{label}”" for m, of in states.items() if "not trained" in of]
-    where = "at some learning rate of every seed" if of_rates else "in every run"
+            modalities = [m for m, of in states.items() if "not trained" in of]
+            untrained += [say("untrained modality", modality=m, **where) for m in modalities]
     failed = [*unlearned, *unknown]
-    parts = [*(failed or [f"every trained modality was learned {where}"]), *untrained]
-    return Control(claim.regime or CHECKS["learned"], not failed, "; ".join(parts))
+    parts = [*(failed or [say(f"learned, {noun}")]), *untrained]
+    return Check(claim.regime or CHECKS["learned"], not failed, "; ".join(parts))
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
@@ -95,7 +97,7 @@ def _learned(run: Run, modality: str) -> bool:
     return learned(run, modality)
 
 
-def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:
+def only_declared_differences(compared: Compared, rates_chosen: bool) -> Check:
     """Check that the runs of a seed differ only in fields that the grid sets.
 
     A field that follows from these fields may differ too (`_follows`). Runs that do not differ at all fail the check.
@@ -106,15 +108,14 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
     """
     name = CHECKS["declared"]
     if unread := [run.name for run in compared.runs if not run.identity]:
-        why = f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json"
-        return Control(name, False, why)
-    first, second = compared.pair
+        return Check(name, False, say("no identity", runs=plural(len(unread), "run"), run=unread[0]))
+    first, second = compared.treatment, compared.control
     declared = [field for arm in compared.arms for field in arm.settings]
     declared += [RATE] if rates_chosen else []
-    pairs = _pairs(first, second)
+    matched = _matched(first, second)
     differing = {
         field
-        for run, other in pairs
+        for run, other in matched
         for field in differing_fields(run.identity, other.identity)
         if not _follows(field, run.identity, other.identity)
     }
@@ -122,11 +123,11 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
         differing.discard("seed")
     extra = sorted(f for f in differing if not any(_covers(d, f) for d in declared))
     if extra:
-        return Control(name, False, f"they also differ in {', '.join(extra)}")
+        return Check(name, False, say("also differ", fields=", ".join(extra)))
     named = sorted(f for f in differing if not any(other.startswith(f"{f}.") for other in differing))
     # A fork without changed fields still differs from its parent, because only the fork starts from a checkpoint.
-    forked = any(run.fork != other.fork for run, other in pairs)
-    return Control(name, bool(named) or forked, f"they differ in {', '.join(named) or 'nothing'}")
+    forked = any(run.fork != other.fork for run, other in matched)
+    return Check(name, bool(named) or forked, say("differ", fields=", ".join(named) or "nothing"))
 
 
 def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -153,32 +154,33 @@ def _follows(field: str, first: Mapping[str, Any], second: Mapping[str, Any]) ->
     return field in SOURCES and any(v.get(field) == "" for v in values)
 
 
-def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
-    """Return the pairs of runs with the same seed; if the groups share no seed, one pair of their first runs."""
+def _matched(first: Group, second: Group) -> list[tuple[Run, Run]]:
+    """Return the runs of the two groups that have the same seed; if the groups share no seed, their first runs."""
     shared = first.runs.keys() & second.runs.keys()
     if not shared:
         return [(first.all[0], second.all[0])]
-    pairs = []
+    matched = []
     for seed in shared:
         by_place = {_place(run): run for run in second.runs[seed]}
         for run in first.runs[seed]:
-            # In families, pair the runs that have the same values on the axes. If ``second`` has a single run at this
-            # seed, pair this run with each run of ``first``.
+            # In families, match the runs that have the same values on the axes. If ``second`` has a single run at
+            # this seed, match this run with each run of ``first``.
             other = by_place.get(_place(run)) or (second.runs[seed][0] if len(by_place) == 1 else None)
             if other is not None:
-                pairs.append((run, other))
-    return pairs
+                matched.append((run, other))
+    return matched
 
 
-def enough_seeds(compared: Compared) -> Control:
+def enough_seeds(compared: Compared) -> Check:
     """Check that the arms share at least `FEWEST_SEEDS` seeds.
 
     If the claim counts runs, the seeds need not be shared: each arm must have at least `FEWEST_SEEDS`.
     """
     seeds = [members.runs.keys() for members in compared.groups.values()]
     n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
-    few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
-    return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} per arm{few}")
+    enough = n >= FEWEST_SEEDS
+    detail = say("shared seeds" if enough else "few shared seeds", seeds=plural(n, "seed"), needed=FEWEST_SEEDS)
+    return Check(CHECKS["seeds"], enough, detail)
 
 
 def _place(run: Run, without: str = "") -> tuple[tuple[str, str], ...]:
@@ -191,7 +193,7 @@ def _covers(declared: str, field: str) -> bool:
     return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 
-def within_bound(runs: Sequence[Run]) -> Control | None:
+def within_bound(runs: Sequence[Run]) -> Check | None:
     """Return the check that no finite logit exceeds the QK-Norm bound of its layer; None if no layer has a bound.
 
     A failure means a bug in mmqk.
@@ -206,12 +208,11 @@ def within_bound(runs: Sequence[Run]) -> Control | None:
             worst = max([worst, *(logits[j][finite] / bounds[i][finite]).tolist()])
     if worst == 0:
         return None
-    return Control(
-        "logits within the QK-Norm bound", worst <= BOUND_SLACK, f"at most {100 * worst:.0f} % of the bound"
-    )
+    detail = say("percent of bound", percent=100 * worst)
+    return Check("logits within the QK-Norm bound", worst <= BOUND_SLACK, detail)
 
 
-def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
+def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Check:
     """Return the check that the median of the metric reaches ``at_least`` in every arm of a control; for a negative
     control, that it reaches ``at_least`` in no arm.
 
@@ -236,10 +237,10 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Co
         result = f"{which}{number(median)} in" if values else "no finished run of"
         details.append(f"{result} “{study.label(arm)}”")
     condition = f"{metric.label} {'at least' if reached else 'below'} {control.at_least:g}"
-    return Control(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")
+    return Check(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")
 
 
-def rates(compared: Compared) -> tuple[list[Control], str]:
+def rates(compared: Compared) -> tuple[list[Check], str]:
     """Return the checks that the learning rates follow the rule of the claim, and a note with the learning rates.
 
     Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
@@ -249,54 +250,59 @@ def rates(compared: Compared) -> tuple[list[Control], str]:
     used = {arm.name: {learning_rate(run) for run in study.finished(arm.name)} for arm in compared.arms}
     if not choices:
         if compared.claim.lr_rule == "own_best":
-            return [Control(name, False, "there are no selection runs")], ""
+            return [Check(name, False, "there are no selection runs")], ""
         if compared.claim.lr_rule == "matched":
             both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.groups.values()]
-            by_arm = " and ".join(_rates_text(sorted(one)) for one in both)
-            return [Control("matched learning rate", all(one == both[0] for one in both), by_arm)], ""
+            by_arm = " and ".join(map(_rates_text, both))
+            return [Check("matched learning rate", all(one == both[0] for one in both), by_arm)], ""
         return [], ""
     words, wrong, edges = [], [], []
     for arm in compared.arms:
         label, choice = study.label(arm.name), choices.get(arm.name)
         if choice is None:
-            wrong.append(f"no finished selection run of {label}")
+            wrong.append(say("no selection", arm=label))
             continue
-        words.append(f"{choice.rate:g} ({label}; tried {_rates_text(choice.means)})")
+        words.append(say("tried", rate=choice.rate, arm=label, rates=_rates_text(choice.means)))
         if used[arm.name] - {choice.rate}:
-            ran = _rates_text(sorted(used[arm.name]))
-            wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
+            wrong.append(say("other rate", arm=label, rates=_rates_text(used[arm.name]), best=choice.rate))
         if choice.at_edge:
-            edges.append(
-                f"{choice.rate:g} of {label} is the lowest or highest learning rate tried: also try ones beyond it"
-            )
-    inside = "; ".join(edges) or "none is the lowest or highest learning rate tried"
+            edges.append(say("at edge", rate=choice.rate, arm=label))
     checks = [
-        Control(name, not wrong, "; ".join(wrong or words)),
-        Control(f"{name} inside the grid", not edges, inside),
+        Check(name, not wrong, "; ".join(wrong or words)),
+        Check(f"{name} inside the grid", not edges, "; ".join(edges or [say("inside")])),
     ]
-    return [*checks, *([] if wrong else _apart(compared, choices))], f"Own best learning rates: {listed(words)}."
+    return [*checks, *([] if wrong else _apart(compared, choices))], say("rates", rates=listed(words))
 
 
 def _rates_text(rates: Iterable[float]) -> str:
-    return listed([f"{rate:g}" for rate in rates])
+    return listed([f"{rate:g}" for rate in sorted(rates)])
 
 
-def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]:
+def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Check]:
     """Return the check that the selection runs distinguish the learning rate of the treatment from that of the
     control at each point; an empty list if the two are equal at every point."""
-    study, first, second = compared.study, *compared.pair
-    pairs = list(zip(first.arms, second.arms, strict=False))
-    if all(choices[one.name].rate == choices[other.name].rate for one, other in pairs):
+    study = compared.study
+    points = list(zip(compared.treatment.arms, compared.control.arms, strict=False))
+    if all(choices[one.name].rate == choices[other.name].rate for one, other in points):
         return []
     close = []
-    for pair in pairs:
-        a, b = (choices[arm.name] for arm in pair)
-        values = [[value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in pair]
+    for arms in points:
+        a, b = (choices[arm.name] for arm in arms)
+        values = [[value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in arms]
         if not distinguishable(a, b, values):
-            close.append(" from ".join(f"{choices[arm.name].rate:g} ({study.label(arm.name)})" for arm in pair))
-    detail = (
-        f"the selection runs do not distinguish {listed(close)}: increase lr.seeds, or match the learning rates"
-        if close
-        else "the selection runs distinguish the learning rate of the treatment from that of the control"
-    )
-    return [Control("learning rates differ by more than chance", not close, detail)]
+            close.append(" from ".join(f"{choices[arm.name].rate:g} ({study.label(arm.name)})" for arm in arms))
+    detail = say("not distinguished", rates=listed(close)) if close else say("distinguished")
+    return [Check("learning rates differ by more than chance", not close, detail)]
+
+
+def checks_of(compared: Compared) -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """Return the checks that the claim does not turn off, and a note with the learning rates if runs chose them."""
+    rate_checks, note = rates(compared)
+    checks = {
+        "learned": regime_reached(compared),
+        "declared": only_declared_differences(compared, bool(note)),
+        "seeds": enough_seeds(compared),
+        "bound": within_bound(compared.runs),
+    }
+    made = [check for name, check in checks.items() if check and name not in compared.claim.unchecked]
+    return (*made, *rate_checks), (note,) if note else ()

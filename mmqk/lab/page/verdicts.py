@@ -8,20 +8,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmqk.lab.formatting import DASH, capital, decimals, exp, fixed, listed, number, plural, slug
+from mmqk.lab.formatting import DASH, capital, exp, listed, number, plural, slug
 from mmqk.lab.metrics import FamilyMetric, find_metric
 from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
-from mmqk.lab.stats.effects import Auroc
-from mmqk.lab.verdicts.claims import measured_label
+from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.verdicts import Verdict, detectable_in_words, effect_tested, interval_text
+from mmqk.lab.verdicts.words import (
+    detectable_in_words,
+    effect_in_cell,
+    effect_in_words,
+    effect_tested,
+    interval_text,
+    p_text,
+    scale_of,
+)
 from mmqk.store.formatting import percent
 
 BADGES = ("reproduced", "contradicted", "inconclusive", "not run", "shown")
-# If the half-width of the interval of a ratio, on a log scale, exceeds this, the ratio has two digits, not three.
-ROUGH = 0.35
 LOOKS = "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
 
 
@@ -67,7 +72,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "exploratory": claim.status == "exploratory",
             "verdict": verdict.badge,
             "css": slug(verdict.badge),
-            "effect": effect_in_cell(verdict),
+            "effect": effect_in_cell(verdict.claim, verdict.effect, verdict.bounds),
             "bar": effect_bar(verdict),
             "tested": tested,
             "why": verdict.why.rstrip("."),
@@ -75,7 +80,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "medians": medians,
             "unchecked": listed(claim.not_checked) if claim.decided else "",
             "facts": [(name, str(value).rstrip(".")) for name, value in facts.items() if value],
-            "controls": verdict.controls,
+            "checks": verdict.checks,
             "values": value_table(study, verdict),
             "figure": f"claim-{slug(claim.id)}",
         }
@@ -87,7 +92,9 @@ def _medians(study: Study, verdict: Verdict) -> str:
     if verdict.verdict == "not run" or verdict.counts:
         return ""
     values = "; ".join(f"{study.label(arm)} {number(value)}" for arm, value in verdict.medians.items())
-    return values and f"{measured_label(verdict.claim)}: {values}"
+    metric, modality = find_metric(verdict.claim.metric)
+    label = f"{metric.label} ({modality})" if modality else metric.label
+    return values and f"{label}: {values}"
 
 
 def _finding(verdict: Verdict) -> str:
@@ -95,47 +102,7 @@ def _finding(verdict: Verdict) -> str:
     template, effect = verdict.claim.finding.get(verdict.verdict), verdict.effect
     if not template or effect is None or not effect.has_interval:
         return ""
-    return template.format(**effect_in_words(verdict)).strip()
-
-
-def effect_in_words(verdict: Verdict) -> dict[str, str]:
-    """Return the values for the template of a finding: ratio, difference, size, low, high, n and seeds.
-
-    The width of the interval determines the number of digits. The size of a difference is positive if its sign is the
-    claimed one; for an equivalence it is always positive.
-    """
-    effect = verdict.effect
-    if effect is None:
-        return {}
-    claim, unit = verdict.claim, verdict.metric.unit
-    ends = [effect.value, *((effect.low, effect.high) if effect.has_interval else (math.nan, math.nan))]
-    half = (ends[2] - ends[1]) / 2
-    if verdict.metric.scale == "log":
-        value, low, high = (number(exp(v), 3 if half < ROUGH else 2) for v in ends)
-        size = value
-    else:
-        places, sign = decimals(half), "-" if isinstance(effect, Auroc) else "+"
-        value, low, high = (fixed(v, places, sign) if math.isfinite(v) else number(v) for v in ends)
-        way = math.copysign(1, effect.value) if claim.test == "equivalence" else claim.sign
-        size = fixed(way * effect.value, places) if math.isfinite(effect.value) else number(way * effect.value)
-        value, size, high = (f"{text} {unit}".strip() for text in (value, size, high))
-    words = {"ratio": value, "difference": value.lstrip("+"), "size": size, "low": low, "high": high}
-    return {**words, "n": str(effect.n), "seeds": plural(effect.n, "seed")}
-
-
-def effect_in_cell(verdict: Verdict) -> str:
-    """Return the effect with its interval, unit and number of seeds, as in ``+0.54 (+0.28 to +0.79) nats, n = 3``;
-    empty for a claim without a verdict or an effect. The effect is a bound if failed runs count with the worst value
-    that was seen."""
-    effect, metric = verdict.effect, verdict.metric
-    if effect is None or not verdict.claim.decided:
-        return ""
-    words = effect_in_words(verdict)
-    before = "×" if metric.scale == "log" else "AUROC " if isinstance(effect, Auroc) else ""
-    value, high = (words[name].removesuffix(metric.unit).strip() for name in ("ratio", "high"))
-    interval = f"({words['low']} to {high})" if effect.has_interval else "(no interval)"
-    bound = f", a bound: {plural(verdict.bounds, 'failed run')}" if verdict.bounds else ""
-    return f"{before}{value} {interval} {metric.unit}".strip() + f", n = {effect.n}{bound}"
+    return template.format(**effect_in_words(verdict.claim, effect)).strip()
 
 
 def p_values(verdict: Verdict) -> dict[str, str]:
@@ -144,7 +111,7 @@ def p_values(verdict: Verdict) -> dict[str, str]:
     adjusted, effect, claim = verdict.adjusted, verdict.effect, verdict.claim
     if adjusted is None or effect is None or not effect.has_interval or math.isnan(verdict.p):
         return {}
-    first, second = (f"{p:.2g}" if p >= 1e-4 else "< 0.0001" for p in (verdict.p, adjusted.p))
+    first, second = p_text(verdict.p), p_text(adjusted.p)
     values = {"p": first}
     if second != first:
         values["adjusted p"] = second
@@ -172,13 +139,13 @@ def effect_bar(verdict: Verdict) -> dict[str, Any] | None:
         return round(4 + 92 * (value - first) / ((last - first) or 1.0), 2)
 
     def named(value: float) -> str:
-        return f"×{exp(value):.3g}" if verdict.metric.scale == "log" else f"{value:.3g}"
+        return f"×{exp(value):.3g}" if scale_of(claim)[0] == "log" else f"{value:.3g}"
 
     # If marks are close together, the outer labels extend outward.
     near = len(marks) > 1 and at(marks[-1]) - at(marks[0]) < 13
     anchors = ["end", *["middle"] * (len(marks) - 2), "start"] if near else ["middle"] * len(marks)
     limits = " or ".join(named(mark) for mark in marks if mark)
-    description = f"Effect {effect_in_cell(verdict)}; no effect is {named(0)}"
+    description = f"Effect {effect_in_cell(verdict.claim, verdict.effect, verdict.bounds)}; no effect is {named(0)}"
     description += f"; the smallest effect of interest is {limits}" if limits else ""
     return {
         "description": description,
@@ -259,12 +226,12 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[tuple[str, st
 def _limits_of_claims(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, str]]:
     for verdict in verdicts:
         claim, effect = verdict.claim, verdict.effect
-        for check in verdict.controls:
+        for check in verdict.checks:
             if not check.passed:
                 yield "A control did not pass", f"{claim.id}: {check.name}: {check.detail}"
         if claim.decided and claim.not_checked:
             yield "Not checked", f"{claim.id}: {listed(claim.not_checked)}"
-        size = "" if claim.test == "equivalence" else detectable_in_words(verdict)
+        size = "" if claim.test == "equivalence" else detectable_in_words(claim, verdict.detectable)
         if size and effect is not None:
             yield "Effects with less than 80 % power", f"{claim.id}: weaker than {size}, n = {effect.n}"
         if claim.decided and not claim.seeds:

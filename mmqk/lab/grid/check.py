@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -19,37 +18,6 @@ from mmqk.lab.stats.exact import Counts
 from mmqk.store import UserError
 
 MOST_CONFIRMATORY = 6
-
-
-def claim_metric(claim: Claim) -> Metric | FamilyMetric:
-    """Return the metric of a claim; if the claim counts runs, the share of runs; for a prediction, the AUROC."""
-    metric, _ = find_metric(claim.metric)
-    metric = replace(metric, label=measured_label(claim))
-    if not claim.decided or isinstance(metric, FamilyMetric):
-        return metric
-    if claim.test == "count":
-        return replace(
-            metric, label=f"share of runs {counted_label(claim)}", unit="of the runs", scale="linear", worst="high"
-        )
-    if claim.test == "prediction":
-        return replace(metric, label=f"AUROC of the {metric.label}", unit="", scale="linear", worst="low")
-    return metric
-
-
-def measured_label(claim: Claim) -> str:
-    """Return the label of the metric that is measured in each run, with its modality."""
-    metric, modality = find_metric(claim.metric)
-    return f"{metric.label} ({modality})" if modality else metric.label
-
-
-def counted_label(claim: Claim) -> str:
-    """Return which runs a claim counts, as the relative clause "that diverged or whose …"."""
-    if math.isnan(claim.at_least):
-        return "that diverged"
-    metric, _ = find_metric(claim.metric)
-    diverged = "" if isinstance(metric, Metric) and metric.counts_failures else "that diverged or "
-    bound = "at least" if metric.worst == "high" else "at most"
-    return f"{diverged}whose {measured_label(claim)} is {bound} {claim.at_least:g}"
 
 
 def check_claims(claims: Sequence[Claim], arms: Mapping[str, Sequence[Mapping[str, Any]]], where: str) -> None:
