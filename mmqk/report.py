@@ -1,4 +1,4 @@
-"""Write a report on run folders: ``python -m mmqk.report runs/demo --out reports/demo``. Needs no torch."""
+"""Write a report on run folders: ``mmqk report runs/demo --out reports/demo``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mmqk.store import OneSentenceParser, run_main
 
 DESCRIPTION = """\
 Write a report on the runs of a folder: verdicts on their registered claims, figures by modality, and a table of all
-runs. Reads the folders of mmqk.ablate and mmqk.train, finished or not."""
+runs. Reads the folders of mmqk ablate and mmqk train, finished or not."""
 
 EPILOG = """\
 files in --out:
@@ -19,8 +19,8 @@ files in --out:
   ranking.csv     the ranking of arms, if the grid defines one
 
 examples:
-  python -m mmqk.report runs/demo                    a grid: verdicts and figures
-  python -m mmqk.report runs/demo/mixed-0123456789   one arm: figures only"""
+  mmqk report runs/demo                    a grid: verdicts and figures
+  mmqk report runs/demo/mixed-0123456789   one arm: figures only"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,15 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: the folder has no runs, or --out cannot be written.
     """
-    parser = OneSentenceParser(
-        prog="mmqk report",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "runs", type=Path, help="folder of a grid, an arm or a run, any folder that contains runs, or a pack of them"
-    )
+    parser = OneSentenceParser(prog="mmqk report", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    text = "folder of a grid, an arm or a run, any folder that contains runs, or a pack of them"
+    parser.add_argument("runs", type=Path, help=text)
     parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the folder>)")
     args = parser.parse_args(argv)
 

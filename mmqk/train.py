@@ -1,4 +1,4 @@
-"""Train one run: one configuration in, one folder out. ``python -m mmqk.train --help``."""
+"""Train one run: one configuration in, one folder out. ``mmqk train --help``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmqk.config import LossConfig, MonitorConfig, OptimConfig
-from mmqk.config.run import check_conflicts
+from mmqk.config.checks import check_conflicts
 from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig
 from mmqk.model.checks import check_backend

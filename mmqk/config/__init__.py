@@ -3,6 +3,7 @@
 Needs neither torch nor Lightning.
 """
 
+# ruff: noqa: F401
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.run import SECTIONS, RunConfig, defaults, help_text, print_yaml, resolve
 from mmqk.config.training import (
@@ -13,20 +14,3 @@ from mmqk.config.training import (
     OptimConfig,
     TrainerConfig,
 )
-
-__all__ = [
-    "SECTIONS",
-    "AlarmConfig",
-    "CheckpointConfig",
-    "ForkConfig",
-    "LossConfig",
-    "MonitorConfig",
-    "OptimConfig",
-    "Parent",
-    "RunConfig",
-    "TrainerConfig",
-    "defaults",
-    "help_text",
-    "print_yaml",
-    "resolve",
-]

@@ -7,12 +7,21 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from mmqk.config.checks import (
+    check_batches,
+    check_conflicts,
+    check_loggers,
+    check_sharded,
+    check_shown,
+    check_steps,
+    check_trained,
+    is_masked,
+)
 from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_parent
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
@@ -267,7 +276,7 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
         check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
         if trainer.strategy == "fsdp":
             check_sharded(model, given.optim, given.loss, given.monitor)
-        check_steps(trainer.max_steps, given.checkpoint.at, fork)
+        check_steps(trainer.max_steps, given.checkpoint.at, 0 if fork is None else fork.parent.step)
         check_loggers([*given.logging])
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -357,142 +366,3 @@ def identity_of(
 def print_yaml(run: RunConfig) -> str:
     """Return the resolved configuration as YAML."""
     return yaml.safe_dump(run.nested(), sort_keys=False, allow_unicode=True)
-
-
-def is_masked(model: ModelConfig, data: DataConfig) -> bool:
-    """Return whether a window, a layer that separates the modalities, or a document mask hides earlier tokens."""
-    return any(any(model.reach_of(layer)) for layer in range(model.n_layers)) or data.documents_apart
-
-
-def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConfig) -> None:
-    """Raise ValueError for QK-Clip with compiled or recomputed blocks, in which it cannot read queries and keys.
-
-    The backend flex is an exception: it returns the largest logits itself.
-    """
-    for name, is_set in (("compile", compiled), ("activation_checkpointing", recomputed)):
-        if is_set and optim.qk_clip is not None and backend != "flex":
-            raise ValueError(
-                f"optim.qk_clip reads queries and keys in every step, which {name} does not allow: use backend flex,"
-                f" which returns the largest logits, or leave {name} off."
-            )
-
-
-def check_conflicts(
-    optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
-) -> None:
-    """Raise ValueError if the optimizer conflicts with another field, or a fork cannot use the parent's moments.
-
-    Args:
-        optim: The optimizer.
-        model: The model.
-        monitor: The monitors.
-        parent: `optim.matrices` of the parent of a fork; None for a run from initial weights.
-    """
-    if parent not in (None, optim.matrices) and "muon" in (parent, optim.matrices):
-        raise ValueError(
-            f"optim.matrices is {parent} in the parent and {optim.matrices} here, and a fork cannot change it,"
-            " because the moments of muon differ from those of Adam: keep the parent's value, or start a new run."
-        )
-    clip, muon, sigma = optim.qk_clip is not None, optim.matrices == "muon", model.weight_reparam == "sigma"
-    kind, budget = model.qk_norm.kind, monitor.budget_every_n_steps > 0
-    conflicts = {
-        f"optim.qk_clip scales W_q and W_k, but model.qk_norm.kind {kind} normalizes the scale away":
-            clip and kind != "none",
-        "optim.qk_clip scales W_q and W_k, but model.weight_reparam sigma normalizes the scale away":
-            clip and sigma,
-        "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps fixed":
-            clip and optim.matrices == "adamh",
-        "optim.msign_every replaces matrices that model.weight_reparam sigma normalizes":
-            optim.msign_every > 0 and sigma,
-        "monitor.parameters reads Adam's moments, which optim.matrices muon does not have":
-            monitor.parameters and muon,
-        "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have":
-            monitor.second_moment and muon,
-        "monitor.second_moment reads one second moment of a matrix, but optim.split_second_moment has one for each"
-        " modality":
-            monitor.second_moment and optim.split_second_moment,
-        "monitor.budget_every_n_steps splits the gradient of a matrix by modality before optim.adagc scales it":
-            budget and optim.adagc is not None,
-        "monitor.budget_every_n_steps counts the gradients of steps that optim.skip_step skips":
-            budget and optim.skip_step is not None,
-    }  # fmt: skip
-    for sentence, holds in conflicts.items():
-        if holds:
-            raise ValueError(f"{sentence}: remove one of them.")
-
-
-def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, monitor: MonitorConfig) -> None:
-    """Raise ValueError for a field that needs whole weights or gradients within a step, which FSDP shards."""
-    wanted = {
-        "model.weight_reparam sigma": model.weight_reparam == "sigma",
-        "optim.qk_clip": optim.qk_clip is not None,
-        "optim.split_second_moment": optim.split_second_moment,
-        f"optim.matrices {optim.matrices}": optim.matrices != "adamw",
-        "optim.update_clip": optim.update_clip,
-        "optim.adagc": optim.adagc is not None,
-        "optim.skip_step": optim.skip_step is not None,
-        "optim.msign_every": optim.msign_every > 0,
-        "loss.chunk_size": loss.chunk_size is not None,
-        "monitor.parameters": monitor.parameters,
-        "monitor.second_moment": monitor.second_moment,
-        "monitor.budget_every_n_steps": monitor.budget_every_n_steps > 0,
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            raise ValueError(
-                f"{name} needs whole matrices within a step, which trainer.strategy fsdp shards: use ddp."
-            )
-
-
-def check_trained(loss: LossConfig, data: DataConfig, model: ModelConfig) -> None:
-    """Raise ValueError if the data has no trained target."""
-    loss.weights_of(model.modalities)
-    kinds = {kind for kind, weight in data.mix.items() if weight > 0}
-    if kinds == {"text"} and loss.weights.get("text") == 0:
-        raise ValueError(
-            "loss.weights.text is 0 and data.mix has only text, which trains nothing: raise the weight or add another"
-            " kind to data.mix."
-        )
-
-
-def check_loggers(names: list[str]) -> None:
-    """Raise ValueError for a logger whose package is not installed."""
-    for name in names:
-        if name in ("wandb", "mlflow") and find_spec(name) is None:
-            raise ValueError(
-                f"logging has {name}, which is not installed: pip install 'mmqk[{name}]', or remove it from logging."
-            )
-
-
-def check_steps(max_steps: int, at: list[int], fork: ForkConfig | None) -> None:
-    start = 0 if fork is None else fork.parent.step
-    if start >= max_steps:
-        raise UserError(
-            f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: raise it, and set"
-            " optim.schedule_steps to keep the schedule."
-        )
-    for step in at:
-        if not start < step <= max_steps:
-            raise UserError(
-                f"checkpoint.at has step {step}, but the run has steps {start + 1} to {max_steps}: name one of them."
-            )
-
-
-def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, world: int) -> None:
-    if data.batch_size % (accumulate * world):
-        over = f" times {world} processes" if world > 1 else ""
-        raise UserError(
-            f"data.batch_size {data.batch_size} is not a multiple of trainer.accumulate_grad_batches"
-            f" {accumulate}{over}: choose one that is."
-        )
-    room = data.val_sequences if monitor.probe_split == "heldout" else data.batch_size // accumulate
-    if monitor.every_n_steps and monitor.probe_sequences > room:
-        what = "held-out sequences" if monitor.probe_split == "heldout" else "sequences of a micro-batch"
-        raise UserError(
-            f"monitor.probe_sequences {monitor.probe_sequences} is more than the {room} {what}: lower it."
-        )
-    if monitor.gradient_agreement and data.batch_size // (accumulate * world) < 2:
-        raise UserError(
-            "monitor.gradient_agreement needs two sequences in a micro-batch of each process: raise data.batch_size"
-            " or leave it off."
-        )

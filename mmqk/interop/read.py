@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeSc
 from mmqk.model.config import MlpKind
 from mmqk.model.transformer import evaluation_mode
 from mmqk.store import UserError
+
+from .vocabulary import vocab_sizes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,15 +56,38 @@ QWEN3 = "Qwen3ForCausalLM"
 OLMO2 = "Olmo2ForCausalLM"
 GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
-READ = (CHAMELEON, LLAMA, QWEN3, OLMO2, GEMMA2, GEMMA3)
-WRITTEN = (CHAMELEON, LLAMA, QWEN3)
 CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is not used there
+
+
+class _Family(NamedTuple):
+    """What the models of an architecture have in common.
+
+    Attributes:
+        norms: names of the norms around the sublayers.
+        qk_norm: their QK-Norm.
+        own_eps: whether the QK-Norm has another eps than the other norms.
+        windows: whether layers can have a sliding window; other classes do not use layer_types and sliding_window.
+        gemma: whether embeddings, gains and scale of the logits are those of Gemma.
+    """
+
+    norms: dict[str, str]
+    qk_norm: QKNormConfig = QKNormConfig()
+    own_eps: bool = True
+    windows: bool = False
+    gemma: bool = False
+
+
+_FAMILIES = {
+    CHAMELEON: _Family(_PRE, QKNormConfig("layer", gain="per_head", bias=True, eps=CHAMELEON_QK_EPS)),
+    LLAMA: _Family(_PRE),
+    QWEN3: _Family(_PRE, QKNormConfig("rms"), own_eps=False, windows=True),
+    OLMO2: _Family(_OLMO2, QKNormConfig("rms", scope="full", gain="per_head"), own_eps=False),
+    GEMMA2: _Family(_SANDWICH, windows=True, gemma=True),
+    GEMMA3: _Family(_SANDWICH, QKNormConfig("rms", gain="zero_centered"), own_eps=False, windows=True, gemma=True),
+}
+READ = tuple(_FAMILIES)
+WRITTEN = (CHAMELEON, LLAMA, QWEN3)
 IMAGE_TOKENIZER = "model.vqmodel."  # prefix of the parameters of Chameleon's image tokenizer
-# Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: pairs [name, size] in the
-# order of the ids.
-# A mapping would lose the order, because config.json has sorted keys.
-STORED_SIZES = "mmqk_vocab_sizes"
-_IMAGE_PREFIX = "IMGIMG"  # prefix of the image tokens in Chameleon's vocabulary_map
 _GATES: dict[str, MlpKind] = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -184,9 +210,9 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
     """
     architecture, c = type(hf_model).__name__, hf_model.config
     _check_fields(c)
-    gemma = architecture in (GEMMA2, GEMMA3)
-    swin = architecture == CHAMELEON and bool(c.swin_norm)
-    activation = "hidden_activation" if gemma else "hidden_act"
+    family = _FAMILIES[architecture]
+    norms = _SWIN if getattr(c, "swin_norm", False) else family.norms
+    activation = "hidden_activation" if family.gemma else "hidden_act"
     gate = _GATES.get(getattr(c, activation))
     if gate is None:
         raise no_counterpart(activation, getattr(c, activation), f"mmqk has {', '.join(_GATES)}")
@@ -195,13 +221,13 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
     head_dim = getattr(c, "head_dim", None) or width // heads
     vocab_sizes = vocab_sizes_of(c, len(embedding), vocab_sizes)
     fields: dict[str, Any] = {}
-    if gemma:
+    if family.gemma:
         fields["embed_sqrt_d"] = True
         fields["attn_scale"] = _scale(c.query_pre_attn_scalar**-0.5, head_dim)
         fields["final_softcap"] = c.final_logit_softcapping
     if architecture == GEMMA2:
         fields["attn_softcap"] = c.attn_logit_softcapping
-    elif gemma and c.attn_logit_softcapping is not None:
+    elif family.gemma and c.attn_logit_softcapping is not None:
         raise no_counterpart(
             "attn_logit_softcapping", c.attn_logit_softcapping, "Gemma3ForCausalLM itself does not apply it"
         )
@@ -214,28 +240,16 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
         d_head=0 if head_dim * heads == width else head_dim,
         d_ff=c.intermediate_size,
         mlp=gate,
-        pre_norm=architecture != OLMO2 and not swin,
-        post_norm=gemma or architecture == OLMO2 or swin,
-        norm_gain="zero_centered" if gemma else "plain",
+        pre_norm="attn_pre_norm" in norms,
+        post_norm="attn_post_norm" in norms,
+        norm_gain="zero_centered" if family.gemma else "plain",
         norm_eps=c.rms_norm_eps,
-        qk_norm=_qk_norm(architecture, c.rms_norm_eps),
+        qk_norm=family.qk_norm if family.own_eps else replace(family.qk_norm, eps=c.rms_norm_eps),
         attn_dropout=c.attention_dropout or 0.0,
         tie_embeddings=hf_model.get_output_embeddings().weight is embedding,
         **_layers(architecture, c),
         **fields,
     )
-
-
-def _qk_norm(architecture: str, eps: float) -> QKNormConfig:
-    if architecture == CHAMELEON:
-        return QKNormConfig("layer", gain="per_head", bias=True, eps=CHAMELEON_QK_EPS)
-    if architecture == QWEN3:
-        return QKNormConfig("rms", eps=eps)
-    if architecture == OLMO2:
-        return QKNormConfig("rms", scope="full", gain="per_head", eps=eps)
-    if architecture == GEMMA3:
-        return QKNormConfig("rms", gain="zero_centered", eps=eps)
-    return QKNormConfig()
 
 
 def _scale(value: float, head_dim: int) -> str | float:
@@ -245,15 +259,12 @@ def _scale(value: float, head_dim: int) -> str | float:
 
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
     """Return the fields for windows and rotary positions. Gemma 3 has separate frequencies in windowed layers."""
-    # Only these three classes use layer_types and sliding_window.
-    named = c.layer_types if architecture in (QWEN3, GEMMA2, GEMMA3) else None
-    kinds = list(named or ["full_attention"] * c.num_hidden_layers)
+    kinds = list((_FAMILIES[architecture].windows and c.layer_types) or ["full_attention"] * c.num_hidden_layers)
     window, global_every = _windows(kinds, c)
+    fields: dict[str, Any] = {"window": window, "global_every": global_every}
     if architecture != GEMMA3:
         theta, scaling = _rope("rope_parameters", c.rope_parameters)
-        return {
-            "window": window, "global_every": global_every, "rope_theta": theta, "rope_scaling": scaling
-        }  # fmt: skip
+        return fields | {"rope_theta": theta, "rope_scaling": scaling}
     rope = {kind: _rope(f"rope_parameters.{kind}", c.rope_parameters[kind]) for kind in sorted(set(kinds))}
     theta, scaling = rope.get("full_attention") or rope["sliding_attention"]
     local = rope.get("sliding_attention", (theta, scaling))
@@ -262,13 +273,8 @@ def _layers(architecture: str, c: Any) -> dict[str, Any]:
             "rope_parameters.sliding_attention", c.rope_parameters["sliding_attention"],
             "windowed layers need unscaled frequencies, or those of the other layers",
         )  # fmt: skip
-    return {
-        "window": window,
-        "global_every": global_every,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "local_rope_theta": None if local == (theta, scaling) else local[0],
-    }
+    local_theta = None if local == (theta, scaling) else local[0]
+    return fields | {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta}
 
 
 def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
@@ -345,78 +351,7 @@ def hf_name(name: str, architecture: str, config: ModelConfig) -> str:
     module, _, parameter = name.rpartition(".")
     if module in _MODEL:
         return f"{_MODEL[module]}.{parameter}"
+    swin = architecture == CHAMELEON and config.post_norm
+    norms = _SWIN if swin else _FAMILIES[architecture].norms
     _, layer, inside = module.split(".", 2)
-    return f"model.layers.{layer}.{(_LAYER | _norms(architecture, config))[inside]}.{parameter}"
-
-
-def _norms(architecture: str, config: ModelConfig) -> dict[str, str]:
-    if architecture == OLMO2:
-        return _OLMO2
-    if config.pre_norm:
-        return _SANDWICH if config.post_norm else _PRE
-    return _SWIN
-
-
-def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return the number of ids by modality.
-
-    These are the given sizes, otherwise those stored in the configuration, otherwise those of its vocabulary_map.
-
-    Raises:
-        UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
-    """
-    stored = getattr(config, STORED_SIZES, None)
-    if given is None and stored is None:
-        return _by_vocabulary(getattr(config, "vocabulary_map", None) or {}, vocab_size)
-    try:
-        pairs = list(given.items() if given is not None else stored or ())
-        vocab_sizes = {name: int(size) for name, size in pairs}
-        if len(vocab_sizes) < len(pairs) or any(vocab_sizes[name] != size for name, size in pairs):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise UserError(
-            f"The model's config.{STORED_SIZES} is {stored!r}, not names and sizes: give vocab_sizes."
-        ) from None
-    if not vocab_sizes or sum(vocab_sizes.values()) != vocab_size:
-        named = ", ".join(f"{name}={size}" for name, size in vocab_sizes.items())
-        raise UserError(
-            f"The sizes {named or '(none)'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
-            f" {vocab_size} ids: give each id to one modality."
-        )
-    return vocab_sizes
-
-
-def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, int]:
-    image = [i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX)]
-    if not all(isinstance(i, int) for i in image):
-        raise UserError(
-            "The model's config.vocabulary_map has image ids that are not integers: give vocab_sizes."
-        )
-    image.sort()
-    if not image:
-        return {"text": vocab_size}
-    start, end = image[0], image[-1] + 1
-    if image != list(range(start, end)) or end > vocab_size:
-        raise UserError(
-            f"The {len(image)} image ids of config.vocabulary_map are not one range within the {vocab_size} ids: give"
-            " vocab_sizes, such as text=300,image=32."
-        )
-    # The ids before the image ids are text if no ids follow the image ids, otherwise they are special tokens.
-    before, after = ("text", "") if end == vocab_size else ("special", "text")
-    sizes = {before: start, "image": end - start, after: vocab_size - end}
-    return {name: size for name, size in sizes.items() if size}
-
-
-def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
-
-    Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
-    """
-    start, vocabulary = 0, {}
-    for name, size in vocab_sizes.items():
-        if name == "image":
-            for code in range(size):
-                letters = "".join(chr(ord("A") + int(digit)) for digit in str(code))
-                vocabulary[f"{_IMAGE_PREFIX}{letters}Z"] = start + code
-        start += size
-    return vocabulary
+    return f"model.layers.{layer}.{(_LAYER | norms)[inside]}.{parameter}"

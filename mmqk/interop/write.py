@@ -18,11 +18,10 @@ from .read import (
     IMAGE_TOKENIZER,
     LLAMA,
     QWEN3,
-    STORED_SIZES,
     WRITTEN,
-    chameleon_vocabulary,
     hf_name,
 )
+from .vocabulary import STORED_SIZES, chameleon_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -38,12 +38,11 @@ from mmqk.store import (
 )
 from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.folder import RUN_NAME
-from mmqk.store.metrics import is_record, parse_line
+from mmqk.store.metrics import NOT_FINITE, is_record, parse_line
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
 
 EMPTY: Series = (np.zeros(0, dtype=np.int64), np.zeros(0))
-_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class Columns:
@@ -107,7 +106,7 @@ def aligned(series: Sequence[Series]) -> Series:
 
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
-        return float(value) if value in _NOT_FINITE else None
+        return NOT_FINITE.get(value)
     too_large = isinstance(value, int) and abs(value) > sys.float_info.max
     return float(value) if isinstance(value, int | float) and not too_large else None
 
@@ -376,6 +375,9 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
         notes.append("still running, or cut off")
     forked = _noted(lambda: read_json(path / "fork.json", {"parent": dict | None}), notes) or {}
     data = _noted(lambda: read_json(path / "data.json"), notes) or {}
+    fork = entry.get("fork")
+    if not fork and (parent := forked.get("parent")) is not None:
+        fork = {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}
     return Run(
         path=path,
         name=name,
@@ -390,15 +392,7 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
         family=entry.get("family") or arm,
         point=entry.get("point") or {},
         role=entry.get("role") or "verdict",
-        fork=entry.get("fork") or _fork_of(forked),
+        fork=fork,
         forked=forked,
         data=data,
     )
-
-
-def _fork_of(forked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the parent and step from the content of fork.json."""
-    parent = forked.get("parent")
-    if parent is None:
-        return None
-    return {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 from mmqk.store.alarms import AlarmRules, alarms_of, append_alarms, read_alarms, truncate_alarms
+from mmqk.store.divergence import DivergenceRule
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main
 from mmqk.store.files import (
     DamagedFile,
@@ -38,5 +39,5 @@ from mmqk.store.folder import (
 )
 from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
 from mmqk.store.metrics import MetricsWriter, Tag, last_metrics, parse_tag, parsed_tag, read_metrics, tag
-from mmqk.store.rules import Alarm, DivergenceRule
+from mmqk.store.rules import Alarm
 from mmqk.store.shipped import GRIDS, find_file, named_config, with_configs

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mmqk.store.divergence import DivergenceRule
 from mmqk.store.files import as_json, naming, read_regular, write_atomic
 from mmqk.store.metrics import from_json, parsed_tag, tag
 from mmqk.store.rules import (
@@ -23,8 +24,9 @@ from mmqk.store.rules import (
     STALL_ABOVE_NATS,
     Alarm,
     Collapse,
-    DivergenceRule,
     Growth,
+    Rule,
+    RuleOfEach,
     Spike,
     SpikeOfMedian,
     Stall,
@@ -49,39 +51,10 @@ class AlarmRules:
     def __init__(self, warmup_steps: int = 0, max_steps: int = 0, trained: Iterable[str] | None = None):
         self.warmup_steps, self.max_steps = warmup_steps, max_steps
         self.trained = None if trained is None else frozenset(trained)
-        self._divergence = DivergenceRule(warmup_steps)
-        self._diverged: set[str] = set()
         self._unigram: dict[str, float] = {}
         self._not_finite = False
-        self._rules: dict[str, dict[str, Any]] = {kind: {} for kind in self._makers()}
-
-    def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Add the numbers of ``step`` by tag; return the alarms that begin at this step."""
-        alarms: list[Alarm | None] = [self._finite(step, values)]
-        losses: dict[str, float] = {}
-        for name, value in values.items():
-            statistic, modality, layer, head = parsed_tag(name)
-            # Use only the global gradient norm: norms by parameter are measured at probes, not at each step.
-            if name == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
-                alarms.append(self._rule("spike", name).update(step, name, value))
-            if statistic == "loss" and self._is_trained(modality):
-                alarms.append(self._rule("spike_median", name).update(step, name, value))
-                if modality is not None:
-                    losses[modality] = value
-                    alarms.append(self._stalled(step, modality, values))
-            elif statistic == "val_unigram" and modality is not None:
-                self._unigram[modality] = value
-            elif head is None and (statistic == LOGITS or statistic in NORMS):
-                kind = "logits" if statistic == LOGITS else "norms"
-                alarms.append(self._rule(kind, name).update(step, name, value))
-            elif head is None and statistic == "attn_entropy" and layer is not None:
-                rank = values.get(tag("attn_rank", layer=layer))
-                alarms.append(self._rule("collapse", name).update(step, name, value, rank))
-        alarms += self._divergences(step, losses)
-        return [alarm for alarm in alarms if alarm is not None]
-
-    def _makers(self) -> dict[str, Callable[[], Any]]:
-        return {
+        self._divergence = DivergenceRule(warmup_steps)
+        makers: dict[str, Callable[[], Rule]] = {
             "spike": Spike,
             "spike_median": SpikeOfMedian,
             "stall": lambda: Stall(self.warmup_steps, self.max_steps),
@@ -89,12 +62,42 @@ class AlarmRules:
             "norms": lambda: Growth(self.warmup_steps, self.max_steps),
             "collapse": Collapse,
         }
+        self._rules = {kind: RuleOfEach(make) for kind, make in makers.items()}
 
-    def _rule(self, kind: str, name: str) -> Any:
-        rules = self._rules[kind]
-        if name not in rules:
-            rules[name] = self._makers()[kind]()
-        return rules[name]
+    def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Add the numbers of ``step`` by tag; return the alarms that begin at this step."""
+        alarms: list[Alarm | None] = [self._finite(step, values)]
+        diverged: list[Alarm | None] = []
+        for name, value in values.items():
+            for kind, series, *given in self._rules_of(name, values):
+                alarms.append(self._rules[kind][series].update(step, series, *given))
+            statistic, modality, *_ = parsed_tag(name)
+            if modality is not None and statistic == "val_unigram":
+                self._unigram[modality] = value
+            elif modality is not None and statistic == "loss" and self._is_trained(modality):
+                diverged.append(self._divergence[modality].update(step, name, value))
+        return [alarm for alarm in [*alarms, *diverged] if alarm is not None]
+
+    def _rules_of(self, name: str, values: Mapping[str, float]) -> Iterator[tuple[Any, ...]]:
+        """Yield the kind of each rule that reads a series, the series, its value, and what else the rule reads."""
+        statistic, modality, layer, head = parsed_tag(name)
+        value = values[name]
+        loss = statistic == "loss" and self._is_trained(modality)
+        # Use only the global gradient norm: norms by parameter are measured at probes, not at each step.
+        if loss or name == "grad_norm":
+            yield "spike", name, value
+        if loss:
+            yield "spike_median", name, value
+        if loss and modality is not None:
+            excess = tag("excess", modality)
+            if excess in values:
+                yield "stall", excess, values[excess], STALL_ABOVE_NATS
+            elif modality in self._unigram:
+                yield "stall", name, value, self._unigram[modality] - STALL_ABOVE_NATS
+        if head is None and (statistic == LOGITS or statistic in NORMS):
+            yield "logits" if statistic == LOGITS else "norms", name, value
+        if head is None and statistic == "attn_entropy" and layer is not None:
+            yield "collapse", name, value, values.get(tag("attn_rank", layer=layer))
 
     def _is_trained(self, modality: str | None) -> bool:
         return self.trained is None or modality is None or modality in self.trained
@@ -118,47 +121,21 @@ class AlarmRules:
             "non_finite", step, first, values[first], math.inf, f"{first} became {values[first]}{more}"
         )
 
-    def _stalled(self, step: int, modality: str, values: Mapping[str, float]) -> Alarm | None:
-        name, ceiling = tag("excess", modality), STALL_ABOVE_NATS
-        if name not in values:
-            name = tag("loss", modality)
-            if modality not in self._unigram:
-                return None
-            ceiling = self._unigram[modality] - STALL_ABOVE_NATS
-        return self._rule("stall", name).update(step, name, values[name], ceiling)
-
-    def _divergences(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
-        alarms = self._divergence.alarms(step, losses)
-        names = {alarm.tag for alarm in alarms}
-        began = [alarm for alarm in alarms if alarm.tag not in self._diverged]
-        # A step that has no loss of a modality does not end the modality's alarm.
-        self._diverged = names | {name for name in self._diverged if parsed_tag(name).modality not in losses}
-        return began
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resume, as plain data."""
         return {
             "divergence": self._divergence.state_dict(),
-            "diverged": sorted(self._diverged),
             "unigram": dict(self._unigram),
             "not_finite": self._not_finite,
-            "rules": {
-                kind: {name: rule.state_dict() for name, rule in rules.items()}
-                for kind, rules in self._rules.items()
-            },
+            "rules": {kind: rules.state_dict() for kind, rules in self._rules.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._divergence.load_state_dict(state["divergence"])
-        self._diverged, self._unigram = set(state["diverged"]), dict(state["unigram"])
-        self._not_finite = state["not_finite"]
-        makers = self._makers()
+        self._unigram, self._not_finite = dict(state["unigram"]), state["not_finite"]
         for kind, rules in state["rules"].items():
-            self._rules[kind] = {}
-            for name, saved in rules.items():
-                self._rules[kind][name] = makers[kind]()
-                self._rules[kind][name].load_state_dict(saved)
+            self._rules[kind].load_state_dict(rules)
 
 
 def alarms_of(

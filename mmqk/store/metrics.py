@@ -30,7 +30,7 @@ from mmqk.store.files import as_json, naming, open_regular, read_regular, write_
 
 METRICS_NAME = "metrics.jsonl"
 LAST_STEP = 2**53  # a larger step means a damaged line
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _LAYER = re.compile(r"layer(\d{2,})")
 _HEAD = re.compile(r"head(\d{2,})")
 
@@ -237,7 +237,7 @@ def last_metrics(
 
 def with_floats(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of `parse_line` with the strings "nan", "inf" and "-inf" as numbers."""
-    return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
+    return {k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
 
 
 def from_json(value: float | str) -> float:
@@ -246,7 +246,7 @@ def from_json(value: float | str) -> float:
     Raises:
         ValueError: a string other than "nan", "inf" and "-inf".
     """
-    return float(_NOT_FINITE.get(value, value) if isinstance(value, str) else value)
+    return float(NOT_FINITE.get(value, value) if isinstance(value, str) else value)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

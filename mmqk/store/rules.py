@@ -2,8 +2,8 @@
 
 `Spike` (OLMo 2), `SpikeOfMedian` (Qwen) and `Stall` read losses and the gradient norm, with one value per step;
 `Growth` and `Collapse` read norms, attention logits and attention entropies, with one value per probe.
-`DivergenceRule` reads the losses of all modalities and ends a run. The rules depend only on the logged numbers. Their
-state is plain data, and results after a resume from this state are bit-identical.
+The rules depend only on the logged numbers. Their state is plain data, and results after a resume from this state are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mmqk.store.formatting import plain
-from mmqk.store.metrics import parse_tag, tag
+from mmqk.store.metrics import parse_tag
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,16 @@ class Rule:
     """A rule over one series.
 
     Attributes:
-        STATE: names of the attributes that form the state. Each is plain data, or an object with a `state_dict`.
+        STATE: names of the attributes that form the state; each is plain data.
         on: whether the condition held at the last value.
     """
 
     STATE: tuple[str, ...] = ("on",)
     on = False
+
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        """Add a value of the series, and what else the rule reads; return an alarm if one begins."""
+        raise NotImplementedError
 
     def begins(self, holds: bool) -> bool:
         """Return whether an alarm begins: the condition holds now and did not hold at the previous value."""
@@ -76,122 +78,37 @@ class Rule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resume, as plain data."""
-        values = {name: getattr(self, name) for name in self.STATE}
-        return {
-            k: v.state_dict() if hasattr(v, "state_dict") else copy.deepcopy(v) for k, v in values.items()
-        }
+        return {name: copy.deepcopy(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         for name in self.STATE:
-            if hasattr(value := getattr(self, name), "load_state_dict"):
-                value.load_state_dict(state[name])
-            else:
-                setattr(self, name, copy.deepcopy(state[name]))
+            setattr(self, name, copy.deepcopy(state[name]))
 
 
-# Ratio of the interquartile range to the standard deviation of a normal distribution.
-QUARTILES_TO_STD = 1.349
+R = TypeVar("R", bound=Rule)
 
 
-class Window:
-    """The last ``size`` values, in order of arrival and in sorted order."""
+class RuleOfEach(dict[str, R]):
+    """One rule for each series, by name; ``make`` returns the rule of a series that is new."""
 
-    def __init__(self, size: int):
-        self.size = size
-        self._order: deque[float] = deque()
-        self._sorted: list[float] = []
+    def __init__(self, make: Callable[[], R]):
+        super().__init__()
+        self.make = make
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    @property
-    def full(self) -> bool:
-        return len(self._order) == self.size
-
-    def push(self, value: float) -> None:
-        if self.full:
-            del self._sorted[bisect_left(self._sorted, self._order.popleft())]
-        self._order.append(value)
-        insort(self._sorted, value)
-
-    def quantile(self, share: float) -> float:
-        """Return the quantile, interpolated linearly."""
-        at = share * (len(self._sorted) - 1)
-        low = math.floor(at)
-        high = min(low + 1, len(self._sorted) - 1)
-        return self._sorted[low] + (at - low) * (self._sorted[high] - self._sorted[low])
-
-    @property
-    def median(self) -> float:
-        return self.quantile(0.5)
-
-    @property
-    def spread(self) -> float:
-        """Return the standard deviation, estimated from the quartiles, which a few outliers do not change."""
-        return (self.quantile(0.75) - self.quantile(0.25)) / QUARTILES_TO_STD
-
-    def state_dict(self) -> list[float]:
-        return list(self._order)
-
-    def load_state_dict(self, state: list[float]) -> None:
-        self._order, self._sorted = deque(state), sorted(state)
-
-
-# Recompute the sums if the square of the value that leaves the window is this many times the sum of the remaining
-# squares, because subtracting the square then loses precision.
-RECOMPUTE_ABOVE = 1e6
-
-
-class RunningMoments:
-    """Mean and sample standard deviation of the last ``size`` values.
-
-    They are computed from running sums of the differences from a reference value, which is replaced at intervals.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self._values: deque[float] = deque()
-        self._about = self._sum = self._squares = 0.0
-        self._pushed = 0
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def push(self, value: float) -> None:
-        gone = 0.0
-        if len(self._values) == self.size:
-            gone = self._values.popleft() - self._about
-            self._sum -= gone
-            self._squares -= gone * gone
-        self._values.append(value)
-        self._sum += value - self._about
-        self._squares += (value - self._about) ** 2
-        self._pushed += 1
-        # Recompute at intervals: rounding errors accumulate, and the series moves away from the reference value.
-        due = self._pushed % self.size == 0 or self._pushed == 1
-        if due or gone * gone > RECOMPUTE_ABOVE * self._squares:
-            self._about = value
-            apart = [v - value for v in self._values]
-            self._sum, self._squares = math.fsum(apart), math.fsum(a * a for a in apart)
-
-    @property
-    def mean(self) -> float:
-        return self._about + self._sum / len(self._values)
-
-    @property
-    def std(self) -> float:
-        n = len(self._values)
-        return math.sqrt(max(0.0, self._squares - self._sum**2 / n) / (n - 1)) if n > 1 else 0.0
+    def __missing__(self, name: str) -> R:
+        self[name] = self.make()
+        return self[name]
 
     def state_dict(self) -> dict[str, Any]:
-        sums = [self._about, self._sum, self._squares]
-        return {"values": list(self._values), "sums": sums, "pushed": self._pushed}
+        """Return the states of all rules for a resume, as plain data."""
+        return {name: rule.state_dict() for name, rule in self.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._values = deque(state["values"])
-        self._about, self._sum, self._squares = state["sums"]
-        self._pushed = state["pushed"]
+        """Continue from a `state_dict`."""
+        self.clear()
+        for name, saved in state.items():
+            self[name].load_state_dict(saved)
 
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
@@ -208,6 +125,8 @@ ABOVE_MEDIAN_NATS = 0.1
 # Second threshold, in standard deviations, because the losses of a healthy run may scatter by more than 0.1 nat. The
 # larger threshold applies (no published source).
 ABOVE_MEDIAN_STDS = 6.0
+# Ratio of the interquartile range to the standard deviation of a normal distribution.
+QUARTILES_TO_STD = 1.349
 
 # A run that improves by less than 0.05 nat in a fifth of its length has stalled (no published source).
 STALL_MEDIAN = 50
@@ -226,19 +145,25 @@ class Spike(Rule):
     that are not all equal. Values that are not finite are skipped.
     """
 
-    STATE = ("window", "on")
+    STATE = ("values", "sum", "squares", "on")
 
     def __init__(self) -> None:
-        self.window = RunningMoments(SPIKE_WINDOW)
+        self.values: list[float] = []
+        # Sums of the values and of their squares, in units of 2**-100 and 2**-200: unlike floats, integers have no
+        # rounding errors, which would accumulate and which one huge value would make large.
+        self.sum = self.squares = 0
 
-    def update(self, step: int, tag: str, value: float) -> Alarm | None:
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
         """Add a value; return an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
-        mean, std, count = 0.0, 0.0, len(self.window)
+        mean, std, count = 0.0, 0.0, len(self.values)
         if count >= SPIKE_FEWEST:
-            mean, std = self.window.mean, self.window.std
-        self.window.push(value)
+            mean, std = self.moments()
+        self._add(value, 1)
+        self.values.append(value)
+        if len(self.values) > SPIKE_WINDOW:
+            self._add(self.values.pop(0), -1)
         threshold = mean + SPIKE_STDS * std
         if not self.begins(std > 1e-9 * abs(mean) and value >= threshold):
             return None
@@ -247,6 +172,19 @@ class Spike(Rule):
             f" {plain(mean, 4)} of the last {count} steps"
         )
         return Alarm("spike", step, tag, value, threshold, sentence)
+
+    def moments(self) -> tuple[float, float]:
+        """Return the mean and the sample standard deviation of the values in the window, of which there are at least
+        two."""
+        n = len(self.values)
+        variance = (n * self.squares - self.sum**2) // (n * (n - 1))
+        return self.sum / (n << 100), math.isqrt(variance) / (1 << 100)
+
+    def _add(self, value: float, sign: int) -> None:
+        top, bottom = value.as_integer_ratio()
+        units = (top << 100) // bottom
+        self.sum += sign * units
+        self.squares += sign * units * units
 
 
 class SpikeOfMedian(Rule):
@@ -260,17 +198,18 @@ class SpikeOfMedian(Rule):
     STATE = ("window", "on")
 
     def __init__(self) -> None:
-        self.window = Window(MEDIAN_WINDOW)
+        self.window: list[float] = []
 
-    def update(self, step: int, tag: str, value: float) -> Alarm | None:
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
         """Add a value; return an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
-        self.window.push(value)
-        if not self.window.full:
+        self.window = [*self.window, value][-MEDIAN_WINDOW:]
+        if len(self.window) < MEDIAN_WINDOW:
             return None
-        median = self.window.median
-        above = max(ABOVE_MEDIAN_NATS, ABOVE_MEDIAN_STDS * self.window.spread)
+        ordered, quarter = sorted(self.window), MEDIAN_WINDOW // 4
+        low, median, high = ordered[quarter], ordered[2 * quarter], ordered[3 * quarter]
+        above = max(ABOVE_MEDIAN_NATS, ABOVE_MEDIAN_STDS * (high - low) / QUARTILES_TO_STD)
         if not self.begins(value > median + above):
             return None
         sentence = (
@@ -299,18 +238,18 @@ class Stall(Rule):
         self.patience = (
             max(STALL_FEWEST_STEPS, round(STALL_SHARE * max_steps)) if max_steps else STALL_STEPS_OPEN_END
         )
-        self.window = Window(STALL_MEDIAN)
+        self.window: list[float] = []
         self.level: float | None = None
         self.since = 0
 
-    def update(self, step: int, tag: str, value: float, ceiling: float | None) -> Alarm | None:
+    def update(self, step: int, tag: str, value: float, ceiling: float | None = None, *more: Any) -> Alarm | None:
         """Add a value and its ceiling; return an alarm if a stall begins."""
         if not math.isfinite(value):
             return None
-        self.window.push(value)
-        if step <= self.warmup_steps or not self.window.full:
+        self.window = [*self.window, value][-STALL_MEDIAN:]
+        if step <= self.warmup_steps or len(self.window) < STALL_MEDIAN:
             return None
-        median = self.window.median
+        median = statistics.median(self.window)
         if self.level is None or median < self.level - STALL_NATS:
             self.level, self.since, self.on = median, step, False
         if self.on or ceiling is None or median <= ceiling or step - self.since < self.patience:
@@ -368,7 +307,7 @@ class Growth(Rule):
         self.first: list[float] = []
         self.points: list[list[float]] = []  # step, logarithm of the value
 
-    def update(self, step: int, tag: str, value: float) -> Alarm | None:
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
         """Add a value; return an alarm if growth begins."""
         if step < self.start or not math.isfinite(value) or value <= 0:
             return None
@@ -427,7 +366,7 @@ class Collapse(Rule):
         self.first: float | None = None
         self.first_rank: float | None = None
 
-    def update(self, step: int, tag: str, value: float, rank: float | None = None) -> Alarm | None:
+    def update(self, step: int, tag: str, value: float, rank: float | None = None, *more: Any) -> Alarm | None:
         """Add an entropy and the rank of its layer; return an alarm if the entropy falls below the threshold."""
         if not math.isfinite(value):
             return None
@@ -448,92 +387,3 @@ class Collapse(Rule):
                 else f"; this can be harmless, because the rank of the layer's attention did not fall ({ranks})"
             )
         return Alarm("collapse", step, tag, value, threshold, sentence)
-
-
-# Thresholds without a published source.
-DIVERGENCE_WINDOW = 50
-ABOVE_INITIAL_NATS = 0.1
-ABOVE_BEST_NATS = 0.5
-
-
-@dataclass
-class _Series:
-    """State of the rule for one modality's loss."""
-
-    initial: float | None = None
-    above: int = 0
-    best: float | None = None
-    window: list[float] = field(default_factory=list)
-
-
-class DivergenceRule:
-    """Decides from the loss of each modality (nats per token, one value per step) whether a run has diverged.
-
-    A run has diverged if one of these conditions holds for any modality:
-
-    - The loss is not finite.
-    - The loss is more than 0.1 nat above its first value for 50 consecutive steps after warm-up.
-    - The median loss of the last 50 steps is more than 0.5 nat above the lowest such median of the run.
-
-    A step that has no loss of a modality does not change the modality's state. Pass only trained modalities,
-    because an untrained loss may rise in a healthy run.
-
-    Args:
-        warmup_steps: steps of learning-rate warm-up, which the second condition skips.
-    """
-
-    def __init__(self, warmup_steps: int):
-        self.warmup_steps = warmup_steps
-        self._series: dict[str, _Series] = {}
-
-    def update(self, step: int, losses: Mapping[str, float]) -> str | None:
-        """Add the losses of ``step``; return the reason as a sentence if the run has diverged, else None."""
-        alarms = self.alarms(step, losses)
-        return alarms[0].sentence if alarms else None
-
-    def alarms(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
-        """Add the losses of ``step``; return one alarm for each modality that has diverged."""
-        alarms = (self._one(step, modality, float(loss)) for modality, loss in losses.items())
-        return [alarm for alarm in alarms if alarm is not None]
-
-    def _one(self, step: int, modality: str, loss: float) -> Alarm | None:
-        series = self._series.setdefault(modality, _Series())
-
-        def alarm(value: float, threshold: float, sentence: str) -> Alarm:
-            return Alarm("divergence", step, tag("loss", modality), value, threshold, sentence)
-
-        if not math.isfinite(loss):
-            return alarm(loss, math.inf, f"{modality} loss became {loss}")
-        if series.initial is None:
-            series.initial = loss
-        initial = series.initial
-        if step > self.warmup_steps:
-            series.above = series.above + 1 if loss > initial + ABOVE_INITIAL_NATS else 0
-        if series.above >= DIVERGENCE_WINDOW:
-            return alarm(
-                loss,
-                initial + ABOVE_INITIAL_NATS,
-                f"{modality} loss {loss:.2f} was more than {ABOVE_INITIAL_NATS} nat above its initial {initial:.2f}"
-                f" for {DIVERGENCE_WINDOW} steps",
-            )
-        series.window = [*series.window, loss][-DIVERGENCE_WINDOW:]
-        if len(series.window) < DIVERGENCE_WINDOW:
-            return None
-        median = statistics.median(series.window)
-        series.best = median if series.best is None else min(series.best, median)
-        if median > series.best + ABOVE_BEST_NATS:
-            return alarm(
-                median,
-                series.best + ABOVE_BEST_NATS,
-                f"{DIVERGENCE_WINDOW}-step median {median:.2f} of the {modality} loss was more than"
-                f" {ABOVE_BEST_NATS} nat above its best {series.best:.2f}",
-            )
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resume, as plain data."""
-        return {modality: asdict(series) for modality, series in self._series.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._series = {modality: _Series(**saved) for modality, saved in state.items()}

@@ -142,7 +142,7 @@ class StepLog(L.Callback):
         losses = {m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest}
         if not self.stop_diverged:
             losses = {m: loss for m, loss in losses.items() if not math.isfinite(loss)}
-        return self.rule.update(step, losses)
+        return self.rule.reason(step, losses)
 
     def _where(self, step: int, pl_module: TrainingModule) -> str | None:
         """Return the first non-finite tensor of a step as text, or None if the forward pass cannot run again."""

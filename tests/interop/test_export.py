@@ -14,7 +14,8 @@ import yaml
 from mmqk.checkpoint import load_model
 from mmqk.data.shards.manifest import manifest_hash
 from mmqk.data.tokenizers.files import TextTokenizer
-from mmqk.interop.folders import main, model_card
+from mmqk.interop.card import model_card
+from mmqk.interop.folders import main
 from mmqk.model import ModelConfig
 from mmqk.store import read_metrics
 from mmqk.train import main as train

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import MonitorConfig, OptimConfig
-from mmqk.config.run import check_conflicts
+from mmqk.config.checks import check_conflicts
 from mmqk.model import PerModalityConfig
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.own.callback import RunMonitor

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.config import AlarmConfig, resolve
-from mmqk.store import AlarmRules, rules
+from mmqk.store import AlarmRules, divergence, rules
 from mmqk.store.alarms import NAMES
 
 PAGE = Path(__file__).parents[2] / "docs/alarms.md"
@@ -33,7 +33,7 @@ def test_the_words_of_a_rule_have_its_numbers():
         "spike_median": (rules.MEDIAN_WINDOW, rules.ABOVE_MEDIAN_NATS, rules.ABOVE_MEDIAN_STDS),
         "stall": (rules.STALL_MEDIAN, rules.STALL_FEWEST_STEPS, rules.STALL_NATS, rules.STALL_ABOVE_NATS),
         "growth": (rules.GROWTH_PROBES, rules.GROWTH_ERRORS, rules.GROWTH_FACTOR, rules.GROWTH_LOGIT),
-        "divergence": (rules.ABOVE_INITIAL_NATS, rules.DIVERGENCE_WINDOW, rules.ABOVE_BEST_NATS),
+        "divergence": (divergence.ABOVE_INITIAL_NATS, divergence.DIVERGENCE_WINDOW, divergence.ABOVE_BEST_NATS),
     }.items():
         assert all(re.search(rf"(?<![\d.]){n:g}(?![\d.])", said[alarm]) for n in numbers), alarm
 

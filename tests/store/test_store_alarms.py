@@ -12,7 +12,7 @@ def first_reason(rule, series, start=0):
     length = max(len(values) for values in series.values())
     for i in range(length):
         losses = {m: v[i] for m, v in series.items() if i < len(v) and v[i] is not None}
-        if (reason := rule.update(start + i, losses)) is not None:
+        if (reason := rule.reason(start + i, losses)) is not None:
             return start + i, reason
     return None
 

@@ -198,7 +198,7 @@ def parents_callbacks(steps: int = 200) -> dict:
     rule, rules = DivergenceRule(0), AlarmRules(0, 400)
     for step in range(1, steps + 1):
         losses = {m: 3 + 4 * 0.9**step for m in ("text", "image")}
-        rule.update(step, losses)
+        rule.reason(step, losses)
         rules.update(step, {f"loss/{m}": v for m, v in losses.items()} | {"val_unigram/text": 6.0})
     return {
         "StepLog": rule.state_dict(),
@@ -211,7 +211,7 @@ def diverges_at(state: dict, loss: float, steps: int = 60) -> int | None:
     rule = DivergenceRule(0)
     rule.load_state_dict(state)
     for step in range(201, 201 + steps):
-        if rule.update(step, {"text": loss, "image": 3.0}) is not None:
+        if rule.reason(step, {"text": loss, "image": 3.0}) is not None:
             return step
     return None
 

@@ -180,7 +180,7 @@ def divergence_step(run: Run) -> int | None:
         for step, value in zip(at.tolist(), values.tolist(), strict=True):
             by_step.setdefault(step, {})[modality] = value
     rule = DivergenceRule(run.warmup_steps)
-    first = next((step for step in sorted(by_step) if rule.update(step, by_step[step]) is not None), math.inf)
+    first = next((step for step in sorted(by_step) if rule.reason(step, by_step[step]) is not None), math.inf)
     if run.status.status == "diverged":
         first = min(first, run.status.step)
     return None if math.isinf(first) else int(first)
