@@ -114,12 +114,12 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
 
 
 def _parameters(run: RunConfig) -> int:
-    """Return the number of trained parameters, without allocating them."""
+    """Return the number of trained parameters, if possible without allocating them."""
     import torch
 
     from mmqk.model import EarlyFusionTransformer
 
-    with torch.device("meta"):
+    with torch.device("cpu" if run.model.patch else "meta"):  # a patch may read weights
         return sum(p.numel() for p in EarlyFusionTransformer(run.model).parameters())
 
 

@@ -144,6 +144,8 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
                 f"model.{field} is {parent} in the parent and {child} here, and a fork cannot change it: keep the"
                 " parent's value, or start a new run."
             )
+    if old.patch not in ("", new.patch):
+        raise ValueError(f"model.patch {old.patch} of the parent cannot be changed in a fork: keep it.")
     if new.tie_embeddings and not old.tie_embeddings:
         raise ValueError(
             "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a"

@@ -36,6 +36,7 @@ from mmqk.config.training import (
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
 from mmqk.model.checks import check_backend
 from mmqk.model.config import ModelConfig
+from mmqk.model.patch import source_hash_of
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
 from mmqk.store.shipped import CONFIGS, SHIPPED
@@ -55,7 +56,7 @@ SECTIONS: dict[str, type] = {
 NEWER = {
     "model": (
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
-        "deep_norm", "separate_first", "separate_last",
+        "deep_norm", "separate_first", "separate_last", "patch",
     ),
     "monitor": ("matrices", "second_moment"),
     "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every"),
@@ -278,11 +279,11 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             check_sharded(model, given.optim, given.loss, given.monitor)
         check_steps(trainer.max_steps, given.checkpoint.at, 0 if fork is None else fork.parent.step)
         check_loggers([*given.logging])
+        identity = identity_of(
+            sections, trainer, backend=given.backend, compile=given.compile, seed=given.seed, fork=fork
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
-    identity = identity_of(
-        sections, trainer, backend=given.backend, compile=given.compile, seed=given.seed, fork=fork
-    )
     check_local(given.out or "", "out", "name a local folder")
     name = _name_of(configs, data) if fork is None or configs else "fork"
     others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "quiet")
@@ -336,7 +337,7 @@ def identity_of(
     """Return the fields that identify a run, as plain data.
 
     Raises:
-        UserError: a source of the data is missing or damaged.
+        UserError: a source of the data is missing or damaged. ValueError: a patch does not exist.
     """
     identity: dict[str, Any] = {
         name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")
@@ -345,6 +346,8 @@ def identity_of(
         for f in fields(SECTIONS[section]):
             if f.name in names and identity[section][f.name] == f.default:
                 del identity[section][f.name]
+    if sections["model"].patch:
+        identity["model"]["patch_source"] = source_hash_of(sections["model"].patch)
     if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null means max_steps
         del identity["optim"]["schedule_steps"]
     if sections["loss"].chunk_size is None:

@@ -12,6 +12,7 @@ from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import source_hash
 from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
 from mmqk.data.tokens.online import held_out_share, online_hash
+from mmqk.model.patch import source_hash_of
 from mmqk.model.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, check_local, find_file
 
@@ -55,6 +56,8 @@ class DataConfig:
             at the end.
         workers: loader processes, which do not change the samples. 0 is fastest for token arrays; if `read` is
             shards, more can be faster.
+        patch: module:function that changes the training rows of each optimizer step: (rows, step, order) -> rows, a
+            pure function; empty for none.
     """
 
     pairs: str = "data/emoji"
@@ -76,6 +79,7 @@ class DataConfig:
     val_sequences: int = number(128, 1, 2**24)
     val_every_n_steps: int = number(0, 0, MOST_STEPS)
     workers: int = number(0, 0, 1024)
+    patch: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
@@ -158,7 +162,9 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     Raises:
         UserError: a source is missing or damaged.
     """
-    fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
+    fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial", "patch")}
+    if config.patch:
+        fields |= {"patch": config.patch, "patch_source": source_hash_of(config.patch)}
     # A field that changes no sample of this configuration is stored as a constant.
     online = config.read == "shards" and "pair" in config.sources
     fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}

@@ -3,7 +3,7 @@ micro-batches to ranks and loader workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Captions, ShuffledPairs, open_tokens
 from mmqk.data.tokens.online import open_online
+from mmqk.model.patch import named_function
 from mmqk.store import UserError
 
 # Number of training sequences from which the statistics of the data are computed.
@@ -48,8 +49,9 @@ class MicroBatches(Dataset):
         world: int,
         steps: int,
         documents: bool = False,
+        patch: Callable[[list[Row], int, TrainingOrder], list[Row]] | None = None,
     ):
-        self.documents = documents
+        self.documents, self.patch = documents, patch
         # Keep the rows of the latest step: each of its micro-batches needs the number of targets of the whole step.
         self._step, self._rows = -1, list[Row]()
         self.ahead = 0
@@ -72,7 +74,8 @@ class MicroBatches(Dataset):
         step = i // self.accumulate
         if self._step != step:
             start = step * self.batch_size + self.ahead
-            self._step, self._rows = step, [self.order.row(n) for n in range(start, start + self.batch_size)]
+            rows = [self.order.row(n) for n in range(start, start + self.batch_size)]
+            self._step, self._rows = step, rows if self.patch is None else self.patch(rows, step, self.order)
         step_targets = sum(row.targets for row in self._rows)
         return self.order.builder.batch(self._rows[first : first + n], step_targets, self.documents)
 
@@ -247,6 +250,7 @@ class TokenDataModule(L.LightningDataModule):
             world,
             trainer.max_steps,
             self.config.documents_apart,
+            named_function(self.config.patch) if self.config.patch else None,
         )
         return PositionedLoader(self._micro_batches, self.config.workers, trainer.strategy.root_device)
 

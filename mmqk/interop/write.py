@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _DEFAULT = (
     "norm", "norm_gain", "attention", "attn_softcap", "final_softcap", "weight_reparam", "layer_scale",
     "embed_sqrt_d", "embed_norm", "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate",
-    "depth_scale", "deep_norm", "separate_first", "separate_last",
+    "depth_scale", "deep_norm", "separate_first", "separate_last", "patch",
 )  # fmt: skip
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # The smallest image tokenizer that Chameleon's class accepts; it is untrained.

@@ -200,6 +200,8 @@ class ModelConfig:
         local_rope_theta: Base in windowed layers, which then do not use `rope_scaling`; null: these layers use
             `rope_theta` with `rope_scaling`.
         rope_scaling: Scaling of the rotary frequencies for longer sequences.
+        patch: module:function that gets the model after it is built and changes it in place; empty for none. In a
+            fork it gets the model with the parent's weights.
     """
 
     vocab_sizes: dict[str, int] = number(dict, 1, 2**24)
@@ -249,6 +251,7 @@ class ModelConfig:
     rope_theta: float = number(10000.0, 1e-6, 1e18)
     local_rope_theta: float | None = number(None, 1e-6, 1e18)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    patch: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "model")

@@ -27,6 +27,7 @@ from .backends import RowStats, allow_many_graphs, documents_of, mask_of
 from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
 from .norms import LayerScale, ResidualGate, at_least_fp32, stream_norm
+from .patch import named_function
 
 # A function that a forward pass calls as `observer(site, layer, tensor)`, with the tensor itself, not a copy:
 #
@@ -254,6 +255,8 @@ class EarlyFusionTransformer(nn.Module):
             isinstance(m, ByModality) for m in self.modules()
         )
         init_weights(self, seed)
+        if config.patch:
+            named_function(config.patch)(self)
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import parameter_generator
+from mmqk.model.patch import named_function
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
 from mmqk.store.formatting import plain
@@ -61,8 +62,10 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     probe = probe.to(device)
     old = _model(ModelConfig.from_dict(saved["mmqk_model"]), run.seed, device)
     old.load_state_dict({k.removeprefix(PREFIX): v for k, v in saved["state_dict"].items()})
-    new = _model(run.model, run.seed, device)
+    new = _model(replace(run.model, patch=old.config.patch), run.seed, device)
     carried = carry(old, new, probe)
+    if run.model.patch != old.config.patch:
+        named_function(run.model.patch)(new)
     if fork.noise:
         perturb(new, fork.noise, fork.seed)
     change = change_of_function(old, new, probe)

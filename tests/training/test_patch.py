@@ -1,0 +1,110 @@
+"""`model.patch` and `data.patch`: functions of one's own that change the model and the rows of a step."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.config import resolve
+from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.store import UserError
+from mmqk.train import main
+
+SOURCE = """\
+import torch
+
+FACTOR = 8
+
+@torch.no_grad()
+def loud(model):
+    model.blocks[0].attention.w_q.weight.mul_(FACTOR)
+
+def backwards(rows, step, order):
+    return rows[::-1] if step else rows
+"""
+W_Q = "model.blocks.0.attention.w_q.weight"
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Path:
+    """Return a module ``own_patch`` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("own_patch", None)
+    importlib.invalidate_caches()
+    file = tmp_path / "own_patch.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"checkpoints/step{step:08d}.ckpt", weights_only=True)["state_dict"]
+
+
+def test_the_source_of_a_patch_is_part_of_the_identity(own, tiny_args):
+    plain, patched = resolve(tiny_args).id, resolve([*tiny_args, "model.patch=own_patch:loud"]).id
+    rows = resolve([*tiny_args, "data.patch=own_patch:backwards"]).id
+    assert len({plain, patched, rows}) == 3
+    own.write_text(SOURCE.replace("FACTOR = 8", "FACTOR = 9"))
+    assert resolve(tiny_args).id == plain
+    assert resolve([*tiny_args, "model.patch=own_patch:loud"]).id != patched
+    assert resolve([*tiny_args, "data.patch=own_patch:backwards"]).id != rows
+
+
+@pytest.mark.parametrize("field", ["model.patch", "data.patch"])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("loud", "loud is not module:function"),
+        ("no_such.module:loud", "there is no module no_such.module"),
+        ("own_patch:lout", "own_patch has no function lout"),
+    ],
+)
+def test_a_patch_that_does_not_exist_is_named(own, tiny_args, tmp_path, field, name, sentence):
+    with pytest.raises(UserError, match=sentence):
+        main([*tiny_args, f"{field}={name}", f"--out={tmp_path / 'run'}"])
+
+
+def test_a_fork_patches_the_weights_of_its_parent_once(own, tiny_args, tmp_path):
+    """The first weights of the fork are the parent's, with W_q times 8; a resume does not multiply it again."""
+    parent, fork = tmp_path / "parent", tmp_path / "fork"
+    short = [*tiny_args, "--trainer.max_steps=4", "--checkpoint.every_n_steps=2", "--checkpoint.keep=9"]
+    assert main([*short, f"--out={parent}"]) == 0
+    args = [f"--fork={parent / 'checkpoints/step00000002.ckpt'}", "model.patch=own_patch:loud", "--quiet"]
+    assert main([*args, f"--out={fork}"]) == 0
+    before, after = weights(parent, 2), weights(fork, 2)
+    assert torch.equal(after[W_Q], 8 * before[W_Q])
+    assert all(torch.equal(after[name], before[name]) for name in before if name != W_Q)
+    last = weights(fork, 4)
+    (fork / "checkpoints/step00000004.ckpt").unlink()
+    (fork / "status.json").write_text((fork / "status.json").read_text().replace("completed", "interrupted"))
+    assert main([*args, f"--out={fork}"]) == 0
+    assert all(torch.equal(weights(fork, 4)[name], last[name]) for name in last)
+    with pytest.raises(UserError, match=r"model\.patch own_patch:loud of the parent cannot be changed"):
+        resolve([f"--fork={fork / 'checkpoints/step00000002.ckpt'}", "model.patch="])
+
+
+def test_rows_are_patched_before_ranks_and_micro_batches_divide_them(tiny_args):
+    run = resolve(tiny_args)
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    order = data.order
+
+    def patch(rows, step, order):
+        return rows[::-1] if step else rows
+
+    def ids(world, accumulate, patch):
+        parts = [MicroBatches(order, 8, accumulate, rank, world, 3, patch=patch) for rank in range(world)]
+        return [
+            torch.cat([parts[rank][step * accumulate + i].ids_BT for i in range(accumulate) for rank in range(world)])
+            for step in range(3)
+        ]
+
+    plain, whole, divided = ids(1, 1, None), ids(1, 1, patch), ids(2, 2, patch)
+    assert all(torch.equal(a, b) for a, b in zip(whole, divided, strict=True))
+    assert torch.equal(whole[0], plain[0]) and torch.equal(whole[1], plain[1].flip(0))
+    assert not torch.equal(whole[1], plain[1])
