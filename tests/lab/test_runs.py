@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-import mmqk
-from mmqk.lab import load_study, read_runs
-from mmqk.store import Tag, UserError, write_json
+from mmqk.lab import read_runs
+from mmqk.store import UserError, write_json
 from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
 
 
@@ -89,25 +88,6 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
         assert run.notes == notes
         with open(path / "metrics.jsonl", "a") as file:
             file.write('{"step": 61, "t0": 3.')
-
-
-def test_a_series_whose_name_is_not_a_tag_is_kept(tmp_path):
-    path = tmp_path / "x"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text('{"step": 1, "a/b/c": 2.0, "loss/text": 3.0}\n')
-    (run,) = read_runs(tmp_path)
-    assert run.tags == {"a/b/c": Tag("a/b/c"), "loss/text": Tag("loss", "text")}
-    table = mmqk.load_runs(tmp_path).metrics()
-    assert dict(zip(table["metric"], table["value"], strict=True)) == {"a/b/c": 2.0, "loss": 3.0}
-    assert mmqk.load_runs(tmp_path).metrics("a/b/c")["value"].tolist() == [2.0]
-
-
-def test_a_later_null_does_not_undo_a_number(tmp_path):
-    path = tmp_path / "x"
-    path.mkdir()
-    (path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n{"step": 1, "a": null, "b": true}\n')
-    (run,) = read_runs(tmp_path)
-    assert run.series("a")[1].tolist() == [2.0] and run.series("b")[1].tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -191,12 +171,6 @@ def test_run_without_records_is_kept_with_notes(tmp_path):
     assert len(run.series("loss/text")[0]) == 200
 
 
-def test_missing_runs_are_named(tmp_path):
-    study = load_study(write_demo(tmp_path / "demo", leave_out=("image-off",)))
-    assert study.missing == (("image-off", 0), ("image-off", 1), ("image-off", 2))
-    assert study.hero == ("mixed", "mixed-qk")
-
-
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -212,33 +186,3 @@ def test_missing_runs_are_named(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path, make, named):
     with pytest.raises(UserError, match=named):
         read_runs(make(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda grid: grid["claims"][0].update(metric="beauty"), "'beauty'"),
-        (lambda grid: grid["claims"][0].update(metric="final_loss"), "needs a modality"),
-        (lambda grid: grid["claims"][0].update(control="nobody"), "'nobody'"),
-        (lambda grid: grid["claims"][0].update(min_effect="much"), "'much'"),
-        (lambda grid: grid["claims"][0].update(min_effect=-1), "min_effect is -1"),
-        (lambda grid: grid["claims"][0].update(regime="sunny"), "'sunny'"),
-        (lambda grid: grid["claims"][0].update(direction="up"), "'up'"),
-        (lambda grid: grid["claims"][0].update(status="sure"), "'sure'"),
-        (lambda grid: grid["claims"][1].pop("at_least"), "needs at_least"),
-        (lambda grid: grid["claims"][3].update(arms=[]), "names no arms"),
-    ],
-)
-def test_impossible_claims_are_refused_by_name(tmp_path, change, named):
-    with pytest.raises(UserError, match=named):
-        load_study(write_demo(tmp_path / "demo", change=change))
-
-
-def test_grid_is_read_from_the_record(tmp_path):
-    folder = write_demo(tmp_path / "demo")
-    record = json.loads((folder / "ablation.json").read_text())
-    study = load_study(folder)
-    assert [claim.id for claim in study.claims] == [claim["id"] for claim in record["grid"]["claims"]]
-    assert study.label("mixed-qk") == "mixed, QK-Norm"
-    assert study.arms["mixed"].seeds == (0, 1, 2) and study.arms["high-pre"].seeds == (0,)
-    assert study.shown == ("high-pre", "high-pre-qk", "high-post", "high-post-qk")

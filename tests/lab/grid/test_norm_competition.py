@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from mmqk.config import RunConfig
 from mmqk.data.synthetic.dial import Dial
-from mmqk.lab.grid import load_grid
-from tests.lab.grid.resolved import ROOT, resolved, unequal
+from tests.lab.grid.resolved import resolved, unequal
 
-STUDY, PILOT = "configs/claims/norm_competition.yaml", "configs/claims/norm_competition_pilot.yaml"
+STUDY = "configs/claims/norm_competition.yaml"
 MECHANISMS = "configs/claims/norm_competition_mechanisms.yaml"
 
 
@@ -65,18 +62,3 @@ def test_each_mechanism_is_removed_from_the_same_run(mechanisms):
     shares = runs["shares"].loss.weights
     assert shares["text"] * 1.5 == pytest.approx(shares["image"] * 3.5)
     assert sum(shares.values()) == pytest.approx(2)
-
-
-def test_seeds_families_and_registration(study):
-    grid, _ = study
-    pilot = load_grid(ROOT / PILOT)
-    seeds = {arm.name: set(arm.seeds) for arm in grid.arms}
-    assert not set.union(*seeds.values()) & {seed for arm in pilot.arms for seed in arm.seeds}
-    claims = grid.raw["claims"]
-    primary = [claim for claim in claims if claim.get("status") == "confirmatory"]
-    assert Counter(claim["alpha_family"] for claim in primary) == {"primary": 6, "edge": 1}
-    for claim in primary:
-        arms = {claim[side].partition("-")[0] for side in ("treatment", "control")}
-        assert all(len(seeds[arm]) == claim["seeds"] == 12 for arm in arms) and arms <= set(grid.raw["quick"])
-    assert max(Counter(claim["alpha_family"] for claim in claims if "not_run" not in claim).values()) <= 6
-    assert len(grid.raw["hypotheses"]) == 5

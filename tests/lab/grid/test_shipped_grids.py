@@ -20,7 +20,6 @@ from tests.lab.grid.resolved import ROOT, mean_caption, unequal
 DEMO = Path("configs/ablations/demo.yaml")
 QK, PRE, POST, LR = "model.qk_norm.kind", "model.pre_norm", "model.post_norm", "optim.lr"
 BATCH = "data.batch_size"
-CHOOSING_SEED = 0  # the learning rate was selected with this seed
 
 
 @pytest.fixture(autouse=True)
@@ -67,58 +66,6 @@ def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str
     return found
 
 
-def table(runs: dict[tuple[str, int], RunConfig]) -> dict[str, set[tuple]]:
-    """Return the settings of the runs by arm: learning rate, QK-Norm, placement, weights of the loss."""
-    found: dict[str, set[tuple]] = {}
-    for (arm, _), run in runs.items():
-        model = run.model
-        row = (run.optim.lr, model.qk_norm.kind, model.pre_norm, model.post_norm, str(run.loss.weights))
-        found.setdefault(arm, set()).add(row)
-    return found
-
-
-def test_fourteen_jobs_three_seeds_where_something_is_decided(demo, runs):
-    assert len(demo.jobs) == len(runs) == len({run.id for run in runs.values()}) == 14
-    blocks = {arm.name: arm.block for arm in demo.arms}
-    assert set(blocks.values()) == {"decided", "shown"}
-    for arm in demo.arms:
-        assert len(arm.seeds) == (3 if arm.block == "decided" else 1), arm.name
-    assert {seed for arm in demo.arms for seed in arm.seeds} == {run.seed for run in runs.values()}
-
-
-def seed_is_free(grid: Grid) -> bool:
-    return all(CHOOSING_SEED not in arm.seeds for arm in grid.arms)
-
-
-def test_the_seed_that_chose_the_learning_rate_is_in_no_arm(demo, tmp_path):
-    assert seed_is_free(demo)
-    assert not seed_is_free(
-        changed(tmp_path, lambda raw: raw.pop("seeds"))
-    )  # the default seed of a grid is 0
-
-
-def test_decided_arms_share_one_learning_rate_below_the_shown_one_and_are_pre_norm(demo, runs):
-    rows = table(runs)
-    assert all(len(row) == 1 for row in rows.values())
-    one = {arm: next(iter(row)) for arm, row in rows.items()}
-    decided = {arm.name: one[arm.name] for arm in demo.arms if arm.block == "decided"}
-    shown = {arm.name: one[arm.name] for arm in demo.arms if arm.block == "shown"}
-    unmatched = shown.pop("image-off")
-    [lr], [higher] = {row[0] for row in decided.values()}, {row[0] for row in shown.values()}
-    assert lr < higher
-    assert all((pre, post) == (True, False) for _, _, pre, post, _ in decided.values())
-    assert {arm: (qk, weights) for arm, (_, qk, _, _, weights) in decided.items()} == {
-        "mixed": ("none", "{}"),
-        "mixed-qk": ("rms", "{}"),
-        "image-off-matched": ("none", "{'image': 0.0}"),
-    }
-    assert unmatched == one["image-off-matched"]
-    assert {row[1:4] for row in shown.values()} == {
-        *(("none", True, False), ("rms", True, False), ("none", False, True), ("rms", False, True))
-    }
-    assert len(shown) == 4 and all(row[4] == "{}" for row in shown.values())
-
-
 def test_arms_differ_only_in_what_they_set(demo, runs, tmp_path):
     assert strays(demo, runs) == {}
     for arm in demo.arms:
@@ -153,13 +100,6 @@ def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
     assert targets("image-off-matched") == pytest.approx(targets("mixed"), rel=0.01)
     # The control: the arm that keeps its batch size trains about half as many targets.
     assert targets("image-off") < 0.6 * targets("mixed")
-
-
-def test_jobs_are_fp32_on_one_thread_and_otherwise_alike(runs):
-    for run in runs.values():
-        assert (run.trainer["precision"], run.threads, run.trainer["accelerator"]) == ("32-true", 1, "cpu")
-        assert run.monitor.probe_split == "heldout"  # so that all arms measure maxima on the same tokens
-    assert len({(run.backend, run.trainer["max_steps"]) for run in runs.values()}) == 1
 
 
 def study_of(grid: Grid, folder: Path):

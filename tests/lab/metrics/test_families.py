@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmqk.lab.metrics import FAMILY_METRICS, FamilyMetric, find_metric
+from mmqk.lab.metrics import FamilyMetric, find_metric
 from mmqk.store import UserError
 from tests.lab.small_runs import config, small_run
 
@@ -137,8 +137,3 @@ def test_first_unstable_learning_rate(tmp_path):
 def test_impossible_names_are_refused(name, said):
     with pytest.raises(UserError, match=said):
         find_metric(name)
-
-
-def test_family_metrics_are_found_by_name():
-    assert find_metric("lr_sensitivity/image") == (FAMILY_METRICS["lr_sensitivity"], "image")
-    assert find_metric("first_unstable_lr")[0].on_scale(0.01) == pytest.approx(math.log(0.01))

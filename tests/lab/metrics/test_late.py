@@ -109,17 +109,6 @@ def test_a_run_that_ended_with_a_value_that_is_not_finite_cannot_recover(tmp_pat
     assert rise("nan") == 1
 
 
-def test_a_late_rise_of_one_loss_does_not_count_for_the_other(tmp_path):
-    run = run_of(tmp_path / "x", curve(6000, 0.0), curve(4000, 0.3))
-    metric = find_metric("late_rise/text")[0]
-    assert [metric.measure(run, modality) for modality in ("text", "image", None)] == [0, 1, 1]
-
-
-def test_a_run_that_was_stopped_has_no_value(tmp_path):
-    run = run_of(tmp_path / "x", curve(6000, 0.0, 3000), status="interrupted")
-    assert math.isnan(value("late_failure", run)) and math.isnan(value("time_of_failure", run))
-
-
 def forked(folder, text, step, parent=None):
     """Write a run with these losses and an unchanged fork of it from ``step``; return both as a study loads them."""
     run_of(folder / "whole", text)
@@ -151,13 +140,6 @@ def test_a_parent_is_found_by_its_id_and_never_in_a_circle(tmp_path):
     record = {"parent": {"folder": "fork", "id": "fork", "step": 4500}}
     (folder / "whole" / "fork.json").write_text(json.dumps(record))
     assert [run.parent for run in read_runs(folder)] == [None, None]
-
-
-def test_windows_are_means_over_their_steps(tmp_path):
-    losses = np.random.default_rng(0).normal(4, 1, 1800)
-    steps, means = window_means(run_of(tmp_path / "x", losses.tolist()), "text")
-    assert steps.tolist() == [500, 1000, 1500]  # the last 300 steps do not fill a window
-    np.testing.assert_allclose(means, losses[:1500].reshape(3, 500).mean(1))
 
 
 def test_a_count_of_late_failures_leaves_out_early_ones(tmp_path):

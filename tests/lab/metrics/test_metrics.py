@@ -14,14 +14,12 @@ from mmqk.lab.metrics import (
     METRICS,
     best_loss,
     final_loss,
-    find_metric,
     initial_loss,
     is_trained,
     learned,
     unigram_entropy,
 )
 from mmqk.lab.runs import read_runs
-from mmqk.store import UserError
 from tests.lab.fake_runs import UNIGRAM, Planted, write_run
 from tests.lab.small_runs import small_run
 
@@ -175,19 +173,6 @@ def test_learned_falls_back_on_the_loss_at_initialization(tmp_path):
     assert not learned(run, "image")
 
 
-def test_a_run_that_learned_and_lost_it_had_learned(tmp_path):
-    run_of(tmp_path, Planted(50.0, status="diverged", validated=False))
-    run = append(tmp_path, '{"step": 201, "loss/text": "inf"}')
-    assert learned(run, "text")
-    assert final_loss(run, "text").value == math.inf
-
-
-def test_what_was_learned_counts_whatever_is_held_out_after_the_divergence(tmp_path):
-    run_of(tmp_path, Planted(50.0, status="diverged", validated=False))
-    run = append(tmp_path, '{"step": 200, "val_loss/text": 9.5}')
-    assert learned(run, "text") and best_loss(run, "text") < 4
-
-
 def test_a_modality_without_a_loss_is_not_trained(tmp_path):
     run = run_of(tmp_path, Planted(50.0))
     assert not is_trained(run, "audio")
@@ -258,16 +243,3 @@ def test_a_loss_that_is_off_is_not_trained(tmp_path):
 def test_what_the_data_mix_does_not_hold_is_not_trained(tmp_path, mix, trained):
     run = run_of(tmp_path, Planted(50.0), settings={"data": {"mix": mix}})
     assert [m for m in ("text", "image") if is_trained(run, m)] == trained
-
-
-def test_a_mix_does_not_train_a_loss_that_is_off(tmp_path):
-    settings = {"data": {"mix": {"pair": 1.0}}, "loss.weights.image": 0.0}
-    run = run_of(tmp_path, Planted(50.0), settings=settings)
-    assert is_trained(run, "text") and not is_trained(run, "image")
-
-
-def test_metrics_are_found_by_name():
-    metric, modality = find_metric("largest_attention_logit/text")
-    assert metric is METRICS["largest_attention_logit"] and modality == "text"
-    with pytest.raises(UserError, match="unknown: use one of largest_attention_logit"):
-        find_metric("grace")

@@ -70,11 +70,6 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert value("spike_score", one) == value("spike_score", other) == pytest.approx(100 * 2 / 1300)
 
 
-def test_a_run_too_short_to_judge_has_no_spike_score(tmp_path):
-    assert math.isnan(value("spike_score", small_run(tmp_path / "x", {"loss": noise(100).tolist()})))
-    assert math.isnan(value("spike_score", small_run(tmp_path / "y", {"lr": [0.1]})))
-
-
 # Divergence ------------------------------------------------------------------------------------------------
 
 
@@ -101,11 +96,6 @@ def test_step_of_divergence_by_hand(tmp_path, losses, step):
     assert divergence_step(run) == step
     assert value("time_of_divergence", run) == (1.0 if step is None else step / len(losses))
     assert value("diverged", run) == (step is not None)
-
-
-def test_warm_up_does_not_count_as_above_the_start(tmp_path):
-    run = small_run(tmp_path / "x", {"loss/text": rising(at=80)}, config=config(200, warmup=100))
-    assert divergence_step(run) == 150
 
 
 def test_only_what_is_trained_diverges(tmp_path):

@@ -1,8 +1,6 @@
 """The page of a report in headless Chromium: opened from a file, wide, narrow, by keyboard, dark, and printed."""
 
-import base64
 import csv
-import re
 from pathlib import Path
 
 import pytest
@@ -203,34 +201,3 @@ def test_text_stands_out_from_its_background(page, pages, scheme):
     # The negative control: faint text is detected.
     page.value("document.querySelector('h1').style.color = 'var(--line)'")
     assert any(contrast(c, b) < 4.5 for _, c, b in page.value(TEXTS))
-
-
-def test_rows_are_labeled_blocks_on_a_phone(page, pages):
-    show(page, pages["grid"], 400)
-    cell = "document.querySelector('#arms ~ .scroll tbody tr').cells[4]"
-    assert page.value(f"{cell}.dataset.label") == "Final loss"
-    assert page.value(f"getComputedStyle({cell}, '::before').display") == "block"
-    visible = "[...document.querySelectorAll('.scroll')].filter(s => s.checkVisibility())"
-    assert page.value(f"{visible}.length") > 0
-    assert page.value(f"{visible}.filter(s => s.scrollWidth > s.clientWidth).map(s => s.textContent)") == []
-    show(page, pages["grid"])
-    assert page.value(f"getComputedStyle({cell}, '::before').content") == "none"
-
-
-def test_it_prints_what_is_folded_with_the_colors_of_paper(page, pages):
-    show(page, pages["grid"], 720, scheme="dark")
-    entry = "document.querySelector('#environment dd')"
-    picture = "document.querySelector('#fig-hero canvas').toDataURL()"
-    paper = base64.b64decode(page.call("Page.printToPDF", preferCSSPageSize=True)["data"])
-    assert paper.startswith(b"%PDF") and len(re.findall(rb"/Type ?/Page\b", paper)) > 5
-    dark = page.value(picture)
-    assert not page.value(f"{entry}.checkVisibility()")
-    page.value("dispatchEvent(new Event('beforeprint'))")
-    page.call("Emulation.setEmulatedMedia", media="print")
-    assert page.wait(f"{picture} !== '{dark}'")
-    assert page.value("document.querySelectorAll('figure:not([data-live])').length") == 0
-    assert page.value(OVERFLOW) <= 0 and page.value(f"{entry}.getBoundingClientRect().height") > 0
-    assert page.value("getComputedStyle(document.querySelector('.skip')).display") == "none"
-    page.call("Emulation.setEmulatedMedia", media="")
-    page.value("dispatchEvent(new Event('afterprint'))")
-    assert not page.value(f"{entry}.checkVisibility()") and page.errors == []

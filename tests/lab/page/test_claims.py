@@ -1,18 +1,15 @@
 """What a page says of a claim: digits, signs, what was tested and why a verdict is missing."""
 
 import dataclasses
-import json
 import shutil
 
 import pytest
 
 from mmqk.lab import judge, load_study
 from mmqk.lab.formatting import decimals, fixed
-from mmqk.lab.page.figures import claim_figure
 from mmqk.lab.page.sweeps import learning_rates
 from mmqk.lab.page.verdicts import cannot_tell, claim_rows
 from mmqk.lab.verdicts.words import effect_in_cell, effect_in_words
-from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_demo
 from tests.lab.page.report_runs import RATES, write_forks, write_sweep
 
@@ -76,17 +73,6 @@ def test_a_size_in_the_grids_words_has_the_sign_of_the_claim(tmp_path, direction
     assert effect_in_words(found["C2"].claim, with_effect(found["C2"], value, 0.2).effect)["size"] == f"{size} nats"
 
 
-def test_without_an_interval_the_grids_words_are_not_used(tmp_path):
-    study, found = of_claim(tmp_path, change=text_loss(finding=WORDS), seeds=(0,))
-    row = row_of(study, found)
-    assert "Finding" not in dict(row["facts"]) and row["effect"].endswith("(no interval) nats, n = 1")
-    assert row["why"] == "Too few seeds for an interval"
-    study, found = of_claim(tmp_path / "three", change=text_loss(finding=WORDS))
-    assert dict(row_of(study, found)["facts"])["Finding"].startswith("Text:")
-    with pytest.raises(UserError, match=r"claim C2: finding\.reproduced may contain \{ratio\}"):
-        of_claim(tmp_path / "wrong", change=text_loss(finding={"reproduced": "{effect} more"}))
-
-
 def test_what_cannot_be_told_is_that_of_the_runs(tmp_path):
     study, found = of_claim(tmp_path, leave_out=("image-off",))
     items = cannot_tell(study, list(found.values()))
@@ -146,26 +132,3 @@ def test_a_verdict_that_a_check_took_away_names_the_check(tmp_path):
         assert row["why"] == why and (row["verdict"] == "inconclusive") == bool(why)
         # A failed check makes the adjusted p-value 1; it stands beside the raw one.
         assert row["p"].get("adjusted p") == ("1" if name == "check" else None)
-
-
-def test_the_curves_of_a_final_loss_are_named_for_what_they_show(tmp_path):
-    """The runs measure the held-out loss once, at their end, until three more measurements are added."""
-    folder = write_demo(tmp_path / "demo")
-    record = json.loads((folder / "ablation.json").read_text())
-    (claim,) = (c for c in record["grid"]["claims"] if c["id"] == "C13")
-    claim["metric"] = "final_loss/text"
-    (folder / "ablation.json").write_text(json.dumps(record))
-
-    def curves():
-        study = load_study(folder)
-        (verdict,) = (v for v in judge(study) if v.claim.id == "C13")
-        panel = claim_figure(study, verdict).rows[0][0]
-        return panel.ylabel, max(len(line.x) for line in panel.lines)
-
-    training = curves()
-    assert training[0] == "Training loss, text (nats per token)" and training[1] > 3
-    for path in folder.glob("*/seed*/metrics.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        more = [line | ({"val_loss/text": 5.0} if line["step"] in (25, 50, 75) else {}) for line in lines]
-        path.write_text("".join(json.dumps(line) + "\n" for line in more))
-    assert curves() == ("Held-out loss, text (nats per token)", 4)

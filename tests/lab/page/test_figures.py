@@ -11,8 +11,6 @@ import pytest
 from PIL import Image
 
 from mmqk.lab import load_study
-from mmqk.lab.formatting import count
-from mmqk.lab.grid.claims import Report, check_report
 from mmqk.lab.page.figure import GRAY, Drawing, arm_colors
 from mmqk.lab.page.figures import (
     ALL_POINTS,
@@ -29,7 +27,6 @@ from mmqk.lab.page.figures import (
 from mmqk.lab.page.page import write_report
 from mmqk.lab.page.sweeps import learning_rates, sweeps
 from mmqk.lab.verdicts.study import StudyArm
-from mmqk.store import UserError
 from tests.lab.fake_runs import DEMO, write_demo
 from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
 from tests.lab.small_runs import small_run
@@ -203,15 +200,6 @@ def test_a_line_of_outcomes_is_the_median_over_the_runs_of_an_arm(offsets):
         assert float(row["value"]) == pytest.approx(np.median(of_seeds), rel=1e-4)
 
 
-def test_only_the_named_arms_are_drawn_and_nothing_without_the_field(offsets):
-    assert outcomes(offsets) is None and outcomes(replace(offsets, report={"outcomes": False})) is None
-    assert {row["arm"] for row in rows_of(outcomes(replace(offsets, report={"outcomes": ["b"]})))} == {"b"}
-    for right in (True, ["a"], "b"):
-        check_report(Report(outcomes=right), "ab", (), "g.yaml")
-    with pytest.raises(UserError, match=r"report.outcomes: there is no arm 'c'"):
-        check_report(Report(outcomes=["c"]), "ab", (), "g.yaml")
-
-
 # Sweeps ------------------------------------------------------------------------------------------------------------
 
 
@@ -270,12 +258,3 @@ def test_sensitivity_is_the_mean_above_the_best_rate(sweep):
                 losses[-1] = START["text"]
             expected.append((parameters(width), sum(loss - min(losses) for loss in losses) / len(losses)))
     assert np.array(sorted(drawn)) == pytest.approx(np.array(sorted(expected)), rel=1e-4)
-
-
-def test_lines_of_a_sweep_are_named_by_its_family_and_of_many_sizes_the_ends_are_drawn(sweep):
-    drawing = Drawing(sweep, arm_colors(sweep), learning_rates(sweep))
-    panels = json.loads(drawing.chart())
-    names = {line["name"] for panel in panels for line in panel["lines"]}
-    assert {"no QK-Norm, median", "QK-Norm, median"} <= names and set(drawing.keys()) == {"no QK-Norm", "QK-Norm"}
-    sizes = [f"{count(parameters(width))} parameters" for width in (WIDTHS[0], WIDTHS[-1])]
-    assert [panel["title"] for panel in panels][:6] == [sizes[0]] * 3 + [sizes[1]] * 3

@@ -18,7 +18,7 @@ from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.page.figure import arm_colors
 from mmqk.lab.page.page import page_content, report_files, write_report
 from mmqk.lab.page.tables import arm_table, data_table, fork_table, tokens, totals
-from tests.lab.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
+from tests.lab.fake_runs import Planted, write_demo, write_run
 from tests.lab.page.report_runs import write_forks
 
 FIGURES = ("hero", "claim-C2", "claim-C10", "claim-C13", "entropy", "norms", "final_norm", "layers", "shown")
@@ -133,17 +133,6 @@ def test_a_card_draws_the_effect_and_its_interval_to_scale(demo):
     assert high - low > 5 and f"no effect is ×1; the smallest effect of interest is ×{1.99}" in bar
 
 
-def test_every_value_of_a_claim_links_to_its_run(demo):
-    study, page = load_study(demo[0]), (demo[1] / "index.html").read_text()
-    table = page[page.index('id="values-C2"') :]
-    links = dict(re.findall(r'href="#(run-[^"]+)">([^<]+)</a>', table[: table.index("</table>")]))
-    assert len(links) == 6
-    for run in study.of_arm("mixed"):
-        last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
-        largest = max(v for k, v in last.items() if k.startswith("attn_logit_absmax"))
-        assert float(links["run-" + run.name.replace("/", "-")]) == pytest.approx(largest, rel=5e-3)
-
-
 def test_text_from_the_grid_is_escaped(tmp_path):
     def change(grid):
         grid["report"]["question"] = "Does <it> grow?"
@@ -214,25 +203,6 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(tmp_path):
     assert own["Best loss"] == "–" and 4.4 < float(others["Best loss"]) < 4.6
 
 
-@pytest.mark.parametrize("count", [6, 7])
-def test_more_than_six_claims_are_rows_of_a_list(count, tmp_path):
-    runs = [({"arm": arm, "seed": 0}, Planted(logit), {}) for arm, logit in (("a", 20.0), ("b", 10.0))]
-    alike = {"treatment": "a", "control": "b", "min_effect": 0.2, "unchecked": {"declared": "planted numbers"}}
-    claims = [{"id": f"N{i}", "status": "exploratory", **alike} for i in range(count)]
-    grid = {"arms": {"a": {}, "b": {}}, "claims": claims, "report": {"question": "Which hold?"}}
-    pages = report_files(*read(write_grid(tmp_path / "runs", grid, runs)))
-    page = pages["index.html"]
-    cards, rows = (page.count(f'<article class="{name}"') for name in ("card", "row"))
-    assert (cards, rows) == ((6, 0) if count == 6 else (0, 7)) and page.count('<svg class="bar"') == count
-    markdown = pages["report.md"]
-    assert markdown.startswith("# Which hold?\n") and f"{count} claims: {count} inconclusive." in markdown
-    # The claim of the title, the count, one figure, then the other claims
-    order = ['id="verdict-N0"', f"{count} claims:", 'id="fig-hero"']
-    order += ['id="all-claims"', 'id="verdict-N1"'] if count > 6 else []
-    places = [page.index(mark) for mark in order]
-    assert places == sorted(places)
-
-
 @pytest.mark.parametrize("what", ["one", "several", "bare", "nan"])
 def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
     runs = tmp_path / "runs"
@@ -274,17 +244,6 @@ def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
     verdicts = {v.claim.id: v.verdict for v in found[1]}
     assert verdicts == {"C2": "reproduced", "C10": "contradicted", "C13": "inconclusive"}
     assert 'aria-label="Audio: largest |attention logit|"' in report_files(*found)["index.html"]
-
-
-def test_alarms_of_a_run_stand_beside_it(tmp_path):
-    loud, quiet = (write_run(tmp_path / "runs" / name / "seed0", DEMO["mixed"]) for name in ("loud", "quiet"))
-    same = {"tag": "loss", "value": 1.0, "threshold": 0.5, "sentence": "so"}
-    alarms = [("growth", 120), ("spike_median", 90), ("growth", 140)]
-    lines = [json.dumps({"name": name, "step": step, **same}) for name, step in alarms]
-    (loud / "alarms.jsonl").write_text("\n".join(lines) + "\n")
-    page = pages_of(tmp_path / "runs")["report.md"]
-    assert page.count("| 90 | `loud/seed0` | growth 2, spike median 1 |") == 1
-    assert quiet.exists() and page.count("| – | `quiet/seed0` |  |") == 1
 
 
 def test_forks_name_their_parent_and_changes_and_cost_what_they_read_themselves(tmp_path, demo):

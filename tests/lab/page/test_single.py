@@ -69,24 +69,3 @@ def test_the_page_of_attach_applies_the_rules(tmp_path, low):
     (folder / "status.json").write_text(json.dumps({"status": "completed", "step": 90, "reason": "", "seconds": 1}))
     page = pages_of(folder)["index.html"]
     assert ("Alarms: 1</summary>" in page) == (low < 0.1) and ("Alarms: none" in page) == (low > 0.1)
-
-
-@pytest.mark.parametrize("of", ["attach", "mmqk"])
-def test_a_page_of_attach_says_nothing_about_what_it_does_not_have(tmp_path, of):
-    """The folder has metrics alone. The control: the same metrics in a folder of mmqk.train that lost two files."""
-    lines = [{"step": n, "lr": 0.1, "q_norm/text/layer00": 2.0} for n in range(0, 1000, 2)]
-    if of == "mmqk":
-        lines = [{**line, "loss/text": 4.0, "loss": 4.0} for line in lines]
-    folder = write_lines(tmp_path / "mine", lines)
-    if of == "mmqk":
-        (folder / "data.json").write_text("{}")
-    said = ("run.json is missing", "status.json is missing", "failed at step 0", "Results by arm")
-    for text in pages_of(folder).values():
-        assert [words for words in said if words in text] == (list(said) if of == "mmqk" else [])
-        assert "What grew first: nothing" in text and "Alarms: none" in text
-
-
-def test_nothing_is_said_to_have_raised_no_alarm_where_nothing_was_measured(tmp_path):
-    folder = write_lines(tmp_path / "mine", [{"step": 1, "lr": 0.1}, {"step": 2, "lr": 0.1}])
-    for text in pages_of(folder).values():
-        assert "Alarms:" not in text and "What grew first" not in text

@@ -1,7 +1,6 @@
 """Compare exact tests, corrections for several claims, and tests of survival with their definitions."""
 
 import itertools
-import json
 import math
 
 import numpy as np
@@ -54,12 +53,6 @@ def test_sign_flip_counts_every_pattern(n):
     values = np.random.default_rng(n).normal(0.6, 1, n)
     assert sign_flip(values) == pytest.approx(flipped_one_by_one(values))
     assert sign_flip([1.0] * n) == pytest.approx(2 / 2**n)
-
-
-def test_three_seeds_cannot_say_much_by_signs_alone():
-    assert sign_flip([5.0, 5.1, 4.9]) == 0.25
-    assert sign_flip([5.0] * 6) == 0.03125
-    assert math.isnan(sign_flip([])) and math.isnan(sign_flip([1.0] * 17))
 
 
 def coverage(n, m, first, second, interval):
@@ -254,32 +247,3 @@ def test_the_interval_of_a_time_uses_only_the_two_arms(tmp_path):
     assert {effect.of for effect in effects} == {"two arms"} and effects[0] == effects[1] == effects[2]
     times = np.array([0.5 + 0.05 * seed for seed in range(6)])
     assert effects[0].interval(0.05) == pytest.approx(stats.ttest_1samp(times - 1, 0).confidence_interval())
-
-
-def test_the_notes_say_what_the_comparison_leaves_out(tmp_path):
-    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
-    notes = " ".join(judge(study(tmp_path / "all", arms, [CLAIM]))[0].notes)
-    assert "Failed runs of “b”: 0 of 6; the interval ignores" in notes and "does not train" not in notes
-    made = study(tmp_path / "off", arms, [CLAIM])
-    for record in made.folder.glob("b-*/*/run.json"):
-        content = json.loads(record.read_text())
-        content["details"]["config"]["loss"] = {"weights": {"image": 0.0}}
-        record.write_text(json.dumps(content))
-    notes = " ".join(judge(load_study(made.folder))[0].notes)
-    assert "Losses that “b” does not train: image." in notes
-
-
-def test_unfinished_runs_have_no_test_and_a_warning(tmp_path):
-    arms = {"a": lambda seed: Planted(10, diverges=100 + seed, validated=False), "b": Planted(10)}
-    made = study(tmp_path, arms, [CLAIM])
-    status = next(made.folder.glob("b-*/seed0/status.json"))
-    status.write_text(json.dumps(json.loads(status.read_text()) | {"status": "running"}))
-    made = load_study(made.folder)
-    notes = " ".join(judge(made)[0].notes)
-    assert "Failed runs of “a”: 6 of 6." in notes and "Log-rank" not in notes
-
-
-def test_other_claims_have_neither(tmp_path):
-    made = study(tmp_path, {"a": Planted(20), "b": Planted(10)}, [BASIC])
-    assert survival(made) is None
-    assert not any("Log-rank" in note for note in judge(made)[0].notes)

@@ -8,8 +8,6 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.verdicts import p_values
-from mmqk.lab.verdicts.words import detectable_in_words
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 
@@ -144,17 +142,6 @@ def test_equal_values_in_each_arm_have_no_interval(tmp_path, failed, why):
     assert why in " ".join(found.notes) and (found.p < 0.05) == (failed == 5)
 
 
-def test_three_divergences_of_three_against_none_have_no_interval(tmp_path):
-    claim = BASIC | {"metric": "diverged", "min_effect": 0.5}
-    found = one(tmp_path, {"a": failing(3), "b": failing(0)}, [claim], seeds=range(3))
-    assert found.verdict == "inconclusive" and "no spread for an interval" in " ".join(found.notes)
-    logits = {"a": Planted(20, spread=0), "b": Planted(10, spread=0)}
-    assert "no spread for an interval" in one(tmp_path / "logit", logits, [BASIC]).open
-    # The control: one arm with spread is enough for the pooled spread.
-    logits["b"] = Planted(10)
-    assert one(tmp_path / "spread", logits, [BASIC]).verdict == "reproduced"
-
-
 def test_arms_without_a_finite_value_are_not_said_to_share_no_seed(tmp_path):
     arms = {"a": Planted(10, nan_from=0), "b": Planted(10, nan_from=0)}
     found = one(tmp_path / "nan", arms, [BASIC])
@@ -207,24 +194,6 @@ def test_the_sign_flip_test_stands_beside_it_from_six_seeds_on(tmp_path):
     assert found.sign_flip == pytest.approx(np.mean([s >= abs(sum(values)) - 1e-12 for s in sums]))
     few = one(tmp_path / "few", {"a": planted, "b": Planted(10)}, [BASIC], seeds=range(5))
     assert math.isnan(few.sign_flip)
-
-
-@pytest.mark.parametrize(
-    ("logits", "status", "words"),
-    [
-        ((40.0, 2e6), "running", "a factor of ∞"),
-        ((1e-30, 1e50), "completed", "×0 to ×∞ (99.2 %)"),
-    ],
-)
-def test_ratios_beyond_the_largest_float_are_printed(tmp_path, logits, status, words):
-    """Two seeds that differ much give ratios above 1.8e308 at the level of six claims."""
-    arms = {
-        "a": lambda seed: Planted(logits[seed], spread=0),
-        "b": lambda seed: Planted(10.0, spread=0, status=status if seed else "completed"),
-    }
-    found = one(tmp_path, arms, [nearby(f"C{i}") for i in range(6)], seeds=range(2))
-    detectable = detectable_in_words(found.claim, found.detectable)
-    assert words in " ".join((*found.notes, *p_values(found).values(), detectable))
 
 
 # Controls --------------------------------------------------------------------------------------------------------
@@ -337,22 +306,6 @@ def test_it_is_not_run_with_its_reason(tmp_path):
     assert absent.notes == (f"{REASON}.",) and absent.runs == () and absent.adjusted is None
 
 
-def test_it_takes_no_level_from_its_family(tmp_path):
-    alone = judge(study(tmp_path / "alone", PAIR, [BASIC]))[0]
-    beside, second = judge(study(tmp_path / "two", PAIR, [BASIC, ABSENT]))[0], BASIC | {"id": "C6"}
-    three = judge(study(tmp_path / "three", PAIR, [BASIC, second]))[0]
-    assert beside.adjusted.claims == alone.adjusted.claims == 1
-    assert three.adjusted.claims == 2  # the control: a claim with arms counts in the family
-
-
-@pytest.mark.parametrize(
-    "also", [{"arms": ["a"]}, {"treatment": "a", "control": "b", "min_effect": 0.2}, {"status": "control"}]
-)
-def test_it_has_no_arms(tmp_path, also):
-    with pytest.raises(UserError, match="claim C5: it has not_run: remove"):
-        study(tmp_path, PAIR, [ABSENT | also])
-
-
 ARMS = {arm: Planted(logit, spread=0.05) for arm, logit in {"a": 20, "b": 10, "c": 10, "d": 30}.items()}
 SHOWS = {"id": "N", "treatment": "d", "control": "b", "min_effect": 0.2, "status": "exploratory"}
 
@@ -370,12 +323,6 @@ def test_a_claim_that_does_not_show_its_effect_is_no_control(tmp_path, violation
     assert shown.verdict == "reproduced" and passed(shown)[f"{use.replace('_', ' ')} N"]
     found = one(tmp_path / "violated", ARMS, [same, SHOWS | violation])
     assert found.verdict == "inconclusive" and not passed(found)[f"{use.replace('_', ' ')} N"]
-
-
-def test_a_control_that_is_not_run_is_no_control(tmp_path):
-    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", "positive_control": "N"}
-    found = one(tmp_path, ARMS, [same, {"id": "N", "statement": "a trend", "not_run": "It needs a GPU."}])
-    assert found.verdict == "inconclusive" and not passed(found)["positive control N"]
 
 
 def test_a_best_rate_that_nothing_chose_turns_an_equivalence(tmp_path):

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.page import write_report
 from mmqk.lab.page.verdicts import cannot_tell
 from mmqk.report import main
-from mmqk.store import UserError
 from tests.lab.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 from tests.lab.verdicts.test_claims import BASIC, POSITIVE
 
@@ -162,38 +160,6 @@ def test_a_check_is_turned_off_by_name_and_the_page_says_why(tmp_path, name, cap
     assert f"not checked: “{called}” ({reason.replace('<', '&lt;').replace('>', '&gt;')})" in row
     [cell] = [line for line in markdown.splitlines() if line.startswith("| **C2**")]
     assert f"**reproduced**; not checked: “{called}”" in cell
-
-
-@pytest.mark.usefixtures("without_figures")
-def test_nothing_is_said_of_checks_that_are_on(tmp_path):
-    study, found = write_report(write_demo(tmp_path / "demo", change=plain()), tmp_path / "report")
-    for text in (
-        (tmp_path / "report/index.html").read_text(),
-        (tmp_path / "report/report.md").read_text(),
-        (tmp_path / "report/verdicts.json").read_text(),
-        str(cannot_tell(study, found)),
-    ):
-        assert "not checked" not in text.lower()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"unchecked": {"everything": "so"}}, "give one of learned, declared, seeds and the reason"),
-        ({"unchecked": {"learned": ""}}, "give one of learned, declared, seeds and the reason"),
-        ({"unchecked": {"learned": None}}, "unchecked.learned is empty: it must be a valid string"),
-        ({"unchecked": {"seeds": 2}}, "unchecked.seeds is 2: it must be a valid string"),
-        ({"unchecked": ["learned"]}, "unchecked is ['learned']: it must be a valid dictionary"),
-        (
-            {"unchecked": {"learned": "so"}, "regime": "both modalities learned"},
-            "remove regime or unchecked.learned",
-        ),
-    ],
-)
-def test_a_check_is_not_turned_off_without_a_name_and_a_reason(tmp_path, fields, words):
-    with pytest.raises(UserError) as error:
-        verdict(tmp_path, change=plain(**fields))
-    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("metric", "passed"), [("lr_sensitivity/text", True), ("final_loss/text", False)])

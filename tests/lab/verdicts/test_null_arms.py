@@ -99,18 +99,3 @@ def test_the_series_are_those_of_the_file(null):
         excess = float(mine[-1][head.index("val_excess/text")])
         metric, modality = find_metric("final_excess/text")
         assert metric.measure(run, modality) == pytest.approx(excess + 0.5)
-
-
-def test_splits_share_no_seed(null):
-    seeds = null.split(null.SIX, np.random.default_rng(0))
-    drawn = [seed for arm in seeds.values() for seed in arm]
-    assert len(drawn) == len(set(drawn)) == 24
-
-
-def test_the_page_has_the_tables(null):
-    page = (ROOT / "docs/evidence.md").read_text()
-    assert null.with_tables(page, {"false": "x"}) != page
-    with pytest.raises(AssertionError):
-        null.with_tables(page, {"another": "x"})
-    for name in ("false", "power"):
-        assert page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].count("|") > 20

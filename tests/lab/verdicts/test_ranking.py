@@ -11,8 +11,7 @@ from scipy import stats
 
 from mmqk.lab import load_study
 from mmqk.lab.page.page import write_report
-from mmqk.lab.page.sweeps import interval, ranking_csv, ranking_table
-from mmqk.lab.stats.effects import Effect
+from mmqk.lab.page.sweeps import ranking_csv, ranking_table
 from mmqk.lab.verdicts.ranking import _effect, ranking
 from tests.lab.small_runs import config, small_run
 
@@ -133,28 +132,6 @@ def test_a_difference_without_a_value_is_none_and_not_infinite(tmp_path):
     made = ranking(study)
     assert [row.difference for row in made.rows] == [None] * 3
     assert [row[1].text for row in ranking_table(study, made).rows[:3]] == ["–"] * 3
-
-
-def test_a_ratio_beyond_the_largest_float_is_printed():
-    assert interval(Effect(4.0, 100.0, 2, 1.0, "two arms"), ratio=True) == "×54.60 (0.00 to ∞)"
-    assert interval(Effect(4.0, 10.0, 2, 1.0, "two arms"), ratio=True) == "×54.60 (0.00 to 8.31e+56)"
-
-
-def test_without_the_list_the_page_has_no_ranking(tmp_path, without_figures):
-    assert ranking(grid_of(tmp_path / "runs", report={})) is None
-    write_report(tmp_path / "runs", tmp_path / "page")
-    assert 'id="ranking"' not in (tmp_path / "page/index.html").read_text()
-    assert not (tmp_path / "page/ranking.csv").exists()
-    (tmp_path / "page/ranking.csv").write_text("mine")
-    write_report(tmp_path / "runs", tmp_path / "page")
-    assert (tmp_path / "page/ranking.csv").read_text() == "mine"
-
-
-def test_the_ranking_of_an_earlier_report_is_removed(tmp_path, without_figures):
-    for name, report in (("ranked", None), ("plain", {})):
-        grid_of(tmp_path / name, report=report)
-        write_report(tmp_path / name, tmp_path / "page")
-        assert (tmp_path / "page/ranking.csv").exists() == (name == "ranked")
 
 
 def test_the_page_and_its_csv_have_every_row(tmp_path, without_figures):

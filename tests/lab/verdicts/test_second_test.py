@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab import judge
-from mmqk.lab.page.verdicts import cannot_tell
 from mmqk.lab.stats.effects import paired_effect, pooled_spread
 from tests.lab.fake_runs import Planted
-from tests.lab.verdicts.test_claims import BASIC, one, study
+from tests.lab.verdicts.test_claims import BASIC, one
 
 EXPERIMENTS = Path(__file__).parents[3] / "docs/experiments"
 
@@ -104,38 +102,3 @@ def test_it_lowers_the_rate_of_false_verdicts_and_keeps_power(second):
     assert two > 0.82 and alone - two < 0.08
 
 
-MORE = {"treatment": "c", "control": "b", "direction": "greater"}
-
-
-@pytest.mark.parametrize(
-    ("control", "weak"),
-    [
-        ({"metric": "largest_attention_logit", "arms": ["a"], "at_least": 5, "status": "control"}, True),
-        ({**MORE, "metric": "final_loss/text", "min_effect": 0.1}, True),
-        ({**MORE, "min_effect": 0.2}, False),
-    ],
-)
-def test_a_note_names_a_positive_control_without_an_effect_on_the_metric(tmp_path, control, weak):
-    arms = {"a": Planted(10), "b": Planted(10), "c": Planted(30, {"text": 4.4, "image": 4.6})}
-    claims = [BASIC | {"positive_control": "N"}, {"id": "N", "status": "exploratory", **control}]
-    found = one(tmp_path, arms, claims)
-    assert found.verdict == "contradicted"
-    assert ("The positive control N does not show" in " ".join(found.notes)) == weak
-
-
-@pytest.mark.parametrize("registered", [True, False])
-def test_the_page_counts_families_and_claims_without_registered_seeds(tmp_path, registered):
-    of_second = {} if registered else {"alpha_family": "second"}
-    seeds = {"seeds": 6} if registered else {}
-    claims = [BASIC | seeds, BASIC | {"id": "D", **seeds, **of_second}]
-    made = study(tmp_path, {"a": Planted(20), "b": Planted(10)}, claims)
-    said = dict(cannot_tell(made, judge(made)))
-    assert said.get("Families of claims with an error of 5 % each") == (None if registered else "2")
-    looks = "No registered number of seeds: looks at the results raise the error from 5 % to between 10 and 16 %"
-    assert said.get(looks) == (None if registered else "C; D")
-
-
-def test_the_page_has_its_tables(second):
-    page = (EXPERIMENTS.parent / "evidence.md").read_text()
-    for name in ("second",):
-        assert page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].count("→") >= 12
