@@ -1,7 +1,7 @@
 """Adapters: tables of the tensors that a probe reads in addition to the attention calls, by module name.
 
 Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
-where `foreign.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A tensor at a
+where `foreign.layers.Stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. A tensor at a
 module is called a site (`Site`). A site that an adapter lists replaces the detected site of the same name.
 """
 

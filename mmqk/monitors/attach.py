@@ -19,7 +19,7 @@ from mmqk.monitors.collect import Probe, over_layers
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
 from mmqk.monitors.foreign.isolate import copied, unwrapped
 from mmqk.monitors.foreign.layers import Layers
-from mmqk.monitors.foreign.measurement import FailedElsewhereError, agreed
+from mmqk.monitors.foreign.measurement import agreed
 from mmqk.monitors.foreign.probing import Prober
 from mmqk.monitors.foreign.sides import Modality, Sides, check_sides, modalities_of
 from mmqk.monitors.losses import LiveAlarms, Losses
@@ -95,12 +95,7 @@ def attach(
     Raises:
         UserError: an invalid range or name, or a count below its minimum.
     """
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model is {model!r}: pass the nn.Module that the training loop calls")
-    if every_n_steps < 0 or every_n_steps != int(every_n_steps):
-        raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
-    if sequences < 1:
-        raise UserError(f"sequences is {sequences}: a probe needs at least 1")
+    _check_options(model, every_n_steps, sequences)
     modalities = modalities_of(model, modality, names)
     checked_sides = check_sides(sides or {}, modalities.names)
     adapter = adapter or adapter_for(unwrapped(model))
@@ -109,6 +104,15 @@ def attach(
     alarms = LiveAlarms(AlarmRules(warmup_steps, max_steps), on_alarm)
     folder = None if out is None else Path(out)
     return Watch(model, prober, every_n_steps, folder, log, alarms, Losses(modalities), strict, updates)
+
+
+def _check_options(model: Any, every_n_steps: float, sequences: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is {model!r}: pass the nn.Module that the training loop calls")
+    if every_n_steps < 0 or every_n_steps != int(every_n_steps):
+        raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
+    if sequences < 1:
+        raise UserError(f"sequences is {sequences}: a probe needs at least 1")
 
 
 @dataclass
@@ -306,7 +310,7 @@ class Watch:
         """Print why a probe failed, once for each reason."""
         self._tried = True
         reason = " ".join(str(error).split()) or type(error).__name__
-        if reason in self._failures or isinstance(error.__cause__, FailedElsewhereError):
+        if reason in self._failures or getattr(error, "is_elsewhere", False):
             return
         self._failures.add(reason)
         print(

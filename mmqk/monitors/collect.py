@@ -170,13 +170,13 @@ class Collector:
         self.count_M = self.selected_MBT.sum((1, 2)).float()
         self._probe = Probe(sequences=len(modality_BT))
         self._norms: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
-        self._gains: list[tuple[list[str], Tensor, Tensor]] = []
+        self._ratios: list[tuple[list[str], Tensor, Tensor]] = []
 
     @property
     def probe(self) -> Probe:
         """The probe with the statistics added so far."""
         self._add_norms()
-        self._add_gains()
+        self._add_ratios()
         return self._probe
 
     def _tags(self, statistic: str, layer: int | None = None, head: int | None = None) -> list[str]:
@@ -201,10 +201,10 @@ class Collector:
             mean_BT = values.float().mean((2, 3))
             self._probe.add_means(self._tags(statistic, layer), sums(mean_BT, self.selected_MBT))
 
-    def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
+    def norm_ratios(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
         """Add the mean over tokens of ‖after‖ / ‖before‖, both (B, T, ...). Tokens with ‖before‖ = 0 are skipped."""
         norm_before, norm_after = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
-        self._gains.append((self._tags(statistic, layer), norm_after / norm_before, norm_before > 0))
+        self._ratios.append((self._tags(statistic, layer), norm_after / norm_before, norm_before > 0))
 
     def _add_norms(self) -> None:
         """Add the N stored norms, one for each site and layer, in one batch of operations."""
@@ -227,11 +227,11 @@ class Collector:
             ),
         )
 
-    def _add_gains(self) -> None:
-        if not self._gains:
+    def _add_ratios(self) -> None:
+        if not self._ratios:
             return
-        tags, ratios, nonzero = zip(*self._gains, strict=True)
-        self._gains.clear()
+        tags, ratios, nonzero = zip(*self._ratios, strict=True)
+        self._ratios.clear()
         selected_MNBT = self.selected_MBT[:, None] & torch.stack(nonzero)
         total_MN = torch.where(selected_MNBT, torch.stack(ratios), 0.0).sum((2, 3))
         self._probe.add_means(

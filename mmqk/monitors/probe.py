@@ -33,7 +33,7 @@ NO_EAGER_FP32 = ("flex", "sdpa_flash", "sdpa_cudnn")
 Reach = tuple[int, bool]  # the result of `ModelConfig.reach_of` for a layer
 
 
-def pairs_of(config: ModelConfig, batch: TokenBatch) -> dict[Reach, Pairs]:
+def pairs_by_reach(config: ModelConfig, batch: TokenBatch) -> dict[Reach, Pairs]:
     """Return the visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
     return {
         reach: Pairs(
@@ -65,12 +65,12 @@ def probe(
         model: runs in evaluation mode and fp32, and is not changed.
         batch: all of its sequences are used.
         heads: also add statistics of attention logits and weights for each head.
-        pairs: the result of `pairs_of` for this batch; None computes it.
+        pairs: the result of `pairs_by_reach` for this batch; None computes it.
         matrices: also add the norms and the stable rank of every weight matrix of the blocks.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
-    pairs = pairs_of(c, batch) if pairs is None else pairs
+    pairs = pairs_by_reach(c, batch) if pairs is None else pairs
     sites: dict[str, Tensor] = {}  # tensors of the current layer
 
     def observer(site: str, layer: int, tensor: Tensor) -> None:
@@ -79,7 +79,7 @@ def probe(
         sites[site] = tensor
         if site in ("q_raw", "k_raw"):
             all_heads_BTD = tensor.transpose(1, 2).flatten(2)
-            collector.gains(f"{site[0]}_weight_gain", layer, sites["attn_in"], all_heads_BTD)
+            collector.norm_ratios(f"{site[0]}_weight_gain", layer, sites["attn_in"], all_heads_BTD)
         elif site == "k":
             q, k, seen, softmax = sites["q"], tensor, pairs[c.reach_of(layer)], c.attention == "softmax"
             logit = cast(Block, model.blocks[layer]).attention.sink

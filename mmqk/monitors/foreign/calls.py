@@ -103,6 +103,10 @@ class Call:
         elif sinks is not None:
             self.no_weights = "it has attention sinks, but not one for each head"
 
+    def see_only(self, visible: Tensor) -> None:
+        """Hide the keys where ``visible``, which broadcasts to (B, H, T, S), is False."""
+        self.mask = visible if self.mask is None else visible & self.mask
+
     def output(self) -> Tensor:
         """Return the output of dense attention, (B, H, T, K), in place of kernels that refuse fp32.
 
@@ -119,8 +123,17 @@ def of_head(tensor: Tensor, head: int) -> Tensor:
     return tensor[:, head if tensor.shape[1] > 1 else 0]
 
 
+def same_document(document_BT: Tensor) -> Tensor:
+    """Return (B, T, T) bool: whether two tokens are in the same packed document."""
+    return document_BT[:, :, None] == document_BT[:, None]
+
+
+def documents_of_positions(position_BT: Tensor) -> Tensor:
+    """Return the number of each token's packed document, (B, T): a position below the previous one starts one."""
+    return (position_BT.diff(dim=1, prepend=position_BT[:, :1]) < 0).cumsum(1)
+
+
 def of_sdpa(
-    rows: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,7 +183,6 @@ def set_mask(call: Call, mask: Tensor) -> None:
 
 
 def of_flex(
-    rows: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -210,12 +222,11 @@ def of_flex(
     hidden = added_BHTS <= MASKED
     if (masked := call.mask & hidden & (added_BHTS > HIDDEN)).any():
         call.masked = masked
-    call.mask = call.mask & ~hidden
+    call.see_only(~hidden)
     return call
 
 
 def of_transformers(
-    rows: int,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -240,7 +251,6 @@ def of_transformers(
 
 
 def of_mmqk(
-    rows: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,7 +272,6 @@ def of_mmqk(
 
 
 def of_flash(
-    rows: int,
     q_BTHK: Tensor,
     k_BTGK: Tensor,
     v_BTGK: Tensor,
@@ -311,10 +320,9 @@ def of_flash_varlen(
     """Read a call of ``flash_attn::_flash_attn_varlen_forward``, with the packed documents of a batch on one axis."""
     if not rows or len(q) % rows or len(k) != len(q):
         raise NotMeasured(f"its {len(q)} packed tokens cannot be split into {rows} sequences of equal length")
-    call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
-    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(rows, -1)
-    same_document = document_BT[:, None, :, None] == document_BT[:, None, None, :]
-    call.mask = same_document if call.mask is None else same_document & call.mask
+    call = of_flash(*(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
+    document_T = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True)
+    call.see_only(same_document(document_T.view(rows, -1))[:, None])
     return call
 
 
@@ -342,7 +350,6 @@ def of_torch_varlen(
 
 
 def of_transformers_flash(
-    rows: int,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -366,17 +373,13 @@ def of_transformers_flash(
     left = sliding_window - 1 if sliding_window else -1
     right = left if left >= 0 and not causal else -1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    call = of_flash(rows, q, k, v, 0.0, scaling, causal, left, right, softcap or 0.0)
+    call = of_flash(q, k, v, 0.0, scaling, causal, left, right, softcap or 0.0)
     call.set_sinks(s_aux)
-    visible = None
     if attention_mask is not None:
-        visible = attention_mask.bool()[:, None, None, :]
+        call.see_only(attention_mask.bool()[:, None, None, :])
     elif cu_seq_lens_q is not None:
         document_T = torch.bucketize(torch.arange(q.shape[1], device=q.device), cu_seq_lens_q, right=True)
-        visible = (document_T[:, None] == document_T)[None, None]
+        call.see_only(same_document(document_T[None])[:, None])
     elif position_ids is not None and position_ids.ndim == 2 and len(query) == 1:  # as transformers does
-        document_BT = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) < 0).cumsum(1)
-        visible = document_BT[:, None, :, None] == document_BT[:, None, None, :]
-    if visible is not None:
-        call.mask = visible if call.mask is None else visible & call.mask
+        call.see_only(same_document(documents_of_positions(position_ids))[:, None])
     return call

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
 from mmqk.monitors.foreign.layers import Layers, Stream, block_of, clean, is_scripted, layer_numbers
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
-from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins, flat
+from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins, tensors_in
 
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,
@@ -132,7 +132,7 @@ class Capture(TorchFunctionMode):
 
     def _product(self, args: Any, out: Any) -> None:
         """Record a product of two activations that may be attention logits, because it is a token-by-token matrix."""
-        factors = [x for x in flat(args) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
+        factors = [x for x in tensors_in(args) if not isinstance(x, nn.Parameter) and x.ndim >= 3]
         if self.tokens < 2 or not isinstance(out, Tensor) or len(factors) < 2:
             return
         if factors[-2].shape[-1] < 2 or list(out.shape).count(self.tokens) < 2:
@@ -164,10 +164,12 @@ class Capture(TorchFunctionMode):
         """Read and measure a call; return the call (None if it cannot be read) and the origin of its output."""
         path, module, _ = self._running[-1]
         if reader is calls.of_sdpa:
-            order = self.layout.order_of(*flat(args), *flat(kwargs))
+            order = self.layout.order_of(*tensors_in(args), *tensors_in(kwargs))
             kwargs = {**kwargs, "split": lambda x: self.layout.split(x, order)}
+        if reader in (calls.of_flash_varlen, calls.of_torch_varlen):
+            args = self.rows, *args
         try:
-            call = reader(self.rows, *args, **kwargs)
+            call = reader(*args, **kwargs)
         except NotMeasured as reason:
             return None, self._measure(path, module, reason, origins)
         if reader is calls.of_flex:  # transformers applies the sinks of its layers after the operator
@@ -212,15 +214,33 @@ class Capture(TorchFunctionMode):
         self.origins.set(out, out_origins[0] if out_origins else origins[0])
         return out
 
-    def wrapped(self, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs and measures an attention function; ``run`` is `_run_eager`, `_run_flash` or
-        `_run_mmqk`."""
+    def wrapped(
+        self, forward: Callable[..., Any], read: Callable[..., Call], dense: bool = False
+    ) -> Callable[..., Any]:
+        """Return a function that measures and runs an attention function, which gets the module first.
+
+        Args:
+            forward: the attention function.
+            read: returns the `Call` with these arguments.
+            dense: compute the output with dense attention, because ``forward`` refuses fp32. A call that cannot be
+                measured runs ``forward``.
+        """
 
         def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._running[-1][0])
             self._in_attention, origins = True, self._call_origins(args, kwargs)
+            call: Call | NotMeasured
             try:
-                out, call = run(self.rows, forward, module, args, kwargs)
+                try:
+                    call = read(module, *args, **kwargs)
+                except NotMeasured as reason:
+                    call = reason
+                if dense and isinstance(call, Call):
+                    out: Any = call.output().transpose(1, 2), None
+                else:
+                    out = forward(module, *args, **kwargs)
+                if isinstance(call, Call) and isinstance(out, tuple) and len(out) > 1:
+                    call.weights_BHTS = out[1]
                 self.origins.set(out, self._measure(path, module, call, origins))
             finally:
                 self._in_attention = False
@@ -232,7 +252,7 @@ class Capture(TorchFunctionMode):
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module in self.paths:
-            path, module_input = self.paths[module], next(flat(args), None)
+            path, module_input = self.paths[module], next(tensors_in(args), None)
             self._running.append((path, module, module_input))
             self.stream.enter(path, module_input)
 
@@ -241,10 +261,10 @@ class Capture(TorchFunctionMode):
         if path is None:
             return
         _, _, module_input = self._running.pop()
-        origin, first_output = self.origins.of(module_input), next(flat(output), None)
+        origin, first_output = self.origins.of(module_input), next(tensors_in(output), None)
         if self.measurement.may_be_main(origin):
             self.modules[path] = module
-        for x in flat(output):
+        for x in tensors_in(output):
             # An output has no origin if an autograd.Function or scripted code computed it, because torch does not
             # pass these to a TorchFunctionMode.
             if self.origins.of(x) is None and origin is not None and origin.inputs:
@@ -295,43 +315,16 @@ def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".") or not outer
 
 
-def _run_eager(
-    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Call | NotMeasured]:
-    """Run an ``eager_attention_forward``. Return its output, and the `Call` with its inputs and returned weights."""
-    out = forward(module, *args, **kwargs)
+def _read_eager(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Call:
+    """Read a call of an ``eager_attention_forward``."""
     try:
         named = by_name(forward, (module, *args), kwargs)
     except TypeError as error:
-        return out, NotMeasured(str(error))
+        raise NotMeasured(str(error)) from error
     if not {"module", "query", "key", "value"} <= named.keys():
         parameters = ", ".join(named)
-        return out, NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
-    call = calls.of_transformers(rows, **{"attention_mask": None, **named})
-    call.weights_BHTS = out[1] if isinstance(out, tuple) and len(out) > 1 else None
-    return out, call
-
-
-def _run_flash(
-    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Call | NotMeasured]:
-    """Replace one call of transformers' flash-attention function. Return the output, and the `Call` with its inputs.
-
-    The output is computed with dense attention, because the function refuses fp32 and unpads the batch. A call that
-    cannot be measured is not replaced: the function runs, and the reason is returned instead of the `Call`.
-    """
-    try:
-        call = calls.of_transformers_flash(rows, module, *args, **kwargs)
-    except NotMeasured as reason:
-        return forward(module, *args, **kwargs), reason
-    return (call.output().transpose(1, 2), None), call
-
-
-def _run_mmqk(
-    rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Call | NotMeasured]:
-    """Run the dense attention of mmqk's own model. Return its output, and the `Call` with its inputs."""
-    return forward(*args, **kwargs), calls.of_mmqk(rows, *args, **kwargs)
+        raise NotMeasured(f"its attention function takes {parameters}, not module, query, key and value")
+    return calls.of_transformers(**{"attention_mask": None, **named})
 
 
 @contextmanager
@@ -355,13 +348,14 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
         if callable(forward):
-            _replace(stack, sys.modules[name], "eager_attention_forward", capture.wrapped(forward, _run_eager))
+            measured = capture.wrapped(forward, partial(_read_eager, forward))
+            _replace(stack, sys.modules[name], "eager_attention_forward", measured)
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     if table is not None:
         entries = getattr(table, "_global_mapping", table)
         for key in [key for key in entries if "flash" in key and "|" not in key]:
             stack.callback(entries.__setitem__, key, entries[key])
-            entries[key] = capture.wrapped(entries[key], _run_flash)
+            entries[key] = capture.wrapped(entries[key], calls.of_transformers_flash, dense=True)
 
 
 def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:
@@ -370,12 +364,13 @@ def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:
     own = sys.modules.get("mmqk.model.attention")
     if own is None:
         return
-    forward, dense = own.attention, capture.wrapped(own.attention, _run_mmqk)
+    forward = own.attention
+    measured = capture.wrapped(lambda _, *a, **k: forward(*a, **k), lambda _, *a, **k: calls.of_mmqk(*a, **k))
 
     def attention(*args: Any, backend: str = "math", **kwargs: Any) -> Any:
         if backend != "math":
             return forward(*args, backend=backend, **kwargs)
-        return dense(capture._running[-1][1], *args, **kwargs)
+        return measured(capture._running[-1][1], *args, **kwargs)
 
     _replace(stack, own, "attention", attention)
 

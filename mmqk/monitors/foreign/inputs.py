@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from mmqk.monitors.foreign.calls import MASKED
+from mmqk.monitors.foreign.calls import MASKED, documents_of_positions
 from mmqk.monitors.foreign.isolate import copied, is_object, unwrapped
 from mmqk.store.errors import UserError
 
@@ -51,6 +52,7 @@ class LastCall:
         self.copying = True
         self.is_copy = False  # whether ``args`` and ``kwargs`` are copies
         self.traced = False  # whether torch.compile traced the last call
+        self.wrapped: tuple[Any, Any] | None = None  # the wrapper of `wrap`, and the forward inside it
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -59,7 +61,8 @@ class LastCall:
         self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
         self.traced = torch.compiler.is_compiling()
         if torch.compiler.is_compiling():
-            self.args, self.kwargs, self.is_copy = _cloned(args), _cloned(kwargs), True
+            self.args, self.kwargs = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+            self.is_copy = True
         else:
             self.is_copy = self.copying
             if self.copying:
@@ -72,27 +75,21 @@ class LastCall:
         """Wrap a forward that `Module.compile` compiled in place: a compiled forward ignores hooks that are added
         later."""
         compiled = getattr(model, "_compiled_call_impl", None)
-        if compiled is None or any(wrapper.last_call is self for wrapper in _wrappers(compiled)):
+        if compiled is None or self.wrapped is not None:
             return
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            self(model, args, kwargs)
-            return wrapper.inner(*args, **kwargs)  # type: ignore[attr-defined]
+            if self.wrapped is not None:
+                self(model, args, kwargs)
+            return compiled(*args, **kwargs)
 
-        wrapper.last_call = self  # type: ignore[attr-defined]
-        wrapper.inner = compiled  # type: ignore[attr-defined]
-        model._compiled_call_impl = wrapper
+        self.wrapped, model._compiled_call_impl = (wrapper, compiled), wrapper
 
     def unwrap(self, model: nn.Module) -> None:
-        """Undo `wrap`, even if another watch has wrapped the forward since."""
-        outer: Any = None
-        for wrapper in _wrappers(getattr(model, "_compiled_call_impl", None)):
-            if wrapper.last_call is not self:
-                outer = wrapper
-            elif outer is None:
-                model._compiled_call_impl = wrapper.inner
-            else:
-                outer.inner = wrapper.inner
+        """Undo `wrap`. If another watch has wrapped the forward since, the wrapper stays and stores nothing."""
+        if self.wrapped is not None and model._compiled_call_impl is self.wrapped[0]:
+            model._compiled_call_impl = self.wrapped[1]
+        self.wrapped = None
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return and clear the arguments; None if there was no call."""
@@ -108,26 +105,6 @@ class LastCall:
                 f"the compiled forward gets a {objects[0]}, which a probe would change: attach the result of "
                 "torch.compile instead of the model inside it"
             )
-
-
-def _cloned(value: Any) -> Any:
-    """Return nested tuples, lists and dictionaries with copies of their tensors; torch.compile can trace this."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {name: _cloned(x) for name, x in value.items()}
-    if type(value) is list:
-        return [_cloned(x) for x in value]
-    if type(value) is tuple:
-        return tuple([_cloned(x) for x in value])
-    return value
-
-
-def _wrappers(compiled: Any) -> Iterator[Any]:
-    """Yield the wrappers that `LastCall.wrap` put around a compiled forward, outermost first."""
-    while hasattr(compiled, "last_call"):
-        yield compiled
-        compiled = compiled.inner
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,26 +128,23 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         return {**{f"argument{i}": arg for i, arg in enumerate(args)}, **kwargs}
 
 
-def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of nested mappings, sequences, dataclasses and other objects, with its innermost name."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, Mapping) or hasattr(value, "_fields"):
-        for key, part in (value if isinstance(value, Mapping) else value._asdict()).items():
-            yield from tensors(part, str(key))
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from tensors(part, name)
-    else:
-        for key, part in fields_of(value).items():
-            yield from tensors(part, key)
+    for key, part in _parts(value).items():
+        yield from named_tensors(part, name if isinstance(key, int) else str(key))
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object of a user's class that are or may contain tensors, such as those of a batch;
-    empty for other values."""
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return the parts of a mapping or sequence, or the attributes of an object of a user's class that are or may
+    contain tensors, such as those of a batch; empty for other values."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | list):
+        return value._asdict() if hasattr(value, "_fields") else dict(enumerate(value))  # type: ignore[union-attr]
     kind = type(value)
-    if isinstance(value, type | nn.Module) or kind.__module__.partition(".")[0] in _NO_BATCH:
+    if isinstance(value, type | nn.Module | Tensor) or kind.__module__.partition(".")[0] in _NO_BATCH:
         return {}
     slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
     names = [*getattr(value, "__dict__", ()), *(name for name in slots if hasattr(value, name))]
@@ -188,7 +162,7 @@ def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
     matrix."""
     matrices = [
         (name, x)
-        for name, x in tensors(inputs)
+        for name, x in named_tensors(inputs)
         if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
     ]
     for usual in _IDS:
@@ -213,7 +187,7 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
             name = "decoder_attention_mask"
         elif ids is not None and ids[0] != of:
             name = f"{of.removesuffix('_ids')}_attention_mask"
-    mask = dict(tensors(inputs)).get(name)
+    mask = dict(named_tensors(inputs)).get(name)
     if mask is None or mask.ndim not in (3, 4):
         return mask
     visible_BTS = visible_of(mask).any(1) if mask.ndim == 4 else visible_of(mask)
@@ -232,17 +206,17 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
     return valid_BT.expand(len(ids[1]), -1) if ids is not None and len(valid_BT) == 1 else valid_BT
 
 
-def documents_of(inputs: Inputs, shape: torch.Size) -> Tensor | None:
+def packed_documents(inputs: Inputs, shape: torch.Size) -> Tensor | None:
     """Return the number of each token's packed document, (B, T); None if the inputs do not tell documents apart.
 
     The input document_BT or document_ids has these numbers. Without it, a position id (position_ids) below the
     previous one starts a document, as in transformers.
     """
-    named = dict(tensors(inputs))
+    named = dict(named_tensors(inputs))
     document_BT = next((named[name] for name in ("document_BT", "document_ids") if name in named), None)
     position_BT = named.get("position_ids")
     if document_BT is None and position_BT is not None and position_BT.ndim == 2:
-        document_BT = (position_BT.diff(dim=1, prepend=position_BT[:, :1]) < 0).cumsum(1)
+        document_BT = documents_of_positions(position_BT)
     if document_BT is None or document_BT.shape not in (shape, (1, shape[1])) or not document_BT.any():
         return None
     return document_BT.expand(shape)
@@ -286,19 +260,17 @@ def batch_size(inputs: Inputs) -> int:
     ids = find_ids(inputs)
     if ids is not None:
         return len(ids[1])
-    rows = next((len(x) for _, x in tensors(inputs) if x.ndim > 1), None)
+    rows = next((len(x) for _, x in named_tensors(inputs) if x.ndim > 1), None)
     return next(map(len, _lists(inputs)), 0) if rows is None else rows
 
 
 def _lists(value: Any) -> Iterator[list[Tensor]]:
     """Yield the nested lists that contain only tensors."""
-    if isinstance(value, list) and value and all(isinstance(x, Tensor) for x in value):
+    parts = _parts(value).values()
+    if isinstance(value, list) and parts and all(isinstance(x, Tensor) for x in parts):
         yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _lists(part)
     else:
-        for part in fields_of(value).values():
+        for part in parts:
             yield from _lists(part)
 
 
@@ -331,7 +303,7 @@ def _vision_entries(inputs: Inputs, root: nn.Module, rows: int) -> dict[int, int
     Images are in the order of their tokens. Where a grid gives the patches of each image (``image_grid_thw``), a
     token stands for the same number of patches in all images; without a grid all images have equally many tokens.
     """
-    ids, named, entries = find_ids(inputs), list(tensors(inputs)), dict[int, int]()
+    ids, named, entries = find_ids(inputs), list(named_tensors(inputs)), dict[int, int]()
     config = getattr(root, "config", None)
     for kind, fields in _VISION.items():
         token = next((t for f in fields if (t := getattr(config, f, None)) is not None), None)
@@ -386,27 +358,20 @@ def _cut(value: Any, B: int, rows: int, dtype: torch.dtype | None, entries: Mapp
         return value
     if type(value).__name__ == "BlockMask":
         return value[:rows] if value.shape[0] == B > rows else value
-    if isinstance(value, Mapping):
-        changed = {key: _cut(part, B, rows, dtype, entries) for key, part in value.items()}
-        if all(changed[key] is part for key, part in value.items()):
-            return value
-        new = copy.copy(value)
-        for key, part in changed.items():
-            new[key] = part  # type: ignore[index]
-        return new
+    is_list = isinstance(value, list) and len(value) == B and all(isinstance(x, Tensor) for x in value)
+    if is_list and any(x.shape[:1] != (B,) for x in value):
+        value, B = value[:rows], rows  # one tensor for each sequence
+    parts = _parts(value)
+    cut = {key: _cut(part, B, rows, dtype, entries) for key, part in parts.items()}
+    changed = {key: part for key, part in cut.items() if part is not parts[key]}
+    if not changed:
+        return value
     if isinstance(value, tuple | list):
-        by_row = isinstance(value, list) and len(value) == B and all(isinstance(x, Tensor) for x in value)
-        if by_row and any(x.shape[:1] != (B,) for x in value):
-            value, B = value[:rows], rows  # one tensor for each sequence
-        parts = [_cut(x, B, rows, dtype, entries) for x in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    parts_by_name = fields_of(value)
-    changed = {name: _cut(part, B, rows, dtype, entries) for name, part in parts_by_name.items()}
-    changed = {name: part for name, part in changed.items() if part is not parts_by_name[name]}
-    if changed:
-        value = copy.copy(value)
-        for name, part in changed.items():
-            object.__setattr__(value, name, part)  # also of a frozen dataclass
+        return type(value)(*cut.values()) if hasattr(value, "_fields") else type(value)(cut.values())
+    value = copy.copy(value)
+    for key, part in changed.items():
+        if isinstance(value, Mapping):
+            value[key] = part  # type: ignore[index]
+        else:
+            object.__setattr__(value, key, part)  # also of a frozen dataclass
     return value

@@ -1,21 +1,21 @@
 """The context in which a probe runs a third-party model: it restores the model's state afterwards.
 
-State is what a pass can change: buffers, plain attributes of the modules (counters, lists, tensors, objects), random
-generators among them, and the model's inputs, such as a cache of keys. State outside these is not seen: class
-attributes, global variables, closures, iterators, ``__slots__``, and what the forward writes into parameters.
+State is what a pass can change: buffers and plain attributes of the modules (counters, lists, tensors, objects),
+random generators among them. State outside these is not seen: class attributes, global variables, closures,
+iterators, ``__slots__``, and what the forward writes into parameters. The inputs of a pass are a copy (`copied`).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 import pickle
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,146 +35,136 @@ _DEEPEST = 3  # objects inside objects: a cache, its layer, the state of the lay
 
 
 class State:
-    """The saved state of a model and of the inputs of one call.
-
-    Args:
-        root: the model.
-        inputs: inputs of the call, by name.
+    """The saved state of a model.
 
     Attributes:
-        changed: names of inputs and of attributes (with the path of the module) that had changed when `restore` ran.
-            Buffers are not listed.
+        changed: names of the attributes (with the path of the module) that had changed when `restore` ran. Buffers
+            are not listed.
     """
 
-    def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
+    def __init__(self, root: nn.Module):
         self.changed: set[str] = set()
-        self._restore: list[tuple[str, Callable[[], bool]]] = []
+        self._attributes: list[tuple[str, nn.Module, dict[str, Any]]] = []
+        self._contents: list[tuple[str, Callable[[], bool]]] = []  # results of `_restorer_of`
         # Objects that are saved already or left out. A reference keeps their ids from being used again.
-        self._seen: dict[int, Any] = {id(p): p for p in root.parameters()}
+        self._seen: dict[int, Any] = {id(x): x for x in (*root.parameters(), *root.modules())}
         for path, module in root.named_modules():
             self._save("", module._buffers)
             # The first forward of transformers installs hooks and sets an attribute; restore both or neither.
-            for hooks in [x for name, x in vars(module).items() if name in _OF_MODULE and "hooks" in name]:
-                if isinstance(hooks, dict):
-                    self._entries("", hooks, dict(hooks))
-            own = [kind for kind in type(module).__mro__[:-1] if not kind.__module__.startswith("torch.")]
-            if own:  # the modules of torch, such as the wrapper of FSDP, have no state of a model in attributes
-                prefix, self._seen[id(module)] = f"{path}." if path else "", module
-                saved = {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
-                self._entries(prefix, vars(module), saved, each=True)
+            for name, hooks in vars(module).items():
+                if name in _OF_MODULE and "hooks" in name and isinstance(hooks, dict):
+                    self._contents.append(("", _restorer(partial(dict, hooks), partial(_refill, hooks))))
+            # The modules of torch, such as the wrapper of FSDP, have no state of a model in attributes.
+            if any(not kind.__module__.startswith("torch.") for kind in type(module).__mro__[:-1]):
+                prefix, saved = f"{path}." if path else "", _attributes(module)
+                self._attributes.append((prefix, module, saved))
                 for name, value in saved.items():
                     self._save(prefix + name, value)
-        for name, value in inputs.items():
-            self._save(f"input {name}", value)
 
     def restore(self) -> None:
         """Give every saved object its saved content."""
         with torch.no_grad():
-            for name, restore in self._restore:
-                if restore() and name:
-                    self.changed.add(name)
+            self.changed.update([name for name, restore in self._contents if restore() and name])
+        for prefix, module, saved in self._attributes:
+            now = _attributes(module)
+            unlike = [name for name in {**now, **saved} if not _same(now.get(name, self), saved.get(name, self))]
+            self.changed.update(prefix + name for name in unlike)
+            for name in now.keys() - saved.keys():
+                del vars(module)[name]
+            vars(module).update(saved)
 
     def _save(self, name: str, x: Any, depth: int = 0) -> None:
         """Save one object and all that it holds."""
         if isinstance(x, _PLAIN) or id(x) in self._seen:
             return
         self._seen[id(x)] = x
-        parts: Any = ()
-        if isinstance(x, Tensor):
-            self._tensor(name, x)
-        elif isinstance(x, torch.Generator):
-            self._getter(name, x.get_state, x.set_state)
-        elif isinstance(x, random.Random):
-            self._getter(name, x.getstate, x.setstate)
-        elif type(x).__module__.startswith("numpy"):
-            self._numpy(name, x)
-        elif isinstance(x, dict):
-            self._entries(name, x, dict(x))
-            parts = list(x.values())
-        elif isinstance(x, list | deque | set):
-            self._contents(name, x)
-            parts = () if isinstance(x, set) else list(x)
-        elif isinstance(x, tuple):
-            parts = x
-        elif depth < _DEEPEST and type(x).__module__.partition(".")[0] not in _MACHINERY and hasattr(x, "__dict__"):
-            depth += 1
-            self._entries(name, vars(x), dict(vars(x)))
-            parts = list(vars(x).values())
-        for part in parts:
+        restore = _restorer_of(x)
+        if restore is None and depth < _DEEPEST and _has_state(x) and not isinstance(x, Tensor | tuple):
+            x, depth = vars(x), depth + 1
+            restore = _restorer_of(x)
+        if restore is not None:
+            self._contents.append((name, restore))
+        parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | deque | tuple) else ()
+        for part in list(parts):
             self._save(name, part, depth)
 
-    def _tensor(self, name: str, x: Tensor) -> None:
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: x for name, x in vars(module).items() if name not in _OF_MODULE}
+
+
+def _refill(x: Any, saved: Any) -> None:
+    x.clear()
+    (x.extend if hasattr(x, "extend") else x.update)(saved)
+
+
+def _restorer_of(x: Any) -> Callable[[], bool] | None:
+    """Return a function that gives an object its present content back and returns whether it had changed; None if
+    the object has no content that can be saved."""
+    if isinstance(x, Tensor):
         # The model may hold the parameters of another model, and activations of the step.
-        if isinstance(x, nn.Parameter) or x.grad_fn is not None or x.is_meta:
-            return
-        version, saved = None if x.is_inference() else x._version, x.clone()
+        return None if isinstance(x, nn.Parameter) or x.grad_fn is not None or x.is_meta else _restorer_of_tensor(x)
+    if isinstance(x, dict | list | deque | set):
+        kind = next((kind for kind in (dict, set) if isinstance(x, kind)), list)
+        return _restorer(partial(kind, x), partial(_refill, x))
+    if isinstance(x, random.Random):
+        return _restorer(x.getstate, x.setstate)
+    if isinstance(x, torch.Generator) or type(x).__name__ == "RandomState":
+        return _restorer(x.get_state, x.set_state)
+    if type(x).__module__.startswith("numpy") and hasattr(x, "bit_generator"):
+        bits = x.bit_generator
+        return _restorer(lambda: bits.state, lambda saved: setattr(bits, "state", saved))
+    if type(x).__name__ == "ndarray":
+        return _restorer(x.copy, partial(x.__setitem__, ...))
+    return None
 
-        def restore() -> bool:
-            if torch.equal(x, saved) if version is None else x._version == version:
-                return False
-            with torch.inference_mode(version is None):
-                x.copy_(saved)
-            return True
 
-        self._restore.append((name, restore))
+def _restorer(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], bool]:
+    saved = get()
 
-    def _getter(self, name: str, get: Callable[[], Any], set_: Callable[[Any], Any]) -> None:
-        saved = get()
-        before = saved if isinstance(saved, Tensor) else pickle.dumps(saved)
+    def restore() -> bool:
+        if _same_content(get(), saved):
+            return False
+        put(saved)
+        return True
 
-        def restore() -> bool:
-            now = get()
-            if torch.equal(now, saved) if isinstance(now, Tensor) else pickle.dumps(now) == before:
-                return False
-            set_(saved)
-            return True
+    return restore
 
-        self._restore.append((name, restore))
 
-    def _numpy(self, name: str, x: Any) -> None:
-        if isinstance(x, sys.modules["numpy"].ndarray):
-            self._getter(name, x.copy, lambda saved: x.__setitem__(..., saved))
-        elif hasattr(x, "get_state"):  # a RandomState
-            self._getter(name, x.get_state, x.set_state)
-        elif (bits := getattr(x, "bit_generator", None)) is not None:
-            self._getter(name, lambda: bits.state, lambda saved: setattr(bits, "state", saved))
+def _restorer_of_tensor(x: Tensor) -> Callable[[], bool]:
+    version, saved = None if x.is_inference() else x._version, x.clone()
 
-    def _entries(self, name: str, x: dict[Any, Any], saved: dict[Any, Any], each: bool = False) -> None:
-        """Save the entries of a dictionary; with ``each``, an entry that changes is listed as name + key."""
+    def restore() -> bool:
+        if torch.equal(x, saved) if version is None else x._version == version:
+            return False
+        with torch.inference_mode(version is None):
+            x.copy_(saved)
+        return True
 
-        def restore() -> bool:
-            now = {key: value for key, value in x.items() if not (each and key in _OF_MODULE)}
-            added, kept = now.keys() - saved.keys(), [key for key in saved if now.get(key, self) is not saved[key]]
-            # A number or a string may be replaced by an equal one.
-            pairs = ((key, now.get(key), saved[key]) for key in kept)
-            equal = {key for key, a, b in pairs if isinstance(a, _PLAIN) and type(a) is type(b) and a == b}
-            unlike = [*added, *(key for key in kept if key not in equal)]
-            for key in added:
-                del x[key]
-            x.update((key, saved[key]) for key in kept)
-            if each:
-                self.changed.update(f"{name}{key}" for key in unlike)
-            return bool(unlike) and not each
+    return restore
 
-        self._restore.append((name, restore))
 
-    def _contents(self, name: str, x: Any) -> None:
-        saved, is_set = x.copy(), isinstance(x, set)
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two parts are one object, or equal numbers or strings."""
+    return a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
 
-        def restore() -> bool:
-            if len(x) == len(saved) and (x == saved if is_set else all(map(operator.is_, x, saved))):
-                return False
-            x.clear()
-            (x.update if is_set else x.extend)(saved)
-            return True
 
-        self._restore.append((name, restore))
+def _same_content(now: Any, saved: Any) -> bool:
+    if isinstance(saved, dict):
+        return now.keys() == saved.keys() and all(_same(now[key], x) for key, x in saved.items())
+    if isinstance(saved, list):
+        return len(now) == len(saved) and all(map(_same, now, saved))
+    return now == saved if isinstance(saved, set) else pickle.dumps(now) == pickle.dumps(saved)
+
+
+def _has_state(x: Any) -> bool:
+    return hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _MACHINERY
 
 
 def is_object(x: Any) -> bool:
     """Return whether a value is an object of its own kind, such as a cache of keys: no tensor or container."""
     is_known = isinstance(x, (*_PLAIN, Tensor, Mapping, list, tuple, set)) or dataclasses.is_dataclass(x)
-    return not is_known and hasattr(x, "__dict__") and type(x).__module__.partition(".")[0] not in _MACHINERY
+    return not is_known and _has_state(x)
 
 
 class _CopyingTensors(TorchFunctionMode):
@@ -219,19 +209,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def isolated(
-    root: nn.Module,
-    device: torch.device,
-    inputs: Mapping[str, Any],
-    full_precision: bool = True,
-    autocast: bool = False,
+    root: nn.Module, device: torch.device, full_precision: bool = True, autocast: bool = False
 ) -> Iterator[State]:
     """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
-    The context restores each submodule's mode, the `State` of the model and its inputs, and the random state of torch
-    (CPU and ``device``), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
+    The context restores each submodule's mode, the `State` of the model, and the random state of torch (CPU and
+    ``device``), Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
 
     Args:
-        inputs: inputs of the call, by name.
         full_precision: disable autocast, even if the model enters autocast itself.
         autocast: whether the training call used autocast. If it did, autocast is enabled again unless
             ``full_precision`` is true.
@@ -254,7 +239,7 @@ def isolated(
         if any(getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()):
             _disable_cache(root, stack)
         stack.enter_context(evaluation_mode(root))
-        state = State(root, inputs)
+        state = State(root)
         stack.callback(state.restore)
         yield state
         for module in root.modules():

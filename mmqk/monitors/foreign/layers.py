@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.collect import Probe
-from mmqk.monitors.foreign.trace import ADDITIONS, Origins
+from mmqk.monitors.foreign.trace import ADDITIONS, SAME_VALUES, Origins
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store import UserError, tag
 
@@ -84,25 +86,20 @@ _PRODUCTS = ("aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum")
 def is_scripted(module: nn.Module) -> bool:
     """Return whether a module is scripted and computes attention, or its forward names or holds a scripted function
     that does."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return _has_attention(module)
-    forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
-    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    functions = [names.get(name) for name in code.co_names] if code is not None else []
-    functions += [value for name, value in vars(module).items() if not name.startswith("_")]
-    return any(isinstance(function, torch.jit.ScriptFunction) and _has_attention(function) for function in functions)
-
-
-def _has_attention(scripted: Any) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            graph = str(scripted.inlined_graph)
-    except RuntimeError:  # a module without forward
-        return False
-    return "scaled_dot_product_attention" in graph or (
-        "aten::softmax" in graph and sum(graph.count(product) for product in _PRODUCTS) > 1
-    )
+    parts: list[Any] = [module]
+    if not isinstance(module, torch.jit.ScriptModule):
+        forward = inspect.unwrap(type(module).forward)
+        code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+        parts = [*vars(module).values(), *(names.get(name) for name in getattr(code, "co_names", ()))]
+    for part in parts:
+        if isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+            with warnings.catch_warnings(), contextlib.suppress(RuntimeError):  # a module without forward
+                warnings.simplefilter("ignore")
+                graph = str(part.inlined_graph)
+                products = sum(graph.count(product) for product in _PRODUCTS)
+                if "scaled_dot_product_attention" in graph or ("aten::softmax" in graph and products > 1):
+                    return True
+    return False
 
 
 def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:
@@ -157,10 +154,6 @@ def _matrices(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 _NUMBERED = re.compile(r"(^|.*\.)\d+")
 _NORM = re.compile("norm", re.IGNORECASE)
 _NORM_FUNCTIONS = {"layer_norm", "rms_norm"}
-# Functions whose output is the same sum of terms as their input.
-_SAME_SUM = {
-    "dropout", "to", "float", "type", "type_as", "contiguous", "clone", "detach", "half", "bfloat16", "identity",
-}  # fmt: skip
 # Largest number of terms of one layer. A longer sum spans several layers and would keep all their outputs in memory.
 _MAX_TERMS = 8
 
@@ -232,7 +225,7 @@ class Stream:
         name = getattr(func, "__name__", "")
         if name in ADDITIONS:
             self._add(args, kwargs, out, before)
-        elif name in _SAME_SUM and args[0].shape == out.shape and args[0] is not out:
+        elif name in SAME_VALUES and args[0].shape == out.shape and args[0] is not out:
             for by_tensor in (self._terms, self._call_of_layer):
                 if (entry := by_tensor.get(args[0])) is not None:
                     by_tensor[out] = entry

@@ -20,7 +20,7 @@ from torch import Tensor
 from mmqk.distributed import summed, world_size
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.collect import Probe
-from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
+from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens, same_document
 from mmqk.monitors.foreign.layers import Stream, layer_numbers, layer_of
 from mmqk.monitors.foreign.sides import Side, cross_part, joined, padded_call
 from mmqk.monitors.foreign.trace import Origin
@@ -47,37 +47,26 @@ class ProbeError(RuntimeError):
     Attributes:
         is_final: whether a probe of the whole batch would fail too.
         is_fatal: whether the other ranks cannot go on, so that the run ends.
+        is_elsewhere: whether it failed on another rank, which prints the reason.
     """
 
-    def __init__(self, message: str, is_final: bool, is_fatal: bool = False):
+    def __init__(self, message: str, is_final: bool, is_fatal: bool = False, is_elsewhere: bool = False):
         super().__init__(message)
-        self.is_final, self.is_fatal = is_final, is_fatal
-
-
-class FailedElsewhereError(RuntimeError):
-    """Raised on the other ranks if a probe failed on one rank.
-
-    Attributes:
-        is_final: whether a probe of the whole batch would fail too.
-    """
-
-    def __init__(self, is_final: bool):
-        super().__init__("the probe failed on another rank")
-        self.is_final = is_final
+        self.is_final, self.is_fatal, self.is_elsewhere = is_final, is_fatal, is_elsewhere
 
 
 def agreed(device: torch.device, *flags: bool) -> list[bool]:
     """Return for each of at most six flags whether it is true on any rank.
 
     Raises:
-        FailedElsewhereError: the probe failed on another rank.
+        ProbeError: the probe failed on another rank.
     """
     if world_size() == 1:
         return list(flags)
     values = [0.0, *map(float, flags), *[0.0] * (_FLAGS - len(flags))]
     failed, *sums = summed(torch.tensor(values, device=device)).tolist()
     if failed:
-        raise FailedElsewhereError(failed >= _FINAL)
+        raise ProbeError("the probe failed on another rank", failed >= _FINAL, is_elsewhere=True)
     return [bool(x) for x in sums[: len(flags)]]
 
 
@@ -204,34 +193,34 @@ class Measurement:
         return self.n_calls
 
     def _attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
-        record, pairs, side = SiteRecord(path, number=self.n_calls), None, self.main
+        record, side, q_side = SiteRecord(path, number=self.n_calls), self.main, None
+        read: tuple[Call, Pairs] | None = None
+        kinds, has_kinds = dict[str, Tensor](), [False] * len(KINDS)
         self.records.append(record)
         try:
             q_side, k_side = self._sides_of(call, origins)
-        except OtherTokens as reason:
-            # Other ranks may not make this call, such as that of an image encoder without images.
-            record.not_measured, record.other_tokens = str(reason), True
-            return
-        except NotMeasured as reason:
-            call, q_side, k_side = reason, self.main, self.main
-        side, record.cross = q_side, q_side is not k_side
-        try:
+            side, record.cross = q_side, q_side is not k_side
             if isinstance(call, NotMeasured):
                 raise call
-            if record.cross:
-                side, call = self._across(call, q_side, k_side)
+            self._check_shape(call, q_side, k_side)
+            if record.cross:  # self-attention over the tokens of both sides
+                key = q_side.name, k_side.name
+                if key not in self._crossed:
+                    self._crossed[key] = joined(q_side, k_side), q_side, k_side
+                side, call = self._crossed[key][0], padded_call(call)
             pairs = self._pairs_of(call, side)
             record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
+            read, kinds = (call, pairs), self._kinds(call, pairs, side)
+            has_kinds = [kind in kinds and (kind == "hidden" or bool(kinds[kind].any())) for kind in KINDS]
         except NotMeasured as reason:
             record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
-        kinds, has_kinds = dict[str, Tensor](), [False] * len(KINDS)
-        if pairs is not None and isinstance(call, Call):
-            kinds = self._kinds(call, pairs, side)
-            has_kinds = [kind in kinds and (kind == "hidden" or bool(kinds[kind].any())) for kind in KINDS]
-        flags = [isinstance(call, Call) and call.score_mod is not None, *has_kinds]
-        counts, (has_score_mod, *has_kinds) = self._merge_over_ranks(record, pairs, flags, len(side.names) ** 2)
-        if pairs is not None and record.not_measured is None:
-            assert isinstance(call, Call)
+            if q_side is None and record.other_tokens:
+                return  # other ranks may not make this call, such as that of an image encoder without images
+        flags = [read is not None and read[0].score_mod is not None, *has_kinds]
+        pairs_here = None if read is None else read[1]
+        counts, (has_score_mod, *has_kinds) = self._merge_over_ranks(record, pairs_here, flags, len(side.names) ** 2)
+        if read is not None and record.not_measured is None:
+            call, pairs = read
             # Set the merged counts here: a rank that reuses the pairs of an earlier layer would skip the collective
             # call that computes them.
             vars(pairs)["counts_everywhere"] = counts
@@ -241,25 +230,13 @@ class Measurement:
             if side is self.main:
                 self.main_calls.append(record.number)
 
-    def _across(self, call: Call, q_side: Side, k_side: Side) -> tuple[Side, Call]:
-        """Return a side and a call that represent cross-attention as self-attention over the tokens of both sides."""
-        self._check_axes(call)
-        q_side.set_length(call.q_BHTK)
-        k_side.set_length(call.k_BGSK)
-        self._check_length(call, q_side, k_side)
-        key = q_side.name, k_side.name
-        if key not in self._crossed:
-            self._crossed[key] = joined(q_side, k_side), q_side, k_side
-        return self._crossed[key][0], padded_call(call)
-
-    def _check_axes(self, call: Call) -> None:
+    def _check_shape(self, call: Call, q_side: Side, k_side: Side) -> None:
         q, k = call.q_BHTK, call.k_BGSK
         if q.ndim != 4 or k.ndim != 4 or q.shape[1] % k.shape[1]:
             raise NotMeasured(f"its queries have shape {tuple(q.shape)} and its keys {tuple(k.shape)}")
-
-    def _check_length(self, call: Call, q_side: Side, k_side: Side) -> None:
+        q_side.set_length(q)
+        k_side.set_length(k)
         (B, T), S = q_side.tokens[0].shape, k_side.tokens[0].shape[1]
-        q, k = call.q_BHTK, call.k_BGSK
         if (q.shape[0], q.shape[2], k.shape[2]) != (B, T, S):
             tokens = f"{T} tokens" if q_side is k_side else f"{T} and {S} tokens"
             raise OtherTokens(
@@ -288,11 +265,7 @@ class Measurement:
         return counts.tolist(), any_flags
 
     def _pairs_of(self, call: Call, side: Side) -> Pairs:
-        self._check_axes(call)
         q = call.q_BHTK
-        side.set_length(q)
-        if side is self.main or side.inputs is not None:  # `_across` has checked a joined side
-            self._check_length(call, side, side)
         modality_BT, valid_BT = side.tokens
         B, T = modality_BT.shape
         visible_BTS = valid_BT[:, :, None].expand(B, T, T)
@@ -315,8 +288,7 @@ class Measurement:
             kinds["hidden"], reachable_BTS = ~pairs.visible_BTS, reachable_BTS | hidden_BTS
         kinds["padding"] = reachable_BTS & ~valid_BT[:, None]
         if side.document_BT is not None:
-            is_other_BTS = side.document_BT[:, :, None] != side.document_BT[:, None]
-            kinds["documents"] = reachable_BTS & is_other_BTS & valid_BT[:, None]
+            kinds["documents"] = reachable_BTS & ~same_document(side.document_BT) & valid_BT[:, None]
         return kinds
 
     def _measure(
@@ -338,7 +310,7 @@ class Measurement:
                 raw_BHTK = raw_BTD.unflatten(-1, (-1, head_dim)).transpose(1, 2)
                 collector.norms(f"{name}_raw", layer, raw_BHTK)
                 if "attn_in" in before:
-                    collector.gains(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
+                    collector.norm_ratios(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
         for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
             collector.norms(site, layer, tensor)
         softmax = has_weights and not has_score_mod and not kinds

@@ -21,25 +21,18 @@ from mmqk.monitors.foreign.capture import Capture, watching
 from mmqk.monitors.foreign.inputs import (
     Inputs,
     batch_size,
-    documents_of,
     find_ids,
     first_rows,
     named_inputs,
+    named_tensors,
+    packed_documents,
     padding_mask,
-    tensors,
 )
-from mmqk.monitors.foreign.isolate import isolated, unwrapped
+from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.layers import Layers, add_matrices, clean
-from mmqk.monitors.foreign.measurement import (
-    FailedElsewhereError,
-    Measurement,
-    ProbeError,
-    SiteRecord,
-    agreed,
-    failed_here,
-)
+from mmqk.monitors.foreign.measurement import Measurement, ProbeError, SiteRecord, agreed, failed_here
 from mmqk.monitors.foreign.sides import Modalities, Side, sides_of_batch
-from mmqk.monitors.foreign.trace import Origins, Tracing, flat
+from mmqk.monitors.foreign.trace import Origins, Tracing, tensors_in
 from mmqk.monitors.losses import kind_of
 from mmqk.store.errors import UserError
 
@@ -103,17 +96,18 @@ class Prober:
                 return f"the weight {clean(name)}, which is {kind}"
         inputs = named_inputs(self.model, args, kwargs)
         args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), self.sequences))
+        args, kwargs = copied(args, kwargs, root)
         inputs = named_inputs(self.model, args, kwargs)
         modality_BT = self.modalities.of(inputs)
         found: list[str] = []
 
         def check(path: str, output: Any) -> None:
-            bad = next((x for x in flat(output) if kind_of(x)), None)
+            bad = next((x for x in tensors_in(output) if kind_of(x)), None)
             if bad is not None and not found:
                 where = self._bad_tokens(bad, modality_BT)
                 found.append(f"the output of {clean(path) or 'the model'}, which is {kind_of(bad)}{where}")
 
-        with isolated(root, self.device, inputs), ExitStack() as stack:
+        with isolated(root, self.device), ExitStack() as stack:
             for path, module in root.named_modules():
                 hook = module.register_forward_hook(lambda _, __, output, path=path: check(path, output))
                 stack.callback(hook.remove)
@@ -161,18 +155,19 @@ class Prober:
             agreed(device)
             in_forward = True
             for source in sources:
+                copies, named_copies = copied(args, kwargs, root)  # the forward may edit them
+                inputs = named_inputs(self.model, copies, named_copies)
                 measurement = self._measurement(inputs, modality_BT.to(device), source, world_size() > 1)
                 capture = Capture(root, rows, measurement, Origins(inputs, root))
-                isolation = isolated(root, device, inputs, one_dtype, self.autocast)
-                with isolation as state, watching(capture):
-                    output = root(*args, **kwargs)
+                with isolated(root, device, one_dtype, self.autocast) as state, watching(capture):
+                    output = root(*copies, **named_copies)
                 self.changed |= state.changed
                 if measurement.main_used:
                     break
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 return self._finished(measurement, capture, output, inputs, rows)
-        except FailedElsewhereError as error:
-            raise ProbeError(str(error), error.is_final) from error
+        except ProbeError:  # on another rank
+            raise
         except Exception as error:
             # With FSDP the other ranks wait for this rank's weights, so they cannot end the probe.
             is_fatal = in_forward and world_size() > 1 and any(hasattr(m, "unshard") for m in root.modules())
@@ -241,7 +236,7 @@ class Prober:
                 f"{tuple(modality_BT.shape)}, so padding is counted: in the modality function, return -1 for padding",
                 stacklevel=7,
             )
-        document_BT = documents_of(inputs, modality_BT.shape)
+        document_BT = packed_documents(inputs, modality_BT.shape)
         document_BT = None if document_BT is None else document_BT.to(modality_BT.device)
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, mask, document_BT)
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
@@ -270,7 +265,7 @@ class Prober:
 
 def _check_inputs(inputs: Inputs, root: nn.Module) -> None:
     """Raise UserError for inputs with which a probe cannot run."""
-    for name, x in tensors(inputs):
+    for name, x in named_tensors(inputs):
         if x.is_nested:
             raise UserError(
                 f"input {name} of {type(root).__name__} is a nested tensor, which a probe cannot measure: pass "
@@ -304,7 +299,7 @@ def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
     """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
     if type(output).__module__.partition(".")[0] == "transformers":
-        for name, x in tensors(inputs):
+        for name, x in named_tensors(inputs):
             if name == "labels" and x.shape == target_mask_BT.shape:
                 target_mask_BT = target_mask_BT & (x.to(valid_BT.device).roll(-1, 1) != -100)
     target_mask_BT[:, -1] = False

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmqk.monitors.collect import Collector, StatisticPart
 from mmqk.monitors.foreign.calls import Call, NotMeasured
-from mmqk.monitors.foreign.inputs import Inputs, find_ids, padding_mask, tensors, visible_of
+from mmqk.monitors.foreign.inputs import Inputs, find_ids, named_tensors, padding_mask, visible_of
 from mmqk.monitors.foreign.isolate import unwrapped
 from mmqk.monitors.foreign.trace import Origin
 from mmqk.monitors.formulas.reduce import Pairs
@@ -60,25 +60,18 @@ class Modalities:
         self.function, self.origin = modality if callable(modality) else None, ""
         if isinstance(names, str) or len(set(names)) < max(1, len(names)):
             raise UserError(f"names is {names!r}: give one or more different names, such as ('text', 'image')")
-        self.ranges: dict[str, list[range]] | None = None
-        if callable(modality):
-            self.names = tuple(names)
-        elif isinstance(modality, Mapping):
-            ranges: dict[str, list[range]] = {"text": []}
-            for name, ids in modality.items():
-                ranges[str(name)] = list(ids) if isinstance(ids, list | tuple) else [ids]  # type: ignore[list-item]
-            self.ranges = ranges
-            self.names = tuple(ranges)
-            _check_ranges(ranges)
-        else:
+        if self.function is None and not isinstance(modality, Mapping):
             raise UserError(
                 f'modality is {modality!r}: give ranges of ids, such as {{"image": range(4, 8196)}}, or a function'
             )
+        self.ranges: dict[str, list[range]] | None = None
+        if isinstance(modality, Mapping):
+            parts = {str(name): list(x) if isinstance(x, list | tuple) else [x] for name, x in modality.items()}
+            self.ranges = {"text": [], **parts}  # type: ignore[dict-item]
+            _check_ranges(self.ranges)
+        self.names = tuple(names if self.ranges is None else self.ranges)
         for name in self.names:
-            try:
-                tag("q_norm", name)
-            except ValueError as error:
-                raise UserError(f"modality: {error}") from error
+            _check_name("modality", name)
 
     def of(self, inputs: Inputs) -> Tensor:
         """Return the modality numbers, (B, T)."""
@@ -144,6 +137,13 @@ def _ids_of_config(config: Any) -> dict[str, set[int]]:
 def _ranges_of(ids: set[int]) -> list[range]:
     starts, stops = (sorted(i for i in ids if i + by not in ids) for by in (-1, 1))
     return [range(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
+
+
+def _check_name(option: str, name: str) -> None:
+    try:
+        tag("q_norm", name)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error
 
 
 def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
@@ -244,10 +244,7 @@ def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Moda
             )
         if name in names:
             raise UserError(f"sides: '{name}' is already the name of a modality: rename the side")
-        try:
-            tag("q_norm", name)
-        except ValueError as error:
-            raise UserError(f"sides: {error}") from error
+        _check_name("sides", name)
         checked[name] = (source, None if modality is None else Modalities(modality))
     return checked
 
@@ -260,7 +257,7 @@ def sides_of_batch(
     Raises:
         UserError: an input that the model does not get, or that ``modality`` already describes.
     """
-    by_name, sides = dict(tensors(inputs)), []
+    by_name, sides = dict(named_tensors(inputs)), []
     for name, (source, modalities) in declared.items():
         if source not in by_name:
             raise UserError(
@@ -328,20 +325,18 @@ def _corner(x: Tensor) -> Tensor:
 
 
 def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[str]) -> StatisticPart:
-    """Return the statistics with tags ``cross_...``, without the pairs that do not occur in cross-attention."""
-    is_cross = [_is_cross(name, q_names, k_names) for name in part.tags]
+    """Return the statistics with tags ``cross_...``, without the norms of the zeros that pad the queries and keys."""
+
+    def is_padding(name: str) -> bool:
+        parsed = parsed_tag(name)
+        names = k_names if parsed.statistic.startswith(("k_", "v_")) else q_names
+        return parsed.pair is None and parsed.modality not in (None, *names)
+
+    kept = torch.tensor([not is_padding(name) for name in part.tags])
     finish: Callable = part.finish
 
     def finished(raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         values, counts = (x.flatten() for x in finish(raw))
-        return values, counts * torch.tensor(is_cross, device=counts.device)
+        return values, counts * kept.to(counts.device)
 
     return StatisticPart([f"cross_{name}" for name in part.tags], part.raw, finished)
-
-
-def _is_cross(name: str, q_names: Sequence[str], k_names: Sequence[str]) -> bool:
-    parsed = parsed_tag(name)
-    if parsed.pair is not None:
-        return parsed.pair[0] in q_names and parsed.pair[1] in k_names
-    of_keys = parsed.statistic.startswith(("k_", "v_"))
-    return parsed.modality is None or parsed.modality in (k_names if of_keys else q_names)

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.foreign.calls import MASKED, Call, NotMeasured, set_mask
-from mmqk.monitors.foreign.inputs import Inputs, tensors
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors
 
 # Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
 _DESCRIPTIONS = {"mask", "masks", "position", "positions", "type", "types"}
@@ -37,6 +37,10 @@ _ROWS_OF_FIRST = {
 }  # fmt: skip
 # Additions, including those in place.
 ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+# Functions whose output has the values of their first argument, in another dtype or memory.
+SAME_VALUES = {
+    "to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "dropout", "identity",
+}  # fmt: skip
 
 
 class Origin(NamedTuple):
@@ -72,7 +76,7 @@ class Origins:
         self._of = WeakTensorKeyDictionary()
         for buffer in constants.buffers() if constants is not None else ():
             self._of[buffer] = NO_INPUTS
-        for name, x in tensors(inputs):
+        for name, x in named_tensors(inputs):
             is_mask = x.dtype == torch.bool and not bools
             if not is_mask and not _DESCRIPTIONS & set(name.split("_")):
                 self._of[x] = Origin(self._of.get(x, NO_INPUTS).inputs | {name})
@@ -89,7 +93,7 @@ class Origins:
         """Set the origin of every tensor in ``value``; do nothing if ``origin`` is None."""
         if origin is None:
             return
-        for x in flat(value):
+        for x in tensors_in(value):
             self._of[x] = origin
 
     def trace(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -97,10 +101,10 @@ class Origins:
         name = getattr(func, "__name__", "")
         if name == "__setitem__":
             out = args[0]
-        outputs = list(flat(out))
+        outputs = list(tensors_in(out))
         if not outputs:
             return
-        arguments = [*flat(args), *flat(kwargs)]
+        arguments = [*tensors_in(args), *tensors_in(kwargs)]
         if name == "where" and len(arguments) == 3:
             arguments = arguments[1:]
         if outputs[0].dtype == torch.bool and not self.bools:
@@ -136,13 +140,13 @@ class Origins:
         return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
 
 
-def flat(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from flat(part)
+            yield from tensors_in(part)
 
 
 class Tracing(TorchFunctionMode):
@@ -181,7 +185,7 @@ class Layout:
 
     def trace(self, name: str, args: Sequence[Any], out: Any) -> None:
         """Trace one torch function, which returned ``out``."""
-        tensors, outputs = list(flat(args)), list(flat(out))
+        tensors, outputs = list(tensors_in(args)), list(tensors_in(out))
         if not tensors or not outputs or outputs[0].ndim != 3:
             return
         order = self._of(name, tensors, outputs[0])
@@ -234,15 +238,13 @@ PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 _MULTIPLY = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 _DIVIDE = {"div", "div_", "__truediv__", "__itruediv__", "__div__", "true_divide", "divide"}
 # Functions whose output has the same meaning, in another shape or dtype.
-_SAME = {
-    "to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "view", "reshape",
-    "unflatten", "flatten", "squeeze", "unsqueeze", "dropout", "nan_to_num", "masked_fill", "masked_fill_", "where",
-    "identity",
+_SAME = SAME_VALUES | {
+    "view", "reshape", "unflatten", "flatten", "squeeze", "unsqueeze", "nan_to_num", "masked_fill", "masked_fill_",
+    "where",
 }  # fmt: skip
 # Functions that add a mask or a bias; `ByHand._call` computes what they added.
-_ADD = {
-    "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__", "subtract", "max",
-    "maximum", "clamp", "clamp_", "clamp_min",
+_ADD = ADDITIONS | {
+    "sub", "sub_", "__sub__", "__isub__", "subtract", "max", "maximum", "clamp", "clamp_", "clamp_min",
 }  # fmt: skip
 
 
@@ -299,7 +301,7 @@ class ByHand:
         if name in SOFTMAX:
             self._softmax(name, args, kwargs, out)
             return None
-        traced = next((x for x in flat(args) if x in self._scores or x in self._weights), None)
+        traced = next((x for x in tensors_in(args) if x in self._scores or x in self._weights), None)
         if traced is None:
             return None
         scores = self._scores.get(traced)
@@ -326,7 +328,7 @@ class ByHand:
     def _product(
         self, name: str, args: Sequence[Any], kwargs: Any, out: Tensor, path: str, module: nn.Module
     ) -> tuple[Scores, Call | NotMeasured] | None:
-        operands = [x for x in flat(args) if x.ndim >= 3][-2:]
+        operands = [x for x in tensors_in(args) if x.ndim >= 3][-2:]
         if len(operands) < 2:
             return None
         left, right = operands

@@ -22,7 +22,7 @@ from mmqk.monitors.collect import Probe
 from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.monitors.formulas.weights import below_epsilon, gradient_over_second_moment, update_size
 from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
-from mmqk.monitors.probe import block_matrices, pairs_of, probe, residual_absorption
+from mmqk.monitors.probe import block_matrices, pairs_by_reach, probe, residual_absorption
 from mmqk.store.metrics import tag
 
 
@@ -189,7 +189,10 @@ STORED_PAIRS = 2**20
 
 
 class RunMonitor(L.Callback):
-    """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
+    """Probes the model every N optimizer steps and at the last step, and logs to every logger.
+
+    A probe runs on sequences of the step's batch or, with ``config.probe_split`` heldout, on the same held-out
+    sequences every time; there is then also a probe before the first step and one when a run ends early.
 
     The number of ranks does not change the sequences of a probe: the first rank probes and logs while the others
     wait.
@@ -293,7 +296,7 @@ class RunMonitor(L.Callback):
             assert self.heldout is not None
             heldout = self.heldout.to(module.device).first(n)
             if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= STORED_PAIRS:
-                self._pairs = pairs_of(module.model.config, heldout)  # type: ignore[union-attr, arg-type]
+                self._pairs = pairs_by_reach(module.model.config, heldout)  # type: ignore[union-attr, arg-type]
             return heldout
         assert current is not None
         if n <= len(current.ids_BT) or self.step_rows is None:
@@ -307,7 +310,7 @@ class RunMonitor(L.Callback):
         if self.config.precision:
             with trainer.precision_plugin.val_step_context():
                 probes.append(residual_absorption(model, batch))
-        return flat(probes)
+        return numbers_of(probes)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._step_monitor is None else self._step_monitor.state_dict()
@@ -316,7 +319,7 @@ class RunMonitor(L.Callback):
         self._saved = state_dict
 
 
-def flat(probes: list[Probe]) -> dict[str, float]:
+def numbers_of(probes: list[Probe]) -> dict[str, float]:
     """Return the numbers of all probes by tag."""
     return {name: value for one in probes for name, value in one.flat().items()}
 

@@ -18,8 +18,8 @@ from mmqk.monitors.foreign.inputs import (
     by_name,
     find_ids,
     named_inputs,
+    named_tensors,
     padding_mask,
-    tensors,
     visible_of,
 )
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
@@ -190,7 +190,7 @@ class Context:
         (batch,), _ = copied((batch,), {}, self.root)
         handle = self.root.register_forward_hook(hook, with_kwargs=True)
         try:
-            with isolated(self.root, self.device, {"batch": batch}), torch.enable_grad():
+            with isolated(self.root, self.device), torch.enable_grad():
                 loss = self.loss(self.model, batch)
                 if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
                     shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
@@ -238,11 +238,11 @@ class Context:
         """Return the logits, or another output (B, T, D), of a pass without gradients."""
         args, kwargs = copied(args, kwargs, self.root)
         named = named_inputs(self.model, args, kwargs)
-        with isolated(self.root, self.device, named):
+        with isolated(self.root, self.device):
             output = self.root(*args, **kwargs)
         shape = self.ids_of(named).shape
         logits = find_logits(output, shape, 0, self.root)
-        found = [logits] if logits is not None else [x for _, x in tensors(output)]
+        found = [logits] if logits is not None else [x for _, x in named_tensors(output)]
         for x in found:
             if x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point():
                 return x
@@ -290,7 +290,7 @@ class Context:
     def document_BT(self) -> Tensor | None:
         """The document of each token, from document ids or from positions that restart, in the model's inputs or in
         the batch; None if the batch is not packed."""
-        for name, x in (*tensors(self.inputs), *tensors(self.batch)):
+        for name, x in (*named_tensors(self.inputs), *named_tensors(self.batch)):
             words = set(name.lower().removesuffix("s").split("_"))
             if name == "position_ids":
                 positions = x[0] if x.ndim == 3 else x

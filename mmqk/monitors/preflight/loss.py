@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.inputs import tensors
+from mmqk.monitors.foreign.inputs import named_tensors
 from mmqk.monitors.preflight.context import IGNORED, Check, Context, Finding, NotChecked, Pass, judged, mapped
 from mmqk.monitors.preflight.parameters import listed
 
@@ -113,7 +113,7 @@ def reached(context: Context) -> Finding:
     words = {"label", "labels", "target", "targets"}
     all_labels = [
         x
-        for name, x in tensors(context.batch)
+        for name, x in named_tensors(context.batch)
         if name in words and x.shape[:1] == ids.shape[:1] and x.ndim == 2
     ]
     by = ", ".join(f"{int(where.sum())} {name}" for name, where in _by_modality(context, targets).items())
@@ -160,7 +160,7 @@ def one_modality(context: Context) -> Finding:
     modalities, trained = context.modalities, _by_modality(context, _targets(context))
     if modalities.function or len(modalities.names) < 2:
         raise NotChecked("modality has no id ranges of two modalities")
-    has_vision = any(name.startswith(_VISION) for name, _ in tensors(context.batch))
+    has_vision = any(name.startswith(_VISION) for name, _ in named_tensors(context.batch))
     tried, problems = [], []
     for m, name in enumerate(modalities.names):
         if name not in trained or not len(context.pool(m)) or (m and has_vision):
@@ -268,7 +268,7 @@ def ids(context: Context) -> Finding:
     rows = max((m.num_embeddings for m in context.root.modules() if isinstance(m, nn.Embedding)), default=0)
     V = context.first.logits_BTV.shape[-1] if context.first.logits_BTV is not None else rows
     problems = []
-    for name, x in tensors(context.batch if isinstance(context.batch, Mapping) else context.inputs):
+    for name, x in named_tensors(context.batch if isinstance(context.batch, Mapping) else context.inputs):
         if "label" in name and (bad := x[(x >= V) | ((x < 0) & (x != IGNORED))]).numel():
             problems.append(f"{name} has {int(bad[0])}, outside the {V} logits and not {IGNORED}")
     ranges = context.modalities.ranges or {}

@@ -30,10 +30,10 @@ from mmqk.monitors.foreign.inputs import (
     named_inputs,
     padding_mask,
 )
-from mmqk.monitors.foreign.isolate import isolated, unwrapped
+from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Modalities, Side
-from mmqk.monitors.foreign.trace import Origins, flat
+from mmqk.monitors.foreign.trace import Origins, tensors_in
 
 _PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum"}
 ROWS = 2  # sequences of the pass that reads attention
@@ -58,7 +58,7 @@ class Projections(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in _PRODUCTS or not isinstance(out, Tensor) or not any(map(self._is_weight, flat(args))):
+        if name not in _PRODUCTS or not isinstance(out, Tensor) or not any(map(self._is_weight, tensors_in(args))):
             return out
         self.count += 1
         size = self.rms.get(self.count)
@@ -143,8 +143,7 @@ class CallReader(Measurement):
             q_side, k_side = self._sides_of(call, origins)
             if isinstance(call, NotMeasured):
                 raise call
-            self._check_axes(call)
-            self._check_length(call, q_side, k_side)
+            self._check_shape(call, q_side, k_side)
         except NotMeasured as reason:
             seen.reason, seen.other_tokens = str(reason), isinstance(reason, OtherTokens)
             return self.n_calls
@@ -269,6 +268,7 @@ def read_calls(
     inputs = named_inputs(model, args, kwargs)
     with contextlib.suppress(UncuttableError):
         args, kwargs = first_rows((args, kwargs), inputs, root, min(batch_size(inputs), ROWS))
+    args, kwargs = copied(args, kwargs, root)
     inputs = named_inputs(model, args, kwargs)
     ids = find_ids(inputs)
     if ids is None and modalities is None:
@@ -281,7 +281,7 @@ def read_calls(
     projections = Projections(origins, rms or {})
     reader = CallReader(main, root, projections)
     capture = Capture(root, len(modality_BT), reader, origins)
-    with isolated(root, device, inputs), torch.enable_grad(), watching(capture), projections:
+    with isolated(root, device), torch.enable_grad(), watching(capture), projections:
         root(*args, **kwargs)
     return reader.seen
 

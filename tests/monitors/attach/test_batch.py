@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.monitors import attach
-from mmqk.monitors.collect import over_layers
 from mmqk.store import UserError
 from tests.monitors.attach.nets import Net, batches, loss_of
 
@@ -51,20 +50,6 @@ def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
         watch.step()
 
 
-def test_generation_between_steps_changes_nothing_of_a_probe():
-    model, (ids,) = llama(), batches(1)
-    logged = []
-    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
-    for between in (False, True):
-        model(input_ids=ids, labels=ids).loss.backward()
-        if between:
-            model.generate(
-                ids[:2], attention_mask=torch.ones_like(ids[:2]), max_new_tokens=3, pad_token_id=0, do_sample=False
-            )  # fmt: skip
-        watch.step()
-    assert logged[0] == logged[1] and logged[0]["probe_sequences"] == 4
-
-
 def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     """In evaluation mode transformers uses a cache, and its attention mask then lets documents see each other."""
     (ids,) = batches(1, B=3, T=20)
@@ -92,24 +77,6 @@ def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     # Control: with the cache of evaluation mode the numbers differ.
     whole = attach(llama().eval(), modality=IMAGE).probe(input_ids=ids, position_ids=packed).flat()
     assert logged["attn_entropy/image/layer01"] != pytest.approx(whole["attn_entropy/image/layer01"], rel=1e-2)
-
-
-def test_two_watches_of_a_model_compiled_in_place():
-    model, (ids,) = Net(), batches(1)
-    model.compile(backend="eager")
-    compiled = model._compiled_call_impl
-    one, two = (attach(model, modality=IMAGE, every_n_steps=4) for _ in range(2))
-    for _ in range(6):
-        model(ids)
-        one.step()
-        two.step()
-    assert model._compiled_call_impl.inner.inner is compiled  # one wrapper for each watch
-    one.close()
-    model(ids)
-    assert one._last_call.args is None and two._last_call.args is not None
-    assert model._compiled_call_impl.inner is compiled
-    two.close()
-    assert model._compiled_call_impl is compiled
 
 
 @pytest.mark.parametrize("lengths", [[6, 0, 0, 3], [0, 4]])
@@ -186,23 +153,6 @@ def test_a_probe_keeps_nothing_of_the_batch():
     # Control: `alive` counts tensors that the loop stores.
     held = model(net.embed(ids))
     assert len(alive() - before) > len(new_tensors) and held is not None
-
-
-def test_weights_of_several_dtypes_that_train_in_autocast_are_probed_in_it():
-    """Most training loops leave autocast before the optimizer step, and so before `Watch.step`."""
-    model, (ids,) = Net(["sdpa"] * 2), batches(1)
-    model.layers[0].mlp.bfloat16()
-    logged = []
-    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(ids)
-        inside = watch.probe(ids=ids).flat()
-    watch.step()
-    inside |= {"attn_layers_seen": 2, "attn_layers_hidden": 0}
-    assert logged == [inside | over_layers(inside)] and not torch.is_autocast_enabled("cpu")
-    # Control: without autocast such a model does not run.
-    with pytest.raises(RuntimeError, match="must have the same dtype"):
-        attach(model, modality=IMAGE).probe(ids=ids)
 
 
 def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():

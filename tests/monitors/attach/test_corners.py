@@ -96,17 +96,6 @@ def test_a_sequence_that_is_all_padding_counts_for_nothing():
     assert not same(whole, {"attn_rank/layer00": alone["attn_rank/layer00"]})
 
 
-def test_an_additive_padding_mask_is_the_same_padding():
-    net, (ids,) = Padded(["sdpa"]), batches(1, B=3)
-    keep = torch.ones_like(ids)
-    keep[:, 12:] = 0
-    watch = attach(net, modality=IMAGE)
-    measured = watch.probe(ids=ids, attention_mask=keep).flat()
-    added = torch.zeros(ids.shape).masked_fill(keep == 0, -torch.inf)
-    assert watch.probe(ids=ids, attention_mask=added).flat() == measured
-    assert watch.probe(ids=ids, attention_mask=torch.zeros(ids.shape)).flat() != measured  # the control: no padding
-
-
 def test_a_padding_mask_that_does_not_fit_is_named():
     class Prefixed(Net):
         """Puts image features in front of the text; the padding mask covers the text only."""

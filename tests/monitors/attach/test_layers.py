@@ -10,7 +10,7 @@ from torch import nn
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
 from mmqk.monitors.summary import summary_line
-from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, batches
+from tests.monitors.attach.nets import D, H, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}
 
@@ -43,11 +43,6 @@ def test_a_layer_that_no_name_gives_away_is_found_by_its_softmax():
     assert probed(net)[1].hidden == ["layers.1"]
     mixer.call = "sdpa"
     assert probed(net)[1].hidden == []
-
-
-def test_nothing_seen_says_what_would_be():
-    _, layers, line = probed(Net(["by log"] * 2))
-    assert layers.numbers == [] and layers.hidden == ["layers.0", "layers.1"] and "0 of 2 layers" in line
 
 
 def test_a_mask_that_differs_between_heads_is_left_out_and_said():
@@ -86,27 +81,6 @@ def test_numbers_are_those_of_the_path_or_of_the_calls():
 
     values, layers, _ = probed(Shared(["sdpa"]))
     assert layers.numbers == list(range(8)) and values["q_norm/text/layer00"] != values["q_norm/text/layer07"]
-
-
-def test_cross_attention_is_left_out_and_the_rest_stays():
-    class Crossed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own, self.other = SelfAttention(), nn.Linear(D, D)
-
-        def forward(self, x, mask=None):
-            context = self.other(x)[:, None, :5]
-            return self.own(x) + F.scaled_dot_product_attention(x[:, None], context, context)[:, 0]
-
-    net = Net(["sdpa"] * 2)
-    net.layers[1] = Layer(Crossed())
-    values, layers, line = probed(net)
-    assert (
-        layers.numbers == [0, 1]
-        and layers.hidden == []
-        and "16 queries and 5 keys" in line
-        and "attn_rank/layer01" in values
-    )
 
 
 def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
@@ -188,22 +162,3 @@ def attend_script(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
 @torch.jit.script
 def scale_script(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax(v, -1) * 2.0
-
-
-def test_the_mixing_matrices_of_hyper_connections_are_no_attention():
-    """DeepSeek-V4 mixes 4 residual streams with a doubly stochastic matrix, which begins with a softmax."""
-    t = pytest.importorskip("transformers")
-    if not hasattr(t, "DeepseekV4Config"):
-        pytest.skip("this transformers has no DeepSeek-V4")
-    config = t.DeepseekV4Config(
-        vocab_size=40, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16, qk_rope_head_dim=8, q_lora_rank=16, o_lora_rank=16, o_groups=2,
-        n_routed_experts=4, num_experts_per_tok=2, index_n_heads=2, index_head_dim=8, sliding_window=16, hc_mult=4,
-    )  # fmt: skip
-    model = t.DeepseekV4ForCausalLM(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.1)
-    watch = attach(model, modality=IMAGE)
-    watch.probe(input_ids=batches(1, B=3)[0])
-    assert watch.layers.hidden == [] and watch.layers.total == 3

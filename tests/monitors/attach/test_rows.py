@@ -88,17 +88,13 @@ VISION = {
 IDS = {"image_token_id": IMAGE_ID, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
 
 
-def qwen(name: str):
+def qwen():
     t = pytest.importorskip("transformers")
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     torch.manual_seed(0)
-    if name == "qwen 2.5":
-        vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
-        config = t.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **IDS)
-        return t.Qwen2_5_VLForConditionalGeneration(config)
-    vision = VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    text = TEXT | {"rope_parameters": rope, "head_dim": 8}
-    return t.Qwen3VLForConditionalGeneration(t.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS))
+    vision = VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
+    config = t.Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **IDS)
+    return t.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def with_images(images: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
@@ -118,13 +114,12 @@ def with_images(images: list[list[tuple[int, int]]]) -> dict[str, torch.Tensor]:
     return batch | ({"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)} if grids else {})
 
 
-@pytest.mark.parametrize("name", ["qwen 2.5", "qwen 3"])
 @pytest.mark.parametrize("rows", [4, 1], ids=["", "no image in the first rows"])
-def test_images_go_with_the_rows_that_own_them(name, rows, capsys):
+def test_images_go_with_the_rows_that_own_them(rows, capsys):
     """Four images of eight belong to the first four rows; eight images also equal the number of rows."""
     images = [[(4, 4)], [(2, 4), (4, 4)], [], [(8, 4)], [(2, 2)], [(4, 4)], [(4, 2)], [(4, 4)]]
     images = images if rows == 4 else [[], *images[1:4], *images[:1], *images[5:]]
-    model = qwen(name).train()
+    model = qwen().train()
     logged = []
     watch = attach(model, modality={"image": range(IMAGE_ID, 51)}, every_n_steps=1, sequences=rows,
                    log=lambda values, step: logged.append(values))  # fmt: skip
@@ -142,7 +137,7 @@ def test_images_go_with_the_rows_that_own_them(name, rows, capsys):
 
 
 def test_a_grid_that_does_not_fit_means_the_whole_batch(capsys):
-    model = qwen("qwen 2.5")
+    model = qwen()
     batch = with_images([[(4, 4)]] * 8)
     batch["input_ids"] = batch["input_ids"].clone()
     watch = attach(model, modality={"image": range(IMAGE_ID, 51)})

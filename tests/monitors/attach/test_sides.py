@@ -48,16 +48,6 @@ def bart():
     return random_(t.BartForConditionalGeneration(config))
 
 
-def clip():
-    """Return a CLIP model with 17 image tokens, including the class token."""
-    t = pytest.importorskip("transformers")
-    with_vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    text = with_vision | {"vocab_size": V, "max_position_embeddings": 32, "eos_token_id": V - 1, "bos_token_id": 0}
-    vision = with_vision | {"image_size": 12, "patch_size": 3}
-    config = t.CLIPConfig(text_config=text, vision_config=vision, attn_implementation="eager")
-    return random_(t.CLIPModel(config))
-
-
 def of_weights(weights, of_q, of_k, q_names, k_names, cross="") -> dict[str, float]:
     """Return entropy and mass by tag, from attention weights by layer, over rows that see at least 8 keys."""
     measured = {}
@@ -163,31 +153,6 @@ def test_norms_and_logits_of_cross_attention_equal_the_projections():
         expected[f"cross_k_norm/{name}/{layer}"] = np.linalg.norm(k.numpy(), axis=-1)[outputs[..., 0, :]].mean()
     assert same(measured, expected)
     assert not same(measured, {name.replace("cross_", ""): x for name, x in expected.items()})
-
-
-def test_a_vision_tower_is_no_part_of_the_text():
-    model, (ids,) = clip(), batches(1, B=3, T=17)
-    images = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-    watch = attach(model, modality=IMAGE)
-    measured = watch.probe(input_ids=ids, pixel_values=images).flat()
-    outputs = model(input_ids=ids, pixel_values=images, output_attentions=True)
-    modality = modality_of(ids)
-    if outputs.text_model_output.attentions is None:
-        pytest.skip("CLIP of this transformers does not return the attention weights of its text model")
-    text = of_weights(dict(enumerate(outputs.text_model_output.attentions)), modality, modality, NAMES, NAMES)
-    assert same(measured, text) and watch.layers.numbers == list(range(LAYERS))
-    assert "not measured (attention over the tokens of pixel_values; modality describes input_ids)" in summary(watch)
-
-    watch = attach(model, modality=IMAGE, sides={"patch": "pixel_values"})
-    with_vision = watch.probe(input_ids=ids, pixel_values=images).flat()
-    zero, places = np.zeros((3, 17), int), [s.path.startswith("vision") for s in watch.prober.records if s.is_call]
-    first = 0 if places[0] else LAYERS
-    weights = {n + first: x for n, x in enumerate(outputs.vision_model_output.attentions)}
-    vision = of_weights(weights, zero, zero, ["patch"], ["patch"])
-    assert same(with_vision, vision) and "not measured" not in summary(watch)
-    of_text = {n + LAYERS - first: x for n, x in enumerate(outputs.text_model_output.attentions)}
-    assert same(with_vision, of_weights(of_text, modality, modality, NAMES, NAMES))
-    assert not same(with_vision, {name: x for name, x in zip(vision, reversed(vision.values()), strict=True)})
 
 
 class Both(nn.Module):

@@ -77,9 +77,9 @@ def test_dense_attention_in_place_of_a_kernel_has_the_sink():
     z = (q @ k.mT * 8**-0.5).masked_fill(~CAUSAL, -torch.inf)
     rest = sinks.exp()[:, None, None]
     expected = (z.exp() / (z.exp().sum(-1, keepdim=True) + rest)) @ v
-    flash = of_transformers_flash(2, Sinks(None), q, k, v, None, s_aux=sinks)
+    flash = of_transformers_flash(Sinks(None), q, k, v, None, s_aux=sinks)
     torch.testing.assert_close(flash.output(), expected)
-    eager = of_transformers(2, Sinks(sinks), q, k, v, CAUSAL)
+    eager = of_transformers(Sinks(sinks), q, k, v, CAUSAL)
     torch.testing.assert_close(eager.output(), expected)
     plain = Call(q, k, v, 8**-0.5, CAUSAL)
     assert not torch.allclose(plain.output(), expected, rtol=1e-2)
@@ -88,9 +88,9 @@ def test_dense_attention_in_place_of_a_kernel_has_the_sink():
 @pytest.mark.parametrize("sinks", [torch.zeros(4, 2), 4])
 def test_other_sinks_have_no_weights(sinks):
     q = torch.ones(1, 4, 3, 8)
-    call = of_transformers(1, Sinks(sinks), q, q, q, None)
+    call = of_transformers(Sinks(sinks), q, q, q, None)
     assert call.sink_H is None and "sinks" in call.no_weights
-    assert of_transformers(1, Sinks(None), q, q, q, None).no_weights is None
+    assert of_transformers(Sinks(None), q, q, q, None).no_weights is None
 
 
 def test_the_sinks_that_a_layer_adds_after_flex_attention():

@@ -22,22 +22,19 @@ IMAGE = {"image": range(10, 40)}
 
 class Meter:
     def __init__(self) -> None:
-        self.total, self.inner = 0, SimpleNamespace(values=[0])
+        self.inner = SimpleNamespace(values=[0])
 
 
 # Kind of state -> a function that makes it, and one that changes it in a forward and returns a number.
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "counter": (lambda: 0, lambda net: setattr(net, "state", net.state + 1) or net.state),
     "new attribute": (lambda: 0, lambda net: setattr(net, "calls", getattr(net, "calls", 0) + 1) or net.calls),
-    "list": (list, lambda net: net.state.append(1) or len(net.state)),
     "dictionary": (lambda: {"a": {"n": 0}}, lambda net: net.state["a"].update(n=net.state["a"]["n"] + 1)
                    or net.state["a"]["n"]),
     "set": (set, lambda net: net.state.add(len(net.state)) or len(net.state)),
-    "object": (Meter, lambda net: setattr(net.state, "total", net.state.total + 1) or net.state.total),
     "list in objects": (Meter, lambda net: net.state.inner.values.append(1) or len(net.state.inner.values)),
     "tensor": (lambda: torch.zeros(1), lambda net: float(net.state.add_(1))),
     "array": (lambda: np.zeros(2), lambda net: net.state.__iadd__(1)[0]),
-    "generator": (lambda: torch.Generator().manual_seed(0), lambda net: float(torch.rand((), generator=net.state))),
     "generators": (lambda: [torch.Generator().manual_seed(0)],
                    lambda net: float(torch.rand((), generator=net.state[0]))),
     "generator of Python": (lambda: random.Random(0), lambda net: net.state.random()),
@@ -155,7 +152,7 @@ def test_a_cache_among_the_inputs_is_left_alone(name, capsys):
 
     plain = run(False)
     assert run(True) == plain and plain[1] == (3 if name == "memory" else 24)
-    assert f"restored after the probe: input {name}" in capsys.readouterr().out
+    assert "restored after the probe" not in capsys.readouterr().out  # the probe gets a copy of the cache
     steady = [len(values) for values in logged]
     assert len(steady) == 3 and (steady[0] == steady[2]) == (name == "memory")  # 8 queries do not see 24 keys
 
@@ -209,23 +206,17 @@ def test_the_batch_that_the_step_saw_is_probed(way):
     assert "attn_mass/text-image/layer00" in expected
     for _, values in logged:
         assert {tag: values[tag] for tag in expected} == expected
-    # Control: the edited batch has no image tokens.
+    # `probe` does not edit its inputs either. Control: the edited batch has no image tokens.
+    fresh = batch()
+    attach(model, modality=is_image).probe(batch=fresh)
+    assert torch.equal(fresh if isinstance(fresh, Tensor) else fresh["ids"], ids_of_step())
     edited = attach(model, modality=is_image).probe(batch=given).flat()
     assert "attn_mass/text-image/layer00" not in edited
 
 
-@pytest.mark.parametrize("way", ["in place", "in a dictionary", "replaced"])
-def test_a_probe_does_not_edit_the_inputs_that_it_gets(way):
-    ids = ids_of_step()
-    batch = ids if way == "in place" else {"ids": ids}
-    attach(Editing(way), modality=is_image).probe(batch=batch)
-    assert torch.equal(ids, ids_of_step()) and (way == "in place" or batch["ids"] is ids)
-    Editing(way)(batch)  # the control
-    assert (batch if way == "in place" else batch["ids"]).min() == 0
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("way", ["in place", "in a dictionary", "the loop edits"])
+@pytest.mark.parametrize(
+    ("way", "whole"), [("in place", False), ("in a dictionary", True), ("the loop edits", False)]
+)
 def test_a_compiled_forward_that_edits_its_batch_is_probed_as_it_got_it(way, whole):
     """The hook is in a compiled frame of its own, or, if the whole step is compiled, in the graph of the step."""
     torch._dynamo.reset()

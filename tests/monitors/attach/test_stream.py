@@ -18,21 +18,17 @@ L = 3
 SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": L,
         "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
 SHARED = {"num_key_value_heads": 4}
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
-            "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+DEEPSEEK = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
 # Model -> configuration and its options, path of a layer, paths of its attention and MLP outputs, and whether a norm
 # follows the last layer.
 FAMILIES = {
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": V, "n_embd": 32, "n_layer": L, "n_head": 4, "n_positions": 64},
                         "transformer.h.{}", "attn", "mlp", True),
-    "MixtralForCausalLM": ("MixtralConfig", SIZE | SHARED | {"num_local_experts": 4}, "model.layers.{}", "self_attn",
-                           "mlp", True),
-    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SIZE | SHARED | MOE | {"num_experts": 4, "head_dim": 8},
-                            "model.layers.{}", "self_attn", "mlp", True),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZE, "gpt_neox.layers.{}", "attention", "mlp", True),
     "BertForMaskedLM": ("BertConfig", SIZE, "bert.encoder.layer.{}", "attention.output.dense", "output.dense", False),
-    "DeepseekV3ForCausalLM": ("DeepseekV3Config", SIZE | SHARED | MOE | DEEPSEEK, "model.layers.{}", "self_attn",
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", SIZE | SHARED | DEEPSEEK, "model.layers.{}", "self_attn",
                               "mlp", True),
 }  # fmt: skip
 WITHOUT = ", ".join(("attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain"))

@@ -108,6 +108,7 @@ def test_transformers_keeps_the_values_in_log_history_once_also_after_a_resume(t
     ("error", "status"), [(ValueError(), "failed"), (KeyboardInterrupt(), "interrupted"), (None, "completed")]
 )
 def test_a_run_that_breaks_off_is_not_called_complete(error, status, tmp_path):
+    """The watched model is the LightningModule itself."""
     L = pytest.importorskip("lightning")
     from mmqk.monitors import NormMonitor
 
@@ -116,15 +117,18 @@ def test_a_run_that_breaks_off_is_not_called_complete(error, status, tmp_path):
             super().__init__()
             self.net = Net(["sdpa"])
 
+        def forward(self, ids):
+            return self.net(ids)
+
         def training_step(self, ids, i):
             if error is not None and i == 3:
                 raise error
-            return loss_of(self.net(ids), ids)
+            return loss_of(self(ids), ids)
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
-    monitor = NormMonitor("net", {"image": range(10, 40)}, every_n_steps=2, out=tmp_path)
+    monitor = NormMonitor("", {"image": range(10, 40)}, every_n_steps=2, out=tmp_path)
     trainer = L.Trainer(
         max_steps=4, accelerator="cpu", devices=1, logger=False, callbacks=[monitor], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -135,36 +139,3 @@ def test_a_run_that_breaks_off_is_not_called_complete(error, status, tmp_path):
         assert error is not None, raised
     status_file = json.loads((tmp_path / "status.json").read_text())
     assert status_file == {"status": status, "step": 4 if error is None else 3}
-
-
-def test_a_lightning_module_that_is_the_model(tmp_path):
-    L = pytest.importorskip("lightning")
-    from mmqk.monitors import NormMonitor
-
-    class Module(L.LightningModule):
-        def __init__(self, inner):
-            super().__init__()
-            net = Net(["sdpa"] * 2)
-            self.embed, self.layers, self.head = net.embed, net.layers, net.head
-            self.inner = net if inner else None
-
-        def forward(self, ids):
-            return Net.forward(self, ids)  # type: ignore[arg-type]
-
-        def training_step(self, ids, i):
-            return loss_of(self.inner(ids) if self.inner else self(ids), ids)
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), 1e-3)
-
-    written = []
-    for name in ("", "inner"):
-        out = tmp_path / f"run{name}"
-        trainer = L.Trainer(
-            max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            callbacks=[NormMonitor(name, {"image": range(10, 40)}, every_n_steps=1, out=out)],
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(Module(bool(name)), torch.utils.data.DataLoader(batches(4), batch_size=None))
-        written.append(read_metrics(out / "metrics.jsonl"))
-    assert written[0] == written[1] and written[0][-1]["attn_layers_seen"] == 2

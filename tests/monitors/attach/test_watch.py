@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from mmqk.lab import read_runs
 from mmqk.monitors import attach
 from mmqk.monitors.collect import over_layers
-from mmqk.monitors.summary import WatchFolder
 from mmqk.store import UserError, read_metrics
 from tests.monitors.attach.nets import L, Net, batches, loss_of
 
 IMAGE = {"image": range(10, 40)}
 
 
-def train(called, model, steps=50, watch=None) -> dict[str, torch.Tensor]:
+def train(called, model, steps=20, watch=None) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(3)
     for ids in batches(steps):
@@ -35,7 +33,7 @@ def train(called, model, steps=50, watch=None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["plain", "compiled", "compiled in place", "its module attached"])
-def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsys):
+def test_training_has_the_same_weights_with_and_without(way, tmp_path, capsys):
     """The model has dropout. With fullgraph, a graph break in the hook would be an error."""
     torch._dynamo.reset()
     runs, logged = [], []
@@ -56,7 +54,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     assert all(torch.equal(x, runs[1][name]) for name, x in runs[0].items())
     assert not any(torch.equal(x, Net("sdpa").state_dict()[name]) for name, x in runs[1].items() if "mlp" in name)
     lines = read_metrics(tmp_path / "mine" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [step for step, _ in logged] == [10, 20, 40]
+    assert [line["step"] for line in lines] == [step for step, _ in logged] == [10, 20]
     last = {k: v for k, v in lines[-1].items() if k != "step"}
     assert last | over_layers(last) == logged[-1][1]
     assert {f"attn_entropy/image/layer{n:02d}" for n in range(L)} <= lines[0].keys()
@@ -66,7 +64,7 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     assert "attention measured in 8 of 8 layers" in summary and "tokens " in summary
     assert "% of a step" in summary and "first probe (includes warm-up)" in summary and "ms" in summary
     (run,) = read_runs(tmp_path)
-    assert run.status.status == "completed" and run.status.step == 50
+    assert run.status.status == "completed" and run.status.step == 20
 
 
 def test_an_accumulated_step_is_one_and_the_last_batch_is_probed():
@@ -231,32 +229,17 @@ def test_a_folder_is_one_run(first, tmp_path):
     assert steps == list(range(first, first + 5))
 
 
-def test_a_folder_with_a_run_of_many_layers_is_refused_too(tmp_path):
-    """One line of a deep model can be longer than the part of the file that is read first."""
-    folder = WatchFolder(tmp_path, started=0)
-    folder.write(3, {f"q_norm/image/layer{layer:04d}": 1 / 3 for layer in range(5000)})
-    folder.close(3, "completed")
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert len(before) > 2**17
-    with pytest.raises(UserError, match=r"has a run up to step 3: give another folder"):
-        WatchFolder(tmp_path, started=0)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"modality": {"image": range(4, 4)}}, "not empty"),
         ({"modality": {"image": range(4, 9), "audio": range(8, 12)}}, "both image and audio"),
-        ({"modality": {"image": range(4, 9, 2)}}, "step 1"),
         ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges of ids"),
         ({"modality": {"an-image": range(4, 9)}}, "a modality's name"),
         ({"modality": {"text": range(4)}}, "modality has only text"),
         ({"modality": 7}, "give ranges of ids"),
         ({"modality": lambda inputs: torch.zeros(3)}, r"returned shape \(3,\)"),
-        ({"modality": lambda inputs: 0, "names": "text"}, "give one or more different names"),
         ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give one or more different names"),
-        ({"modality": lambda inputs: 0, "names": ()}, "give one or more different names"),
         ({"every_n_steps": 2.5}, "give a whole number of steps"),
         ({"model": "net"}, r"model is 'net': pass the nn\.Module"),
         ({"sides": {"decoder": "labels"}}, "no tensor input 'labels' for side 'decoder': use one of ids"),
@@ -292,28 +275,3 @@ def test_ids_that_cannot_be_found_are_asked_for():
         attach(Embedded(), modality=IMAGE).probe(vectors=x)
     numbers = attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
     assert "attn_rank/layer07" in numbers and not any(name.startswith("out_") for name in numbers)
-
-
-def test_activation_checkpointing_counts_nothing_twice():
-    """A layer that is recomputed in the backward pass is measured once, because the probe is a separate forward."""
-
-    class Recomputed(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x, mask=None):
-            return checkpoint(self.layer, x, mask, use_reentrant=False)
-
-    numbers, ends = [], []
-    for again in (False, True):
-        model = Net("sdpa")
-        if again:
-            model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
-        watch = attach(model, modality=IMAGE, every_n_steps=5, log=lambda values, step: numbers[-1].append(values))
-        numbers.append([])
-        ends.append(list(train(model, model, steps=10, watch=watch).values()))
-        watch.close()
-    assert len(numbers[0]) == 2 and numbers[0] == numbers[1] and numbers[0][0] != numbers[0][1]
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    assert numbers[1][0]["attn_layers_seen"] == L
