@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from mmqk.monitors.foreign import calls
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
-from mmqk.monitors.foreign.layers import Layers, Stream, block_of, clean, is_scripted, layer_numbers
+from mmqk.monitors.foreign.layers import Layers, Stream, block_of, clean, layer_numbers
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins, tensors_in
 
@@ -297,8 +297,9 @@ class Capture(TorchFunctionMode):
         hidden = not_measured | self.softmaxes | pending
         for path, module in self.modules.items():
             is_attention = type(module) in self.attention_types or isinstance(module, nn.MultiheadAttention)
-            is_named = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
-            if (is_attention or path in self.products or is_named or is_scripted(module)) and not any(
+            name = getattr(module, "original_name", type(module).__name__)  # the first is that of a scripted module
+            is_named = _ATTENTION.search(name) and block_of(path) not in blocks
+            if (is_attention or path in self.products or is_named) and not any(
                 _within(path, call) or _within(call, path) for call in calls
             ):
                 hidden.add(path)

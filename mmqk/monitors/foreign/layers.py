@@ -1,11 +1,8 @@
-"""Numbers, names, scripted attention and weight matrices of the layers of a third-party model."""
+"""Numbers, names, residual stream and weight matrices of the layers of a third-party model."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,28 +75,6 @@ def layer_numbers(paths: Sequence[str]) -> list[int]:
     layers = [layer_of(path) for path in paths]
     numbers = [layer[1] for layer in layers if layer is not None]
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
-
-
-_PRODUCTS = ("aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum")
-
-
-def is_scripted(module: nn.Module) -> bool:
-    """Return whether a module is scripted and computes attention, or its forward names or holds a scripted function
-    that does."""
-    parts: list[Any] = [module]
-    if not isinstance(module, torch.jit.ScriptModule):
-        forward = inspect.unwrap(type(module).forward)
-        code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-        parts = [*vars(module).values(), *(names.get(name) for name in getattr(code, "co_names", ()))]
-    for part in parts:
-        if isinstance(part, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-            with warnings.catch_warnings(), contextlib.suppress(RuntimeError):  # a module without forward
-                warnings.simplefilter("ignore")
-                graph = str(part.inlined_graph)
-                products = sum(graph.count(product) for product in _PRODUCTS)
-                if "scaled_dot_product_attention" in graph or ("aten::softmax" in graph and products > 1):
-                    return True
-    return False
 
 
 def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]) -> None:

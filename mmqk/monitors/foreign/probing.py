@@ -136,7 +136,6 @@ class Prober:
         in_forward = False
         try:
             inputs = named_inputs(self.model, args, kwargs)
-            _check_inputs(inputs, root)
             B = batch_size(inputs)
             rows = min(B, sequences)
             dtypes = {p.dtype for p in root.parameters() if p.is_floating_point()}
@@ -261,16 +260,6 @@ class Prober:
         if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
             return
         measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
-
-
-def _check_inputs(inputs: Inputs, root: nn.Module) -> None:
-    """Raise UserError for inputs with which a probe cannot run."""
-    for name, x in named_tensors(inputs):
-        if x.is_nested:
-            raise UserError(
-                f"input {name} of {type(root).__name__} is a nested tensor, which a probe cannot measure: pass "
-                "padded tensors and an attention_mask, or call attach with every_n_steps=0"
-            )
 
 
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:

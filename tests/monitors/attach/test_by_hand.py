@@ -152,7 +152,7 @@ def test_a_cap_and_a_bias_are_no_part_of_the_raw_logits():
 def test_as_many_sequences_as_heads_are_refused_only_where_the_order_is_unclear(function):
     values, _, _, watch = measured(function, B=H)
     if function is flat:
-        assert watch.layers.hidden == ["layers.0", "layers.1"] and "another number of sequences" in summary(watch)
+        assert watch.layers.hidden == ["layers.0", "layers.1"] and "call attach with sequences=1" in summary(watch)
     else:
         assert same(values, measured(sdpa, B=H)[0])
 

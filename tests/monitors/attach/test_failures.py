@@ -85,26 +85,6 @@ def test_a_user_error_is_a_line_too(broken, capsys):
     assert capsys.readouterr().out.count("mmqk: no probe at step 1, training goes on: ") == 1
 
 
-def test_a_nested_batch_is_named(capsys):
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(40, D)
-
-        def forward(self, ids):
-            return self.embed(ids)
-
-    model = Nested()
-    ids = torch.nested.nested_tensor([torch.arange(n) for n in (12, 30, 9)], layout=torch.jagged)
-    watch = attach(model, modality=IMAGE, every_n_steps=1)
-    model(ids).values().sum().backward()
-    watch.step()
-    assert "input ids of Nested is a nested tensor" in capsys.readouterr().out
-    model(torch.nested.to_padded_tensor(ids, 0))  # the control
-    watch.step()
-    assert watch.layers is not None
-
-
 class Bank(nn.Module):
     """Attention over the sequence, or over a bank of keys that no input leads to."""
 
