@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
 from mmqk.monitors.summary import summary_line
-from tests.monitors.attach.nets import D, H, Net, SelfAttention, batches
+from tests.monitors.attach.nets import H, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}
 
@@ -32,39 +31,12 @@ def test_layers_whose_attention_is_not_seen_are_named():
     assert layers.hidden == [] and "not in" not in line and "attn_entropy/image/layer02" in all_values
 
 
-def test_a_layer_that_no_name_gives_away_is_found_by_its_softmax():
-    class Mixer(SelfAttention):  # its class name does not contain attention
-        pass
-
-    net = Net(["sdpa"] * 3)
-    mixer = Mixer("by log")
-    mixer.__class__ = type("Mixer", (nn.Module,), {"forward": SelfAttention.forward})
-    net.layers[1].attention = mixer
-    assert probed(net)[1].hidden == ["layers.1"]
-    mixer.call = "sdpa"
-    assert probed(net)[1].hidden == []
-
-
 def test_a_mask_that_differs_between_heads_is_left_out_and_said():
     values, layers, line = probed(Net(["sdpa", "by head", "by head"]))
     assert layers.numbers == [0] and layers.hidden == ["layers.1", "layers.2"] and layers.total == 3
     assert not any("layer01" in name for name in values)
     assert "attention measured in 1 of 3 layers, not in layers.1, layers.2 (maxima over layers" in line
     assert "not measured (its mask differs between heads): layers.1.attention and 1 more" in line
-
-
-def test_calls_of_other_lengths_are_left_out_and_said():
-    class Prefixed(Net):
-        def forward(self, ids):
-            x = torch.cat([torch.zeros(len(ids), 2, D), self.embed(ids)], 1)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x[:, 2:])
-
-    values, layers, line = probed(Prefixed(["sdpa"] * 2))
-    assert layers.numbers == layers.hidden == []
-    assert "18 queries and 18 keys; modality describes 4 sequences of 16 tokens" in line
-    assert values.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in values)
 
 
 def test_numbers_are_those_of_the_path_or_of_the_calls():

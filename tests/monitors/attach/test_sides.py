@@ -343,16 +343,3 @@ def test_names_tell_tokens_from_what_describes_them():
     origins = Origins(inputs)
     assert [str(origins.of(inputs[name])) for name in tokens] == tokens
     assert all(origins.of(inputs[name]) == NO_INPUTS for name in described)
-
-    class Masked(Net):
-        def forward(self, masked_tokens):
-            return super().forward(masked_tokens)
-
-    def modality(inputs):
-        (ids,) = inputs.values()
-        return (ids >= 10).long()
-
-    (ids,), plain = batches(1, B=3), attach(Net(["sdpa"] * 2), modality=modality)
-    watch = attach(Masked(["sdpa"] * 2), modality=modality)
-    assert watch.probe(masked_tokens=ids).flat() == plain.probe(ids=ids).flat()
-    assert watch.layers.numbers == [0, 1] and "not measured" not in summary(watch)

@@ -1,4 +1,4 @@
-"""Trains for 50 steps in the Trainers of Lightning and transformers."""
+"""Trains for 20 steps in the Trainers of Lightning and transformers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def lightning_run(out: Path, fsdp: bool = False, compiled: bool = False, watched
     torch.manual_seed(0)
     callbacks = [NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
     trainer = L.Trainer(
-        max_steps=50, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
+        max_steps=20, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         **({"plugins": [_alone()]} if fsdp else {}),
     )  # fmt: skip
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(_rows(50, dist.get_rank() if fsdp else 0), batch_size=None))
+    trainer.fit(module, torch.utils.data.DataLoader(_rows(20, dist.get_rank() if fsdp else 0), batch_size=None))
     if fsdp:
         dist.destroy_process_group()
     return module.net.state_dict()
@@ -90,11 +90,11 @@ def transformers_run(
             fully_shard(layer)
         fully_shard(model)
     seed = dist.get_rank() if fsdp else 0
-    rows = [{"input_ids": ids, "labels": ids} for batch in batches(100, B=2, seed=seed) for ids in batch]
+    rows = [{"input_ids": ids, "labels": ids} for batch in batches(40, B=2, seed=seed) for ids in batch]
     if compiled:
         options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     args = TrainingArguments(
-        str(out.parent / "trainer"), max_steps=50, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True,
+        str(out.parent / "trainer"), max_steps=20, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True,
         report_to=report_to, save_strategy="no", logging_steps=25, disable_tqdm=True, seed=0, **options,
     )  # fmt: skip
     callbacks = [NormCallback(IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
