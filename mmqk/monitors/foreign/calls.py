@@ -227,7 +227,7 @@ def of_flex(
 
 
 def of_transformers(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -263,9 +263,7 @@ def of_mmqk(
     **ignored: Any,
 ) -> Call:
     """Read a call of `mmqk.model.backends.attention` with the backend math."""
-    call = Call(query, key, value, scale, softcap=softcap)
-    call.set_sinks(sink_H)
-    set_mask(call, mask)
+    call = of_transformers(None, query, key, value, mask, scale, softcap, s_aux=sink_H)
     if kind != "softmax":
         call.no_weights = f"its weights are not a softmax but a {kind}"
     return call

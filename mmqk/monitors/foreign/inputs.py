@@ -312,28 +312,21 @@ def _vision_entries(inputs: Inputs, root: nn.Module, rows: int) -> dict[int, int
         counts_B = (ids[1] == token).sum(1)
         total, kept = int(counts_B.sum()), int(counts_B[:rows].sum())
         pixels = "pixel_values_videos" if kind == "video" else "pixel_values"
-        own = [(name, x) for name, x in named if name in (pixels, f"{kind}_sizes", f"{kind}_grid_thw")]
-        grid = next((x for name, x in own if name == f"{kind}_grid_thw"), None)
+        names = {pixels, f"{kind}_sizes", f"{kind}_grid_thw"} | ({"second_per_grid_ts"} if kind == "video" else set())
+        own = {name: x for name, x in named if name in names}
+        grid, values = own.get(f"{kind}_grid_thw"), own.get(pixels)
         if grid is not None:
-            ends_n = grid.prod(-1).cumsum(0).tolist()
-            ends = dict(zip([0, *ends_n], range(len(grid) + 1), strict=True))  # patches up to an image -> images
-            patches = kept * ends_n[-1] // max(total, 1)
-            if not total or kept * ends_n[-1] % total or patches not in ends:
+            ends = [0, *grid.prod(-1).cumsum(0).tolist()]  # patches up to each image
+            patches, rest = divmod(kept * ends[-1], max(total, 1))
+            if not total or rest or patches not in ends:
                 raise UncuttableError(f"{kind}_grid_thw does not fit the {kind} tokens of its {len(ids[1])} rows")
-            for _, x in own:
-                entries[id(x)] = patches if len(x) == ends_n[-1] and x is not grid else ends[patches]
-            for name, x in named:
-                if name == "second_per_grid_ts" and kind == "video" and len(x) == len(grid):
-                    entries[id(x)] = ends[patches]
-            continue
-        by_row = [x for name, x in own if name == pixels and x.ndim >= 5 and len(x) == len(ids[1])]
-        flat = next((x for name, x in own if name == pixels), None)
-        if by_row or flat is None:
-            continue
-        per_image, rest = divmod(total, len(flat))
-        if rest or not per_image or (counts_B % per_image).any():
-            raise UncuttableError(f"its {len(flat)} {kind}s cannot be assigned to {len(ids[1])} rows")
-        entries |= {id(x): kept // per_image for _, x in own if len(x) == len(flat)}
+            for x in own.values():
+                entries[id(x)] = patches if len(x) == ends[-1] and x is not grid else ends.index(patches)
+        elif values is not None and not (values.ndim >= 5 and len(values) == len(ids[1])):  # not listed by row
+            per_image, rest = divmod(total, len(values))
+            if rest or not per_image or (counts_B % per_image).any():
+                raise UncuttableError(f"its {len(values)} {kind}s cannot be assigned to {len(ids[1])} rows")
+            entries |= {id(x): kept // per_image for x in own.values() if len(x) == len(values)}
     return entries
 
 

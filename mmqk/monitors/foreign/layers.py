@@ -26,22 +26,22 @@ def clean(path: str) -> str:
     return _WRAPPERS.sub("", path).lstrip(".")
 
 
+_FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d+)(?=\.|$)")
+_NUMBERED = re.compile(r"(.*\.)?\d+(?=\.|$)")  # a path up to its last integer
+
+
 def layer_of(path: str) -> tuple[str, int] | None:
     """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn;
     None if the path has no integer."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[:i]), int(part)
-    return None
+    found = _FIRST_NUMBER.match(path)
+    return None if found is None else (found[1] or "", int(found[2]))
 
 
 def block_of(path: str) -> str:
     """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the whole path if it has
     no integer."""
-    parts = path.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
-    return ".".join(parts[: last + 1])
+    found = _NUMBERED.match(path)
+    return path if found is None else found[0]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,6 @@ def _matrices(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield full.removesuffix("_weight"), weight
 
 
-_NUMBERED = re.compile(r"(^|.*\.)\d+")
 _NORM = re.compile("norm", re.IGNORECASE)
 _NORM_FUNCTIONS = {"layer_norm", "rms_norm"}
 # Largest number of terms of one layer. A longer sum spans several layers and would keep all their outputs in memory.
