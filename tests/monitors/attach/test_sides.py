@@ -224,33 +224,31 @@ def test_tensors_made_out_of_sight_take_the_origin_of_their_module():
 def test_streams_that_are_put_together_are_one_side():
     """Attention is not cross-attention if image embeddings precede or replace the embeddings of ids."""
 
-    class Before(Net):
-        def forward(self, ids, pixels):
-            x = torch.cat([pixels, self.embed(ids)], 1)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
+    class Joined(Net):
+        def __init__(self, before):
+            super().__init__(["sdpa"] * 2)
+            self.before = before
 
-    class Within(Net):
         def forward(self, ids, pixels):
             x = self.embed(ids)
-            x[:, :4] = pixels
+            if self.before:
+                x = torch.cat([pixels, x], 1)
+            else:
+                x[:, :4] = pixels
             for layer in self.layers:
                 x = layer(x)
             return self.head(x)
 
     (ids,), pixels = batches(1, B=3), torch.randn(3, 4, D)
-    watch = attach(Within(["sdpa"] * 2), modality=IMAGE)
-    measured = watch.probe(ids=ids, pixels=pixels).flat()
-    assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
     def modality(inputs):
         of_ids = (inputs["ids"] >= 10).long()
         return torch.cat([torch.ones(len(of_ids), 4, dtype=torch.long), of_ids], 1)
 
-    watch = attach(Before(["sdpa"] * 2), modality=modality)
-    measured = watch.probe(ids=ids, pixels=pixels).flat()
-    assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
+    for before in (True, False):
+        watch = attach(Joined(before), modality=modality if before else IMAGE)
+        measured = watch.probe(ids=ids, pixels=pixels).flat()
+        assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
 
 def test_a_call_of_another_length_than_its_side_is_named_by_its_own_numbers():
