@@ -113,7 +113,7 @@ def _restorer_of(x: Any) -> Callable[[], bool] | None:
         return _restorer(x.get_state, x.set_state)
     if type(x).__module__.startswith("numpy") and hasattr(x, "bit_generator"):
         bits = x.bit_generator
-        return _restorer(lambda: bits.state, lambda saved: setattr(bits, "state", saved))
+        return _restorer(lambda: tuple(bits.state.items()), lambda saved: setattr(bits, "state", dict(saved)))
     if type(x).__name__ == "ndarray":
         return _restorer(x.copy, partial(x.__setitem__, ...))
     return None
@@ -154,6 +154,8 @@ def _same_content(now: Any, saved: Any) -> bool:
         return now.keys() == saved.keys() and all(_same(now[key], x) for key, x in saved.items())
     if isinstance(saved, list):
         return len(now) == len(saved) and all(map(_same, now, saved))
+    if isinstance(saved, Tensor):  # the state of a torch.Generator
+        return torch.equal(now, saved)
     return now == saved if isinstance(saved, set) else pickle.dumps(now) == pickle.dumps(saved)
 
 
