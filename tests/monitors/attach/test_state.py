@@ -104,6 +104,14 @@ def test_losses_are_the_same_with_and_without_probes_of_a_model_with_state(kind,
     assert losses_of(build(), another_forward) != plain  # the control: another forward changes the state
 
 
+def test_state_that_a_forward_leaves_alone_is_not_named():
+    net = Net(["sdpa"])
+    net.state = [make() for make, _ in KINDS.values()]
+    watch = attach(net, modality=IMAGE)
+    watch.probe(ids=batches(1)[0])
+    assert watch.prober.changed == set()
+
+
 class Cache:
     """A cache that a user wrote."""
 
