@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-V, D, H, L = 40, 32, 4, 8
+V, D, H, L = 40, 32, 4, 3
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 

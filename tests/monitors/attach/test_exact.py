@@ -12,7 +12,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import attach, probe
 from tests.monitors import brute_force
-from tests.monitors.attach.nets import H, L, Net, V, alibi, batches
+from tests.monitors.attach.nets import H, Net, V, alibi, batches
 
 NAMES = ("text", "image")
 IMAGE = {"image": range(10, 25)}  # text ids are below and above this range
@@ -274,7 +274,7 @@ def test_our_own_model_attached_says_what_its_probe_says(changes, backend):
 def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its_adapter(names):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=8, embed_dim=32, num_heads=4, num_classes=5)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=32, num_heads=4, num_classes=5)
     images = torch.randn(2, 3, 64, 64)
 
     # The class token has no modality; each half of the image, or the whole image, is a modality.
@@ -297,4 +297,4 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
         name: x for name, x in both.items() if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
     }
     assert len(logits) == 2 * len(names) ** 2 and same(measured, logits)
-    assert watch.layers.total == len(watch.layers.numbers) == L and watch.layers.hidden == [] and H == 4
+    assert watch.layers.total == len(watch.layers.numbers) == 4 and watch.layers.hidden == [] and H == 4

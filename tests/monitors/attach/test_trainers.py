@@ -29,10 +29,10 @@ def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(comp
     assert list(logged) == [10, 20]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [{"step": step, **values} for step, values in logged.items()] == [x | over_layers(x) for x in lines]
-    norms = [lines[0][f"q_norm/image/layer{n:02d}"] for n in range(8)]
+    norms = [lines[0][f"q_norm/image/layer{n:02d}"] for n in range(3)]
     assert logged[10]["q_norm/image/max"] == max(norms)
     assert logged[10]["q_norm/image/median"] == np.median(norms) != max(norms)
-    assert "attn_logit_absmax/text-image/layer07" in logged[20] and logged[20]["attn_layers_seen"] == 8
+    assert "attn_logit_absmax/text-image/layer02" in logged[20] and logged[20]["attn_layers_seen"] == 3
 
 
 def test_lightning_names_a_module_that_is_not_there(tmp_path):
@@ -65,7 +65,7 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     assert list(reported) == [10, 20]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [{"step": step, **values} for step, values in reported.items()] == [x | over_layers(x) for x in lines]
-    assert lines[0]["attn_layers_seen"] == 8 and "q_raw_norm/image/layer07" in lines[0]
+    assert lines[0]["attn_layers_seen"] == 3 and "q_raw_norm/image/layer02" in lines[0]
 
 
 def test_transformers_keeps_the_values_in_log_history_once_also_after_a_resume(tmp_path, capsys):

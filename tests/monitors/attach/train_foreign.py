@@ -80,7 +80,7 @@ def failing(out: Path) -> None:
 
     for watched in (True, False):
         net = Net(dropout=0.1)
-        net.layers[3].register_forward_pre_hook(fail)
+        net.layers[2].register_forward_pre_hook(fail)
         called = torch.nn.parallel.DistributedDataParallel(net)
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
         watch = attach(called, modality=modality, every_n_steps=2, out=out / "run") if watched else None

@@ -78,7 +78,7 @@ def transformers_run(
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+        LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                     num_key_value_heads=2, max_position_embeddings=64, attention_dropout=0.1)
     )  # fmt: skip
     options: dict[str, Any] = {}
