@@ -26,7 +26,7 @@ from mmqk.data.tokenizers.files import (
     tokenizers_hash,
 )
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.train import Documents, Images, Source, add_data_arguments, selection_of
+from mmqk.data.tokenizers.source import Documents, Images, Source, add_data_arguments, selection_of
 from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import (
     OneSentenceParser,

@@ -4,7 +4,7 @@
 shards/archives           tars of samples, by offset, and files of lines
 shards/samples, images    a sample: its texts and images, or the reason why it is dropped
 shards/manifest           which samples are in which split; the shipped shards
-tokenizers/files, image   texts and images to ids; train and vq train the tokenizers
+tokenizers/files, image   texts and images to ids; train and vq train the tokenizers on the data of source
 tokens/encode             documents to ids, and shards to the parts of a token folder (`tokenize`)
 tokens/folder             the folder that stores them; `ids` makes one from arrays of ids
 tokens/cache, online      token folders of shards, made at the first run; pairs that are encoded during training

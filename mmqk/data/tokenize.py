@@ -20,7 +20,7 @@ from mmqk.data.shards.images import MAX_PIXELS
 from mmqk.data.shards.manifest import SHARE, default_share, fractions_of, sha256_file, small_set_sentence
 from mmqk.data.shards.samples import ReasonCounts, Unread
 from mmqk.data.tokenizers.files import tokenizers_hash
-from mmqk.data.tokenizers.train import add_sample_arguments
+from mmqk.data.tokenizers.source import add_sample_arguments
 from mmqk.data.tokens.encode import ShardPart, TokenizeJob, run_shards
 from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.progress import track

@@ -20,7 +20,7 @@ from mmqk.data.order import Content
 from mmqk.data.statistics import count_targets, describe, floors
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import is_token_folder, read_header
-from mmqk.inspection.views import IdDecoder, Originals, SequenceView, Viewer
+from mmqk.inspection.views import IdDecoder, Originals, Viewer
 from mmqk.lab import formatting as report
 from mmqk.lab.formatting import listed, nats, number, plural
 from mmqk.store import find_file, without_roots
@@ -164,28 +164,18 @@ def _sequences(
             pictured = ((n, c.item) for n, c in enumerate(contents) if c.kind in ("pair", "image"))
             images = {n: originals.image(item, decoder.image_size) for n, item in pictured}
         view = viewer.view(batch, index, images)
-        heads = [_head(data, c) for c in contents] or [""] * len(view.documents)
-        sequences.append(
-            {
-                "index": index,
-                "slot": SLOT_WORDS[order.mixture.draw(index).slot],
-                "facts": _facts(view, run.data.seq_len),
-                "strip": view.strip,
-                "documents": list(zip(heads, view.documents, strict=True)),
-            }
-        )
+        heads = [_head(data, c) for c in contents] or [""] * len(view["documents"])
+        view["facts"] = _facts(view, run.data.seq_len)
+        view["documents"] = list(zip(heads, view["documents"], strict=True))
+        sequences.append({"index": index, "slot": SLOT_WORDS[order.mixture.draw(index).slot], **view})
     return {"sequences": sequences, "colors": viewer.colors, "specials": bool(layout.specials)}
 
 
-def _facts(view: SequenceView, length: int) -> list[str]:
-    facts = [f"{view.filled:,} of {length:,} positions filled, {length - view.filled:,} padding"]
-    if len(view.documents) > 1:
-        facts.append(plural(len(view.documents), "document"))
-    counts = [
-        f"{masked:,} {name}" + ("" if trained == masked else f" ({trained:,} of them trained)")
-        for name, (masked, trained) in view.targets.items()
-    ]
-    return [*facts, f"targets: {listed(counts) or 'none'}"]
+def _facts(view: dict[str, Any], length: int) -> str:
+    filled, documents = view["filled"], len(view["documents"])
+    packed = f" · {documents} documents" if documents > 1 else ""
+    targets = listed(view["targets"]) or "none"
+    return f"{filled:,} of {length:,} positions filled, {length - filled:,} padding{packed} · targets: {targets}"
 
 
 def _head(data: TokenDataModule, content: Content) -> str:

@@ -1,4 +1,4 @@
-"""Views of one sequence of a TokenBatch for the page: a strip of its T positions, and the parts of its documents.
+"""Views of one sequence of a TokenBatch for the page: a strip of its T positions, and the segments of its documents.
 
 The strip shows only the content of the batch: modality and padding of each position, trained targets, and the
 beginnings of documents. Ids are decoded with mmqk's tokenizers, and images stand beside their originals.
@@ -7,13 +7,12 @@ beginnings of documents. Ids are decoded with mmqk's tokenizers, and images stan
 from __future__ import annotations
 
 import base64
-import html
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,54 +130,6 @@ MOST_IDS = 48
 SPECIALS = dict(zip(SPECIAL_NAMES, ("<bos>", "<eos>", "<pad>", "<image>", "</image>"), strict=True))
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of one modality within a document.
-
-    Attributes:
-        modality: name of the modality.
-        color: color of the modality.
-        trained: whether its tokens count in the loss; False for a modality of weight 0.
-        tokens: number of tokens.
-        words: (text, class) of each token, where the class is "" or "special"; empty if there is no decoder.
-        more: number of tokens that are cut from ``words`` or ``ids``.
-        ids: the ids as text, if they are not decoded.
-        codes: data URI of the ids as colored pixels; empty for text.
-        grid: whether the codes have two dimensions.
-        decoded: data URI of the image decoded from the codes.
-        original: data URI of the image that was tokenized.
-    """
-
-    modality: str
-    color: str
-    trained: bool
-    tokens: int
-    words: tuple[tuple[str, str], ...] = ()
-    more: int = 0
-    ids: str = ""
-    codes: str = ""
-    grid: bool = False
-    decoded: str = ""
-    original: str = ""
-
-
-@dataclass(frozen=True)
-class SequenceView:
-    """The view of a sequence.
-
-    Attributes:
-        filled: number of positions with a token.
-        documents: segments of each document of the sequence.
-        targets: number of targets in the batch's mask by modality, and how many of them have a weight above 0.
-        strip: an ``<svg>`` of the positions: tokens, targets, and beginnings of documents.
-    """
-
-    filled: int
-    documents: tuple[tuple[Segment, ...], ...]
-    targets: dict[str, tuple[int, int]]
-    strip: str
-
-
 class Viewer:
     """Makes views of sequences.
 
@@ -204,109 +155,77 @@ class Viewer:
 
     def view(
         self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None] | None = None
-    ) -> SequenceView:
+    ) -> dict[str, Any]:
         """Return the view of sequence ``b`` of a batch, which must have document numbers. ``originals`` maps a
-        document number to the original image."""
+        document number to the original image.
+
+        Keys: ``filled``, the number of positions with a token; ``documents``, the segments of each document;
+        ``targets``, a phrase for each modality with targets; ``bars`` of the strip, each (start, end, y, height,
+        color): tokens, special tokens and targets; ``edges``, the positions where a further document begins.
+        """
         assert batch.document_BT is not None
         ids_T, document_T = batch.ids_BT[b].numpy(), batch.document_BT[b].numpy()
         modality_T, valid_T = batch.modality_BT[b].numpy(), batch.valid_BT[b].numpy()
         masked_T = batch.target_mask_BT[b].numpy()
         target_T = batch.target_modality_BT[b].numpy()
         weight_T = np.array([self.weights[name] for name in self.names])[target_T]
-        trained_T = masked_T & (weight_T > 0)
         documents = []
         for number in range(int(document_T.max(initial=-1)) + 1):
             places = np.flatnonzero(document_T == number)
             original = (originals or {}).get(number)
             runs = _runs(modality_T[places])
-            documents.append(tuple(self._part(ids_T[places[s:e]], int(m), original) for s, e, m in runs))
-        targets = {}
+            documents.append([self._segment(ids_T[places[s:e]], int(m), original) for s, e, m in runs])
+        targets = []
         for m, name in enumerate(self.names):
-            of_modality_T = masked_T & (target_T == m)
-            if of_modality_T.any():
-                targets[name] = (int(of_modality_T.sum()), int((of_modality_T & trained_T).sum()))
-        shown_T = np.where(valid_T, modality_T, -1)
-        bars = [*self._lane(shown_T, ids_T), *self._targets(masked_T, trained_T, target_T), *_edges(document_T)]
-        counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
-        padding = f"{int((shown_T < 0).sum())} padding; {int(trained_T.sum())} trained"
-        label = f"{len(shown_T)} positions: {', '.join(counts)}, {padding}"
-        return SequenceView(
-            filled=int(valid_T.sum()),
-            documents=tuple(documents),
-            targets=targets,
-            strip=_svg(len(ids_T), 30, bars, label),
-        )
+            if count := int((masked_T & (target_T == m)).sum()):
+                targets.append(f"{count:,} {name}" + ("" if self.weights[name] > 0 else " (0 of them trained)"))
+        colors = [*self.colors.values(), PADDING]  # -1, the last, is padding
+        special_T = np.isin(ids_T, list(self._specials)) & valid_T
+        state_T = np.where(masked_T, 2 * target_T + (weight_T > 0), -1)
+        bars = [(s, e, 0, 14, colors[m]) for s, e, m in _runs(np.where(valid_T, modality_T, -1))]
+        bars += [(s, e, 0, 14, INK) for s, e, special in _runs(special_T) if special]
+        # A target of weight 0 is a thin line.
+        bars += [(s, e, *((19, 10) if t % 2 else (23, 2)), colors[t // 2]) for s, e, t in _runs(state_T) if t >= 0]
+        edges = np.flatnonzero(np.diff(document_T) != 0) + 1
+        return {
+            "filled": int(valid_T.sum()),
+            "documents": documents,
+            "targets": targets,
+            "bars": bars,
+            "edges": [int(x) for x in edges if document_T[x] >= 0],
+        }
 
-    def _part(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> Segment:
+    def _segment(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> dict[str, Any]:
+        """Return consecutive tokens of one modality: as words, as an image with its codes, or as ids.
+
+        Images are data URIs; ``words`` are (text, whether it is a special token); ``more`` is the number of tokens
+        that are cut from ``words`` or ``ids``.
+        """
         name, decoder = self.names[modality], self.decoder
-        segment = Segment(name, self.colors[name], self.weights[name] > 0, len(ids))
+        segment = {"modality": name, "tokens": len(ids), "color": self.colors[name]}
+        segment["trained"] = self.weights[name] > 0
         if decoder is not None and modality == 0:
-            words = tuple(self._words(ids[:MOST_WORDS], decoder))
-            return replace(segment, words=words, more=max(0, len(ids) - MOST_WORDS))
+            return segment | {"words": self._words(ids[:MOST_WORDS], decoder), "more": max(0, len(ids) - MOST_WORDS)}
         local, block = ids - self._edges[modality], self.layout.vocab_sizes[name]
-        image = None if decoder is None else decoder.picture(ids)
-        if decoder is None or image is None:
-            width = self.widths.get(name, 0)
-            codes = picture_uri(shaded(local, block, width))
-            listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
-            return replace(segment, codes=codes, grid=width > 0, ids=listed, more=max(0, len(ids) - MOST_IDS))
-        return replace(
-            segment,
-            codes=picture_uri(shaded(local, block, decoder.grid)),
-            grid=True,
-            decoded=picture_uri(image),
-            original="" if original is None else picture_uri(original),
-        )
+        if decoder is not None and (image := decoder.picture(ids)) is not None:
+            pictures = {"codes": shaded(local, block, decoder.grid), "decoded": image, "original": original}
+            return segment | {what: picture_uri(p) for what, p in pictures.items() if p is not None}
+        width = self.widths.get(name, 0)
+        listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
+        codes = picture_uri(shaded(local, block, width))
+        return segment | {"codes": codes, "grid": width > 0, "ids": listed, "more": max(0, len(ids) - MOST_IDS)}
 
-    def _words(self, ids: np.ndarray, decoder: IdDecoder) -> list[tuple[str, str]]:
-        words: list[tuple[str, str]] = []
-        for start, end, special in _runs(np.isin(ids, list(self._specials)).astype(int)):
+    def _words(self, ids: np.ndarray, decoder: IdDecoder) -> list[tuple[str, bool]]:
+        words: list[tuple[str, bool]] = []
+        for start, end, special in _runs(np.isin(ids, list(self._specials))):
             if special:
-                words += [(self._specials[int(i)], "special") for i in ids[start:end]]
+                words += [(self._specials[int(i)], True) for i in ids[start:end]]
             else:
-                words += [(word, "") for word in decoder.words(ids[start:end])]
+                words += [(word, False) for word in decoder.words(ids[start:end])]
         return words
 
-    def _lane(self, shown_T: np.ndarray, ids_T: np.ndarray) -> list[str]:
-        """Return rectangles for the tokens in the color of their modality; special tokens are dark."""
-        runs = ((s, e, PADDING if m < 0 else self.colors[self.names[m]]) for s, e, m in _runs(shown_T))
-        special_T = np.isin(ids_T, list(self._specials)) & (shown_T >= 0)
-        dark = ((s, e, INK) for s, e, special in _runs(special_T) if special)
-        return [_rect(start, end, 0, 14, color) for start, end, color in (*runs, *dark)]
 
-    def _targets(self, masked_T: np.ndarray, trained_T: np.ndarray, target_T: np.ndarray) -> list[str]:
-        """Return rectangles for the targets in the color of their modality; a target of weight 0 has a thin line."""
-        rects = []
-        for start, end, state in _runs(np.where(masked_T, 2 * target_T + trained_T, -1)):
-            if state >= 0:
-                color = self.colors[self.names[state // 2]]
-                y, height = (19, 10) if state % 2 else (23, 2)
-                rects.append(_rect(start, end, y, height, color))
-        return rects
-
-
-def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
-    shape = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
-    return f'<svg {shape} role="img" aria-label="{html.escape(label)}">{"".join(content)}</svg>'
-
-
-def _edges(document_T: np.ndarray) -> list[str]:
-    """Return lines at the beginning of each document but the first: a dark line over a wider white line."""
-    starts = [x for x in np.flatnonzero(np.diff(document_T) != 0) + 1 if document_T[x] >= 0]
-    place = 'x1="{0}" x2="{0}" y1="0" y2="30"'
-    return [
-        f'<line {place.format(x)} stroke="{color}" stroke-width="{width}"/>'
-        for x in starts
-        for color, width in (("#fff", 3.5), (INK, 1.2))
-    ]
-
-
-def _rect(start: int, end: int, y: int, height: int, color: str) -> str:
-    return f'<rect x="{start}" y="{y}" width="{end - start}" height="{height}" fill="{color}"/>'
-
-
-def _runs(values: np.ndarray | Sequence[int]) -> list[tuple[int, int, int]]:
+def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
     """Return (start, end, value) of every run of equal values."""
-    values = np.asarray(values).astype(int)
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    edges = [0, *(np.flatnonzero(np.diff(values.astype(int))) + 1).tolist(), len(values)]
     return [(s, e, int(values[s])) for s, e in pairwise(edges) if e > s]

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from mmqk.data.tokenizers.files import ImageTokenizerConfig
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.train import Source
+from mmqk.data.tokenizers.source import Source
 from mmqk.data.tokenizers.vq import psnr
 from mmqk.store import UserError
 

@@ -15,7 +15,7 @@ from data.build.tokenizer_report import (
 )
 from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.train import Documents, Source
+from mmqk.data.tokenizers.source import Documents, Source
 
 
 @pytest.fixture

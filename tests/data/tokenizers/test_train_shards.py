@@ -13,7 +13,8 @@ from PIL import Image
 from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.train import Source, main
+from mmqk.data.tokenizers.source import Source
+from mmqk.data.tokenizers.train import main
 from mmqk.data.tokens.folder import read_header
 from mmqk.store import cli_main, find_file
 
@@ -88,11 +89,11 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
     ("flags", "words"),
     [
         (["--shards", "nowhere/{0..3}.tar"], "nowhere/0.tar, which does not exist"),
-        (["--image-size", "250"], "--image-size is 250: give a multiple of 4"),
+        (["--image-size", "250"], "use images whose side is a multiple of 4"),
         (["--image-size", "256", "--grid", "12"], "a grid of 12 does not fit 256 px images: use 8 or 16"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--decoder-width", "6"], "cannot be halved"),
-        (["--val-fraction", "0"], "--val-fraction is 0.0: give a share between 0 and 1"),
+        (["--val-fraction", "0"], "--val-fraction is 0.0: it must be a number from 1e-09"),
         (["--val-fraction", "1e-9"], "is held out at a share of 1e-09: give more images, or another"),
         (["--text", "nowhere/*.jsonl"], "names no file"),
         (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),

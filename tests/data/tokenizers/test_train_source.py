@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mmqk.data.shards.manifest import read_pairs, read_text, split_of
-from mmqk.data.tokenizers.train import Documents, Selection, Source
+from mmqk.data.tokenizers.source import Documents, Selection, Source
 from mmqk.store import UserError
 
 SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))
