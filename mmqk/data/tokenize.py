@@ -8,15 +8,13 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from PIL import Image
 
 from mmqk.data.shards.archives import expand, read_samples
-from mmqk.data.shards.images import MAX_PIXELS
 from mmqk.data.shards.manifest import SHARE, default_share, fractions_of, sha256_file, small_set_sentence
 from mmqk.data.shards.samples import ReasonCounts, Unread
 from mmqk.data.tokenizers.files import tokenizers_hash
@@ -30,7 +28,6 @@ from mmqk.store.files import writing
 # Subfolder with the options of the command and a record per finished shard; removed when all parts are written.
 UNFINISHED = "unfinished"
 OPTIONS = "options.json"
-BEGIN_AGAIN = "remove the folder and run the command again"
 
 EPILOG = """\
 --shards takes tar archives as img2dataset writes them ({key}.jpg .txt .json; also png, webp), or with --interleaved
@@ -85,25 +82,28 @@ def main(argv: list[str] | None = None) -> int:
     _check(args)
     paths = expand(args.text or args.shards)
     kind = "text" if args.text else "interleaved" if args.interleaved else "pair"
-    job = TokenizeJob(kind, args.tokenizers, args.out, 0.0, args.fit, args.max_pixels, args.caption_field)
-    width = max(5, len(str(len(paths) - 1)))
-    shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
-    layout_of(job.tokenizers)  # raises for missing tokenizers before anything is written
-    share = _share(args, job, paths)
-    job = replace(job, val_fraction=share)
-    options = _options(args, kind, paths, share)
-    if is_token_folder(job.out):
-        return _already_finished(job.out, options, paths)
-    with writing(job.out, "give another --out or make room"), _claimed(job.out, options):
-        if is_token_folder(job.out):  # another process finished it before this one got the lock
-            return _already_finished(job.out, options, paths)
+    layout_of(args.tokenizers)  # raises for missing tokenizers before anything is written
+    if is_token_folder(args.out):
+        return _already_finished(args, kind, paths)
+    with writing(args.out, "give another --out or make room"), _locked(args.out):
+        if is_token_folder(args.out):  # another process finished it before this one got the lock
+            return _already_finished(args, kind, paths)
+        place = args.out / UNFINISHED / OPTIONS
+        begun = read_json(place, advice="remove the folder and run the command again")
+        options = _options(args, kind, paths, begun)
+        share = options["val_fraction"]
+        job = TokenizeJob(kind, args.tokenizers, args.out, share, args.fit, args.max_pixels, args.caption_field)
+        if begun is None:
+            write_json(place, options)
+        width = max(5, len(str(len(paths) - 1)))
+        shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
         records = _tokenize(job, shards, args.workers)
         _finish(job, options, records)
     held_out = sum(record["documents"]["val"] for record in records)
     if args.val_fraction is None and held_out and share > SHARE:
         print(small_set_sentence(share))
     elif share and not held_out:
-        again = f"remove {job.out} and run the command again without --val-fraction"
+        again = f"remove {args.out} and run the command again without --val-fraction"
         advice = again if args.val_fraction else "give more documents"
         print(f"no document was held out: training needs some, so {advice}")
     return 0
@@ -119,24 +119,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share of at least 0 and below 1")
     if args.workers is not None and args.workers < 0:
         raise UserError(f"--workers is {args.workers}: give 0 or more")
-    cap = 2 * (Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
-    if not 1 <= args.max_pixels <= cap:
-        raise UserError(f"--max-pixels is {args.max_pixels}: give 1 to {cap}")
-
-
-def _share(args: argparse.Namespace, job: TokenizeJob, paths: list[Path]) -> float:
-    """Return the share to hold out: the one given, or that with which the folder was begun, or the default."""
-    if args.val_fraction is not None:
-        return float(args.val_fraction)
-    begun: Any = None
-    if is_token_folder(job.out):
-        begun = read_header(job.out).about.get("command")
-    else:
-        with suppress(DamagedFile):  # `_claimed` raises it again
-            begun = read_json(job.out / UNFINISHED / OPTIONS)
-    if isinstance(begun, dict):
-        return float(begun["val_fraction"])
-    return default_share(fractions_of(_readable(paths, job.kind), job.kind, job.caption_field))
+    if args.max_pixels < 1:
+        raise UserError(f"--max-pixels is {args.max_pixels}: give 1 or more")
 
 
 def _readable(paths: list[Path], kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -145,17 +129,31 @@ def _readable(paths: list[Path], kind: str) -> Iterator[tuple[str, dict[str, byt
             yield from read_samples(path, kind)
 
 
-def _options(args: argparse.Namespace, kind: str, paths: list[Path], share: float) -> dict[str, Any]:
-    """Return the options that the documents depend on, by flag."""
-    return {
+def _options(
+    args: argparse.Namespace, kind: str, paths: list[Path], begun: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the options that the documents depend on, by flag. Without --val-fraction, the share is that of the
+    options ``begun``, with which the folder was made so far, or else the default.
+
+    Raises:
+        UserError: they differ from ``begun``.
+    """
+    share = args.val_fraction
+    if share is None:
+        samples = _readable(paths, kind)
+        share = begun["val_fraction"] if begun else default_share(fractions_of(samples, kind, args.caption_field))
+    options = {
         "kind": kind,
         "text" if args.text else "shards": [path.name for path in paths],
         "tokenizers": tokenizers_hash(args.tokenizers),
-        "val_fraction": share,
+        "val_fraction": float(share),
         "fit": args.fit,
         "max_pixels": args.max_pixels,
         "caption_field": args.caption_field,
     }
+    if begun is not None:
+        _refuse_others(args.out, begun, options)
+    return options
 
 
 def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -174,26 +172,25 @@ def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, An
         )
 
 
-def _already_finished(out: Path, options: Mapping[str, Any], paths: list[Path]) -> int:
-    header = read_header(out)
-    about = header.about
-    command = about.get("command")
+def _already_finished(args: argparse.Namespace, kind: str, paths: list[Path]) -> int:
+    header = read_header(args.out)
+    command = header.about.get("command")
     if not isinstance(command, dict):
-        raise UserError(f"{out} holds tokens that another command made: give another --out")
-    _refuse_others(out, command, options)
-    for path, made in zip(paths, about.get("shards") or (), strict=False):
+        raise UserError(f"{args.out} holds tokens that another command made: give another --out")
+    _options(args, kind, paths, command)
+    for path, made in zip(paths, header.about["shards"], strict=False):
         # Another shard may have the same name, and a shard may have changed.
-        if path.stat().st_size != made.get("size") or sha256_file(path) != made.get("sha256"):
+        if path.stat().st_size != made["size"] or sha256_file(path) != made["sha256"]:
             raise UserError(
-                f"{path} differs from the shard that {out} was made of: give another --out, or remove {out}"
+                f"{path} differs from the shard that {args.out} was made of: give another --out, or remove {args.out}"
             )
-    print(f"{out} is finished: " + _counts(header.splits))
+    print(f"{args.out} is finished: " + _counts(header.splits))
     return 0
 
 
 @contextmanager
-def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder against other processes, and check that earlier commands on it had the same options."""
+def _locked(out: Path) -> Iterator[None]:
+    """Lock the folder against other processes."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not a token folder: give another --out")
@@ -203,11 +200,6 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
             stack.enter_context(FileLock(unfinished / "lock", timeout=0))
         except Timeout:
             raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
-        begun = read_json(unfinished / OPTIONS, advice=BEGIN_AGAIN)
-        if begun is None:
-            write_json(unfinished / OPTIONS, options)
-        else:
-            _refuse_others(out, begun, options)
         yield
 
 
@@ -279,7 +271,7 @@ def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str
     for record in records:
         source = f"{record['file']}: "
         dropped.take(ReasonCounts(record["dropped"], record["examples"]), source)
-        unread.take(Unread(**record.get("unread", {})), source)  # missing in records of older versions
+        unread.take(Unread(**record["unread"]), source)
     samples = sum(record["samples"] for record in records)
     files = sum(record.get("files", 0) for record in records)
     reasons = [*dropped.reason_lines(), *unread.lines(files)]

@@ -170,12 +170,9 @@ class VQModule(L.LightningModule):
         perplexity, used = code_usage(torch.cat([part["codes"] for part in parts]), self.model.size)
         quality = torch.cat([part["psnr"] for part in parts]).mean()
         self.log_dict({"val/psnr": quality, "val/perplexity": perplexity, "val/codes_used": used})
-        print(
-            f"image: step {self.global_step}/{self.training_config.steps}, held out: PSNR {quality:.2f} dB, perplexity"
-            f" {perplexity:.0f}, {used:.0f} codes used",
-            file=sys.stderr,
-            flush=True,
-        )
+        step = f"image: step {self.global_step}/{self.training_config.steps}"
+        numbers = f"PSNR {quality:.2f} dB, perplexity {perplexity:.0f}, {used:.0f} codes used"
+        print(f"{step}, held out: {numbers}", file=sys.stderr, flush=True)
         board: Any = getattr(self.logger, "experiment", None)
         if board is not None:
             pairs = torch.cat([parts[0]["x"], parts[0]["y"]])
