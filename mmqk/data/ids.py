@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import glob
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from mmqk.data.shards.archives import expand
 from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence
-from mmqk.data.tokens.folder import MOST_IDS, TOKENS, Layout, TokenWriter, load_array
+from mmqk.data.tokens.folder import Layout, TokenWriter, load_array
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder
 from mmqk.store.files import writing
 from mmqk.store.metrics import parse_vocab_sizes
@@ -59,14 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     if (args.begin_image is None) != (args.end_image is None):
         first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
         raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
-    if layout.size > MOST_IDS:
-        raise UserError(f"--vocab-sizes has {layout.size} ids: give at most {MOST_IDS}.")
     if args.begin_image is not None and args.begin_image == args.end_image:
         raise UserError(f"--begin-image and --end-image are both {args.begin_image}: give two ids.")
     if both := {path.resolve() for path in _files(args.train)} & {path.resolve() for path in _files(args.val)}:
         raise UserError(f"{min(both)} is in --train and in --val: give other arrays to --val.")
-    if (args.out / TOKENS).exists():
-        raise UserError(f"{args.out} is already a token folder: give another --out.")
     with writing(args.out, "give another --out."):
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise UserError(f"{args.out} exists and is not an empty folder: give another --out.")
@@ -99,7 +95,10 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
                         parts["val" if _fraction(d) < share else "train"].append(d)
                 for name, chosen in parts.items():
                     counts[name] += len(chosen)
-                    _add(writer, name, f"{number:05d}", chosen, path)
+                    try:
+                        writer.add_part(name, f"{number:05d}", chosen)
+                    except ValueError as error:
+                        raise UserError(f"{path} does not fit --vocab-sizes ({error}).") from None
         if not counts["train"] or not counts["val"]:
             raise UserError(
                 f"{args.out} would have {counts['train']} training and {counts['val']} held-out documents: give more"
@@ -114,12 +113,8 @@ def _fraction(document: np.ndarray) -> float:
 
 
 def _files(pattern: str) -> list[Path]:
-    if not pattern:
-        return []
-    paths = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if not p.endswith(".lengths.npy"))
-    if not paths:
-        raise UserError(f"{pattern} names no file: give a path or pattern of .npy arrays.")
-    return paths
+    paths = expand([pattern]) if pattern else []
+    return [path for path in paths if not path.name.endswith(".lengths.npy")]
 
 
 def _documents(path: Path) -> Iterator[np.ndarray]:
@@ -145,17 +140,8 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
 def _load(path: Path) -> np.ndarray:
     try:
         array = load_array(path)
-    except ValueError:
-        raise UserError(f"{path} is not a .npy array: write it with numpy.save.") from None
-    except (OSError, EOFError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as an array ({error}): write it with numpy.save.") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{path} has {array.dtype}, not integers: write ids as integers.")
     return array
-
-
-def _add(writer: TokenWriter, split: str, name: str, documents: list[np.ndarray], path: Path) -> None:
-    try:
-        writer.add_part(split, name, documents)
-    except ValueError as error:
-        raise UserError(f"{path} does not fit --vocab-sizes ({error}).") from None

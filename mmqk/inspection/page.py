@@ -29,8 +29,6 @@ from mmqk.store.formatting import text_table
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
-Row = dict[str, Any]
-
 
 def percent(share: float) -> str:
     """Format a share in percent."""
@@ -75,85 +73,58 @@ def inspect(
     """
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    decoder = IdDecoder(run.data.tokenizers_folder) if "pair" in run.data.family else None
     plain = without_roots(read(run, data, tokens))
-    rows = statistics_rows(plain)
+    rows, targets, length = statistics_rows(plain), plain["targets"], plain["data"]["seq_len"]
+    total = sum(targets.values())
+    shares = listed([f"{percent(count / total)} {name}" for name, count in targets.items()])
+    summary = (
+        f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
+        f" {plural(total, 'target')}; {percent(plain['padding'])} of the positions are padding."
+    )
     content = {
-        "page": {
-            "kicker": f"{name + ' · ' if name else ''}seed {run.seed} · training data",
-            "title": title(plain),
-            "subtitle": subtitle(plain),
-        },
-        "names": list(plain["modalities"]),
+        "name": name,
+        "title": f"The targets are {shares or 'no'} tokens, in sequences of {length:,} positions",
+        "summary": summary,
         "rows": rows,
-        "later": plain["sequences"] - plain["fresh_sequences"],
         "words": SLOT_WORDS,
         "plain": plain,
         "command": command,
         "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
-        **_sequences(run, data, decoder, plain, min(sequences, plain["run_sequences"])),
+        "css": (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip(),
+        **_sequences(run, data, plain, min(sequences, plain["run_sequences"])),
     }
-    content["css"] = (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
     files = {"index.html": report.render("inspect.html", content, TEMPLATES, FILTERS), "statistics.json": plain}
-    first = [line for line in (data.few_held_out(), subtitle(plain)[0]) if line]
-    cells = [["", *plain["modalities"]], *([row["label"], *row["cells"]] for row in rows)]
-    notes = ["", *(row["note"] for row in rows)]
-    table = [f"{line}  {note}".rstrip() for line, note in zip(text_table(cells, {0}), notes, strict=True)]
-    return files, [*first, "", *table]
+    cells = text_table([["", *plain["modalities"]], *([label, *cells] for label, _, cells in rows)], {0})
+    notes = ["", *(note for _, note, _ in rows)]
+    table = [f"{line}  {note}".rstrip() for line, note in zip(cells, notes, strict=True)]
+    return files, [*filter(None, [data.few_held_out()]), summary, "", *table]
 
 
-def title(plain: dict[str, Any]) -> str:
-    """Return the title: the shares of targets by modality, and the length of the sequences."""
-    targets, length = plain["targets"], plain["data"]["seq_len"]
-    shares = listed([f"{percent(count / sum(targets.values()))} {name}" for name, count in targets.items()])
-    return f"{f'The targets are {shares} tokens' if targets else 'No targets'}, in sequences of {length:,} positions"
-
-
-def subtitle(plain: dict[str, Any]) -> list[str]:
-    """Return the one or two sentences below the title."""
-    first = (
-        f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
-        f" {plural(sum(plain['targets'].values()), 'target')}; {percent(plain['padding'])} of the positions are"
-        " padding."
-    )
-    floors = plain["dial"]["floors"] if "dial" in plain else {}
-    values = listed([f"{value:.3f} nats per {m} token" for m, value in floors.items()])
-    return [first, f"The floor of the loss: {values}."] if floors else [first]
-
-
-def statistics_rows(plain: dict[str, Any]) -> list[Row]:
+def statistics_rows(plain: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     """Return the table of statistics: label, note, and one cell per modality."""
-    dial = plain.get("dial")
-
-    def row(label: str, note: str, cell: Callable[[str, dict[str, Any]], str]) -> Row:
-        return {"label": label, "note": note, "cells": [cell(m, s) for m, s in plain["modalities"].items()]}
-
-    return [
-        row("targets", "predicted tokens that were read", lambda m, s: f"{plain['targets'][m]:,}"),
-        row("share", "of all targets", lambda m, s: percent(s["share"])),
-        row("ids used", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
-        row("uniform", "ln of the block size, nats per token", lambda m, s: nats(math.log(s["block"]))),
-        row("sample", "tokens of the estimates below", lambda m, s: f"{s['tokens']:,}"),
-        row("unigram entropy", "nats per token, Miller-Madow", lambda m, s: nats(s["unigram"])),
-        *(
-            (
-                row("true loss", "−log p of these targets, nats", lambda m, s: f"{dial['met'][m]:.3f}"),
-                row("floor", "mean over all tokens, nats", lambda m, s: f"{dial['floors'][m]:.3f}"),
-            )
-            if dial
-            else ()
-        ),
-        row("loss weight", "0: no loss", lambda m, s: f"{plain['loss_weights'][m]:g}"),
+    table: list[tuple[str, str, Callable[[str, dict[str, Any]], str]]] = [
+        ("targets", "predicted tokens that were read", lambda m, s: f"{plain['targets'][m]:,}"),
+        ("share", "of all targets", lambda m, s: percent(s["share"])),
+        ("ids used", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
+        ("uniform", "ln of the block size, nats per token", lambda m, s: nats(math.log(s["block"]))),
+        ("sample", "tokens of the estimates below", lambda m, s: f"{s['tokens']:,}"),
+        ("unigram entropy", "nats per token, Miller-Madow", lambda m, s: nats(s["unigram"])),
+        ("loss weight", "0: no loss", lambda m, s: f"{plain['loss_weights'][m]:g}"),
     ]
+    if dial := plain.get("dial"):
+        table[-1:-1] = [
+            ("true loss", "−log p of these targets, nats", lambda m, s: f"{dial['met'][m]:.3f}"),
+            ("floor", "mean over all tokens, nats", lambda m, s: f"{dial['floors'][m]:.3f}"),
+        ]
+    return [(label, note, [cell(m, s) for m, s in plain["modalities"].items()]) for label, note, cell in table]
 
 
-def _sequences(
-    run: RunConfig, data: TokenDataModule, decoder: IdDecoder | None, plain: dict[str, Any], shown: int
-) -> dict[str, Any]:
+def _sequences(run: RunConfig, data: TokenDataModule, plain: dict[str, Any], shown: int) -> dict[str, Any]:
     """Return the sequences of the page, from a batch made with the batch builder that training uses."""
     layout, order = data.builder.layout, data.order
-    dial = run.data.dial if "dial" in run.data.family else None
-    viewer = Viewer(layout, plain["loss_weights"], decoder, dial.grid if dial else None)
+    decoder = IdDecoder(run.data.tokenizers_folder) if "pair" in run.data.family else None
+    widths = run.data.dial.grid if "dial" in run.data.family else {}
+    viewer = Viewer(layout, plain["loss_weights"], decoder, widths)
     originals = Originals(find_file(run.data.pairs)) if decoder and run.data.pairs else None
     batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
     sequences = []

@@ -141,21 +141,15 @@ class Viewer:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        weights: Mapping[str, float],
-        decoder: IdDecoder | None = None,
-        widths: Mapping[str, int] | None = None,
+        self, layout: Layout, weights: Mapping[str, float], decoder: IdDecoder | None, widths: Mapping[str, int]
     ) -> None:
-        self.layout, self.decoder, self.weights, self.widths = layout, decoder, weights, widths or {}
+        self.layout, self.decoder, self.weights, self.widths = layout, decoder, weights, widths
         self.names = list(layout.vocab_sizes)
         self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(self.names)}
         self._edges = layout.edges
         self._specials = {i: SPECIALS[n] for n in SPECIAL_NAMES if (i := getattr(layout, n)) is not None}
 
-    def view(
-        self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None] | None = None
-    ) -> dict[str, Any]:
+    def view(self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None]) -> dict[str, Any]:
         """Return the view of sequence ``b`` of a batch, which must have document numbers. ``originals`` maps a
         document number to the original image.
 
@@ -172,9 +166,8 @@ class Viewer:
         documents = []
         for number in range(int(document_T.max(initial=-1)) + 1):
             places = np.flatnonzero(document_T == number)
-            original = (originals or {}).get(number)
-            runs = _runs(modality_T[places])
-            documents.append([self._segment(ids_T[places[s:e]], int(m), original) for s, e, m in runs])
+            runs, original = _runs(modality_T[places]), originals.get(number)
+            documents.append([self._segment(ids_T[places[s:e]], m, original) for s, e, m in runs])
         targets = []
         for m, name in enumerate(self.names):
             if count := int((masked_T & (target_T == m)).sum()):

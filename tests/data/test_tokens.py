@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import zipfile
 
 import numpy as np
 import pytest
@@ -66,15 +65,10 @@ def test_an_unfinished_or_damaged_folder_is_named(tmp_path):
     np.save(folder / "train/00001.ids.npy", np.zeros(3, dtype=np.uint16))
     with pytest.raises(UserError, match=r"00001\.ids\.npy differs from tokens\.json"):
         open_tokens(folder)
-    # numpy.load takes any zip file for an archive of arrays.
-    array = (folder / "train/00001.ids.npy").read_bytes()
-    for content, why in ((array, "archive of arrays"), (b"", "not a zip")):
-        with zipfile.ZipFile(folder / "archive", "w") as archive:
-            archive.writestr("ids.npy", content)
-        whole = (folder / "archive").read_bytes()
-        (folder / "train/00001.ids.npy").write_bytes(whole if content else whole[:30])
-        with pytest.raises(UserError, match=rf"00001 of a token folder cannot be read \(.*{why}"):
-            open_tokens(folder)
+    with open(folder / "train/00001.ids.npy", "wb") as file:
+        np.savez(file, np.zeros(3, dtype=np.uint16))
+    with pytest.raises(UserError, match=r"00001 of a token folder cannot be read"):
+        open_tokens(folder)
     (folder / "tokens.json").unlink()
     with pytest.raises(UserError, match=r"tokens\.json is missing"):
         open_tokens(folder)

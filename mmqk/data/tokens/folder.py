@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -37,7 +36,6 @@ TOKENS = "tokens.json"
 FORMAT = 2
 KINDS = ("pair", "text", "interleaved", "tokens")
 SPLITS = ("train", "val")
-MOST_IDS = 2**32  # uint32
 SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
 
 
@@ -264,12 +262,9 @@ def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, Toke
     matched = None if cache is None else MatchedFiles(cache, folder, header.layout)
     stores = {}
     for split in SPLITS:
-        parts = [
-            _read_part(folder / split / p.name, p, header.layout, matched)
-            for p in header.splits.get(split, [])
-        ]
-        ids, lengths = [ids for ids, _ in parts], [n for _, n in parts]
-        stores[split] = TokenStore(header.kind, header.layout, ids, lengths)
+        parts = header.splits.get(split, [])
+        arrays = [_read_part(folder / split / part.name, part, header.layout, matched) for part in parts]
+        stores[split] = TokenStore(header.kind, header.layout, [a for a, _ in arrays], [n for _, n in arrays])
     if matched is not None:
         matched.write()
     return stores
@@ -310,18 +305,11 @@ def load_array(path: Path) -> np.ndarray:
     """Map the array of a file that numpy.save has written into memory.
 
     Raises:
-        OSError, EOFError or ValueError: the file cannot be read, or is not one array.
+        OSError or ValueError: the file cannot be read, or is not one array.
         UserError: the path is not a regular file.
     """
     check_regular(path)
-    try:
-        array = np.load(path, mmap_mode="r")
-    except zipfile.BadZipFile as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ValueError("it is an archive of arrays (.npz)")
-    return array
+    return np.lib.format.open_memmap(path, mode="r")  # numpy.load would also take an archive of arrays
 
 
 def _read_part(
@@ -334,7 +322,7 @@ def _read_part(
         hashes = zip(paths, part.sha256, strict=True)
         new = [path for path, sha in hashes if matched is None or not matched.holds(path, sha)]
         digests = {path: sha256_file(path) for path in new}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
     for path, sha256 in zip(paths, part.sha256, strict=True):
         if digests.get(path, sha256) != sha256:
