@@ -14,7 +14,7 @@ order of the configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -83,31 +83,24 @@ class DialConfig:
                 tag("loss", m)
         except ValueError as error:
             raise ValueError(f"data.dial.vocabulary has an invalid name: {error}.") from None
-        for name in ("skew", "entropy", "tokens", "lag"):
-            if set(getattr(self, name)) != set(names):
+        for name in ("skew", "entropy", "tokens", "lag", "grid", "target_noise"):
+            given, optional = set(getattr(self, name)), name in ("grid", "target_noise")
+            if given - set(names) or (given != set(names) and not optional):
                 raise ValueError(
-                    f"data.dial.{name} has {_listed(getattr(self, name))} and data.dial.vocabulary has"
-                    f" {_listed(names)}: use the same modalities in both."
-                )
-        for name in ("grid", "target_noise"):
-            if not set(getattr(self, name)) <= set(names):
-                raise ValueError(
-                    f"data.dial.{name} has {_listed(getattr(self, name))} and data.dial.vocabulary has"
-                    f" {_listed(names)}: use no other modalities."
+                    f"data.dial.{name} has {', '.join(getattr(self, name)) or 'no modality'} and data.dial.vocabulary"
+                    f" has {', '.join(names)}: use {'no other' if optional else 'the same'} modalities."
                 )
         for m in names:
-            width = self.grid.get(m, 0)
-            if width and self.tokens[m] % width:
+            if (width := self.grid.get(m, 0)) and self.tokens[m] % width:
                 raise ValueError(
                     f"data.dial.grid.{m} is {width}: give 0 (a chain) or a divisor of data.dial.tokens.{m}, which is"
                     f" {self.tokens[m]}."
                 )
-        for m in names:
             low, high = self.entropy_interval(m)
-            given = f"with vocabulary {self.vocabulary[m]} and skew {self.skew[m]:g} "
-            _check(f"entropy.{m}", self.entropy[m], low, high, given)
-        most, given = self.greatest_mutual_information()
-        _check("mutual_information", self.mutual_information, 0.0, most, given)
+            shape = f"with vocabulary {self.vocabulary[m]} and skew {self.skew[m]:g} "
+            _check(f"entropy.{m}", self.entropy[m], low, high, shape)
+        most, limits = self.greatest_mutual_information()
+        _check("mutual_information", self.mutual_information, 0.0, most, limits)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,10 +152,6 @@ def _check(name: str, value: float, low: float, high: float, given: str) -> None
 
 def _inside(bound: float, towards: Callable[[float], int]) -> str:
     return f"{towards(bound * 1e4) / 1e4:.4f}".rstrip("0").rstrip(".")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no modality"
 
 
 class Level(NamedTuple):
@@ -264,9 +253,7 @@ class Dial:
     def _make_modality(self, m: str, start: int) -> _Modality:
         roots, *levels = [Level(child + start, parent + start) for child, parent in self.config.levels(m)]
         none = np.empty(0, dtype=np.int64)
-        child_T, parent_T = (
-            (np.concatenate([none, *side]) for side in zip(*levels, strict=True)) if levels else (none, none)
-        )
+        child_T, parent_T = (np.concatenate([none, *(level[side] for level in levels)]) for side in (0, 1))
         units_V = zipf(*self.config.unigram(m))
         entropy = unigram_entropy(units_V)
         inner = Edge(self.config.inner(m), entropy - self.config.entropy[m])

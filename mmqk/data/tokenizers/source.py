@@ -25,7 +25,6 @@ from mmqk.data.shards.manifest import (
     checked_shards,
     default_share,
     fractions_of,
-    load_manifest,
     split_of,
 )
 from mmqk.data.shards.samples import LINE, NO_IMAGE, document_of, text_of
@@ -145,6 +144,17 @@ class Images:
     summary: str
 
 
+def _named(given: Sequence[str | Path] | str | Path) -> tuple[str, Path | None, list[Path]]:
+    """Return the names as one text, the folder if they name one with a manifest, and otherwise the files."""
+    names = [str(name) for name in ([given] if isinstance(given, str | Path) else given)]
+    name = " ".join(names)
+    if not name:
+        return name, None, []
+    if (Path(name) / MANIFEST).exists():
+        return name, Path(name), []
+    return name, None, expand(names)
+
+
 class Source:
     """Samples of a folder with a manifest, or of tars: pairs as img2dataset writes them, or interleaved documents.
 
@@ -157,15 +167,8 @@ class Source:
     """
 
     def __init__(self, shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
-        names = [str(s) for s in ([shards] if isinstance(shards, str | Path) else shards)]
-        self.selection, self.name = selection or Selection(), " ".join(names)
-        self.folder = Path(names[0]) if len(names) == 1 and Path(names[0]).is_dir() else None
-        if self.folder is None:
-            self.paths = expand(names)
-        elif not (self.folder / MANIFEST).exists() and any(self.folder.glob("*.tar")):
-            raise UserError(f"{self.folder} has no {MANIFEST}: name its files, such as '{self.folder / '*.tar'}'.")
-        else:
-            load_manifest(self.folder)
+        self.selection = selection or Selection()
+        self.name, self.folder, self.paths = _named(shards)
 
     @cached_property
     def indexes(self) -> dict[str, list[TarIndex]]:
@@ -274,12 +277,8 @@ class Documents:
     """
 
     def __init__(self, text: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
-        names = [str(t) for t in ([text] if isinstance(text, str | Path) else text)]
-        self.selection, self.name = selection or Selection(), " ".join(names)
-        self.folder = Path(self.name) if self.name and Path(self.name).is_dir() else None
-        self.paths = expand(names) if self.folder is None and self.name else []
-        if self.folder is not None:
-            load_manifest(self.folder)
+        self.selection = selection or Selection()
+        self.name, self.folder, self.paths = _named(text)
 
     def read(self) -> tuple[list[str], str]:
         """Return the texts, and a summary of how many documents were read.

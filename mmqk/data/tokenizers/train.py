@@ -227,10 +227,6 @@ def _write(path: Path, content: bytes) -> None:
 def _quiet() -> None:
     # Hide log lines on hardware, advertisements, and warnings that `_images` prints in its own words. Errors are
     # still shown.
-    for name in (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.pytorch.accelerators.cuda",
-        "vector_quantize_pytorch.vector_quantize_pytorch",
-    ):
+    for name in ("lightning.pytorch", "vector_quantize_pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|logging interval).*")

@@ -121,8 +121,5 @@ def _make(kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path) -
 def _documents(kind: str, folder: Path, split: str) -> Iterator[list[str | Image.Image]]:
     """Yield the texts and images of each document of shards."""
     if kind == "pair":
-        for pair in read_pairs(folder, split):
-            yield [pair.image, pair.caption]
-    else:
-        for text in read_text(folder, split):
-            yield [text]
+        return ([pair.image, pair.caption] for pair in read_pairs(folder, split))
+    return ([text] for text in read_text(folder, split))
