@@ -12,7 +12,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	training/test_optim.py training/test_decay.py monitors/test_output.py monitors/test_growth.py \
 	monitors/test_budget.py store/test_store_identity.py store/test_store_tags.py store/test_store_metrics.py \
 	store/test_store_alarms.py data/shards/test_tars.py data/shards/test_images.py data/test_packing.py data/test_coupling.py \
-	data/test_dial_config.py data/tokenizers/test_text.py \
+	data/tokenizers/test_text.py \
 	lab/grid/test_language.py lab/stats/test_exact.py \
 	lab/metrics/test_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 

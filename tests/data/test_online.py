@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import tarfile
 
 import numpy as np
 import pytest
@@ -21,18 +20,7 @@ from mmqk.data.shards.samples import document_of
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.online import online_hash, open_online
 from mmqk.store import UserError
-
-
-def write_tar(path, samples):
-    """Write samples into a tar; a sample is a key and the content of each field."""
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for key, fields in samples:
-            for field, content in fields.items():
-                member = tarfile.TarInfo(f"{key}.{field}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return path
+from tests.data.tars import write_samples
 
 
 def count_walks(monkeypatch):
@@ -87,7 +75,7 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
         return {"jpg": b"%d" % n, "txt": b"a", **({"webp": b"w%d" % n} if n % 2 else {})}
 
     paths = [
-        write_tar(tmp_path / f"{t}.tar", [(f"{t}-{copy}-{n}", sample(n)) for copy in "ab" for n in range(40)])
+        write_samples(tmp_path / f"{t}.tar", [(f"{t}-{copy}-{n}", sample(n)) for copy in "ab" for n in range(40)])
         for t in "xy"
     ]
     found = open_online(str(tmp_path / "{x,y}.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
@@ -136,7 +124,7 @@ def test_identity_of_a_pattern_is_what_its_shards_hold(tmp_path):
         return online_hash(str(tmp_path / pattern), tmp_path / cache)
 
     def write(name, key=b"k", image=b"image", text=b"text"):
-        return write_tar(tmp_path / name, [(key.decode(), {"webp": image, "txt": text})])
+        return write_samples(tmp_path / name, [(key.decode(), {"webp": image, "txt": text})])
 
     path = write("a/x.tar")
     about, first = path.stat(), digest()
@@ -176,7 +164,7 @@ def tiny_shard(tiny_data, path, n=40, broken=()):
     shards = [index_tar(tiny_data / f"pairs/train-0000{s}.tar") for s in (0, 1)]
     images = [shard.read(i)["webp"] for shard in shards for i in range(len(shard))]
     files = [images[i][: 40 if i in broken else None] for i in range(n)]
-    return write_tar(path, [(f"k{i}", {"webp": f, "txt": b"a red square"}) for i, f in enumerate(files)])
+    return write_samples(path, [(f"k{i}", {"webp": f, "txt": b"a red square"}) for i, f in enumerate(files)])
 
 
 def both_splits(path, tokenizers, cache, val_fraction=1e-9):
@@ -232,12 +220,13 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
     image = index_tar(tiny_data / "pairs/train-00000.tar").read(0)["webp"]
     used = {"webp": image, "txt": b"a"}
     dotted = {f"{n:04d}.webp": image for n in range(9)}
-    path = write_tar(tmp_path / "a.tar", [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})])
+    samples = [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})]
+    path = write_samples(tmp_path / "a.tar", samples)
     for _ in range(2):  # the second call reads the stored index
         lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
         assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]
         assert any("with a second dot in the name: 9 (a.tar: photo.0000.webp" in line for line in lines)
-    path = write_tar(tmp_path / "b.tar", [(f"k{n}", used) for n in range(3)])
+    path = write_samples(tmp_path / "b.tar", [(f"k{n}", used) for n in range(3)])
     assert both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread() == []
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shlex
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +15,14 @@ from PIL import Image
 from mmqk.cli import main
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import cli_main, read_metrics
+from tests.data.tars import write_samples
 
 REPO = Path(__file__).resolve().parents[2]
 WORDS = "a red bicycle leans on an old wall near the river while two people walk their dog past it".split()  # noqa: SIM905
 # Options that make a command small enough for a test; its other arguments are those of the README.
 SMALLER = {
     "data tokenize": ["--workers=0"],
-    "inspect": [
-        "--sequences=2",
-        "--tokens=2000",
-        "--data.val_sequences=4",
-        "--monitor.probe_sequences=2",
-    ],
+    "inspect": ["--sequences=2", "--tokens=2000", "--data.val_sequences=4", "--monitor.probe_sequences=2"],
     "data tokenizers": ["--steps=2", "--codes=64"],
     "train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.probe_sequences=2", "--quiet"],
 }
@@ -54,20 +49,16 @@ def folder(tmp_path_factory) -> Path:
         (root / name).symlink_to(REPO / name)
     random = np.random.default_rng(0)
     for shard in range(4):
-        with tarfile.open(root / f"shards/{shard:05d}.tar", "w") as tar:
-            for i in range(12):
-                key, field = f"{shard:05d}{i:04d}", ("jpg", "png", "webp")[i % 3]
-                image = photograph(random, {"jpg": "JPEG"}.get(field, field.upper()))
-                caption = " ".join(random.choice(WORDS, 12))
-                if (shard, i) == (2, 5):
-                    image = image[: len(image) // 2]
-                about = json.dumps(
-                    {"url": f"https://example.org/{key}", "caption": caption, "width": 64}
-                ).encode()
-                for extension, content in ((field, image), ("txt", caption.encode()), ("json", about)):
-                    member = tarfile.TarInfo(f"{key}.{extension}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        samples = []
+        for i in range(12):
+            key, field = f"{shard:05d}{i:04d}", ("jpg", "png", "webp")[i % 3]
+            image = photograph(random, {"jpg": "JPEG"}.get(field, field.upper()))
+            caption = " ".join(random.choice(WORDS, 12))
+            if (shard, i) == (2, 5):
+                image = image[: len(image) // 2]
+            about = json.dumps({"url": f"https://example.org/{key}", "caption": caption, "width": 64}).encode()
+            samples.append((key, {field: image, "txt": caption.encode(), "json": about}))
+        write_samples(root / f"shards/{shard:05d}.tar", samples)
     return root
 
 

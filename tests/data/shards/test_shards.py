@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import lzma
 import os
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from mmqk.data.shards.manifest import (
 )
 from mmqk.data.shards.manifest import main as write_manifest_main
 from mmqk.store import UserError
+from tests.data.tars import write_tar
 
 
 def webp(color: tuple[int, ...], size: tuple[int, int] = (64, 64)) -> bytes:
@@ -47,14 +47,6 @@ def folder(tmp_path: Path) -> Path:
     val = (write_shard(tmp_path / "val-00000.tar", samples(8)[6:]),)
     write_manifest(tmp_path, Manifest({"train": train, "val": val}, {"name": "test"}))
     return tmp_path
-
-
-def raw_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
 
 
 def remanifest(folder: Path) -> None:
@@ -123,7 +115,7 @@ def test_bad_image_names_key_and_shard(folder: Path) -> None:
 def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = io.BytesIO()
     Image.new("L", (64, 64), 7).save(png, "PNG")
-    raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", "größer".encode())])
+    write_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", "größer".encode())])
     write_shard(tmp_path / "val-0.tar", samples(2))
     assert write_manifest_main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -134,7 +126,7 @@ def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture
         write_manifest_main([str(tmp_path / "nowhere")])
     # Files that belong to no pair are counted.
     more = [("a.1.png", png.getvalue()), (".hidden", b""), ("README", b"")]
-    raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", b"a"), *more])
+    write_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", b"a"), *more])
     assert write_manifest_main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "3 of 9 files were not read" in printed and "a.1.png is the file 1.png of the sample a" in printed

@@ -13,15 +13,7 @@ import webdataset as wds
 
 from mmqk.data.shards.archives import expand, index_tar
 from mmqk.store import UserError
-
-
-def write(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=tar_format) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
+from tests.data.tars import write_tar
 
 
 def triples(n: int) -> list[tuple[str, bytes]]:
@@ -45,7 +37,7 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_members_come_back_by_offset(tmp_path: Path, tar_format: int) -> None:
     members = triples(7)
-    path = write(tmp_path / "a.tar", members, tar_format)
+    path = write_tar(tmp_path / "a.tar", members, tar_format)
     index = index_tar(path)
     assert len(index) == 7 and index.keys == [f"{i:09d}" for i in range(7)]
     for i in reversed(range(7)):
@@ -64,7 +56,7 @@ def test_keys_and_fields_are_those_of_webdataset(tmp_path: Path) -> None:
     names = ["a/0.JPG", "a/0.json", "b.c/0.jpg", "./d/e.0.webp", "./d/e.json", f"{long}.jpg", "größer.png",
              "plain", "dir/plain", ".hidden", "._a.jpg", "__meta__", "z.", "y..txt", "../../up.txt",
              "/abs/olute.txt"]  # fmt: skip
-    path = write(tmp_path / "a.tar", [(name, name.encode()) for name in names])
+    path = write_tar(tmp_path / "a.tar", [(name, name.encode()) for name in names])
     index = index_tar(path)
     got = {(key, field): data for key, sample in index for field, data in sample.items()}
     expected = {
@@ -75,9 +67,9 @@ def test_keys_and_fields_are_those_of_webdataset(tmp_path: Path) -> None:
     }
     assert got == expected and len(got) == 11
     # macOS writes extra files beside the real ones; webdataset skips them only at the top level, mmqk everywhere.
-    assert index_tar(write(tmp_path / "b.tar", [("a/._b.jpg", b"x")])).keys == []
+    assert index_tar(write_tar(tmp_path / "b.tar", [("a/._b.jpg", b"x")])).keys == []
     # webdataset skips names in a folder that has a dot and a line break in its name, mmqk does not.
-    assert index_tar(write(tmp_path / "c.tar", [("a.\nb/c.jpg", b"x")])).keys == ["a.\nb/c"]
+    assert index_tar(write_tar(tmp_path / "c.tar", [("a.\nb/c.jpg", b"x")])).keys == ["a.\nb/c"]
     assert ("a/0", "jpg") in got and ("./d/e", "0.webp") in got and ("../../up", "txt") in got
 
 
@@ -98,7 +90,7 @@ def test_links_and_folders_have_no_content(tmp_path: Path) -> None:
 
 def test_cut_short_at_any_byte(tmp_path: Path) -> None:
     members = triples(4)
-    whole = write(tmp_path / "whole.tar", members).read_bytes()
+    whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
     with tarfile.open(tmp_path / "whole.tar") as tar:
         headers = tar.getmembers()
         edges = [m.offset for m in headers] + [m.offset_data for m in headers]
@@ -125,7 +117,7 @@ def test_cut_short_at_any_byte(tmp_path: Path) -> None:
 
 
 def test_a_damaged_header_is_not_the_end(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tar", triples(4))
+    path = write_tar(tmp_path / "a.tar", triples(4))
     whole = bytearray(path.read_bytes())
     with tarfile.open(path) as tar:
         header = tar.getmembers()[5].offset
@@ -145,7 +137,7 @@ def test_a_damaged_header_is_not_the_end(tmp_path: Path) -> None:
 
 
 def test_archives_joined_end_to_end(tmp_path: Path) -> None:
-    first, second = (write(tmp_path / f"{i}.tar", triples(2)).read_bytes() for i in range(2))
+    first, second = (write_tar(tmp_path / f"{i}.tar", triples(2)).read_bytes() for i in range(2))
     path = tmp_path / "joined.tar"
     path.write_bytes(first + second)
     assert "has data after its end" in refusal(path)
@@ -154,7 +146,7 @@ def test_archives_joined_end_to_end(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_shrinks_while_in_use(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tar", triples(4))
+    path = write_tar(tmp_path / "a.tar", triples(4))
     index = index_tar(path)
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(UserError, match="shorter while in use"):

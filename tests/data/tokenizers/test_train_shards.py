@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import tarfile
 
 import numpy as np
 import pytest
@@ -17,22 +16,9 @@ from mmqk.data.tokenizers.source import Source
 from mmqk.data.tokenizers.train import main
 from mmqk.data.tokens.folder import read_header
 from mmqk.store import cli_main, find_file
+from tests.data.tars import write_samples
 
-WORDS = [
-    "red",
-    "blue",
-    "green",
-    "round",
-    "square",
-    "small",
-    "heart",
-    "star",
-    "moon",
-    "over",
-    "under",
-    "the",
-    "water",
-]
+WORDS = ["red", "blue", "green", "round", "square", "small", "heart", "star", "moon", "over", "under", "the", "water"]
 SIZES = [(30, 57), (200, 61), (96, 96), (300, 33), (64, 64)]
 
 
@@ -42,21 +28,18 @@ def shards(tmp_path_factory) -> str:
     pattern of their paths."""
     folder = tmp_path_factory.mktemp("img2dataset")
     for s in range(3):
-        with tarfile.open(folder / f"{s:05d}.tar", "w") as tar:
-            for k in range(10):
-                rng = np.random.default_rng(10 * s + k)
-                width, height = SIZES[k % 5]
-                coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
-                file = io.BytesIO()
-                coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "jpeg")
-                content = file.getvalue()[: 200 if (s, k) == (1, 3) else None]
-                caption = " ".join(rng.choice(WORDS, 12))
-                meta = json.dumps({"caption": caption, "width": width, "status": "success"})
-                fields = {"jpg": content, "txt": caption.encode(), "json": meta.encode()}
-                for name, data in fields.items():
-                    member = tarfile.TarInfo(f"{s:05d}{k:04d}.{name}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        samples = []
+        for k in range(10):
+            rng = np.random.default_rng(10 * s + k)
+            width, height = SIZES[k % 5]
+            coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
+            file = io.BytesIO()
+            coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "jpeg")
+            content = file.getvalue()[: 200 if (s, k) == (1, 3) else None]
+            caption = " ".join(rng.choice(WORDS, 12))
+            meta = json.dumps({"caption": caption, "width": width, "status": "success"})
+            samples.append((f"{s:05d}{k:04d}", {"jpg": content, "txt": caption.encode(), "json": meta.encode()}))
+        write_samples(folder / f"{s:05d}.tar", samples)
     return str(folder / "{00000..00002}.tar")
 
 

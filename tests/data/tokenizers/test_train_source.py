@@ -6,7 +6,6 @@ import io
 import json
 import lzma
 import re
-import tarfile
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from PIL import Image
 from mmqk.data.shards.manifest import read_pairs, read_text, split_of
 from mmqk.data.tokenizers.source import Documents, Selection, Source
 from mmqk.store import UserError
+from tests.data.tars import write_samples
 
 SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))
 
@@ -35,21 +35,12 @@ def plain(number: int) -> tuple[dict[str, bytes], bytes]:
     return {"png": file, "txt": f"caption {number}".encode(), "json": b'{"width": 64}'}, file
 
 
-def write_tar(path, samples: dict[str, dict[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for key, fields in samples.items():
-            for name, content in fields.items():
-                member = tarfile.TarInfo(f"{key}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-
-
 def write_shards(folder, shards: int, samples: int) -> str:
     """Write shards of plain samples, in which sample k of shard s has image 1000 s + k; return their pattern."""
     folder.mkdir(exist_ok=True)
     for s in range(shards):
         content = {f"{s:05d}{k:04d}": plain(1000 * s + k)[0] for k in range(samples)}
-        write_tar(folder / f"{s:05d}.tar", content)
+        write_samples(folder / f"{s:05d}.tar", content.items())
     return str(folder / f"{{00000..{shards - 1:05d}}}.tar")
 
 
@@ -93,7 +84,7 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
         "mute": {"jpg": good["0"]["jpg"]},
         "text": {"jpg": b"<html>", "txt": b"words"},
     }
-    write_tar(tmp_path / "a.tar", good | bad)
+    write_samples(tmp_path / "a.tar", (good | bad).items())
     images = Source([str(tmp_path / "a.tar")], Selection(val_fraction=0.5)).images(32)
     taken = len(images.train_BCHW) + len(images.val_BCHW)
     assert images.train_BCHW.shape[1:] == (3, 32, 32) and taken == len(good)
@@ -138,7 +129,7 @@ def test_interleaved_documents_give_an_image_each_and_all_their_texts(tmp_path):
         lists = {"images": ["a", None, "b"], "texts": [None, f"text {d}", None]}
         documents[f"{d}"] = {"json": json.dumps(lists).encode(), "0.png": plain(2 * d)[1]}
         documents[f"{d}"]["1.png"] = plain(2 * d + 1)[1]
-    write_tar(tmp_path / "a.tar", documents)
+    write_samples(tmp_path / "a.tar", documents.items())
     source = Source([str(tmp_path / "a.tar")], Selection(val_fraction=0.4))
     images = source.images(64)
     val = [d for d in range(12) if held_out(documents[f"{d}"]["json"], 0.4)]
