@@ -27,7 +27,7 @@ from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
 from mmqk.data.shards.samples import pair_of
 from mmqk.data.synthetic.dial import Dial, DialConfig
-from mmqk.data.tokens.encode import Encoder, ShardPart, TokenizeJob
+from mmqk.data.tokens.encode import Encoder, TokenizeJob
 from mmqk.data.tokens.online import open_online
 
 PLAIN = "plain WebDataset loop, images decoded"
@@ -116,8 +116,8 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
         return lambda: (n, sum(len(pairs[i]) for i in range(n)))
 
     def tokenized() -> Callable[[], Work]:
-        encoder = Encoder(TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None))
-        return lambda: (encoder.shard(ShardPart("00000", Path(shard)))["samples"], 0)
+        encoder = Encoder(TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None), {})
+        return lambda: (encoder.shard("00000", Path(shard))["samples"], 0)
 
     def arrays(of: DataConfig) -> Make:
         def make() -> Callable[[], Work]:

@@ -19,7 +19,7 @@ from mmqk.data.shards.manifest import SHARE, default_share, fractions_of, sha256
 from mmqk.data.shards.samples import ReasonCounts, Unread
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.source import add_sample_arguments
-from mmqk.data.tokens.encode import ShardPart, TokenizeJob, run_shards
+from mmqk.data.tokens.encode import TokenizeJob, run_shards
 from mmqk.data.tokens.folder import SPLITS, Part, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.progress import track
 from mmqk.store import DamagedFile, OneSentenceParser, UserError, find_file, read_json, write_json
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         if begun is None:
             write_json(place, options)
         width = max(5, len(str(len(paths) - 1)))
-        shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
+        shards = {f"{i:0{width}d}": path for i, path in enumerate(paths)}
         records = _tokenize(job, shards, args.workers)
         _finish(job, options, records)
     held_out = sum(record["documents"]["val"] for record in records)
@@ -203,14 +203,14 @@ def _locked(out: Path) -> Iterator[None]:
         yield
 
 
-def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) -> list[dict[str, Any]]:
+def _tokenize(job: TokenizeJob, shards: dict[str, Path], workers: int | None) -> list[dict[str, Any]]:
     """Tokenize the shards that have no record yet; return the records of all shards."""
     unfinished = job.out / UNFINISHED
-    stats = {shard.part: shard.path.stat() for shard in shards}
+    stats = {part: path.stat() for part, path in shards.items()}
     states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
     records = _finished(unfinished, states)
-    left = [shard for shard in shards if shard.part not in records]
-    _remove_parts(job.out, {shard.part for shard in left})
+    left = {part: path for part, path in shards.items() if part not in records}
+    _remove_parts(job.out, set(left))
     broken: list[str] = []
     if records and left:
         print(f"continuing with {len(left)} of {len(shards)} shards", flush=True)
@@ -218,16 +218,15 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
     results = run_shards(job, left, min(cores if workers is None else workers, len(left)))
     try:
         with closing(results):
-            for shard, kind, content in track(results, len(left), f"shards of {job.out} tokenized"):
+            for part, kind, content in track(results, len(left), f"shards of {job.out} tokenized"):
                 if kind == "unwritable":
                     raise UserError(
                         f"{job.out} cannot be written ({content}): make room and run the same command again"
                     )
                 if kind == "done":
                     # Write the record last: a shard is finished if its record exists.
-                    record = {"state": states[shard.part], "record": content}
-                    write_json(unfinished / f"{shard.part}.json", record)
-                    records[shard.part] = content
+                    write_json(unfinished / f"{part}.json", {"state": states[part], "record": content})
+                    records[part] = content
                 else:
                     broken.append(content)
     except KeyboardInterrupt:
@@ -242,7 +241,7 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
             f"{len(broken)} of {len(shards)} shards cannot be used ({'; '.join(broken[:3])}{more}): "
             "the others are kept, and the same command continues once these are repaired"
         )
-    return [records[shard.part] for shard in shards]
+    return [records[part] for part in shards]
 
 
 def _finished(unfinished: Path, states: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -139,19 +139,10 @@ class TokenizeJob:
     caption_field: str | None
 
 
-@dataclass(frozen=True)
-class ShardPart:
-    """A shard's file and the name of the part that is made from it."""
-
-    part: str
-    path: Path
-
-
 def run_shards(
-    job: TokenizeJob, shards: Sequence[ShardPart], workers: int
-) -> Generator[tuple[ShardPart, str, Any], None, None]:
-    """Tokenize shards in worker processes, or in this process if workers is 0, and yield each with its result, as
-    `Encoder` returns it.
+    job: TokenizeJob, shards: Mapping[str, Path], workers: int
+) -> Generator[tuple[str, str, Any], None, None]:
+    """Tokenize shards in worker processes, or in this process if workers is 0, and yield the results of `Encoder`.
 
     Closing the iterator ends the workers.
 
@@ -161,7 +152,7 @@ def run_shards(
     import torch
     from torch.utils.data import DataLoader
 
-    left = dict(enumerate(shards))
+    left = dict(shards)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # results must not depend on the number of threads; a loader's workers have one each
     options: dict[str, Any] = {"batch_size": None, "num_workers": workers, "in_order": False}
@@ -169,14 +160,15 @@ def run_shards(
         options |= {"multiprocessing_context": "spawn", "prefetch_factor": 1, "worker_init_fn": _begin}
     loader: DataLoader[Any] = DataLoader(Encoder(job, shards), **options)  # type: ignore[arg-type]
     try:
-        for n, kind, content in loader:
-            yield left.pop(n), kind, content
+        for part, kind, content in loader:
+            del left[part]
+            yield part, kind, content
     except UserError as error:  # the loader puts the traceback of a worker before the message
         raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
-        paths = ", ".join(str(shard.path) for shard in islice(left.values(), workers))  # those that are not waiting
+        paths = ", ".join(map(str, islice(left.values(), workers)))  # those that are not waiting
         raise UserError(
             f"a worker was killed while tokenizing {paths}: if the machine ran out of memory, give fewer --workers"
             " or a smaller --max-pixels; finished shards are kept, and the same command continues"
@@ -198,17 +190,18 @@ def _end_with_parent() -> None:
 
 
 class Encoder:
-    """Tokenizes the shards of one job; a data set of torch, whose item n is (n, kind, content) of shard n.
+    """Tokenizes the shards of one job; a data set of torch, whose item n is (part, kind, content) of shard n.
 
-    The kind is "done" with the record of the shard, "broken" with a sentence if the shard cannot be read, or
-    "unwritable" with a reason if its part cannot be written.
+    ``shards`` maps the name of a part to the file that the part is made from. The kind is "done" with the record of
+    the shard, "broken" with a sentence if the shard cannot be read, or "unwritable" with a reason if its part cannot
+    be written.
 
     Raises (at the first item):
         UserError: the tokenizers are missing or damaged.
     """
 
-    def __init__(self, job: TokenizeJob, shards: Sequence[ShardPart] = ()) -> None:
-        self.job, self.shards = job, shards
+    def __init__(self, job: TokenizeJob, shards: Mapping[str, Path]) -> None:
+        self.job, self.shards = job, list(shards.items())
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -224,16 +217,17 @@ class Encoder:
         job = self.job
         return TokenWriter(job.out, job.kind, self.documents.layout, tokenizers_hash(job.tokenizers))
 
-    def __getitem__(self, n: int) -> tuple[int, str, Any]:
+    def __getitem__(self, n: int) -> tuple[str, str, Any]:
         self.writer  # noqa: B018 - tokenizers that cannot be loaded are no broken shard
+        part, path = self.shards[n]
         try:
-            return n, "done", self.shard(self.shards[n])
+            return part, "done", self.shard(part, path)
         except UserError as error:
-            return n, "broken", str(error)
+            return part, "broken", str(error)
         except OSError as error:
-            return n, "unwritable", error.strerror or str(error)
+            return part, "unwritable", error.strerror or str(error)
 
-    def shard(self, shard: ShardPart) -> dict[str, Any]:
+    def shard(self, part: str, path: Path) -> dict[str, Any]:
         """Write the part of one shard.
 
         Returns:
@@ -244,11 +238,11 @@ class Encoder:
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
         """
-        job, index = self.job, None if self.job.kind == "text" else index_tar(shard.path)
+        job, index = self.job, None if self.job.kind == "text" else index_tar(path)
         dropped, unread, splits = ReasonCounts(), Unread() if index is None else index.unread, list[str]()
         counts, samples, files = dict.fromkeys(SPLITS, 0), 0, 0
         self.documents.clear()  # drop documents of an earlier shard that was not read to its end
-        for key, sample in read_samples(shard.path, job.kind) if index is None else index:
+        for key, sample in read_samples(path, job.kind) if index is None else index:
             samples += 1
             try:
                 identity, places = document_of(sample, job.kind, job.caption_field)
@@ -260,13 +254,13 @@ class Encoder:
             if index is not None:
                 count_unread(unread, job.kind, key, sample)
             if self.documents.tokens >= TOKENS_A_FILE:
-                self._write(shard.part, files, splits)
+                self._write(part, files, splits)
                 files += 1
-        self._write(shard.part, files, splits)
+        self._write(part, files, splits)
         return {
-            "file": shard.path.name,
-            "size": shard.path.stat().st_size,
-            "sha256": sha256_file(shard.path),
+            "file": path.name,
+            "size": path.stat().st_size,
+            "sha256": sha256_file(path),
             "samples": samples,
             "documents": counts,
             "dropped": dict(sorted(dropped.counts.items())),

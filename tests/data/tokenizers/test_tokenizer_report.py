@@ -5,28 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data.build.tokenizer_report import (
-    KEPT_BELOW,
-    SHEET,
-    contact_sheet,
-    main,
-    measure,
-    token_statistics,
-)
-from mmqk.data.tokenizers.files import ImageTokenizerConfig, TextTokenizer
-from mmqk.data.tokenizers.image import ImageTokenizer
+from data.build.tokenizer_report import KEPT_BELOW, SHEET, contact_sheet, main, measure, token_statistics
 from mmqk.data.tokenizers.source import Documents, Source
-
-
-@pytest.fixture
-def tokenizers(small_data, tmp_path):
-    torch.manual_seed(0)
-    image = ImageTokenizer(ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1))
-    image.codebook_VD.normal_()
-    text = TextTokenizer.train(["red blue round square heart moon"] * 9, 270)
-    (tmp_path / "image.safetensors").write_bytes(image.to_bytes())
-    (tmp_path / "text.json").write_text(text.to_json())
-    return tmp_path
 
 
 def test_statistics_of_known_counts():
@@ -40,22 +20,17 @@ def test_statistics_of_known_counts():
     assert skewed.entropy < even.entropy
 
 
-def test_the_page_has_the_numbers_and_keeps_what_others_added(small_data, tokenizers, tmp_path):
-    out = tmp_path / "page"
-    folders = {
-        "shards": small_data / "pairs",
-        "text": small_data / "text",
-        "tokenizers": tokenizers,
-        "out": out,
-    }
+def test_the_page_has_the_numbers_and_keeps_what_others_added(tiny_data, tmp_path):
+    out, tokenizers = tmp_path / "page", tiny_data / "tokenizers"
+    folders = {"shards": tiny_data / "pairs", "text": tiny_data / "text", "tokenizers": tokenizers, "out": out}
     command = [part for k, v in folders.items() for part in (f"--{k}", str(v))]
     assert main(command) == 0
     text = (out / "README.md").read_text()
-    source = Source(small_data / "pairs")
-    images, documents = source.images(64), Documents(small_data / "text").read()[0]
+    source = Source(tiny_data / "pairs")
+    images, documents = source.images(64), Documents(tiny_data / "text").read()[0]
     numbers = measure(images, source.captions()[0], documents, tokenizers)
-    assert numbers.images == {"train": 24, "val": 6}
-    assert f"| held out | 6 | {numbers.psnr_db['val']:.2f} |" in text
+    assert numbers.images == {"train": 40, "val": 12}
+    assert f"| held out | 12 | {numbers.psnr_db['val']:.2f} |" in text
     assert f"| {numbers.codes['train'].entropy:.2f} |" in text
     assert len(re.findall(r"^\| (image codes|captions|documents) \|", text, re.M)) == 3
     assert "icons" not in text and "The\nsplits are those of" in text

@@ -32,15 +32,15 @@ def trained(data, seed: int = 0, steps: int = 2, **flags):
     return train_image_tokenizer(images.train_BCHW, images.val_BCHW, SMALL, training, **flags)
 
 
-def test_two_steps_from_the_command_line(small_data, tmp_path, capsys):
+def test_two_steps_from_the_command_line(tiny_data, tmp_path, capsys):
     pytest.importorskip("vector_quantize_pytorch")
     out = tmp_path / "out"
-    assert main(arguments(small_data, out, "--text-size", "270", "--codes", "32", "--steps", "2")) == 0
+    assert main(arguments(tiny_data, out, "--text-size", "270", "--codes", "32", "--steps", "2")) == 0
     text, image = TextTokenizer.load(out), ImageTokenizer.load(out)
     assert (text.size, image.size) == (270, 32)
-    images = Source(small_data / "pairs").images(64).val_BCHW.float() / 255
+    images = Source(tiny_data / "pairs").images(64).val_BCHW.float() / 255
     codes = image.encode(images)
-    assert codes.shape == (6, 64) and codes.unique().numel() > 1
+    assert codes.shape == (12, 64) and codes.unique().numel() > 1
     assert image.decode(codes).shape == images.shape
     printed = "".join(capsys.readouterr())
     assert "step 2/2" in printed and "PSNR" in printed and "wrote" in printed
@@ -53,13 +53,13 @@ def test_two_steps_from_the_command_line(small_data, tmp_path, capsys):
     assert events.Tags()["images"] == ["val/originals_above_reconstructions"]
 
 
-def test_training_is_a_function_of_the_seed(small_data):
-    first, again, other = (trained(small_data, seed).to_bytes() for seed in (0, 0, 1))
+def test_training_is_a_function_of_the_seed(tiny_data):
+    first, again, other = (trained(tiny_data, seed).to_bytes() for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
 
-def test_the_exported_tokenizer_is_the_trained_one(small_data):
+def test_the_exported_tokenizer_is_the_trained_one(tiny_data):
     L = pytest.importorskip("lightning")
     kept = []
 
@@ -67,9 +67,9 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
         def on_train_end(self, trainer, pl_module):
             kept.append(pl_module)
 
-    plain = trained(small_data, callbacks=[Keep()])
+    plain = trained(tiny_data, callbacks=[Keep()])
     module = kept[0].eval()
-    images = Source(small_data / "pairs").images(64).val_BCHW.float() / 255
+    images = Source(tiny_data / "pairs").images(64).val_BCHW.float() / 255
     with torch.no_grad():
         reconstructed, codes, _ = module.reconstruct(images)
     assert torch.equal(plain.encode(images), codes.flatten(1))
@@ -81,15 +81,15 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
     assert not torch.equal(ImageTokenizer(SMALL).eval().encode(images), codes.flatten(1))
 
 
-def test_an_existing_file_is_kept(small_data, tmp_path, capsys):
+def test_an_existing_file_is_kept(tiny_data, tmp_path, capsys):
     (tmp_path / "text.json").write_text("precious")
-    command = arguments(small_data, tmp_path, "--only", "text", "--text-size", "270")
+    command = arguments(tiny_data, tmp_path, "--only", "text", "--text-size", "270")
     assert cli_main(main)(command) == 2
     assert "text.json exists: give --overwrite" in capsys.readouterr().err
     assert (tmp_path / "text.json").read_text() == "precious"
     # nothing is trained if only the second of two files would be refused
     (tmp_path / "text.json").rename(tmp_path / "image.safetensors")
-    assert cli_main(main)(arguments(small_data, tmp_path)) == 2
+    assert cli_main(main)(arguments(tiny_data, tmp_path)) == 2
     assert not (tmp_path / "text.json").exists()
     (tmp_path / "text.json").write_text("old")
     assert cli_main(main)([*command, "--overwrite"]) == 0
