@@ -89,7 +89,7 @@ def test_a_pickle_in_an_array_is_not_executed(tmp_path):
 
     executed, file = tmp_path / "executed", tmp_path / "ids.npy"
     np.save(file, np.array([Payload(executed)], dtype=object), allow_pickle=True)
-    with pytest.raises(UserError, match=r"is not a \.npy array"):
+    with pytest.raises(UserError, match="cannot be read as an array"):
         load_ids(file)
     assert not executed.exists()
     # The control: with allow_pickle the payload is executed.
