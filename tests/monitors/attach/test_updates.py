@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from mmqk.monitors import attach
@@ -126,6 +130,47 @@ def test_training_is_the_same_bit_for_bit_with_and_without():
     watch.close()
     assert nn.utils.clip_grad._clip_grads_with_norm_ is original
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def of_way(way, rows):
+    """Train 4 steps with these rows of each batch, as one process or sharded; return the statistics of the last."""
+    model, logged = Model(), {}
+    called = DistributedDataParallel(model) if way == "ddp" else model
+    if way == "fsdp":
+        for part in (*model.net.layers, model):
+            fully_shard(part)
+    optimizer = adamw(model)
+    watch = attach(called, modality={}, every_n_steps=4, optimizer=optimizer,
+                   log=lambda values, step: logged.update(values))  # fmt: skip
+    for ids in batches(4, B=4, T=9):
+        logits = called(ids[rows])
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[rows, 1:].flatten()).backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step()
+    watch.close()
+    return {tag: x for tag, x in logged.items() if tag.startswith(("grad_", "update_", "clip_"))}
+
+
+def rank(number, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=2)
+    found = {way: of_way(way, slice(2 * number, 2 * number + 2)) for way in ("ddp", "fsdp")}
+    if number == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
+def test_two_ranks_measure_what_one_process_does(tmp_path):
+    mp.spawn(rank, (tmp_path,), nprocs=2)
+    alone, half = of_way("one process", slice(None)), of_way("one process", slice(2))
+    for way, found in json.loads((tmp_path / "found.json").read_text()).items():
+        assert found == pytest.approx(alone, rel=1e-6), way
+        # Control: the gradient of one rank's rows is another one.
+        assert found["grad_norm"] != pytest.approx(half["grad_norm"], rel=1e-2)
+    assert len(alone) > 60
 
 
 def test_an_optimizer_without_a_second_moment_has_no_ratio_to_it():

@@ -43,7 +43,8 @@ def lightning_run(out: Path, fsdp: bool = False, compiled: bool = False, watched
     if fsdp:  # Lightning's FSDP strategy needs a GPU
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    callbacks = [NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
+    monitor = NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out, optimizer=True)
+    callbacks = [monitor] if watched else []
     trainer = L.Trainer(
         max_steps=20, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
@@ -97,7 +98,8 @@ def transformers_run(
         str(out.parent / "trainer"), max_steps=20, per_device_train_batch_size=2, learning_rate=1e-3, use_cpu=True,
         report_to=report_to, save_strategy="no", logging_steps=25, disable_tqdm=True, seed=0, **options,
     )  # fmt: skip
-    callbacks = [NormCallback(IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
+    callback = NormCallback(IMAGE, every_n_steps=20, sequences=2, out=out, optimizer=True)
+    callbacks = [callback] if watched else []
     trainer = Trainer(model, args, train_dataset=rows, callbacks=callbacks)
     trainer.train()
     if fsdp:
