@@ -281,7 +281,6 @@ def test_the_value_of_an_option_may_have_an_equals_sign(tiny_args, tmp_path):
         ("dial", ("--monitor.probe_sequences=8",)),
         # A C++ compiler takes half a minute; tests/model/test_compiled.py covers compilation.
         ("gpu_25m", ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false")),
-        ("gpu_124m", ("--model.n_layers=1", "--monitor.probe_sequences=2", "--compile=false")),
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):

@@ -169,7 +169,7 @@ def test_a_class_that_forgets_to_check_is_found():
 # Command line and files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["nan", "1e300", "0x10", "1:30", "9" * 400, "9" * 5000])
+@pytest.mark.parametrize("text", ["nan", "0x10", "1:30", "9" * 5000])
 def test_what_is_no_number_of_a_field_is_one_sentence_for_every_flag(text):
     for name, leaf in leaves(Given).items():
         if is_number(leaf.hint):

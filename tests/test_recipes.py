@@ -95,7 +95,8 @@ def test_of_two_recipes_the_last_says_what_the_model_is(under):
     assert as_run(under).model != as_run("llama2").model
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Residual dropout, caps, sinks and clamps, gates, Muon with QK-Clip, and cosine attention with post-norm.
+@pytest.mark.parametrize("name", ["chameleon_7b", "gemma2", "gpt_oss", "qwen3_next", "kimi_k2", "swin_v2"])
 def test_a_recipe_trains(name, tiny_args, tmp_path):
     out = tmp_path / "run"
     extra = [
@@ -241,15 +242,9 @@ def test_a_recipe_has_the_norms_of_the_class_it_cites(name):
     theirs = settings_of(interop.from_transformers(peer(name)), name)
     ours = flatten(yaml.safe_load(path(name).read_text())["model"])
     assert {key: theirs[key] for key in ours if theirs[key] != ours[key]} == DIFFERS.get(name, {})
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_the_recipe_of_another_class_is_told_apart(name):
-    """Negative control: another class does not have the settings of the recipe."""
-    interop = pytest.importorskip("mmqk.interop")
+    # The control: another class does not have the settings of the recipe.
     other = {"llama2": "qwen3", "chameleon_7b": "chameleon_34b"}.get(name, "llama2")
     theirs = settings_of(interop.from_transformers(peer(other)), name)
-    ours = flatten(yaml.safe_load(path(name).read_text())["model"])
     assert {key: theirs[key] for key in ours if theirs[key] != ours[key]} != DIFFERS.get(name, {})
 
 

@@ -119,8 +119,7 @@ def test_tied_by_identity_not_by_the_configuration():
     assert not from_transformers(hf_model).config.tie_embeddings
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.bfloat16, False), (torch.float64, True)])
 def test_a_copy_in_the_same_dtype_and_mode(dtype, tie):
     hf_model = tiny(LLAMA, dtype, tie_word_embeddings=tie)
     before = {n: p.clone() for n, p in hf_model.state_dict().items()}

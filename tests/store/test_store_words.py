@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -61,15 +60,3 @@ def test_an_alarm_and_a_count_write_large_numbers_out():
         alarm.value > 1e5 and not POWER.search(alarm.sentence) and f"{alarm.value:,.0f}"[:3] in alarm.sentence
     )
     assert [count(n) for n in (999, 999_999, 5e12)] == ["999", "1,000k", "5,000B"]
-
-
-def test_no_sentence_formats_per_cent_with_a_power_of_ten():
-    """No file of mmqk formats a percentage by significant digits, because such a format can print a power of ten."""
-    bad = re.compile(r":[.]\d+[ge]\} ?%")
-    assert bad.search('f"{share:.2g} % of training"')  # the control
-    found = [
-        f"{path}: {match[0]}"
-        for path in Path("mmqk").rglob("*.py")
-        for match in bad.finditer(path.read_text(encoding="utf-8"))
-    ]
-    assert Path("mmqk/train.py").exists() and found == []

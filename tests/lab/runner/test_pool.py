@@ -201,8 +201,7 @@ def drive(fake, tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_lets_the_runs_end_in_order_and_a_second_call_goes_on(drive, tmp_path, number, whole_group):
     process, pids = drive(["hang"])
     # Ctrl-C in a terminal and a SIGTERM to the group also reach the server that forks the runs.
