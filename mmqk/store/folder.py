@@ -59,13 +59,9 @@ def identity_hash(record: Mapping[str, Any]) -> str:
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Return the sorted dotted names of the fields in which two records differ, including fields that only one record
     has."""
-    flat_a, flat_b = flatten(json.loads(canonical(a))), flatten(json.loads(canonical(b)))
-    absent = object()
-    return sorted(
-        name
-        for name in flat_a.keys() | flat_b.keys()
-        if not _same(flat_a.get(name, absent), flat_b.get(name, absent))
-    )
+    # Canonical texts are compared: the values 1, 1.0 and True count as different, as they do in the hash.
+    flat_a, flat_b = ({n: canonical(v) for n, v in flatten(json.loads(canonical(r))).items()} for r in (a, b))
+    return sorted(name for name in flat_a.keys() | flat_b.keys() if flat_a.get(name) != flat_b.get(name))
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -78,11 +74,6 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _same(a: Any, b: Any) -> bool:
-    # The values 1, 1.0 and True count as different, as they do in the hash.
-    return type(a) is type(b) and a == b
 
 
 def hash_fraction(content: bytes) -> float:
@@ -170,14 +161,10 @@ def read_status(folder: Path) -> Status | None:
         return None
     if record.get("status") not in STATUSES:
         raise DamagedFile(path, f"its status is {record.get('status')!r:.40}", advice)
-    if min(record.get("step", 0), record.get("seconds", 0)) < 0:
+    step, reason, seconds = record.get("step", 0), record.get("reason", ""), record.get("seconds", 0)
+    if min(step, seconds) < 0:
         raise DamagedFile(path, "its step or seconds are negative", advice)
-    return Status(
-        record["status"],
-        record.get("step", 0),
-        record.get("reason", ""),
-        float(record.get("seconds", 0.0)),
-    )
+    return Status(record["status"], step, reason, float(seconds))
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -252,15 +239,11 @@ class RunFolder:
                 record = _check(path, identity)
                 code, new = code_version(), record is None
                 if record is None:
-                    record = {
-                        "id": identity_hash(identity),
-                        "code": code,
-                        "identity": dict(identity),
-                        "details": dict(details),
-                    }
+                    record = {"id": identity_hash(identity), "code": code}
+                    record |= {"identity": dict(identity), "details": dict(details)}
                     (path / STATUS_NAME).unlink(missing_ok=True)
                     write_json(path / RUN_NAME, record)
-                elif code not in record["code"].split("+") and not _finished(path):
+                elif code not in record["code"].split("+") and not (read_status(path) or Status("")).finished:
                     # Another version of the code trained the first part of this run, so no version can reproduce the
                     # whole run.
                     record["code"] = f"{record['code']}+{code}"
@@ -299,13 +282,16 @@ class RunFolder:
         """Write ``status.json`` atomically, with the seconds trained so far."""
         trained = 0.0 if self._began is None else time.monotonic() - self._began
         now = Status(status, int(step), reason, round(self._seconds_before + trained, 3))
+        path = self.path / STATUS_NAME
         try:
-            _write_status(self.path, now)
+            write_json(path, asdict(now))
         except OSError:
             if status == "running":
                 raise
             # On a full disk the old status can still be overwritten in place.
-            _overwrite(self.path / STATUS_NAME, asdict(now))
+            with naming(path), open(path, "r+b", buffering=0) as file:
+                file.write(json.dumps(asdict(now)).encode())
+                file.truncate()
 
     def close(self) -> None:
         """Unlock the folder; a second call does nothing."""
@@ -316,21 +302,6 @@ class RunFolder:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _overwrite(path: Path, record: Mapping[str, Any]) -> None:
-    with naming(path), open(path, "r+b", buffering=0) as file:
-        file.write(json.dumps(record).encode())
-        file.truncate()
-
-
-def _finished(path: Path) -> bool:
-    status = read_status(path)
-    return status is not None and status.finished
-
-
-def _write_status(path: Path, status: Status) -> None:
-    write_json(path / STATUS_NAME, asdict(status))
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
@@ -349,7 +320,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
         stored = read_status(path) or Status("running")
         if stored.status != "running" and (stored != before or stored.finished):
             return False
-        _write_status(path, Status(status, step, reason, stored.seconds))
+        write_json(path / STATUS_NAME, asdict(Status(status, step, reason, stored.seconds)))
         return True
     except DamagedFile:
         return False
