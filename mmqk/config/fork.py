@@ -11,6 +11,9 @@ from mmqk.model.config import ModelConfig
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, read_run
 
+# Fields of `ForkConfig` that change the state at the start of a fork; on the command line they begin with fork_.
+CHANGES = ("skip_batches", "noise", "seed", "new_moments")
+
 
 @dataclass(frozen=True)
 class Parent:
@@ -57,23 +60,22 @@ class ForkConfig:
     @property
     def identity(self) -> dict[str, Any]:
         """The fields of the fork that are part of the run's identity."""
-        fields = {"skip_batches": self.skip_batches, "noise": self.noise, "seed": self.seed}
-        return {"parent": self.parent.id, "step": self.parent.step, **fields, **self._new_moments("new_moments")}
+        return {"parent": self.parent.id, "step": self.parent.step, **self._changes()}
 
     def flags(self) -> dict[str, Any]:
         """Return the fork's fields by their names on the command line."""
-        fields = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
-        return {"fork": self.given, **fields, **self._new_moments("fork_new_moments")} if self.given else {}
+        return {"fork": self.given, **self._changes("fork_")} if self.given else {}
 
-    def _new_moments(self, name: str) -> dict[str, bool]:
-        """Return the field only if it is set, so that the ids of older forks stay valid."""
-        return {name: True} if self.new_moments else {}
+    def _changes(self, prefix: str = "") -> dict[str, Any]:
+        """Return the changes; new_moments only if it is set, so that the ids of older forks stay valid."""
+        names = (name for name in CHANGES if name != "new_moments" or self.new_moments)
+        return {f"{prefix}{name}": getattr(self, name) for name in names}
 
 
 def base_of(parent: Parent) -> dict[str, Any]:
     """Return the parent's configuration, which the fork's fields override."""
     config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
-    for name in ("fork", "fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments"):
+    for name in ("fork", *(f"fork_{change}" for change in CHANGES)):
         config.pop(name, None)
     config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
     config["checkpoint"]["at"] = []  # these are steps of the parent

@@ -22,7 +22,7 @@ from mmqk.config.checks import (
     check_trained,
     is_masked,
 )
-from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_parent
+from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, check_forkable, read_parent
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
     IN_IDENTITY,
@@ -212,24 +212,17 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     argv = with_configs(argv)
     configs, given = _read(argv)
     if parent is None and given.fork is None:
-        for name in ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments"):
-            if getattr(given, name):
-                raise UserError(f"{name} belongs to a fork: name its checkpoint with --fork.")
+        for name in CHANGES:
+            if getattr(given, f"fork_{name}"):
+                raise UserError(f"fork_{name} belongs to a fork: name its checkpoint with --fork.")
         return _complete(configs, given)
     checkpoint = None
     if parent is None:
         checkpoint, parent = read_parent(given.fork or "", given.out)
     configs, given = _read(argv, base_of(parent))
     try:
-        fork = ForkConfig(
-            parent,
-            given.fork or "",
-            checkpoint,
-            given.fork_skip_batches,
-            given.fork_noise,
-            given.fork_seed,
-            given.fork_new_moments,
-        )
+        changes = (getattr(given, f"fork_{name}") for name in CHANGES)
+        fork = ForkConfig(parent, given.fork or "", checkpoint, *changes)
     except ValueError as error:
         raise UserError(str(error)) from error
     return _complete(configs, given, fork)

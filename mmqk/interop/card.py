@@ -50,7 +50,7 @@ def model_card(
     run_config = record.get("details", {}).get("config") or {}
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
     sections = [
-        _front(),
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- mmqk\n---",
         f"# {name}",
         f"`{architecture}` with {n_parameters:,} parameters for tokens of {' and '.join(config.vocab_sizes)}"
         + (f", trained by mmqk to step {step_of(checkpoint):,}." if record else ", exported by mmqk."),
@@ -64,10 +64,6 @@ def model_card(
         " of the data that the model reproduces.",
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def _front() -> str:
-    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- mmqk\n---"
 
 
 def _use(architecture: str, tokenizer: bool) -> list[str]:
