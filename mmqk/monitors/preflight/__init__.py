@@ -12,15 +12,39 @@ from torch import Tensor, nn
 from mmqk.monitors.foreign.sides import Modality
 from mmqk.monitors.preflight import attention, leaks, parameters
 from mmqk.monitors.preflight import loss as losses
-from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, Table
+from mmqk.monitors.preflight.context import Context, Finding, NotChecked, Table
 
 __all__ = ["Finding", "Table", "preflight"]
 
-PARTS: dict[str, dict[str, Check]] = {
-    "leaks": leaks.CHECKS | {"finite mask": attention.finite_masks},
-    "attention": attention.CHECKS,
-    "loss": losses.CHECKS,
-    "parameters": parameters.CHECKS,
+CHECKS: dict[str, Callable[[Context], Finding]] = {
+    "leaks: causality": leaks.causality,
+    "leaks: other sequences": leaks.sequences,
+    "leaks: documents": leaks.documents,
+    "leaks: id of padding": leaks.padding_ids,
+    "leaks: padding on the right": leaks.padding_right,
+    "leaks: padding on the left": leaks.padding_left,
+    "leaks: finite mask": attention.finite_masks,
+    "attention: QK-Norm": attention.qk_norm,
+    "attention: scale": attention.scale,
+    "attention: softcap": attention.softcap,
+    "attention: window": attention.window,
+    "attention: sinks": attention.sinks,
+    "attention: tokens": attention.tokens,
+    "loss: ids": losses.ids,
+    "loss: shift": losses.shift,
+    "loss: padding": losses.padding,
+    "loss: labels": losses.reached,
+    "loss: z-loss": losses.z_loss,
+    "loss: weights": losses.weights,
+    "loss: one modality": losses.one_modality,
+    "loss: halves": losses.halves,
+    "loss: initial loss": losses.initial,
+    "parameters: no gradient": parameters.no_gradient,
+    "parameters: gradient norm": parameters.gradient_norm,
+    "parameters: too small updates": parameters.too_small_updates,
+    "parameters: tied weights": parameters.tied,
+    "parameters: decay": parameters.decay,
+    "parameters: in no group": parameters.in_no_group,
 }
 
 
@@ -57,15 +81,14 @@ def preflight(
         if loss is not None:
             advice += "; loss must be a function loss(model, batch) that calls the model and returns a scalar tensor"
         return Table((Finding("FAILED", None, text, advice, "forward and backward"),))
-    for part, checks in PARTS.items():
-        for name, check in checks.items():
-            try:
-                finding = check(context)
-            except NotChecked as reason:
-                finding = Finding("not checked", None, one_line(reason))
-            except Exception as error:  # a model may refuse a changed batch
-                finding = Finding("not checked", None, f"{type(error).__name__}: {one_line(error)}")
-            findings.append(replace(finding, check=f"{part}: {name}"))
+    for name, check in CHECKS.items():
+        try:
+            finding = check(context)
+        except NotChecked as reason:
+            finding = Finding("not checked", None, one_line(reason))
+        except Exception as error:  # a model may refuse a changed batch
+            finding = Finding("not checked", None, f"{type(error).__name__}: {one_line(error)}")
+        findings.append(replace(finding, check=name))
     return Table(tuple(findings))
 
 

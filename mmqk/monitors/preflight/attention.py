@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmqk.monitors.foreign.calls import Call
-from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, judged
+from mmqk.monitors.foreign.calls import Call, of_head
+from mmqk.monitors.preflight.context import Context, Finding, NotChecked, judged
 from mmqk.monitors.preflight.reading import Normalization, SeenCall, fingerprint, read_calls
 
 SMALL = 1e-3  # root mean square of the projections in the pass that reads eps
@@ -41,25 +41,24 @@ def _read(context: Context) -> list[tuple[SeenCall, Call, nn.Module]]:
     return read
 
 
+def _first(wrong: list[str]) -> str:
+    """Return the first of several problems of the same kind, or ""."""
+    return wrong[0] if wrong else ""
+
+
 def qk_norm(context: Context) -> Finding:
     """Which QK-Norm it is, over which axis, and whether eps and gains do what they should."""
-    read = _read(context)
-    wrong = []
+    read, wrong, eps_words = _read(context), list[str](), set()
     numbers = {n for seen, _, _ in read for x in (seen.q, seen.k) if x.is_norm for n in x.products}
-    small = (
-        read_calls(context.model, *context.call, context.modalities, dict.fromkeys(numbers, SMALL))
-        if numbers
-        else []
-    )
+    rms = dict.fromkeys(numbers, SMALL)
+    small = read_calls(context.model, *context.call, context.modalities, rms) if numbers else []
     of_path = {seen.path: seen for seen in small}
-    text, eps_words = fingerprint([seen for seen, _, _ in read]), set()
     for seen, call, module in read:
-        wrong += [
-            f"{seen.path}: norm over {x.over}" for x in (seen.q, seen.k) if x.over in ("tokens", "heads")
-        ]
+        wrong += [f"{seen.path}: norm over {x.over}" for x in (seen.q, seen.k) if x.over in ("tokens", "heads")]
         if {seen.q.kind, seen.k.kind} > {"none"} and "unknown" not in (seen.q.kind, seen.k.kind):
             wrong.append(f"{seen.path}: only one of queries and keys is normalized")
-        for x, y in ((seen.q, of_path.get(seen.path, seen).q), (seen.k, of_path.get(seen.path, seen).k)):
+        again = of_path.get(seen.path, seen)
+        for x, y in ((seen.q, again.q), (seen.k, again.k)):
             if x.is_norm and x.shrinks > NOTABLE:
                 wrong.append(f"{seen.path}: eps takes {100 * x.shrinks:.1f} % of the result")
             if x.is_norm and 0 < y.shrinks < 1:
@@ -67,14 +66,12 @@ def qk_norm(context: Context) -> Finding:
                 words, differs = _eps_words(eps, x, module, call.q_BHTK.shape[-1])
                 eps_words.add(words)
                 wrong += [f"{seen.path}: {words}"] if differs else []
-        wrong += [
-            f"{seen.path}: {name} is created, but acts on nothing"
-            for name in _unused(context, seen.path, module)
-        ]
-    text += "".join(f"; {words}" for words in sorted(eps_words))
+        unused = _unused(context, seen.path, module)
+        wrong += [f"{seen.path}: {name} is created, but acts on nothing" for name in unused]
+    text = "; ".join([fingerprint([seen for seen, _, _ in read]), *sorted(eps_words), "number: largest |q|"])
     size = max(float(call.q_BHTK.float().norm(dim=-1).max()) for _, call, _ in read)
-    advice = f"{wrong[0]}{f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''}" if wrong else ""
-    return judged(bool(wrong), size, f"{text}; number: largest |q|", advice)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return judged(bool(wrong), size, text, _first(wrong) + more)
 
 
 def _eps_words(eps: float, of: Normalization, module: nn.Module, K: int) -> tuple[str, bool]:
@@ -92,13 +89,13 @@ def _eps_words(eps: float, of: Normalization, module: nn.Module, K: int) -> tupl
 
 def _unused(context: Context, path: str, module: nn.Module) -> list[str]:
     """Return the gains of an attention module that get no gradient."""
-    gradients = context.first.gradients
-    full = {name: f"{path}.{name}".lstrip(".") for name, p in module.named_parameters() if p.ndim < 2}
-    return [
-        name
-        for name, key in full.items()
-        if not name.endswith("bias") and key in gradients and ((g := gradients[key]) is None or not g.any())
-    ]
+    gradients, unused = context.first.gradients, []
+    for name, p in module.named_parameters():
+        key = f"{path}.{name}".lstrip(".")
+        if p.ndim < 2 and not name.endswith("bias") and key in gradients:
+            gradient = gradients[key]
+            unused += [name] if gradient is None or not gradient.any() else []
+    return unused
 
 
 def _config(context: Context, module: nn.Module) -> Any:
@@ -107,21 +104,16 @@ def _config(context: Context, module: nn.Module) -> Any:
 
 def scale(context: Context) -> Finding:
     """The scale of each call, against the config or the module."""
-    wrong, words = [], dict[str, int]()
+    wrong, words = list[str](), dict[str, int]()
     for seen, call, module in _read(context):
         K, config = call.q_BHTK.shape[-1], _config(context, module)
         usual = {"1/sqrt(head_dim)": K**-0.5, "1/head_dim": 1 / K, "1": 1.0}
-        name = next(
-            (name for name, x in usual.items() if math.isclose(call.scale, x, rel_tol=1e-3)),
-            f"{call.scale:.3g}",
-        )
+        names = [name for name, x in usual.items() if math.isclose(call.scale, x, rel_tol=1e-3)]
+        name = names[0] if names else f"{call.scale:.3g}"
         words[name] = words.get(name, 0) + 1
         scalar = getattr(config, "query_pre_attn_scalar", None)
-        stated = [
-            getattr(config, "attention_multiplier", None),
-            scalar**-0.5 if scalar else None,
-            *(getattr(module, key, None) for key in ("scaling", "scale", "softmax_scale")),
-        ]
+        stated = [getattr(config, "attention_multiplier", None), scalar**-0.5 if scalar else None]
+        stated += [getattr(module, key, None) for key in ("scaling", "scale", "softmax_scale")]
         declared = next((float(x) for x in stated if isinstance(x, int | float)), None)
         if declared is not None and not math.isclose(declared, call.scale, rel_tol=1e-3):
             wrong.append(f"{seen.path} gets {call.scale:.3g}, but its config or module has {declared:.3g}")
@@ -130,21 +122,19 @@ def scale(context: Context) -> Finding:
         if once and K > 1 and name == "1/sqrt(head_dim)" and math.isclose(factor, K**-0.5, rel_tol=0.01):
             wrong.append(f"{seen.path} gets queries and keys that are scaled already: divide only once")
     text = "scale is " + ", ".join(f"{name} in {n} calls" for name, n in words.items())
-    return judged(bool(wrong), float(_read(context)[0][1].scale), text, wrong[0] if wrong else "")
+    return judged(bool(wrong), float(_read(context)[0][1].scale), text, _first(wrong))
 
 
 def softcap(context: Context) -> Finding:
     """The softcap of each call, against the config."""
     wrong, caps = [], set()
     for seen, call, module in _read(context):
-        declared = getattr(_config(context, module), "attn_logit_softcapping", None)
-        caps.add(call.softcap)
-        if declared is not None and declared != call.softcap:
-            wrong.append(
-                f"{seen.path}: the config has {declared:g}, the call {call.softcap or 'none'}; use eager or flex"
-            )
-    cap = next((cap for cap in caps if cap), None)
-    return judged(bool(wrong), cap, f"softcap of the calls: {cap or 'none'}", wrong[0] if wrong else "")
+        declared, cap = getattr(_config(context, module), "attn_logit_softcapping", None), call.softcap
+        caps.add(cap)
+        if declared is not None and declared != cap:
+            wrong.append(f"{seen.path}: the config has {declared:g}, the call {cap or 'none'}; use eager or flex")
+    used = next((cap for cap in caps if cap), None)
+    return judged(bool(wrong), used, f"softcap of the calls: {used or 'none'}", _first(wrong))
 
 
 def window(context: Context) -> Finding:
@@ -152,29 +142,19 @@ def window(context: Context) -> Finding:
     wrong, texts, short = [], dict[str, int](), 0
     for seen, call, module in _read(context):
         T, declared = call.q_BHTK.shape[2], _declared_window(context, module)
-        mask = (
-            torch.ones(1, 1, T, T, dtype=torch.bool)
-            if call.mask is None
-            else call.mask.cpu().expand(-1, -1, T, -1)
-        )
-        position = torch.arange(T)
-        back = (
-            (position[:, None] - position).expand(mask.shape)[mask]
-            if mask.shape[-1] == T
-            else torch.tensor([0])
-        )
-        furthest = int(back.max()) + 1 if back.numel() else 0
+        position_T = torch.arange(T)
+        back_TT = position_T[:, None] - position_T + 1  # tokens from the key to the query, both included
+        mask = torch.ones(T, T, dtype=torch.bool) if call.mask is None else call.mask.cpu()
+        furthest = int(torch.where(mask, back_TT, 0).max()) if mask.shape[-1] == T else 1
         text = f"{furthest} tokens" if declared is None else f"{furthest} tokens (window {declared})"
         texts[text] = texts.get(text, 0) + 1
         short += declared is not None and declared >= T
         if declared is not None and furthest > declared:
-            wrong.append(
-                f"{seen.path} sees {furthest} tokens, but its window is {declared}: pass the mask of its layer"
-            )
+            wrong.append(f"{seen.path} sees {furthest} tokens, but its window is {declared}: pass its layer's mask")
     if short and not wrong:
         raise NotChecked(f"the batch is shorter than the window of {short} calls")
     text = "calls look back " + ", ".join(f"{text} in {n} calls" for text, n in texts.items())
-    return judged(bool(wrong), None, text, wrong[0] if wrong else "")
+    return judged(bool(wrong), None, text, _first(wrong))
 
 
 def _declared_window(context: Context, module: nn.Module) -> int | None:
@@ -192,59 +172,41 @@ def sinks(context: Context) -> Finding:
         own = [name for name, _ in module.named_parameters(recurse=False) if "sink" in name]
         n += call.sink_H is not None
         if own and call.sink_H is None:
-            wrong.append(
-                f"{seen.path} has {own[0]}, but its attention call gets none: use eager or flash attention"
-            )
-    return judged(bool(wrong), n, f"{n} calls have sinks", wrong[0] if wrong else "")
+            wrong.append(f"{seen.path} has {own[0]}, but its attention call gets none: use eager or flash attention")
+    return judged(bool(wrong), n, f"{n} calls have sinks", _first(wrong))
 
 
 def tokens(context: Context) -> Finding:
     """Which calls are not attention over the tokens, and which could not be read."""
-    calls = calls_of(context)
-    others = [seen for seen in calls if seen.other_tokens]
-    unread = [seen for seen in calls if seen.reason and not seen.other_tokens]
+    others = [seen for seen in calls_of(context) if seen.other_tokens]
+    unread = [seen for seen in calls_of(context) if seen.reason and not seen.other_tokens]
     text = f"{len(_read(context))} calls attend over the tokens"
     if others:
         text += f", {len(others)} over others ({others[0].path}: {others[0].reason})"
-    advice = f"{unread[0].path} was not read ({unread[0].reason}): its checks are missing" if unread else ""
-    return judged(bool(unread), len(unread), f"{text}; number: calls that were not read", advice)
+    wrong = [f"{seen.path} was not read ({seen.reason}): its checks are missing" for seen in unread]
+    return judged(bool(wrong), len(wrong), f"{text}; number: calls that were not read", _first(wrong))
 
 
 def finite_masks(context: Context) -> Finding:
     """Finite values of an attention mask that logits can outgrow."""
-    read = [seen for seen in calls_of(context) if seen.call is not None]
-    if not read:
-        raise NotChecked("no attention call was read")
+    read = _read(context)
     largest, weakest, mass, where = 0.0, -torch.inf, 0.0, ""
-    for seen in read:
-        call = seen.call
-        assert call is not None
+    for seen, call, _ in read:
         if call.masked is None or call.score_mod is None:
             continue
-        for head in range(call.q_BHTK.shape[1]):
-            added_BTS = call.score_mod(
-                torch.zeros_like(call.q_BHTK[:, 0, :, :1]) @ call.k_BGSK[:, 0, :, :1].mT, head
-            )
-            hidden = call.masked[:, head if call.masked.shape[1] > 1 else 0].expand(added_BTS.shape)
-            value = float(added_BTS[hidden].max())
+        B, H, T, _ = call.q_BHTK.shape
+        zeros_BTS = call.q_BHTK.new_zeros(B, T, call.k_BGSK.shape[2])
+        for head in range(H):
+            added_BTS = call.score_mod(zeros_BTS, head)
+            hidden_BTS = of_head(call.masked, head).expand(added_BTS.shape)
+            value = float(added_BTS[hidden_BTS].max())
             if value > weakest:
                 weakest, where = value, seen.path
             largest = max(largest, float((call.softmax_input(head) - added_BTS).abs().max()))
-            mass = max(mass, float((call.weights(head)[0] * hidden).sum(-1).mean()))
+            mass = max(mass, float((call.weights(head)[0] * hidden_BTS).sum(-1).mean()))
     if weakest == -torch.inf:
         text = f"no mask in {len(read)} attention calls is a finite number that logits can outgrow"
         return Finding("ok", None, text)
     text = f"hidden keys get {weakest:.3g} in {where}; largest logit {largest:.3g}, mass on hidden keys {mass:.2g}"
-    return judged(
-        mass > 0 or weakest > -LARGEST_LOGIT, weakest, text, "hide keys with -inf or with a bool mask"
-    )
-
-
-CHECKS: dict[str, Check] = {
-    "QK-Norm": qk_norm,
-    "scale": scale,
-    "softcap": softcap,
-    "window": window,
-    "sinks": sinks,
-    "tokens": tokens,
-}
+    is_weak = mass > 0 or weakest > -LARGEST_LOGIT
+    return judged(is_weak, weakest, text, "hide keys with -inf or with a bool mask")

@@ -229,9 +229,7 @@ class Context:
             NotChecked: there is no loss.
         """
         if not self.first.gradients:
-            raise NotChecked(
-                "the model's output has no loss: pass labels in the batch, or loss=f(model, batch)"
-            )
+            raise NotChecked("the model's output has no loss: pass labels in the batch, or loss=f(model, batch)")
         return self.first.gradients
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -307,21 +305,12 @@ class Context:
     @cached_property
     def special_ids(self) -> set[int]:
         """Ids with a meaning of their own, which no check replaces: those that the model's config names."""
-        config = getattr(self.root, "config", None)
-        named = (
-            [vars(part) for part in (config, *vars(config).values()) if hasattr(part, "__dict__")]
-            if config
-            else []
-        )
-        values = [
-            x for fields in named for key, x in fields.items() if key.endswith(("_token_id", "_token_index"))
-        ]
-        return {
-            int(x)
-            for value in values
-            for x in (value if isinstance(value, list) else [value])
-            if x is not None
-        }
+        config, found = getattr(self.root, "config", None), set[int]()
+        for part in (config, *vars(config).values()) if config else ():
+            for name, x in getattr(part, "__dict__", {}).items():
+                if name.endswith(("_token_id", "_token_index")):
+                    found.update(int(i) for i in (x if isinstance(x, list) else [x]) if i is not None)
+        return found
 
     @cached_property
     def other_ids_BT(self) -> Tensor:
@@ -368,12 +357,12 @@ class Context:
         leaves = [module for module in self.root.modules() if not any(True for _ in module.children())]
         handles = [module.register_forward_hook(jitter) for module in leaves]
         try:
-            changes = [self.largest(self.output(*self.call) - self.base_BTV)]
+            change = self.largest(self.output(*self.call) - self.base_BTV)
         finally:
             for handle in handles:
                 handle.remove()
         size = float(self.base_BTV[self.base_BTV > torch.finfo(self.base_BTV.dtype).min].abs().max())
-        return NOISE_FACTOR * max(*changes, epsilon * size)
+        return NOISE_FACTOR * max(change, epsilon * size)
 
     @staticmethod
     def largest(change: Tensor) -> float:
@@ -395,9 +384,6 @@ class Context:
             return name in by_name(self.root.forward, (), {**self.inputs, name: None})
         except TypeError:
             return False
-
-
-Check = Callable[[Context], Finding]
 
 
 def judged(is_failed: bool, number: float | None, text: str, advice: str) -> Finding:

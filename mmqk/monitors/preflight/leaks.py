@@ -11,9 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmqk.monitors.preflight.context import IGNORED, Check, Context, Finding, NotChecked, judged, mapped
+from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, judged, mapped
 
 ADDED = 3  # tokens of padding that the checks add to each sequence
+
+
+def _leak(context: Context, worst: float, outputs: str, cause: str, advice: str) -> Finding:
+    """Return a finding that fails if these outputs change by more than the rounding noise."""
+    text = f"{outputs} change by {worst:.2g} {cause} (rounding {context.noise:.1g})"
+    return judged(worst > context.noise, worst, text, advice)
 
 
 def causality(context: Context) -> Finding:
@@ -31,41 +37,39 @@ def causality(context: Context) -> Finding:
             worst, place = max((worst, place), (change, cut))
     if worst < 0:
         raise NotChecked("the batch has no tokens that can be replaced by others of their modality")
-    text = f"outputs before token {place} change by {worst:.2g} if later tokens change (rounding {context.noise:.1g})"
     advice = "hide later tokens in the attention mask; look for shifts and convolutions that read ahead"
-    return judged(worst > context.noise, worst, text, advice)
+    return _leak(context, worst, f"outputs before token {place}", "if later tokens change", advice)
 
 
 def sequences(context: Context) -> Finding:
     """The other sequences of a batch must not change an output."""
-    if len(context.ids_BT) < 2:
+    shape = context.ids_BT.shape
+    if shape[0] < 2:
         raise NotChecked("the batch has one sequence")
-    row_B1 = torch.arange(len(context.ids_BT), device=context.ids_BT.device)[:, None].expand(
-        context.ids_BT.shape
-    )
-    worst = context.change(row_B1 == 0, (row_B1 > 0) & context.valid_BT)
-    text = f"outputs of other sequences change by {worst:.2g} if sequence 0 changes (rounding {context.noise:.1g})"
+    row_BT = torch.arange(shape[0], device=context.ids_BT.device)[:, None].expand(shape)
+    worst = context.change(row_BT == 0, (row_BT > 0) & context.valid_BT)
     advice = "look for statistics over the batch, a wrong reshape, or a mask that mixes rows"
-    return judged(worst > context.noise, worst, text, advice)
+    return _leak(context, worst, "outputs of other sequences", "if sequence 0 changes", advice)
 
 
 def documents(context: Context) -> Finding:
-    """One packed document must not change another. Odd documents are changed, then even ones."""
-    document_BT = context.document_BT
-    if document_BT is None:
+    """One packed document must not change another.
+
+    The documents of a row are numbered. For each binary digit of the number, the documents with a 1 are changed, then
+    those with a 0. Two documents differ in a digit, so each is changed once while the other is not.
+    """
+    if context.document_BT is None:
         raise NotChecked("the batch has no document ids and no position_ids that restart")
-    worst = 0.0
-    is_odd_BT = (document_BT - document_BT[:, :1]) % 2 == 1
-    for part in (is_odd_BT, ~is_odd_BT):
-        worst = max(worst, context.change(~part & context.valid_BT, part & context.valid_BT))
-    text = (
-        f"outputs of a document change by {worst:.2g} if another one changes (rounding {context.noise:.1g})"
-    )
-    advice = (
-        "pass a mask of pairs, or position_ids without a 2-D attention_mask and with use_cache=False "
-        "(transformers#46634)"
-    )
-    return judged(worst > context.noise, worst, text, advice)
+    document_BT, valid_BT, worst = context.document_BT.long(), context.valid_BT, 0.0
+    number_BT = document_BT - document_BT.amin(1, keepdim=True)
+    for digit in range(int(number_BT.max()).bit_length()):
+        is_one_BT = (number_BT >> digit) % 2 == 1
+        ones_BT, zeros_BT = is_one_BT & valid_BT, ~is_one_BT & valid_BT
+        if ones_BT.any() and zeros_BT.any():
+            worst = max(worst, context.change(zeros_BT, ones_BT), context.change(ones_BT, zeros_BT))
+    advice = "pass a mask of pairs, or position_ids without a 2-D attention_mask and with use_cache=False"
+    advice += " (transformers#46634)"
+    return _leak(context, worst, "outputs of a document", "if another one changes", advice)
 
 
 def padding_ids(context: Context) -> Finding:
@@ -78,11 +82,8 @@ def padding_ids(context: Context) -> Finding:
     ids_BT = torch.where(context.valid_BT, context.ids_BT, pools[0][-1])
     after = context.output(*context.with_ids(ids_BT))
     worst = context.largest((after - context.base_BTV)[context.valid_BT])
-    text = f"outputs change by {worst:.2g} if padding has another id (rounding {context.noise:.1g})"
-    advice = (
-        "pass attention_mask to every attention layer; keep padding out of pooling and of norms over tokens"
-    )
-    return judged(worst > context.noise, worst, text, advice)
+    advice = "pass attention_mask to every attention layer; keep padding out of pooling and of norms over tokens"
+    return _leak(context, worst, "outputs", "if padding has another id", advice)
 
 
 def padding_right(context: Context) -> Finding:
@@ -92,24 +93,22 @@ def padding_right(context: Context) -> Finding:
 
 def padding_left(context: Context) -> Finding:
     """Padding on the left must change nothing."""
-    advice = (
-        "pad on the right, or pass position_ids that leave out padding, and attention_mask to every layer"
-    )
+    advice = "pad on the right, or pass position_ids that leave out padding, and attention_mask to every layer"
     return _more_padding(context, (ADDED, 0), advice)
 
 
 def _more_padding(context: Context, sides: tuple[int, int], advice: str) -> Finding:
     if context.document_BT is not None:
         raise NotChecked("the batch is packed")
-    mask = context.inputs.get("attention_mask")
-    if mask is not None and mask.shape != context.ids_BT.shape:
+    mask, shape = context.inputs.get("attention_mask"), context.ids_BT.shape
+    if mask is not None and mask.shape != shape:
         raise NotChecked(f"attention_mask has shape {tuple(mask.shape)}, not (B, T)")
     if mask is None and not context.takes("attention_mask"):
         raise NotChecked("the model takes no attention_mask")
     args, kwargs = context.call
     if mask is None:
         kwargs = {**kwargs, "attention_mask": torch.ones_like(context.ids_BT)}
-    shape, pad = context.ids_BT.shape, _padding_id(context)
+    pad = _padding_id(context)
 
     def padded(name: str, x: Tensor) -> Any:
         if x.shape[-1:] != shape[-1:] or x.ndim < 2 or x.is_floating_point():
@@ -122,24 +121,11 @@ def _more_padding(context: Context, sides: tuple[int, int], advice: str) -> Find
 
     after = context.output(*mapped((args, kwargs), padded))
     change = (after[:, sides[0] : sides[0] + shape[1]] - context.base_BTV)[context.valid_BT]
-    worst = context.largest(change)
-    text = f"outputs change by {worst:.2g} with {ADDED} more tokens of padding (rounding {context.noise:.1g})"
-    return judged(worst > context.noise, worst, text, advice)
+    return _leak(context, context.largest(change), "outputs", f"with {ADDED} more tokens of padding", advice)
 
 
 def _padding_id(context: Context) -> int:
     if not context.valid_BT.all():
         return int(context.ids_BT[~context.valid_BT][0])
-    config = getattr(context.root, "config", None)
-    known = getattr(config, "pad_token_id", None)
+    known = getattr(getattr(context.root, "config", None), "pad_token_id", None)
     return int(context.pool(0)[0]) if known is None else int(known)
-
-
-CHECKS: dict[str, Check] = {
-    "causality": causality,
-    "other sequences": sequences,
-    "documents": documents,
-    "id of padding": padding_ids,
-    "padding on the right": padding_right,
-    "padding on the left": padding_left,
-}

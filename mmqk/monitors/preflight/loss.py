@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.inputs import named_tensors
-from mmqk.monitors.preflight.context import IGNORED, Check, Context, Finding, NotChecked, Pass, judged, mapped
+from mmqk.monitors.preflight.context import IGNORED, Context, Finding, NotChecked, Pass, judged, mapped
 from mmqk.monitors.preflight.parameters import listed
 
 _LIKE_ENTROPY = 0.2  # largest relative error of a derivative that counts as one of a cross-entropy
@@ -94,9 +94,7 @@ def shift(context: Context) -> Finding:
         raise NotChecked("the targets are not tokens of the input")
     text = f"{100 * shares[1]:.1f} % of the targets are the next token"
     text += f", {100 * shares[best]:.1f} % the token {best} ahead" if best != 1 else ""
-    return judged(
-        best != 1, shares[1], text, "shift labels once: here or in the model, not in both or in neither"
-    )
+    return judged(best != 1, shares[1], text, "shift labels once: here or in the model, not in both or in neither")
 
 
 def padding(context: Context) -> Finding:
@@ -111,11 +109,8 @@ def reached(context: Context) -> Finding:
     """Every label is a target of the loss."""
     targets, ids = _targets(context), context.ids_BT
     words = {"label", "labels", "target", "targets"}
-    all_labels = [
-        x
-        for name, x in named_tensors(context.batch)
-        if name in words and x.shape[:1] == ids.shape[:1] and x.ndim == 2
-    ]
+    named = [x for name, x in named_tensors(context.batch) if name in words]
+    all_labels = [x for x in named if x.ndim == 2 and len(x) == len(ids)]
     by = ", ".join(f"{int(where.sum())} {name}" for name, where in _by_modality(context, targets).items())
     if not all_labels:
         raise NotChecked(f"the batch has no labels; the loss trains {by} targets")
@@ -137,7 +132,10 @@ def z_loss(context: Context) -> Finding:
 
 
 def weights(context: Context) -> Finding:
-    """Targets of a modality have the same weight, and the weights add up to 1 (mean) or are 1 (sum)."""
+    """Targets of a modality have the same weight, and the weights add up to 1 (mean) or are 1 (sum).
+
+    Modalities may have different weights on purpose: these are printed and not judged.
+    """
     targets, problem, words = _targets(context), "", []
     groups = _by_modality(context, targets)
     for name, where in groups.items():
@@ -167,12 +165,9 @@ def one_modality(context: Context) -> Finding:
             continue
         after = context.training_pass(_with_one_modality(context, m))
         tried.append(f"{name} {after.loss:.3g}")
-        if not math.isfinite(after.loss) or any(
-            g is not None and not g.isfinite().all() for g in after.gradients.values()
-        ):
-            problems.append(
-                f"with {name} alone the loss or a gradient is not finite: divide by max(count, 1)"
-            )
+        gradients = [g for g in after.gradients.values() if g is not None]
+        if not math.isfinite(after.loss) or not all(g.isfinite().all() for g in gradients):
+            problems.append(f"with {name} alone the loss or a gradient is not finite: divide by max(count, 1)")
         lost = [n for n, g in context.gradients.items() if g is not None and after.gradients.get(n) is None]
         if lost:
             problems.append(
@@ -181,9 +176,8 @@ def one_modality(context: Context) -> Finding:
             )
     if not tried:
         raise NotChecked("no batch of one modality can be made from this batch")
-    return judged(
-        bool(problems), None, f"loss of a batch of one modality: {', '.join(tried)}", "; ".join(problems)
-    )
+    text = f"loss of a batch of one modality: {', '.join(tried)}"
+    return judged(bool(problems), None, text, "; ".join(problems))
 
 
 def _with_one_modality(context: Context, m: int) -> Any:
@@ -210,44 +204,32 @@ def halves(context: Context) -> Finding:
     B, middle = len(context.ids_BT), len(context.ids_BT) // 2
     if B < 2:
         raise NotChecked("the batch has one sequence")
-    parts = [
-        context.training_pass(_rows(context.batch, B, rows)) for rows in (slice(0, middle), slice(middle, B))
-    ]
-    n = [int(targets_of(part).has.sum()) for part in (context.first, *parts)]
-    whole, one, two = (
-        torch.cat([x.flatten().double() for x in of.gradients.values() if x is not None])
-        for of in (context.first, *parts)
-    )
+    parts = [_rows(context.batch, B, rows) for rows in (slice(0, middle), slice(middle, B))]
+    passes = [context.first, *map(context.training_pass, parts)]
+    n, n_one, n_two = (int(targets_of(of).has.sum()) for of in passes)
+    given = [[x.flatten().double() for x in of.gradients.values() if x is not None] for of in passes]
+    whole, one, two = map(torch.cat, given)
     if not len(whole) == len(one) == len(two):
         raise NotChecked("a half gives no gradient to some parameters")
-    size = float(whole.norm())
 
     def error(a: float, b: float) -> float:
-        return float((whole - a * one - b * two).norm()) / size
+        return float((whole - a * one - b * two).norm()) / float(whole.norm())
 
     rounding = max(1e-3, 10 * max(torch.finfo(p.dtype).eps for p in context.root.parameters()))
-    shares, averaging = (n[1] / n[0], n[2] / n[0]), 100 * error(0.5, 0.5)
-    candidates = {
-        f"a mean over targets; averaging micro-batches would be off by {averaging:.1f} %": (shares, False),
-        "a sum over targets": ((1.0, 1.0), False),
-        "divided by a fixed number or by sequences": ((middle / B, 1 - middle / B), True),
-    }
-    for words, (pair, is_wrong) in candidates.items():
-        if error(*pair) < rounding:
-            text = f"the loss is {words} (targets of the halves: {n[1]} and {n[2]})"
-            return judged(
-                is_wrong,
-                averaging / 100,
-                text,
-                "divide the sum over targets by the targets of all micro-batches",
-            )
-    advice = "accumulation changes it: look for means of means and statistics over the batch"
-    return Finding(
-        "FAILED",
-        error(*shares),
-        "the gradient of the batch is no weighted sum of those of its halves",
-        advice,
+    shares, averaging = (n_one / n, n_two / n), error(0.5, 0.5)
+    candidates = (
+        (f"a mean over targets; averaging micro-batches would be off by {100 * averaging:.1f} %", shares, False),
+        ("a sum over targets", (1.0, 1.0), False),
+        ("divided by a fixed number or by sequences", (middle / B, 1 - middle / B), True),
     )
+    advice = "divide the sum over targets by the targets of all micro-batches"
+    for words, pair, is_wrong in candidates:
+        if error(*pair) < rounding:
+            text = f"the loss is {words} (targets of the halves: {n_one} and {n_two})"
+            return judged(is_wrong, averaging, text, advice)
+    text = "the gradient of the batch is no weighted sum of those of its halves"
+    advice = "accumulation changes it: look for means of means and statistics over the batch"
+    return Finding("FAILED", error(*shares), text, advice)
 
 
 def _rows(batch: Any, B: int, rows: slice) -> Any:
@@ -272,22 +254,15 @@ def ids(context: Context) -> Finding:
         if "label" in name and (bad := x[(x >= V) | ((x < 0) & (x != IGNORED))]).numel():
             problems.append(f"{name} has {int(bad[0])}, outside the {V} logits and not {IGNORED}")
     ranges = context.modalities.ranges or {}
+    is_known_BT = ~context.valid_BT
     for name, parts in ranges.items():
-        problems += [
-            f"{name} goes to id {part.stop - 1} of {V}" for part in parts if part.stop > max(V, rows)
-        ]
-    if ranges.get("text"):
-        known = sum(
-            ((context.ids_BT >= r.start) & (context.ids_BT < r.stop)).int()
-            for parts in ranges.values()
-            for r in parts
-        )
-        outside = context.ids_BT[(known == 0) & context.valid_BT]
-        problems += [f"id {int(outside[0])} is in no declared range"] if outside.numel() else []
-    count = {
-        name: int(((context.modality_BT == m) & context.valid_BT).sum())
-        for m, name in enumerate(context.modalities.names)
-    }
+        for part in parts:
+            is_known_BT = is_known_BT | ((context.ids_BT >= part.start) & (context.ids_BT < part.stop))
+            problems += [f"{name} goes to id {part.stop - 1} of {V}"] if part.stop > max(V, rows) else []
+    if ranges.get("text") and not is_known_BT.all():
+        problems.append(f"id {int(context.ids_BT[~is_known_BT][0])} is in no declared range")
+    of_BT = context.modality_BT.where(context.valid_BT, -1)
+    count = {name: int((of_BT == m).sum()) for m, name in enumerate(context.modalities.names)}
     absent = [name for name, n in count.items() if not n and not context.modalities.origin]
     problems += [f"no token of the batch is {name}" for name in absent]
     text = f"{V} ids; tokens: " + ", ".join(f"{n} {name}" for name, n in count.items())
@@ -317,16 +292,3 @@ def unigram_entropy(ids: Tensor) -> tuple[float, int]:
     counts = ids.unique(return_counts=True)[1].double()
     share = counts / counts.sum()
     return float(-(share * share.log()).sum()), int(counts.sum())
-
-
-CHECKS: dict[str, Check] = {
-    "ids": ids,
-    "shift": shift,
-    "padding": padding,
-    "labels": reached,
-    "z-loss": z_loss,
-    "weights": weights,
-    "one modality": one_modality,
-    "halves": halves,
-    "initial loss": initial,
-}

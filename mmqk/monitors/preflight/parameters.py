@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.preflight.context import Check, Context, Finding, NotChecked, judged
+from mmqk.monitors.preflight.context import Context, Finding, NotChecked, judged
 
 # Share of grad_norm^2 from which one tensor decides the size of clipped updates.
 DOMINANT = 0.9
@@ -18,6 +18,11 @@ STUCK = 0.5  # share of a parameter's elements that an update cannot move
 def listed(names: Sequence[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def bracketed(names: Sequence[str]) -> str:
+    """Return the first names of a list in brackets after a space, or "" for an empty list."""
+    return f" ({listed(names)})" if names else ""
 
 
 def is_silent(gradient: Tensor | None) -> bool:
@@ -54,46 +59,37 @@ def no_gradient(context: Context) -> Finding:
             later = context.training_pass(context.batch).gradients
         n, silent = len(silent), [name for name in silent if is_silent(later[name])]
         if not silent:
-            return Finding(
-                "ok", 0, f"all parameters get a gradient, {n} of them when the zeros of the start have moved"
-            )
-    acting = []
-    if _acts(context, silent):
-        acting = [name for name in silent if _acts(context, [name])]
+            text = f"all parameters get a gradient, {n} of them when the zeros of the start have moved"
+            return Finding("ok", 0, text)
+    acting = [name for name in silent if _acts(context, [name])] if _acts(context, silent) else []
     inert = [name for name in silent if name not in acting]
-    parts = [f"{len(inert)} are inert, the output does not depend on them ({listed(inert)})"] if inert else []
-    parts += [f"{len(acting)} change the output but are cut off ({listed(acting)})"] if acting else []
-    text = f"{len(silent)} of {len(gradients)} parameters get no gradient from this batch: {'; '.join(parts)}"
-    advice = (
-        "use or remove inert parameters; look for detach(), no_grad or .data before those that are cut off"
-    )
+    parts = {
+        "are inert, the output does not depend on them": inert,
+        "change the output but are cut off": acting,
+    }
+    words = "; ".join(f"{len(names)} {what}{bracketed(names)}" for what, names in parts.items() if names)
+    text = f"{len(silent)} of {len(gradients)} parameters get no gradient from this batch: {words}"
+    advice = "use or remove inert parameters; look for detach(), no_grad or .data before those that are cut off"
     return Finding("FAILED", len(silent), text, advice)
 
 
 def _acts(context: Context, names: Sequence[str]) -> bool:
-    if not names:
-        return False
     with perturbed(context, names):
         return context.largest(context.output(*context.call) - context.base_BTV) > context.noise
 
 
 def gradient_norm(context: Context) -> Finding:
     """The share of the largest tensor in grad_norm^2."""
-    squares = {
-        name: float(g.double().square().sum()) for name, g in context.gradients.items() if g is not None
-    }
+    gradients = {name: g for name, g in context.gradients.items() if g is not None}
+    squares = {name: float(g.double().square().sum()) for name, g in gradients.items()}
     total, largest = sum(squares.values()), max(squares, key=lambda name: squares[name])
     bad = [name for name, x in squares.items() if not x < float("inf")]
     if bad:
-        text = f"the gradient of {listed(bad)} is not finite"
-        return Finding(
-            "FAILED", total**0.5, text, "find the first operation with torch.autograd.detect_anomaly()"
-        )
+        advice = "find the first operation with torch.autograd.detect_anomaly()"
+        return Finding("FAILED", total**0.5, f"the gradient of {listed(bad)} is not finite", advice)
     share = squares[largest] / total if total else 0.0
     text = f"{largest} has {100 * share:.1f} % of grad_norm^2 (grad_norm {total**0.5:.3g})"
-    advice = (
-        "clipping by the global norm scales all updates by this tensor: check its initial size and its loss"
-    )
+    advice = "clipping by the global norm scales all updates by this tensor: check its initial size and its loss"
     return judged(share > DOMINANT, share, text, advice)
 
 
@@ -105,9 +101,7 @@ def _groups(context: Context) -> list[tuple[str, nn.Parameter, dict]]:
     entries = [(p, group) for group in context.optimizer.param_groups for p in group["params"]]
     own = [(names[id(p)], p, group) for p, group in entries if id(p) in names]
     if not own:
-        raise NotChecked(
-            "the optimizer has none of the model's parameters; it may have copies of them in fp32"
-        )
+        raise NotChecked("the optimizer has none of the model's parameters; it may have copies of them in fp32")
     return own
 
 
@@ -119,16 +113,13 @@ def too_small_updates(context: Context) -> Finding:
         lr = float(group.get("initial_lr", group.get("lr", 0.0)))
         if gradient is None or not lr:
             continue
-        update = (
-            lr * (gradient if isinstance(context.optimizer, torch.optim.SGD) else gradient.sign()).double()
-        )
-        moves = (p.detach().double() - update).to(p.dtype) != p.detach()
+        direction = gradient if isinstance(context.optimizer, torch.optim.SGD) else gradient.sign()
+        moves = (p.detach().double() - lr * direction.double()).to(p.dtype) != p.detach()
         has_gradient = gradient != 0
         share = float((~moves & has_gradient).sum() / has_gradient.sum().clamp_min(1))
         worst = max(worst, share)
         stuck += [f"{name} ({str(p.dtype).removeprefix('torch.')}, lr {lr:.2g})"] if share >= STUCK else []
-    text = f"an update rounds to nothing in {len(stuck)} parameters"
-    text += f": {listed(stuck)}" if stuck else ""
+    text = f"an update rounds to nothing in {len(stuck)} parameters" + (f": {listed(stuck)}" if stuck else "")
     advice = "keep these parameters in fp32 (master weights), give them a higher learning rate, or store less than 1"
     return judged(bool(stuck), worst, text, advice)
 
@@ -141,9 +132,7 @@ def tied(context: Context) -> Finding:
     twice = [" = ".join(names) for names in places.values() if len(names) > 1]
     if twice:
         text = f"the optimizer updates and decays the same memory twice: {listed(twice)}"
-        return Finding(
-            "FAILED", len(twice), text, "assign the Parameter itself: head.weight = embedding.weight"
-        )
+        return Finding("FAILED", len(twice), text, "assign the Parameter itself: head.weight = embedding.weight")
     shared: dict[int, list[str]] = {}
     for name, p in context.root.named_parameters(remove_duplicate=False):
         shared.setdefault(id(p), []).append(name)
@@ -152,12 +141,8 @@ def tied(context: Context) -> Finding:
     ends = [getattr(context.root, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     weights = [getattr(end, "weight", None) for end in ends]
     if getattr(config, "tie_word_embeddings", False) and weights[0] is not weights[1]:
-        return Finding(
-            "FAILED",
-            0,
-            "the config ties the head to the embedding, but they are two tensors",
-            "call tie_weights()",
-        )
+        text = "the config ties the head to the embedding, but they are two tensors"
+        return Finding("FAILED", 0, text, "call tie_weights()")
     return Finding("ok", len(ties), f"tied: {listed(ties)}" if ties else "no tied weights")
 
 
@@ -165,12 +150,10 @@ def decay(context: Context) -> Finding:
     """Norms, embeddings, gains and biases that are decayed."""
     decayed = [(name, p) for name, p, group in _groups(context) if group.get("weight_decay", 0.0)]
     embeddings = {id(m.weight) for m in context.root.modules() if isinstance(m, nn.Embedding)}
-    wrong = [
-        name for name, p in decayed if p.ndim < 2 or id(p) in embeddings or "norm" in name.rpartition(".")[0]
-    ]
+    is_wrong = {name: p.ndim < 2 or id(p) in embeddings or "norm" in name.rpartition(".")[0] for name, p in decayed}
+    wrong = [name for name in is_wrong if is_wrong[name]]
     text = f"{len(decayed)} parameters are decayed, {len(wrong)} of them norms, embeddings, gains or biases"
-    text += f" ({listed(wrong)})" if wrong else ""
-    return judged(bool(wrong), len(wrong), text, "put these into a group with weight_decay=0")
+    return judged(bool(wrong), len(wrong), text + bracketed(wrong), "put these into a group with weight_decay=0")
 
 
 def in_no_group(context: Context) -> Finding:
@@ -180,18 +163,7 @@ def in_no_group(context: Context) -> Finding:
     assert context.optimizer is not None
     own = {id(p) for p in context.root.parameters()}
     foreign = sum(id(p) not in own for group in context.optimizer.param_groups for p in group["params"])
-    text = f"{len(missing)} trainable parameters are in no group"
-    text += f" ({listed(missing)})" if missing else ""
+    text = f"{len(missing)} trainable parameters are in no group{bracketed(missing)}"
     text += f"; {foreign} tensors of the optimizer are not in the model" if foreign else ""
     advice = "create the optimizer after the model is complete, or set requires_grad=False"
     return judged(bool(missing or foreign), len(missing), text, advice)
-
-
-CHECKS: dict[str, Check] = {
-    "no gradient": no_gradient,
-    "gradient norm": gradient_norm,
-    "too small updates": too_small_updates,
-    "tied weights": tied,
-    "decay": decay,
-    "in no group": in_no_group,
-}

@@ -108,9 +108,8 @@ class Normalization:
     def __str__(self) -> str:
         if not self.is_norm:
             return self.kind
-        over = {"head": "per head", "full": "over the full width"}.get(
-            self.over, f"over {self.over} (wrong axis)"
-        )
+        right = {"head": "per head", "full": "over the full width"}
+        over = right.get(self.over, f"over {self.over} (wrong axis)")
         return f"{self.kind} {over}{f', {self.rope} RoPE' if self.rope else ''}"
 
 
@@ -160,15 +159,18 @@ class CallReader(Measurement):
         return self.n_calls
 
 
-def _derivative(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def _derivative(x: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the derivative of a number by each input; 0 where it does not depend on the input."""
     if not x.requires_grad or not inputs:
-        return [None] * len(inputs)
-    return list(torch.autograd.grad(x, inputs, retain_graph=True, allow_unused=True))
+        return [torch.zeros_like(y) for y in inputs]
+    return torch.autograd.grad(x, inputs, retain_graph=True, materialize_grads=True)
 
 
-def normalization(
-    x_BHTK: Tensor, products: Mapping[int, Tensor], module: nn.Module, token: int
-) -> Normalization:
+def _product(x: Tensor, y: Tensor) -> float:
+    return float((x.detach().double() * y.detach().double()).sum())
+
+
+def normalization(x_BHTK: Tensor, products: Mapping[int, Tensor], module: nn.Module, token: int) -> Normalization:
     """Return what happens between the projections and the queries or keys, from the derivative at one token.
 
     Args:
@@ -181,28 +183,19 @@ def normalization(
     noise_K = torch.randn(K, generator=torch.Generator().manual_seed(0)).to(x_K)
     w_K = (x_K + x_K.norm() * noise_K / (2 * math.sqrt(K))).detach()
     numbers, tensors = list(products), list(products.values())
-    of_head = _derivative((w_K * x_K).sum(), tensors)
-    found = [i for i, g in enumerate(of_head) if g is not None and bool(g.count_nonzero())]
+    of_head, of_channel = (_derivative(y, tensors) for y in ((w_K * x_K).sum(), x_K[0]))
+    found = [i for i, g in enumerate(of_head) if g.any()]
     if not found:
         return Normalization()
-    of_channel = _derivative(x_K[0], tensors)
-    last = found[-1]
-    g_head, g_channel = of_head[last], of_channel[last]
-    assert g_head is not None and g_channel is not None
-    u, width = tensors[last].detach(), tensors[last].shape[-1]
+    width = tensors[found[-1]].shape[-1]
+    u, g_head, g_channel = (y[found[-1]].detach().reshape(-1, width) for y in (tensors, of_head, of_channel))
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     by_gain = _derivative(x_K[0], list(parameters.values()))
-    gains = {name: g for name, g in zip(parameters, by_gain, strict=True) if g is not None and bool(g.any())}
+    gains = {name: g for name, g in zip(parameters, by_gain, strict=True) if g.any()}
     # A bias is no part of what scales with the projection.
     biases = [parameters[name] for name in gains if name.endswith("bias")]
-    total = float((w_K.double() * x_K.detach().double()).sum())
-    for bias, g in zip(biases, _derivative((w_K * x_K).sum(), biases), strict=True):
-        total -= 0.0 if g is None else float((bias.detach() * g).sum())
-    along = 0.0
-    for i in found:
-        along += float((of_head[i].double() * tensors[i].detach().double()).sum())  # type: ignore[union-attr]
-    along = along / total if total else 1.0
-    g_head, g_channel, u = g_head.reshape(-1, width), g_channel.reshape(-1, width), u.reshape(-1, width)
+    total = _product(w_K, x_K) - sum(map(_product, biases, _derivative((w_K * x_K).sum(), biases)))
+    along = sum(_product(of_head[i], tensors[i]) for i in found) / total if total else 1.0
     part = g_head != 0
     n_channel, n_tokens, n_head = int(g_channel.count_nonzero()), int(part.any(-1).sum()), int(part.sum())
     # A layer norm ignores the mean of its input; without a gain its output has none, also after RoPE.
