@@ -10,7 +10,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, Q
 from mmqk.model.attention import rope_tables
 from mmqk.model.backends import mask_of
 from mmqk.model.linear import SigmaLinear, power_step
-from mmqk.model.norms import L2Norm, qk_norm
+from mmqk.model.norms import qk_norm
 from mmqk.monitors.probe import logit_bound
 from tests.model.attend import attention
 from tests.model.small import BLOCKS, build, ids_of
@@ -273,14 +273,6 @@ def test_row_sums_of_the_weights_are_known_at_zero_logits():
     torch.testing.assert_close(sums("softmax"), torch.ones(T).double())
     torch.testing.assert_close(sums("sigmoid"), keys / (T + 1))  # sigmoid(-log T) is 1 / (T + 1)
     torch.testing.assert_close(sums("sigmoid", window=3), keys.clamp(max=3) / (T + 1))
-
-
-def test_l2_without_a_learned_scale_is_a_function_of_the_direction():
-    norm, x = L2Norm(K, 1e-6, scale=4.0).double(), adversaries().unflatten(-1, (H, K))
-    torch.testing.assert_close(norm(3 * x), norm(x))
-    lengths = norm(x)[:6].norm(dim=-1)
-    torch.testing.assert_close(lengths, torch.full_like(lengths, 4.0))
-    assert (norm(x + 1) - norm(x)).abs().max() > 0.1
 
 
 def test_sigmoid_attention_depends_on_the_length_of_the_row_and_softmax_attention_does_not():

@@ -1,90 +1,19 @@
-"""Norms equal torch's in value and gradient, keep the dtype of the input, and round only once.
-
-`test_peers` tests their variants.
-"""
+"""Norms keep the dtype of the input and round only once; code that is optimized for a CPU equals the plain form bit
+for bit. `test_peers` compares the values of norms with those of torch."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from mmqk.model import QKNormConfig
-from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm, qk_norm
+from mmqk.model.attention import apply_rope, rope_tables
+from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
 
 DIM, EPS = 24, 1e-5
-
-
-def pair(kind, dtype=torch.float32, eps=EPS):
-    """Return our norm and torch's, with the same random gains and biases."""
-    ours, torchs = {
-        "rms": (RMSNorm((DIM,), eps), torch.nn.RMSNorm(DIM, EPS)),
-        "layer": (LayerNorm((DIM,), eps, bias=True), torch.nn.LayerNorm(DIM, EPS)),
-    }[kind]
-    generator = torch.Generator().manual_seed(1)
-    for parameter in ours.parameters():
-        torch.nn.init.normal_(parameter, 1.0, 0.3, generator=generator)
-    torchs.load_state_dict(ours.state_dict())
-    return ours.to(dtype), torchs.to(dtype)
-
-
-def sample(*shape, dtype=torch.float32):
-    return 0.5 + 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
-def test_equals_torch_in_value_and_gradient(kind, dtype, tolerance):
-    ours, torchs = pair(kind, dtype)
-    x = sample(3, 5, DIM, dtype=dtype).requires_grad_()
-    upstream = sample(3, 5, DIM, dtype=dtype)
-    y, reference = ours(x), torchs(x)
-    torch.testing.assert_close(y, reference, rtol=0, atol=tolerance)
-    grads = torch.autograd.grad(y, [x, *ours.parameters()], upstream)
-    expected = torch.autograd.grad(reference, [x, *torchs.parameters()], upstream)
-    for grad, reference_grad in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, reference_grad, rtol=10 * tolerance, atol=10 * tolerance)
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_another_epsilon_is_seen(kind):
-    ours, torchs = pair(kind, eps=1e-3)
-    x = sample(3, DIM)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(ours(x), torchs(x), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_bf16_input_gives_the_fp32_result_rounded_once(kind, autocast):
-    ours, torchs = pair(kind)
-    x = sample(64, DIM).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = ours(x)
-    assert y.dtype == torch.bfloat16
-    once = torchs(x.float()).bfloat16()
-    # fp32 sums in another order move only a few values across a bf16 rounding boundary.
-    assert (y != once).float().mean() < 0.01
-    if kind == "rms":
-        normalized = F.rms_norm(x.float(), (DIM,), eps=EPS)
-        twice = (torchs.weight * normalized.bfloat16()).bfloat16()
-        assert (y != twice).float().mean() > 0.1
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_fp32_input_stays_fp32_under_autocast(kind):
-    ours, _ = pair(kind)
-    x = sample(8, DIM)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = ours(x)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, ours(x))
-
-
-H = 3
-OTHERS = {
-    "zero-centered": (
-        RMSNorm((DIM,), EPS, gain="zero_centered"),
-        lambda x, w: F.rms_norm(x, (DIM,), 1 + w, EPS),
-    ),
+NORMS = {
+    "rms": (RMSNorm((DIM,), EPS), lambda x, w: F.rms_norm(x, (DIM,), w, EPS)),
+    "zero-centered": (RMSNorm((DIM,), EPS, gain="zero_centered"), lambda x, w: F.rms_norm(x, (DIM,), 1 + w, EPS)),
+    "layer": (LayerNorm((DIM,), EPS, bias=True), lambda x, w, b: F.layer_norm(x, (DIM,), w, b, EPS)),
     "no gain": (LayerNorm((DIM,), EPS, gain="none"), lambda x: F.layer_norm(x, (DIM,), eps=EPS)),
     "l2": (L2Norm(DIM, EPS, scale=4.0, scale_shape=(1,)), lambda x, w: w * F.normalize(x, dim=-1)),
     "clamped": (
@@ -95,42 +24,74 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_other_norm_rounds_once_and_keeps_the_dtype(name):
-    ours, formula = OTHERS[name]
+@pytest.mark.parametrize("name", NORMS)
+def test_every_norm_rounds_once_and_keeps_the_dtype(name):
+    ours, formula = NORMS[name]
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in ours.parameters():
-            parameter += 0.1
-    x = sample(64, DIM)
+            parameter += 0.1 * torch.rand(parameter.shape, generator=generator)
+    x = 0.5 + 2 * torch.randn(64, DIM, generator=generator)
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             wide, narrow = ours(x), ours(x.bfloat16())
         assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
         torch.testing.assert_close(wide, formula(x, *ours.parameters()), rtol=0, atol=1e-5)
         once = formula(x.bfloat16().float(), *ours.parameters()).bfloat16()
+        # fp32 sums in another order move only a few values across a bf16 rounding boundary.
         assert (narrow != once).float().mean() < 0.01
-    twice = x.bfloat16() * formula(x.bfloat16(), *(p.bfloat16() for p in ours.parameters()))
-    assert (narrow != twice).float().mean() > 0.1
+    if name == "rms":  # the control: the normalized input is rounded before the gain
+        normalized = F.rms_norm(x.bfloat16().float(), (DIM,), eps=EPS)
+        twice = (ours.weight * normalized.bfloat16()).bfloat16()
+        assert (narrow != twice).float().mean() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("config", "shape", "gain"),
-    [
-        (QKNormConfig("rms"), (DIM,), (DIM,)),
-        (QKNormConfig("layer", gain="per_head", bias=True), (DIM,), (H, DIM)),
-        (QKNormConfig("rms", "full"), (H, DIM), (DIM,)),
-        (QKNormConfig("rms", "full", "per_head"), (H, DIM), (H, DIM)),
-        (QKNormConfig("rms", gain="none"), (DIM,), None),
-        (QKNormConfig("l2"), (DIM,), (1,)),
-        (QKNormConfig("l2", gain="per_head", scale_max=100.0), (DIM,), (H, 1)),
-    ],
-)
-def test_shapes_of_what_is_normalized_and_of_gain_and_bias(config, shape, gain):
-    norm = qk_norm(config, H, DIM, "q")
-    assert norm.shape == shape
-    assert (None if norm.weight is None else tuple(norm.weight.shape)) == gain
-    assert (None if norm.bias is None else tuple(norm.bias.shape)) == (gain if config.bias else None)
-    assert str(gain).strip("None") in repr(norm)
-    assert isinstance(qk_norm(config, H, DIM, "v"), torch.nn.Identity)
-    # With kind l2, only the queries have a learned scale.
-    assert (list(qk_norm(config, H, DIM, "k").parameters()) == []) == (gain is None or config.kind == "l2")
+def plain_rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return gain * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def plain_layer(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return plain_rms(x - x.mean(-1, keepdim=True), gain, eps)
+
+
+def plain_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    return x * rope[0] + x.roll(x.shape[-1] // 2, dims=-1) * rope[1]
+
+
+def both(function, *inputs: Tensor) -> list[Tensor]:
+    """Return the output, and the gradients of the inputs for a random output gradient."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    torch.manual_seed(5)
+    out.backward(torch.randn_like(out))
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "plain"), [(RMSNorm, plain_rms), (LayerNorm, plain_layer)])
+@pytest.mark.parametrize("width", [64, 24])  # a division by 64 is exact, a division by 24 rounds
+def test_norms_equal_the_plain_form(kind, plain, width):
+    torch.manual_seed(0)
+    norm = kind((width,), 1e-6)
+    x, gain = torch.randn(3, 50, width) * 4, torch.randn(width)
+
+    def ours(x: Tensor, gain: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, {"weight": gain}, (x,))
+
+    wanted = both(lambda x, gain: plain(x, gain, 1e-6), x, gain)
+    assert same(both(ours, x, gain), wanted)
+    assert not same(both(lambda x, gain: plain(x, gain, 1e-4), x, gain), wanted)  # the control
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_rope_equals_the_plain_form(heads):
+    torch.manual_seed(0)
+    rope = rope_tables(40, 16, 10000.0, torch.device("cpu"))
+    x = torch.randn(2, 40, heads, 16)
+    wanted = both(lambda x: plain_rope(x, rope), x)
+    assert same(both(lambda x: apply_rope(x, rope), x), wanted)
+    later = tuple(t.roll(1, dims=0) for t in rope)
+    assert not same(both(lambda x: apply_rope(x, later), x), wanted)
