@@ -1,6 +1,8 @@
 """Reference layers of other libraries, as functions of leaf tensors with mmqk's parameter names."""
 
 from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,8 @@ from torch.func import functional_call
 
 from tests.model.comparison import LAYERS, D, Function, H, K, Leaves, T, rope64, sigma_vectors
 
-INTERLEAVED = (
-    torch.arange(K).view(2, K // 2).T.flatten()
-)  # RoPE rotates channels i and i + K/2 together in mmqk, but i and i + 1 in x-transformers
+# RoPE rotates channels i and i + K/2 together in mmqk, but i and i + 1 in x-transformers.
+INTERLEAVED = torch.arange(K).view(2, K // 2).T.flatten()
 
 
 def _tables() -> tuple[Tensor, Tensor]:
@@ -32,25 +33,15 @@ def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **opt
         from timm.layers import AttentionRope
 
         module = AttentionRope(
-            D,
-            H,
-            qkv_bias=False,
-            qkv_fused=False,
-            proj_bias=False,
-            num_prefix_tokens=0,
-            rotate_half=True,
-            num_kv_heads=kv_heads,
-            qk_norm=norm is not None,
-            norm_layer=norm and partial(norm, **options),
-        ).double()
+            D, H, qkv_bias=False, qkv_fused=False, proj_bias=False, num_prefix_tokens=0, rotate_half=True,
+            num_kv_heads=kv_heads, qk_norm=norm is not None, norm_layer=norm and partial(norm, **options),
+        ).double()  # fmt: skip
         module.fused_attn = False
         parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "proj")
         parameters |= {name: leaf for name, leaf in leaves.items() if "_norm." in name}
         cos, sin = _tables()
         rope = torch.cat((sin, cos), -1)
-        return functional_call(
-            module, parameters, leaves["x"], {"rope": rope, "is_causal": True}, strict=True
-        )
+        return functional_call(module, parameters, leaves["x"], {"rope": rope, "is_causal": True}, strict=True)
 
     return forward
 
@@ -211,74 +202,55 @@ def x_transformers_deep_norm(alpha: float) -> Function:
     return forward
 
 
-def hf_attention(family: str, kv_heads: int, norms: tuple[str, str]) -> Function:
-    """Return the eager attention layer of a transformers model. The norms and the softmax are in fp32."""
+def hf_attention(family: str, kv_heads: int, extra: dict[str, str], half: bool = False, **fields) -> Function:
+    """Return the eager attention layer of a transformers model. The norms and the softmax are in fp32.
+
+    Args:
+        family: "folder Name" of the model: ``transformers.models.folder`` has NameAttention.
+        kv_heads: number of key heads.
+        extra: names of the parameters beside the projections, in transformers and in mmqk.
+        half: whether the model takes RoPE tables of K / 2 channels.
+        fields: more fields of the configuration.
+    """
 
     def forward(leaves: Leaves) -> Tensor:
         import transformers
-        from transformers import models
 
-        config = getattr(transformers, f"{family}Config")(
-            hidden_size=D,
-            num_attention_heads=H,
-            num_key_value_heads=kv_heads,
-            head_dim=K,
-            rms_norm_eps=1e-5,
-            attn_implementation="eager",
-        )
-        folder = {"Olmo2": "olmo2", "HunYuanDenseV1": "hunyuan_v1_dense"}[family]
-        modeling = getattr(getattr(models, folder), f"modeling_{folder}")
-        module = getattr(modeling, f"{family}Attention")(config, 0).double()
+        folder, name = family.split()
+        config = getattr(transformers, f"{name}Config")(
+            hidden_size=D, num_attention_heads=H, num_key_value_heads=kv_heads, head_dim=K, rms_norm_eps=1e-5,
+            attn_implementation="eager", **fields,
+        )  # fmt: skip
+        modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
+        module = getattr(modeling, f"{name}Attention")(config, 0).double()
+        module.qk_scale_factor = 1.0  # of Muse Glimmer
         parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "o_proj")
-        for name, n in zip(norms, "qk", strict=True):
-            parameters[f"{name}.weight"] = leaves[f"{n}_norm.weight"].flatten()
-        cos, sin = (table[None] for table in _tables())
+        for theirs, ours in extra.items():
+            parameters[theirs] = leaves[ours].flatten() if "norm" in ours else leaves[ours]
+        tables = tuple(table[None, :, : K // 2 if half else K] for table in _tables())
         mask = torch.full((T, T), float("-inf"), dtype=torch.float64).triu(1)[None, None]
-        return functional_call(module, parameters, (leaves["x"], (cos, sin), mask), strict=True)[0]
+        return functional_call(module, parameters, (leaves["x"], tables, mask), strict=True)[0]
 
     return forward
 
 
-def gpt_oss_attention(leaves: Leaves) -> Tensor:
-    """Run the eager attention layer of transformers' gpt-oss, with two key heads."""
-    import transformers
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
-
-    config = transformers.GptOssConfig(
-        hidden_size=D, num_attention_heads=H, num_key_value_heads=2, head_dim=K, attention_bias=False,
-        layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager",
-    )  # fmt: skip
-    module = GptOssAttention(config, 0).double()
-    parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "o_proj") | {"sinks": leaves["sink.weight"]}
-    cos, sin = (table[None, :, : K // 2] for table in _tables())
-    mask = torch.full((T, T), float("-inf"), dtype=torch.float64).triu(1)[None, None]
-    return functional_call(module, parameters, (leaves["x"], (cos, sin), mask), strict=True)[0]
+def hf_norms(q: str, k: str) -> dict[str, str]:
+    """Return the parameters of the QK-Norm, with the names of its modules in transformers."""
+    return {f"{q}.weight": "q_norm.weight", f"{k}.weight": "k_norm.weight"}
 
 
-def muse_glimmer_attention(leaves: Leaves) -> Tensor:
-    """Run the eager attention layer of transformers' Muse Glimmer: one gate per channel, QK-Norm without gain."""
-    import transformers
-    from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextAttention
-
-    config = transformers.MuseGlimmerTextConfig(
-        hidden_size=D, num_attention_heads=H, num_key_value_heads=2, head_dim=K, rms_norm_eps=1e-5,
-        layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager",
-    )  # fmt: skip
-    module = MuseGlimmerTextAttention(config, 0).double()
-    module.qk_scale_factor = 1.0
-    parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "o_proj")
-    parameters["gate_proj.weight"] = leaves["w_g.weight"]
-    cos, sin = (table[None] for table in _tables())
-    mask = torch.full((T, T), float("-inf"), dtype=torch.float64).triu(1)[None, None]
-    return functional_call(module, parameters, (leaves["x"], (cos, sin), mask), strict=True)[0]
+ONE_LAYER = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+OLMO2 = hf_attention("olmo2 Olmo2", 2, hf_norms("q_norm", "k_norm"))
+HUNYUAN = hf_attention("hunyuan_v1_dense HunYuanDenseV1", 2, hf_norms("query_layernorm", "key_layernorm"))
+# With two key heads, and gates per channel and QK-Norm without gain in Muse Glimmer.
+GPT_OSS = hf_attention("gpt_oss GptOss", 2, {"sinks": "sink.weight"}, half=True, attention_bias=False, **ONE_LAYER)
+GLIMMER = hf_attention("muse_glimmer MuseGlimmerText", 2, {"gate_proj.weight": "w_g.weight"}, **ONE_LAYER)
 
 
 def muse_spark_residual_gate(temperature: float) -> Function:
     """Return transformers' MuseSparkResidualGate, applied to the stream `x` and the branch `branch`."""
 
     def forward(leaves: Leaves) -> Tensor:
-        from types import SimpleNamespace
-
         from transformers.models.muse_spark.modeling_muse_spark import MuseSparkResidualGate
 
         config = SimpleNamespace(hidden_size=D, residual_gate_temperature=temperature)
@@ -292,8 +264,6 @@ def gpt_oss_swiglu(limit: float) -> Function:
     """Return gpt-oss's clamped SwiGLU between projections, with alpha 1 and `up` in place of `up + 1`."""
 
     def forward(leaves: Leaves) -> Tensor:
-        from types import SimpleNamespace
-
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
         gate, up = (leaves["x"] @ leaves[f"w_{n}.weight"].T for n in ("gate", "up"))

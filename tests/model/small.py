@@ -21,25 +21,14 @@ VARIANTS = {
     "scale of its own": {"attn_scale": 0.3, "d_head": 6, "tie_embeddings": True, "embed_sqrt_d": True},
     "layer norm": {"norm": "layer", "norm_bias": True, "post_norm": True, "layer_scale": 0.4},
     "norms without gain": {"norm_gain": "none", "qk_norm": QKNormConfig("layer", gain="none")},
-    "olmo": {
-        "qk_norm": QKNormConfig("rms", "full", "per_head"),
-        "pre_norm": False,
-        "post_norm": True,
-        "n_kv_heads": 2,
-    },
+    "olmo": {"qk_norm": QKNormConfig("rms", "full", "per_head"), "pre_norm": False, "post_norm": True,
+             "n_kv_heads": 2},
     "full, one gain": {"qk_norm": QKNormConfig("layer", "full", "shared", bias=True)},
     "hf chameleon": {"qk_norm": QKNormConfig("layer", gain="per_head", bias=True), "n_kv_heads": 2},
     "gemma": {
-        "norm_gain": "zero_centered",
-        "post_norm": True,
-        "qk_norm": QKNormConfig("rms", gain="zero_centered"),
-        "mlp": "geglu",
-        "n_kv_heads": 1,
-        "window": 4,
-        "global_every": 2,
-        "local_rope_theta": 30.0,
-        "rope_scaling": RopeScalingConfig("linear", 3.0),
-        "embed_scale": {"text": 2.0, "image": 0.5},
+        "norm_gain": "zero_centered", "post_norm": True, "qk_norm": QKNormConfig("rms", gain="zero_centered"),
+        "mlp": "geglu", "n_kv_heads": 1, "window": 4, "global_every": 2, "local_rope_theta": 30.0,
+        "rope_scaling": RopeScalingConfig("linear", 3.0), "embed_scale": {"text": 2.0, "image": 0.5},
         "embed_sqrt_d": True,
     },
     "after rope": {"qk_norm": QKNormConfig("rms", place="after_rope"), "window": 3},
@@ -52,31 +41,19 @@ VARIANTS = {
     "sigma reparam": {"weight_reparam": "sigma"},
     "llama 3.1": {"rope_scaling": RopeScalingConfig("llama3", 4.0, original_length=64), "rope_theta": 50.0},
     "untied": {
-        "per_modality": PerModalityConfig(norms=True, qk_norm=True, qk=True, mlp=True),
-        "norm": "layer",
-        "norm_bias": True,
-        "post_norm": True,
+        "per_modality": PerModalityConfig(norms=True, qk_norm=True, qk=True, mlp=True), "norm": "layer",
+        "norm_bias": True, "post_norm": True, "n_kv_heads": 2,
         "qk_norm": QKNormConfig("layer", gain="per_head", bias=True),
-        "n_kv_heads": 2,
     },
     "untied, everything else": {
-        "per_modality": PerModalityConfig(qk_norm=True, qk=True, mlp=True),
-        "weight_reparam": "sigma",
-        "reparam_gamma": "one",
-        "attention": "sigmoid",
-        "layer_scale": 0.5,
-        "qk_norm": replace(L2, gain="per_head", scale_max=30.0, normalize_v=True),
-        "embed_scale": {"image": 3.0},
-        "final_softcap": 2.0,
+        "per_modality": PerModalityConfig(qk_norm=True, qk=True, mlp=True), "weight_reparam": "sigma",
+        "reparam_gamma": "one", "attention": "sigmoid", "layer_scale": 0.5, "embed_scale": {"image": 3.0},
+        "qk_norm": replace(L2, gain="per_head", scale_max=30.0, normalize_v=True), "final_softcap": 2.0,
     },
     "deep norm": {"deep_norm": True, "pre_norm": False, "layer_scale": 0.4, "norm": "layer", "norm_bias": True},
     "separated ends": {
-        "separate_first": 1,
-        "separate_last": 1,
-        "qk_norm": QKNormConfig("rms", gain="per_head", normalize_v=True),
-        "n_kv_heads": 2,
-        "layer_scale": 0.5,
-        "window": 5,
+        "separate_first": 1, "separate_last": 1, "qk_norm": QKNormConfig("rms", gain="per_head", normalize_v=True),
+        "n_kv_heads": 2, "layer_scale": 0.5, "window": 5,
     },
 }  # fmt: skip
 
@@ -86,16 +63,12 @@ def build(seed=0, backend="math", **fields):
     order of operations."""
     model = EarlyFusionTransformer(ModelConfig(**(SMALL | fields)), backend, seed).eval()
     generator = torch.Generator().manual_seed(7)
-    for parameter in model.parameters():
-        if parameter.ndim < 2 or "norm" in _name(model, parameter):
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or "norm" in name:
             parameter.data += torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator)
-        elif ".copies." in _name(model, parameter):  # copies start equal, which would hide the use of a wrong copy
+        elif ".copies." in name:  # copies start equal, which would hide the use of a wrong copy
             parameter.data += 0.1 * torch.empty_like(parameter).normal_(generator=generator)
     return model
-
-
-def _name(model, parameter):
-    return next(name for name, p in model.named_parameters() if p is parameter)
 
 
 def refuses_sdpa(fields):

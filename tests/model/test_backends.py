@@ -20,70 +20,37 @@ def qkv(dtype=torch.float32):
     return [torch.randn(B, H, T, K, generator=generator, dtype=dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype", "masked", "dropout", "name"),
-    [
-        ("math", "cpu", torch.float32, False, 0.0, "math (dense, fp32)"),
-        ("math", "cuda", torch.bfloat16, True, 0.1, "math (dense, fp32)"),
-        ("flex", "cuda", torch.bfloat16, True, 0.0, "flex (Triton)"),
-        ("sdpa", "cpu", torch.float32, False, 0.0, "flash (SDPA)"),
-        ("sdpa", "cpu", torch.float64, True, 0.0, "flash (SDPA)"),
-        ("sdpa", "cpu", torch.bfloat16, False, 0.1, "math (SDPA)"),
-        ("sdpa_flash", "cpu", torch.float32, False, 0.0, "flash (SDPA)"),
-        ("sdpa", "cuda", torch.bfloat16, False, 0.0, "flash (SDPA)"),
-        ("sdpa", "cuda", torch.float16, False, 0.1, "flash (SDPA)"),
-        ("sdpa", "cuda", torch.bfloat16, True, 0.1, "efficient (SDPA)"),
-        ("sdpa", "cuda", torch.float32, False, 0.0, "efficient (SDPA)"),
-        ("sdpa", "cuda", torch.float64, False, 0.0, "math (SDPA)"),
-        ("sdpa_flash", "cuda", torch.bfloat16, False, 0.1, "flash (SDPA)"),
-        ("sdpa_efficient", "cuda", torch.float32, True, 0.0, "efficient (SDPA)"),
-        ("sdpa_efficient", "cuda", torch.bfloat16, False, 0.0, "efficient (SDPA)"),
-        ("sdpa_cudnn", "cuda", torch.float16, True, 0.0, "cudnn (SDPA)"),
-    ],
-)
-def test_the_kernel_of_each_backend(backend, device, dtype, masked, dropout, name):
-    assert kernel_name(backend, device, dtype, masked, dropout) == name
+WIDE, NARROW = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype", "dropout", "words"),
-    [
-        ("flex", "cpu", torch.float32, 0.0, r"backend flex needs a CUDA GPU, but the device is cpu; use"),
-        (
-            "sdpa_efficient",
-            "cpu",
-            torch.float32,
-            0.0,
-            r"sdpa_efficient needs a CUDA GPU, but the device is cpu",
-        ),
-        (
-            "sdpa_cudnn",
-            "cpu",
-            torch.bfloat16,
-            0.0,
-            r"sdpa_cudnn needs a CUDA GPU, but the device is cpu; use",
-        ),
-        (
-            "sdpa_flash",
-            "cpu",
-            torch.float32,
-            0.1,
-            r"sdpa_flash has no dropout on a CPU \(model\.attn_dropout\)",
-        ),
-        (
-            "sdpa_flash",
-            "cuda",
-            torch.float32,
-            0.0,
-            r"sdpa_flash needs 16 bits, but the dtype is torch\.float32",
-        ),
-        ("sdpa_cudnn", "cuda", torch.float32, 0.0, r"sdpa_cudnn needs 16 bits, .* bf16-mixed, or use"),
-        ("sdpa_flash", "cuda", torch.float64, 0.0, r"16 bits, but the dtype is torch\.float64"),
-    ],
-)
-def test_a_kernel_that_does_not_exist_is_refused(backend, device, dtype, dropout, words):
-    with pytest.raises(ValueError, match=words):
-        kernel_name(backend, device, dtype, dropout=dropout)
+def test_the_kernel_of_each_backend():
+    for name, *of in (
+        ("math (dense, fp32)", "math", "cpu", WIDE), ("math (dense, fp32)", "math", "cuda", NARROW, True, 0.1),
+        ("flex (Triton)", "flex", "cuda", NARROW, True),
+        ("flash (SDPA)", "sdpa", "cpu", WIDE), ("flash (SDPA)", "sdpa", "cpu", torch.float64, True),
+        ("math (SDPA)", "sdpa", "cpu", NARROW, False, 0.1), ("flash (SDPA)", "sdpa_flash", "cpu", WIDE),
+        ("flash (SDPA)", "sdpa", "cuda", NARROW), ("flash (SDPA)", "sdpa", "cuda", torch.float16, False, 0.1),
+        ("efficient (SDPA)", "sdpa", "cuda", NARROW, True, 0.1), ("efficient (SDPA)", "sdpa", "cuda", WIDE),
+        ("math (SDPA)", "sdpa", "cuda", torch.float64), ("flash (SDPA)", "sdpa_flash", "cuda", NARROW, False, 0.1),
+        ("efficient (SDPA)", "sdpa_efficient", "cuda", WIDE, True),
+        ("efficient (SDPA)", "sdpa_efficient", "cuda", NARROW),
+        ("cudnn (SDPA)", "sdpa_cudnn", "cuda", torch.float16, True),
+    ):  # fmt: skip
+        assert kernel_name(*of) == name, of
+
+
+def test_a_kernel_that_does_not_exist_is_refused():
+    for words, backend, device, dtype, dropout in (
+        (r"flex needs a CUDA GPU, but the device is cpu; use", "flex", "cpu", WIDE, 0.0),
+        (r"sdpa_efficient needs a CUDA GPU, but the device is cpu", "sdpa_efficient", "cpu", WIDE, 0.0),
+        (r"sdpa_cudnn needs a CUDA GPU, but the device is cpu; use", "sdpa_cudnn", "cpu", NARROW, 0.0),
+        (r"sdpa_flash has no dropout on a CPU \(model\.attn_dropout\)", "sdpa_flash", "cpu", WIDE, 0.1),
+        (r"sdpa_flash needs 16 bits, but the dtype is torch\.float32", "sdpa_flash", "cuda", WIDE, 0.0),
+        (r"sdpa_cudnn needs 16 bits, .* bf16-mixed, or use", "sdpa_cudnn", "cuda", WIDE, 0.0),
+        (r"16 bits, but the dtype is torch\.float64", "sdpa_flash", "cuda", torch.float64, 0.0),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernel_name(backend, device, dtype, dropout=dropout)
 
 
 class Calls(TorchDispatchMode):
@@ -126,40 +93,25 @@ def test_nothing_falls_back_from_a_pinned_kernel(kernel, dropout, monkeypatch):
         attention(q, k, v, scale=SCALE, dropout=dropout, backend="sdpa")
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (("flash",), r"backend must be one of math, sdpa, .*flex, but is 'flash'\.$"),
-        (("sdpa", 30.0), r"backend sdpa cannot apply model\.attn_softcap 30\.0; use backend math, or flex"),
-        (("sdpa_cudnn", 30.0), r"backend sdpa_cudnn cannot apply model\.attn_softcap"),
-        (
-            ("sdpa", None, "sigmoid"),
-            r"backend sdpa cannot compute model\.attention sigmoid; use backend math\.$",
-        ),
-        (
-            ("flex", None, "sigmoid"),
-            r"backend flex cannot compute model\.attention sigmoid; use backend math\.$",
-        ),
-        (
-            ("sdpa_flash", {"masked": True}),
-            r"sdpa_flash cannot apply model\.window, model\.separate_first, .* or data\.document_mask",
-        ),
-        (
-            ("sdpa_cudnn", {"masked": True, "tokens": 1088}),
-            r"sdpa_cudnn with a mask needs data\.seq_len to be a multiple of 128, but it is 1088: .* use sdpa\.$",
-        ),
-        (
-            ("flex", {"dropout": 0.1}),
-            r"flex cannot drop attention weights \(model\.attn_dropout 0\.1\); use sdpa",
-        ),
-        (("flex", {"tokens": 1000}), r"flex needs data\.seq_len to be a multiple of 128, but it is 1000: "),
-    ],
-)
-def test_what_a_backend_cannot_compute_is_refused_in_one_sentence(said, words):
-    named = said[-1] if isinstance(said[-1], dict) else {}
-    with pytest.raises(ValueError, match=words) as error:
-        check_backend(*said[: len(said) - bool(named)], **named)
-    assert "\n" not in str(error.value)
+def test_what_a_backend_cannot_compute_is_refused_in_one_sentence():
+    long = {"masked": True, "tokens": 1088}
+    for words, *said in (
+        (r"backend must be one of math, sdpa, .*flex, but is 'flash'\.$", "flash"),
+        (r"backend sdpa cannot apply model\.attn_softcap 30\.0; use backend math, or flex", "sdpa", 30.0),
+        (r"backend sdpa_cudnn cannot apply model\.attn_softcap", "sdpa_cudnn", 30.0),
+        (r"backend sdpa cannot compute model\.attention sigmoid; use backend math\.$", "sdpa", None, "sigmoid"),
+        (r"backend flex cannot compute model\.attention sigmoid; use backend math\.$", "flex", None, "sigmoid"),
+        (r"sdpa_flash cannot apply model\.window, model\.separate_first, .* or data\.document_mask",
+         "sdpa_flash", {"masked": True}),
+        (r"sdpa_cudnn with a mask needs data\.seq_len to be a multiple of 128, but it is 1088: .* use sdpa\.$",
+         "sdpa_cudnn", long),
+        (r"flex cannot drop attention weights \(model\.attn_dropout 0\.1\); use sdpa", "flex", {"dropout": 0.1}),
+        (r"flex needs data\.seq_len to be a multiple of 128, but it is 1000: ", "flex", {"tokens": 1000}),
+    ):  # fmt: skip
+        named = said.pop() if isinstance(said[-1], dict) else {}
+        with pytest.raises(ValueError, match=words) as error:
+            check_backend(*said, **named)
+        assert "\n" not in str(error.value)
 
 
 def test_what_a_backend_can_compute_is_not_refused():

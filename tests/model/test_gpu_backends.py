@@ -12,10 +12,8 @@ from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
 from mmqk.model.transformer import compile_blocks
 from tests.model.small import BLOCKS, ids_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 DEVICE = "cuda"
 B, H, SCALE = 2, 4, 0.15
@@ -31,10 +29,7 @@ CAPPED = {
     "all": {"window": 100, "documents": True, "softcap": 3.0, "heads": 1},
 }
 KERNELS = [
-    *(
-        (backend, torch.bfloat16, "causal")
-        for backend in ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
-    ),
+    *((backend, torch.bfloat16, "causal") for backend in ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")),
     *((backend, torch.bfloat16, case) for backend in ("sdpa", "sdpa_efficient") for case in list(CASES)[1:]),
     *((backend, torch.float32, case) for backend in ("sdpa", "sdpa_efficient") for case in CASES),
     *(("flex", dtype, case) for dtype in (torch.bfloat16, torch.float32) for case in CASES | CAPPED),
@@ -166,9 +161,8 @@ def test_every_arm_attends_in_bf16_under_autocast(qk_norm):
 
     with torch.autocast(DEVICE, torch.bfloat16):
         model(ids_BT, observer=observer)
-    assert all(
-        dtypes[site] == {torch.bfloat16} for site in ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
-    )
+    narrow = ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
+    assert all(dtypes[site] == {torch.bfloat16} for site in narrow)
     assert dtypes["resid"] == dtypes["logits"] == {torch.float32}
     model(ids_BT, observer=observer)
     assert torch.float32 in dtypes["q"]

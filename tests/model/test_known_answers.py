@@ -45,10 +45,8 @@ def say(qk):
 def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=True):
     """Return the raw logits (B, H, T, S) of a model's first attention layer on these inputs, and the model."""
     untie = PerModalityConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
-    config = ModelConfig(
-        vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk,
-        per_modality=untie
-    )
+    shape = {"vocab_sizes": BLOCKS, "d_model": H * K, "n_heads": H, "n_layers": 1, "n_kv_heads": n_kv_heads}
+    config = ModelConfig(**shape, qk_norm=qk, per_modality=untie)
     model = EarlyFusionTransformer(config).double()
     layer, generator = model.blocks[0].attention, torch.Generator().manual_seed(3)
     for norm in (layer.q_norm, layer.k_norm):
@@ -130,29 +128,6 @@ def test_the_bound_sees_each_copy_and_each_head():
     assert float(logit_bound(model, 0)) == pytest.approx(5 * math.sqrt(K))
 
 
-@pytest.mark.parametrize(
-    ("gain", "scale_max"),
-    [("none", None), ("shared", None), ("per_head", None), ("shared", 12.0), ("per_head", 12.0)],
-)
-def test_the_scale_of_l2_bounds_its_logits(gain, scale_max):
-    norm = qk_norm(QKNormConfig("l2", gain=gain, scale_init=10.0, scale_max=scale_max, eps=1e-6), H, K, "q")
-    k_norm = qk_norm(QKNormConfig("l2", gain=gain, eps=1e-6), H, K, "k")
-    q_BTHK, k_BTHK = (x.unflatten(-1, (H, K)) for x in (adversaries()[:18], adversaries()[:18].flip(0)))
-    with torch.no_grad():
-        for scale in (3.0, 10.0, 50.0):
-            if norm.weight is not None:
-                norm.weight.fill_(scale if scale_max is None else math.log(scale))
-            lengths = norm.double()(q_BTHK).norm(dim=-1)
-            expected = 10.0 if gain == "none" else min(scale, scale_max or math.inf)
-            torch.testing.assert_close(lengths, torch.full_like(lengths, expected))
-            logits = torch.einsum("bthk,bshk->bhts", norm(q_BTHK), k_norm(k_BTHK))
-            assert logits.abs().max() <= expected * (1 + 1e-9)
-    # A scale at its maximum has no gradient.
-    if scale_max is not None:
-        (norm(q_BTHK) * q_BTHK).sum().backward()
-        assert (norm.weight.grad == 0).all()
-
-
 def test_a_vector_of_no_length_stays_finite_in_every_norm():
     for qk in EVERY_QK_NORM:
         norm = qk_norm(qk, H, K, "q")
@@ -160,20 +135,6 @@ def test_a_vector_of_no_length_stays_finite_in_every_norm():
         y = norm(x)
         y.sum().backward()
         assert y.isfinite().all() and x.grad.isfinite().all(), say(qk)
-
-
-@pytest.mark.parametrize("cap", [0.5, 30.0])
-def test_a_cap_is_never_reached(cap):
-    model = build(final_softcap=cap).double()
-    model.head.weight.data *= 50
-    with torch.no_grad():
-        logits = model(ids_of(2, T))
-        assert logits.abs().max() <= cap
-        model.head.weight.data *= 1 / 50
-        assert model(ids_of(2, T)).abs().max() < cap
-        free = build().double()
-        free.head.weight.data *= 50
-        assert free(ids_of(2, T)).abs().max() > cap
 
 
 # Homogeneity
@@ -319,7 +280,8 @@ def test_the_clamp_of_the_cosine_scale_comes_before_the_exponential():
         norm.weight.fill_(200.0)
     out = norm(torch.randn(1, 2, 4, 4))
     out.sum().backward()
-    assert norm.gain().item() == pytest.approx(100, rel=1e-5) and norm.weight.grad.isfinite().all()
+    assert norm.gain().item() == pytest.approx(100, rel=1e-5)
+    assert (norm.weight.grad == 0).all()  # a scale at its maximum has no gradient
 
 
 @pytest.mark.parametrize(

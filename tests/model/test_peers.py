@@ -86,13 +86,13 @@ PEERS: list[Comparison] = [
     ),
     attention_peer(
         "qk_norm_full", "transformers Olmo2Attention", FP32_INSIDE,
-        qk("rms", "full", "per_head") | {"n_kv_heads": 2}, outside.hf_attention("Olmo2", 2, ("q_norm", "k_norm")),
+        qk("rms", "full", "per_head") | {"n_kv_heads": 2}, outside.OLMO2,
         {"each head by itself": {"scope": "head"}, "norm after RoPE": AFTER, "another epsilon": EPS},
     ),
     attention_peer(
         "qk_norm_after_rope", "transformers HunYuanDenseV1Attention", FP32_INSIDE,
         qk("rms", place="after_rope") | {"n_kv_heads": 2},
-        outside.hf_attention("HunYuanDenseV1", 2, ("query_layernorm", "key_layernorm")),
+        outside.HUNYUAN,
         {"norm before RoPE": {"place": "before_rope"}, "another epsilon": EPS},
     ),
     attention_peer(
@@ -139,7 +139,7 @@ PEERS: list[Comparison] = [
     ),
     attention_peer(
         "attn_gate_element", "transformers MuseGlimmerTextAttention", FP32_INSIDE,
-        {"attn_gate": "element", "n_kv_heads": 2} | qk("rms", gain="none"), outside.muse_glimmer_attention,
+        {"attn_gate": "element", "n_kv_heads": 2} | qk("rms", gain="none"), outside.GLIMMER,
         {"no QK-Norm": NONE},
     ),
     attention_peer(
@@ -152,7 +152,7 @@ PEERS: list[Comparison] = [
     ),
     attention_peer(
         "attn_sink", "transformers GptOssAttention", FP32_INSIDE, {"attn_sink": True, "n_kv_heads": 2},
-        outside.gpt_oss_attention, {"no sink": {"attn_sink": False}},
+        outside.GPT_OSS, {"no sink": {"attn_sink": False}},
     ),
     attention_peer(
         "attn_sink", "x-transformers Attention(head_learned_sink)", FP32_INSIDE, {"attn_sink": True},
@@ -209,11 +209,7 @@ PEERS += BLOCK_PEERS
 
 
 # The models of these references have their present form since transformers 5.20.
-LATER = {
-    "transformers MuseGlimmerTextAttention",
-    "transformers MuseSparkResidualGate",
-    "transformers GPT2Model",
-}
+LATER = {"transformers " + n for n in ("MuseGlimmerTextAttention", "MuseSparkResidualGate", "GPT2Model")}
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{', '.join(peer.remedies)}: {peer.name}")
