@@ -89,11 +89,13 @@ class Block(nn.Module):
     """One layer. Disabled modules are the identity; only `deep_norm` normalizes the residual stream itself.
 
     ```
-    x ─┬─────────────────────────────────────────────────────────────────────────(+)── h
-       └─ attn_pre_norm ─ attention ─ attn_post_norm ─ attn_layer_scale ─ dropout ─┘
-    h ─┬─────────────────────────────────────────────────────────────────────────(+)── out
-       └─ mlp_pre_norm ─ mlp ─ mlp_post_norm ─ mlp_layer_scale ─ dropout ──────────┘
+    x ─┬───────────────────────────────────────────────────────────────────────────────────────────────────────(+)── h
+       └─ attn_pre_norm ─ input_scale ─ attention ─ attn_post_norm ─ attn_layer_scale ─ branch_scale ─ dropout ─┘
+    h ─┬───────────────────────────────────────────────────────────────────────────────────────────────────────(+)── out
+       └─ mlp_pre_norm ─ input_scale ─ mlp ─ mlp_post_norm ─ mlp_layer_scale ─ branch_scale ─ dropout ──────────┘
 
+    input_scale, branch_scale: factors of depth_scale norm and branch; 1 by default
+    residual_gate: (+) is a gated sum
     pre_norm, post_norm = (on, off)  Llama, Chameleon-7B
                           (off, on)  Chameleon-34B, Swin, OLMo 2
                           (on, on)   sandwich, Peri-LN, Gemma 2

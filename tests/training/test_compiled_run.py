@@ -131,8 +131,8 @@ RUNS = {
         "--monitor.gradient_agreement=true",
                              "--monitor.parameters=true", "--monitor.budget_every_n_steps=4",
                              "--monitor.budget_steps=3"],
-    "windows": ["--model.window=9", "--model.global_every=2"],
-    "sigma reparam, bf16": ["--model.weight_reparam=sigma", "--trainer.precision=bf16-mixed"],
+    "windows, sigma reparam, bf16": ["--model.window=9", "--model.global_every=2", "--model.weight_reparam=sigma",
+                                     "--trainer.precision=bf16-mixed"],
 }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ CANCELS = ("_growth_rest/", "_growth_unattributed/", "logit_mean/")
 WHERE = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
 RUNS = {
     "ddp": ("ddp", INSIDE),
+    "fsdp": ("fsdp", ["--model.tie_embeddings=true", "--model.qk_norm.kind=rms"]),
     "ddp on two machines, qk-clip and split moments": (
         "ddp",
         [*INSIDE, "--optim.qk_clip=0.1", "--optim.split_second_moment=true"],
@@ -43,8 +44,11 @@ RUNS = {
         "ddp",
         [*INSIDE, "--model.weight_reparam=sigma", "--model.per_modality.norms=true", "--loss.chunk_size=50"],
     ),
-    "fsdp": ("fsdp", ["--model.tie_embeddings=true", "--model.qk_norm.kind=rms"]),
 }
+# Only these two are resumed and forked.
+OF_EACH_STRATEGY = pytest.mark.parametrize(
+    "pair", [RUNS["ddp"], RUNS["fsdp"]], ids=["ddp", "fsdp"], indirect=True, scope="module"
+)
 
 
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
@@ -114,8 +118,7 @@ FEW = ["--monitor.every_n_steps=0", "--data.val_every_n_steps=0", "--checkpoint.
 OPTIMIZERS = {
     "muon, adagc": ["--optim.matrices=muon", "--optim.adagc=1.05"],
     "adamh, msign": ["--optim.matrices=adamh", "--optim.msign_every=5"],
-    "update_clip": ["--optim.update_clip=true"],
-    "skip_step": ["--optim.skip_step=0.1", "--trainer.max_steps=80", "--optim.lr=1e-4"],
+    "skip_step": ["--optim.skip_step=0.1", "--trainer.max_steps=80", "--optim.lr=1e-4", "--optim.update_clip=true"],
 }
 
 
@@ -152,6 +155,7 @@ def test_a_spike_on_one_of_two_ranks_is_skipped_by_both(tiny_args, tmp_path):
         assert (all(equal), skipped) == ((True, 1) if spike else (False, 0)) and (spike or not any(equal))
 
 
+@OF_EACH_STRATEGY
 def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tmp_path, monkeypatch):
     """It reads exactly the tokens of the run of one process. Killed once more, it is the same run, bit for bit."""
     _, one, two = pair
@@ -174,6 +178,7 @@ def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tm
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@OF_EACH_STRATEGY
 def test_resume_is_exact_among_as_many(pair, tmp_path):
     strategy, _, two = pair
     args = rewind(two, tmp_path / "again", 8)
@@ -187,6 +192,7 @@ def test_resume_is_exact_among_as_many(pair, tmp_path):
     assert (tmp_path / "log1").read_text() == ""
 
 
+@OF_EACH_STRATEGY
 def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_path, capsys):
     strategy, one, two = pair
     args = rewind(two, tmp_path / "alone", 4)
@@ -203,16 +209,13 @@ def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_pat
         assert torch.equal(load_model(two).embed.weight, state(two)["model.embed.weight"])
 
 
+@OF_EACH_STRATEGY
 def test_a_fork_leaves_it(pair, tmp_path, capsys):
     _, one, two = pair
     for parent in (one, two):
-        fork = [
-            f"--fork={parent / 'checkpoints/step00000008.ckpt'}",
-            "--trainer.devices=1",
-            "--trainer.num_nodes=1",
-            "--trainer.strategy=auto",
-        ]
-        assert main([*fork, "--quiet", "--loss.z_loss=1e-2", f"--out={tmp_path / parent.name}"]) == 0
+        alone = [f"{where}={value}" for where, value in zip(WHERE, (1, 1, "auto"), strict=True)]
+        fork = [f"--fork={parent / 'checkpoints/step00000008.ckpt'}", "--quiet", "--loss.z_loss=1e-2"]
+        assert main([*fork, *alone, f"--out={tmp_path / parent.name}"]) == 0
     close(series(tmp_path / "two"), series(tmp_path / "one"))
     said = [json.loads((tmp_path / n / "fork.json").read_text())["changed"] for n in ("one", "two")]
     assert said[0] == said[1] == [{"field": "loss.z_loss", "from": 0.001, "to": 0.01}]
@@ -255,9 +258,8 @@ def test_a_mistake_is_said_once_and_nobody_waits(tiny_args, tmp_path):
     assert (tmp_path / "log1").read_text() == ""
 
 
-@pytest.mark.parametrize("dropout", ["--model.residual_dropout=0.1"])
-def test_dropout_resumes_exactly(tiny_args, tmp_path, dropout):
-    args = [*tiny_args, dropout, "--checkpoint.keep=9"]
+def test_dropout_resumes_exactly(tiny_args, tmp_path):
+    args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9"]
     whole = tmp_path / "whole"
     assert train([*args, f"--out={whole}"], tmp_path / "log") == [0, 0]
     rewind(whole, tmp_path / "again", 4)
