@@ -89,9 +89,9 @@ class Block(nn.Module):
     """One layer. Disabled modules are the identity; only `deep_norm` normalizes the residual stream itself.
 
     ```
-    x ─┬───────────────────────────────────────────────────────────────────────────────────────────────────────(+)── h
+    x ─┬───────────────────────────────────────────────────────────────────────────────────────────────────────(+) h
        └─ attn_pre_norm ─ input_scale ─ attention ─ attn_post_norm ─ attn_layer_scale ─ branch_scale ─ dropout ─┘
-    h ─┬───────────────────────────────────────────────────────────────────────────────────────────────────────(+)── out
+    h ─┬───────────────────────────────────────────────────────────────────────────────────────────────────────(+) out
        └─ mlp_pre_norm ─ input_scale ─ mlp ─ mlp_post_norm ─ mlp_layer_scale ─ branch_scale ─ dropout ──────────┘
 
     input_scale, branch_scale: factors of depth_scale norm and branch; 1 by default
