@@ -13,6 +13,7 @@ from torch import nn
 
 from mmqk.monitors.foreign.calls import Call, of_head
 from mmqk.monitors.preflight.context import Context, Finding, NotChecked, judged
+from mmqk.monitors.preflight.parameters import is_silent
 from mmqk.monitors.preflight.reading import Normalization, SeenCall, fingerprint, read_calls
 
 SMALL = 1e-3  # root mean square of the projections in the pass that reads eps
@@ -92,9 +93,8 @@ def _unused(context: Context, path: str, module: nn.Module) -> list[str]:
     gradients, unused = context.first.gradients, []
     for name, p in module.named_parameters():
         key = f"{path}.{name}".lstrip(".")
-        if p.ndim < 2 and not name.endswith("bias") and key in gradients:
-            gradient = gradients[key]
-            unused += [name] if gradient is None or not gradient.any() else []
+        if p.ndim < 2 and not name.endswith("bias") and key in gradients and is_silent(gradients[key]):
+            unused.append(name)
     return unused
 
 

@@ -6,7 +6,9 @@ Shapes: B batch, T tokens, V vocabulary, M modalities.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -85,10 +87,7 @@ class Table:
             lines.append(f"{finding.check:{width}}  {finding.result:11}  {number:>9}  {finding.text}")
             if finding.advice:
                 lines.append(f"{'':{width}}  {'':11}  {'':>9}  -> {finding.advice}")
-        count = {
-            result: sum(f.result == result for f in self.findings)
-            for result in ("ok", "FAILED", "not checked")
-        }
+        count = Counter(finding.result for finding in self.findings)
         lines.append(f"{count['ok']} ok, {count['FAILED']} failed, {count['not checked']} not checked")
         return "\n".join(lines)
 
@@ -161,7 +160,7 @@ class Context:
         modality: Modality | None = None,
     ):
         self.model, self.root, self.batch, self.optimizer = model, unwrapped(model), batch, optimizer
-        self.loss, self.has_loss = loss or self._own_loss, loss is not None
+        self.loss = loss or self._own_loss
         self.modalities = modalities_of(model, modality)
         self.device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
         self.cache: dict[str, Any] = {}  # what the checks of another file compute once
@@ -184,23 +183,22 @@ class Context:
         """Return a pass of the loss over a batch, in evaluation mode, with its gradients; nothing else changes."""
         calls: list[tuple[Any, ...]] = []
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((args, kwargs, output))
+        def hook(*call: Any) -> None:  # module, args, kwargs, output
+            calls.append(call[1:])
 
         (batch,), _ = copied((batch,), {}, self.root)
-        handle = self.root.register_forward_hook(hook, with_kwargs=True)
-        try:
-            with isolated(self.root, self.device), torch.enable_grad():
-                loss = self.loss(self.model, batch)
-                if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
-                    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-                    raise TypeError(f"loss(model, batch) returned a {type(loss).__name__}{shape}")
-                if not calls:
-                    raise NotChecked("loss(model, batch) does not call the model")
-                args, kwargs, output = calls[-1]
-                return self._gradients(args, kwargs, output, loss)
-        finally:
-            handle.remove()
+        with (
+            self.root.register_forward_hook(hook, with_kwargs=True),
+            isolated(self.root, self.device, {"batch": batch}),
+            torch.enable_grad(),
+        ):
+            loss = self.loss(self.model, batch)
+            if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
+                shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+                raise TypeError(f"loss(model, batch) returned a {type(loss).__name__}{shape}")
+            if not calls:
+                raise NotChecked("loss(model, batch) does not call the model")
+            return self._gradients(*calls[-1], loss)
 
     def _gradients(self, args: Any, kwargs: Any, output: Any, loss: Tensor | None) -> Pass:
         ids = find_ids(named_inputs(self.model, args, kwargs))
@@ -349,18 +347,15 @@ class Context:
         epsilon = torch.finfo(self.base_BTV.dtype).eps
 
         def jitter(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                sign = torch.randint_like(output, 2) * 2 - 1
-                return output * (1 + epsilon * sign)
-            return None
+            if not isinstance(output, Tensor) or not output.is_floating_point():
+                return None
+            return output * (1 + epsilon * (torch.randint_like(output, 2) * 2 - 1))
 
-        leaves = [module for module in self.root.modules() if not any(True for _ in module.children())]
-        handles = [module.register_forward_hook(jitter) for module in leaves]
-        try:
+        with ExitStack() as hooks:
+            for module in self.root.modules():
+                if not list(module.children()):
+                    hooks.enter_context(module.register_forward_hook(jitter))
             change = self.largest(self.output(*self.call) - self.base_BTV)
-        finally:
-            for handle in handles:
-                handle.remove()
         size = float(self.base_BTV[self.base_BTV > torch.finfo(self.base_BTV.dtype).min].abs().max())
         return NOISE_FACTOR * max(change, epsilon * size)
 

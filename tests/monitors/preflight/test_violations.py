@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from mmqk.monitors import preflight
-from tests.monitors.preflight.families import FAMILIES, Case, D, sound
+from mmqk.monitors.preflight.context import Context
+from mmqk.monitors.preflight.leaks import documents
+from tests.monitors.preflight.families import FAMILIES, Case, D, T, sound
 from tests.monitors.preflight.violations import VIOLATIONS, with_new_optimizer
 
 pytest.importorskip("transformers")
@@ -46,3 +48,15 @@ def test_a_factor_that_starts_at_0_is_no_complaint():
     case.embedding.register_forward_hook(lambda module, args, x: x + x @ case.model.a @ case.model.b)
     table = checked(with_new_optimizer(case))
     assert table.failed == [] and any("1 of them when the zeros" in f.text for f in table.findings)
+
+
+def test_a_leak_to_the_document_after_the_next_is_found():
+    case = sound("plain")
+    batch = case.packed | {"document_ids": (torch.arange(T) // (T // 3)).expand(4, T)}
+    assert documents(Context(case.model, batch)).result == "ok"
+
+    def leak(module, args, x):
+        x[:, 2 * T // 3 :] += 0.1 * x[:, : T // 3].mean(1, keepdim=True)
+
+    case.embedding.register_forward_hook(leak)
+    assert documents(Context(case.model, batch)).result == "FAILED"
