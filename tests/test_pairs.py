@@ -57,16 +57,15 @@ def merged(a: Remedy, b: Remedy) -> Iterator[dict]:
         yield {**b.settings, **a.settings}
 
 
-def unfinished(settings: dict) -> list[str]:
+def unfinished(settings: dict, backends: tuple[str, ...] = ("math", "sdpa")) -> list[str]:
     """Train one step with these settings and return the names of values that are not finite, if any.
 
     Raises:
         ValueError: `build` refuses the settings.
     """
     module = build(settings, MODEL)
-    backends = ["math"] if settings.get("backend") == "math" else ["math", "sdpa"]
     found = []
-    for backend in backends:
+    for backend in ("math",) if settings.get("backend") == "math" else backends:
         check_backend(backend, module.model_config.attn_softcap, module.model_config.attention)
         for block in module.model.blocks:
             block.attention.backend = backend
@@ -106,7 +105,8 @@ def test_with_any_other_it_trains_or_is_refused_by_name(a):
     for b in others:
         for settings in merged(a, b):
             try:
-                assert unfinished(settings) == [], (b.key, settings)
+                # With one backend, which halves the time; `test_alone_it_trains` has both.
+                assert unfinished(settings, ("math",)) == [], (b.key, settings)
             except ValueError as error:
                 assert names_both(str(error), a, b), (b.key, str(error))
                 refused.add(b.key)

@@ -11,28 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model import backends as kernels
 from mmqk.training.losses import chunked_losses, modality_losses
+from tests.model.small import BLOCKS, SMALL, VARIANTS, refuses_sdpa
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 MATRICES = ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
-VARIANTS = {
-    "plain": {},
-    **{f"qk_norm {kind}": {"qk_norm": QKNormConfig(kind)} for kind in ("rms", "layer", "l2")},
-    "qk_norm full, after rope": {"qk_norm": QKNormConfig("rms", scope="full", place="after_rope")},
-    "values too": {"qk_norm": QKNormConfig("rms", normalize_v=True)},
-    "zero-centered": {"qk_norm": QKNormConfig("rms", gain="zero_centered"), "norm_gain": "zero_centered"},
-    "post-norm": {"pre_norm": False, "post_norm": True},
-    "sandwich, layer scale": {"post_norm": True, "layer_scale": 0.1},
-    "LayerNorm": {"norm": "layer", "norm_bias": True},
-    "sigma": {"weight_reparam": "sigma"},
-    "untied": {"per_modality": PerModalityConfig(qk=True, norms=True, mlp=True)},
-    "cap, dense": {"attn_softcap": 20.0, "final_softcap": 30.0},
-    "sigmoid": {"attention": "sigmoid"},
-    "gelu": {"mlp": "gelu"},
-    "embedding scale": {"embed_scale": {"image": 2.0}},
-}
 
 
 @contextmanager
@@ -69,11 +54,10 @@ def fake(monkeypatch):
 
 def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
     """Return the dtypes of every site, and of the losses in dense and chunked form."""
-    config = ModelConfig(vocab_sizes={"text": 40, "image": 24}, d_model=32, n_layers=2, n_heads=4, **fields)
-    dense = config.attn_softcap is not None or config.attention == "sigmoid"
+    config = ModelConfig(**(SMALL | fields))
     with torch.device("cuda"):
-        model = EarlyFusionTransformer(config, "math" if dense else "sdpa")
-        ids_BT, weights_M = torch.zeros(2, 16, dtype=torch.long), torch.ones(2)
+        model = EarlyFusionTransformer(config, "math" if refuses_sdpa(fields) else "sdpa")
+        ids_BT, weights_M = torch.zeros(2, 16, dtype=torch.long), torch.ones(len(BLOCKS))
         mask_BT = torch.ones(2, 16, dtype=torch.bool)
     found: dict[str, set[torch.dtype]] = {}
 
@@ -82,13 +66,11 @@ def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
 
     targets = ids_BT, ids_BT, mask_BT
     with cuda_autocast():
-        dense_sums = modality_losses(model(ids_BT, ids_BT, observer=observer), *targets, 2)
+        dense_sums = modality_losses(model(ids_BT, ids_BT, observer=observer), *targets, len(BLOCKS))
         hidden_BTD = model(ids_BT, ids_BT, output="hidden")
         chunks = chunked_losses(hidden_BTD, model.head.weight, *targets, weights_M, 1e-5, 8)
-    losses = {
-        getattr(sums, name).dtype for sums in (dense_sums, chunks) for name in ("ce", "log_z", "log_z_sq")
-    }
-    return found, losses
+    parts = [(sums.ce, sums.log_z, sums.log_z_sq) for sums in (dense_sums, chunks)]
+    return found, {part.dtype for sums in parts for part in sums}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
