@@ -198,7 +198,8 @@ class Context:
                 raise TypeError(f"loss(model, batch) returned a {type(loss).__name__}{shape}")
             if not calls:
                 raise NotChecked("loss(model, batch) does not call the model")
-            return self._gradients(*calls[-1], loss)
+            args, kwargs, output = calls[-1]
+            return self._gradients(args, kwargs, output, loss)
 
     def _gradients(self, args: Any, kwargs: Any, output: Any, loss: Tensor | None) -> Pass:
         ids = find_ids(named_inputs(self.model, args, kwargs))
