@@ -187,11 +187,8 @@ class Context:
             calls.append(call[1:])
 
         (batch,), _ = copied((batch,), {}, self.root)
-        with (
-            self.root.register_forward_hook(hook, with_kwargs=True),
-            isolated(self.root, self.device, {"batch": batch}),
-            torch.enable_grad(),
-        ):
+        caught = self.root.register_forward_hook(hook, with_kwargs=True)
+        with caught, isolated(self.root, self.device), torch.enable_grad():
             loss = self.loss(self.model, batch)
             if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
                 shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
