@@ -3,7 +3,8 @@ configured."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 import signal
 from collections import Counter
 from pathlib import Path
@@ -15,17 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mmqk.config import resolve
 from mmqk.lab import read_runs
 from mmqk.lab.runner.state import follow
-from mmqk.store import (
-    Alarm,
-    alarms_of,
-    read_alarms,
-    read_metrics,
-    read_status,
-    rules,
-)
+from mmqk.store import Alarm, alarms_of, read_alarms, read_metrics, read_status, rules
+from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
 from mmqk.training.checkpoint import Lifecycle
 from mmqk.training.module import TrainingModule
+from tests.training.runs import rewind, same, series, weights
 
 # A run of 60 steps, in which `plant` plants the events.
 HOT = ["--optim.lr=0.001", "--optim.schedule=constant", "--trainer.max_steps=60", "--model.residual_dropout=0.1"]
@@ -61,19 +57,11 @@ def planted_events(monkeypatch):
 @pytest.fixture(scope="module")
 def reporting(tiny_args, tmp_path_factory):
     """Train a run whose alarms only report; return its folder and its output."""
-    import contextlib
-    import io
-
     out, said = tmp_path_factory.mktemp("alarms") / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         plant(patch)
         assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
     return out, said.getvalue()
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = sorted((folder / "checkpoints").glob("step*.ckpt"))[-1]
-    return torch.load(newest, weights_only=True)["state_dict"]
 
 
 def afterwards(folder: Path, max_steps=60) -> str:
@@ -136,33 +124,30 @@ def test_they_are_marked_in_metrics_jsonl_at_their_step_and_readers_take_no_harm
 
 
 def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tmp_path, monkeypatch):
-    acting = ["--alarm.checkpoint=[spike]", "--alarm.probe=[spike]", "--alarm.probe_steps=3"]
-    assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'acting'}"]) == 0
+    """The runs end soon after the spike. Regular probes are off in the acting run."""
+    acting, end = ["--alarm.checkpoint=[spike]", "--alarm.probe=[spike]", "--alarm.probe_steps=3"], 29
+    args = [*tiny_args, *HOT, f"--trainer.max_steps={end}", "--monitor.every_n_steps=0"]
+    assert main([*args, *acting, f"--out={tmp_path / 'acting'}"]) == 0
     with monkeypatch.context() as patch:
         patch.setattr("mmqk.training.loop.AlarmRules.update", lambda *_: [])
-        assert main([*tiny_args, *HOT, f"--out={tmp_path / 'none'}"]) == 0
+        assert main([*args, f"--out={tmp_path / 'none'}"]) == 0
     assert not read_alarms(tmp_path / "none") and not marks(tmp_path / "none")
-    one = weights(reporting[0])
-    for name in ("acting", "none"):
-        other = weights(tmp_path / name)
-        assert all(torch.equal(one[k], other[k]) for k in one), name
+    losses = [
+        {line["step"]: line["loss"] for line in series(folder, after=0) if line["step"] <= end}
+        for folder in (reporting[0], tmp_path / "acting", tmp_path / "none")
+    ]
+    assert len(losses[0]) == end and losses[0] == losses[1] == losses[2]
+    assert same(weights(tmp_path / "acting"), weights(tmp_path / "none"))
     # The actions were taken: the 3 steps after the flush that raised the first spike alarm are probed, and one
     # checkpoint is kept.
     spike = next(alarm for alarm in read_alarms(tmp_path / "acting") if alarm.name == "spike")
-    probed = [line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line]
-    assert spike.step == SPIKE
+    probed = [line["step"] for line in series(tmp_path / "acting") if "final_norm/text" in line]
     seen_at = 24  # the flush that raised the alarm
-    assert {seen_at + 1, seen_at + 2, seen_at + 3} <= set(probed)
-    kept = list((tmp_path / "acting/checkpoints").glob("alarm_*"))
-    assert [path.name for path in kept] == [f"alarm_spike_step{seen_at:08d}.ckpt"]
-    assert torch.load(kept[0], weights_only=True)["global_step"] == seen_at
-    assert live(tmp_path / "acting") == afterwards(tmp_path / "acting")
-    # The probes that an alarm requests are taken even if regular probes are off.
-    acting[0] = "--monitor.every_n_steps=0"
-    assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'rare'}"]) == 0
-    lines = read_metrics(tmp_path / "rare/metrics.jsonl")
-    rare = [line["step"] for line in lines if "final_norm/text" in line]
-    assert rare[:3] == list(range(rare[0], rare[0] + 3)) and len(rare) < len(lines)
+    assert spike.step == SPIKE and probed == [seen_at + 1, seen_at + 2, seen_at + 3]
+    (kept,) = (tmp_path / "acting/checkpoints").glob("alarm_*")
+    assert kept.name == f"alarm_spike_step{seen_at:08d}.ckpt"
+    assert torch.load(kept, weights_only=True)["global_step"] == seen_at
+    assert live(tmp_path / "acting") == afterwards(tmp_path / "acting", end)
 
 
 def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, tiny_args, tmp_path, capsys):
@@ -177,8 +162,7 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
     assert main(args) == 0
     capsys.readouterr()
     assert read_status(out).status == "completed"
-    one, two = weights(reporting[0]), weights(out)
-    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert same(weights(reporting[0]), weights(out))
     assert live(out) == live(reporting[0]), "a resume neither loses nor repeats an alarm"
     assert marks(out) == marks(reporting[0])
 
@@ -199,14 +183,8 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     monkeypatch.setattr("mmqk.training.loop.AlarmRules.update", update)
-    args = [
-        *tiny_args,
-        *HOT,
-        "--alarm.checkpoint=[spike]",
-        "--alarm.stop=[spike]",
-        "--trainer.max_steps=18",
-        f"--out={out}",
-    ]
+    args = [*tiny_args, *HOT, "--alarm.checkpoint=[spike]", "--alarm.stop=[spike]", "--trainer.max_steps=18",
+            f"--out={out}"]  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr("mmqk.training.checkpoint.Lifecycle", Interrupts)
         assert main(args) == 130
@@ -218,18 +196,12 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
     capsys.readouterr()
 
 
-def test_a_resume_drops_alarms_that_come_again(reporting, tiny_args, tmp_path):
+def test_a_resume_drops_alarms_that_come_again(reporting, tmp_path):
     """The killed run has alarms of steps after its checkpoint. The resume trains these steps again."""
-    import shutil
-
-    out = tmp_path / "killed"
-    shutil.copytree(reporting[0], out)
-    for path in sorted((out / "checkpoints").glob("step*.ckpt"))[1:]:
-        path.unlink()
-    write = json.loads((out / "status.json").read_text()) | {"status": "running"}
-    (out / "status.json").write_text(json.dumps(write))
-    assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
-    assert live(out) == live(reporting[0]) and marks(out) == marks(reporting[0])
+    oldest = min(step_of(path) for path in checkpoints_in(reporting[0] / "checkpoints"))
+    args = rewind(reporting[0], tmp_path / "killed", oldest)
+    assert main([*args, f"--out={tmp_path / 'killed'}"]) == 0
+    assert live(tmp_path / "killed") == live(reporting[0]) and marks(tmp_path / "killed") == marks(reporting[0])
 
 
 def test_only_alarms_that_act_are_part_of_the_identity(tiny_args):

@@ -3,7 +3,6 @@ the trained models."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,10 @@ from mmqk.store import read_metrics
 from mmqk.train import main
 from mmqk.training import module as training
 from mmqk.training.losses import LossSums, total_loss
+from tests.training.runs import status
 
 OFF = "--loss.weights.image=0"
 TEXT, IMAGE = '--data.mix={"text":1}', '--data.mix={"image":1}'
-
-
-def status(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
 
 
 def training_series(folder: Path) -> list[dict]:
@@ -39,15 +35,6 @@ def by_step(folder: Path, tag: str) -> dict[int, float]:
 
 def tags_of_image(folder: Path) -> set[str]:
     return {tag for line in training_series(folder) for tag in line if "image" in tag}
-
-
-def newest(folder: Path) -> Path:
-    return sorted((folder / "checkpoints").glob("step*.ckpt"))[-1]
-
-
-def same_weights(a: Path, b: Path) -> bool:
-    one, two = (torch.load(newest(folder), weights_only=True)["state_dict"] for folder in (a, b))
-    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +152,7 @@ def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
     assert (found["status"], found["step"]) == ("failed", 5)
     assert found["reason"] == "RuntimeError: a planted failure"
     assert set(by_step(out, "loss")) == {1, 2, 3, 4, 5}  # all steps before the failure are on disk
-    assert newest(out).name == "step00000004.ckpt"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step00000004.ckpt"]
     # The control: without the fault the same command continues and completes.
     assert main([*args, f"--out={out}"]) == 0
     assert (status(out)["status"], status(out)["reason"], status(out)["step"]) == ("completed", "", 12)
@@ -185,13 +172,3 @@ def test_loaded_model_is_the_trained_one(mixed, kept):
         # The control: an untrained model gives different logits.
         fresh = type(trained)(trained.config, "sdpa", seed=0)(ids_BT)
         assert float((fresh - expected).abs().max()) > 1e-2
-
-
-def test_a_model_with_sigma_reparam_is_loaded_too(tiny_args, tmp_path):
-    assert (
-        main([*tiny_args, "--model.weight_reparam=sigma", "--trainer.max_steps=2", f"--out={tmp_path / 'run'}"]) == 0
-    )
-    stored = torch.load(newest(tmp_path / "run"), weights_only=True)["state_dict"]
-    loaded = load_model(tmp_path / "run").state_dict()
-    assert {f"model.{name}" for name in loaded} == stored.keys()
-    assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in loaded.items())

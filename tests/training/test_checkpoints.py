@@ -11,24 +11,15 @@ import pytest
 import torch
 
 from mmqk.checkpoint import load_checkpoint, load_model, save_checkpoint
+from mmqk.config import resolve
 from mmqk.config.training import CheckpointConfig
 from mmqk.interop.folders import read_model
-from mmqk.store import UserError, cli_main, read_status
+from mmqk.store import RunFolder, UserError, cli_main
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
-from mmqk.training.checkpoint import Checkpoints
-from tests.training.test_resume import rewind, series, state
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_args, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert main([*tiny_args, "--checkpoint.keep=9", f"--out={out}"]) == 0
-    return out
-
-
-def step(folder: Path, number: int) -> Path:
-    return folder / f"checkpoints/step{number:08d}.ckpt"
+from mmqk.training.checkpoint import Checkpoints, last_checkpoint
+from tests.training.runs import checkpoint as step
+from tests.training.runs import rewind, same_run, series, status
 
 
 def flip(path: Path, byte: int) -> None:
@@ -57,6 +48,13 @@ def refused(capsys, *args: str) -> str:
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.count("mmqk: ") == 1
     return said.split("mmqk: ")[1].strip()
+
+
+def found(args: list[str], out: Path) -> Path | None:
+    """Return the checkpoint from which a run would resume."""
+    run = resolve([*args, f"--out={out}"])
+    with RunFolder.open(run.out, run.identity, {}) as folder:
+        return last_checkpoint(run, folder, 0)
 
 
 def test_a_changed_byte_anywhere_is_refused(whole, tmp_path):
@@ -89,6 +87,10 @@ def foreign_run(path: Path) -> None:
     change(path, mmqk_run={**record, "id": "0123456789"})
 
 
+def misshapen(path: Path) -> None:
+    change(path, state_dict={**torch.load(path)["state_dict"], "model.head.weight": torch.ones(3)})
+
+
 HARMS = {
     "one bit of a weight": (lambda path: flip(path, place_of_weights(path)), "is damaged"),
     "cut": (lambda path: os.truncate(path, 2000), "is damaged or was not written"),
@@ -97,22 +99,39 @@ HARMS = {
     "of another run": (foreign_run, "is of run 0123456789"),
     "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
     "without moments": (lambda path: change(path, optimizer_states=None), "lacks the part optimizer_states"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
+    "without loops": (lambda path: change(path, loops=None), "lacks the part loops"),
+    "without ranks": (lambda path: change(path, mmqk_ranks=None), "lacks the part mmqk_ranks"),
+    "a step that is no number": (lambda path: change(path, global_step="8"), "has no step number"),
+    "misshapen": (misshapen, "has weights model.head.weight that are not of shape"),
+    "of another step": (lambda path: change(path, global_step=10), "holds step 10, but its name has another step"),
 }
 
 
-@pytest.mark.parametrize("harm", HARMS)
-def test_a_bad_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_path, capsys, harm):
+def test_a_bad_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_path, capsys):
+    for name, (harm, says) in HARMS.items():
+        out = tmp_path / name
+        args = rewind(whole, out, 8, status="interrupted")
+        harm(step(out, 8))
+        assert found(args, out) == step(out, 4), name
+        said = capsys.readouterr().err
+        assert f"{step(out, 8)} {says}" in said and "resuming from step 4" in said
+        assert step(out, 8).with_name("step00000008.ckpt.refused").exists() and not step(out, 8).exists()
+        # Without the one before, nothing is touched.
+        step(out, 8).with_name("step00000008.ckpt.refused").rename(step(out, 8))
+        step(out, 4).unlink()
+        with pytest.raises(UserError) as error:
+            found(args, out)
+        assert str(error.value).startswith(f"The checkpoint {step(out, 8)} {says}")
+
+
+def test_the_run_goes_on_exactly_from_the_one_before(whole, tmp_path, capsys):
     out = tmp_path / "again"
-    args = rewind(whole, out, 8, status="interrupted")
-    do, says = HARMS[harm]
-    do(step(out, 8))
-    assert main([*args, f"--out={out}"]) == 0
-    said = capsys.readouterr().err
-    assert f"{step(out, 8)} {says}" in said and "resuming from step 4" in said
-    assert step(out, 8).with_name("step00000008.ckpt.refused").exists() and step(out, 8).is_file()
-    assert series(out) == series(whole)
-    assert all(torch.equal(value, state(whole)[name]) for name, value in state(out).items())
+    args = [*rewind(whole, out, 8, status="interrupted"), f"--out={out}"]
+    step(out, 8).unlink()
+    step(out, 8).mkdir()  # a folder is no checkpoint
+    assert main(args) == 0
+    assert f"{step(out, 8)} is not a file" in capsys.readouterr().err
+    assert step(out, 8).is_file() and same_run(out, whole)
 
 
 def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
@@ -130,90 +149,58 @@ def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
     assert series(out) == series(whole)
 
 
-@pytest.mark.parametrize("name", [10, 99])
-def test_a_name_is_not_believed(whole, tmp_path, capsys, name):
+def test_a_name_is_not_believed(whole, tmp_path, capsys):
     """If a resume trusted the file name, step 99 would complete a run of 12 steps without training."""
     out = tmp_path / "again"
     args = rewind(whole, out, 8)
-    step(out, 8).rename(step(out, name))
-    assert main([*args, f"--out={out}"]) == 0
+    step(out, 8).rename(step(out, 99))
+    assert found(args, out) == step(out, 4)
     said = capsys.readouterr().err
-    assert f"{step(out, name)} holds step 8, but its name has another step" in said and "from step 4" in said
-    assert read_status(out).step == 12 and series(out) == series(whole)
-    with pytest.raises(UserError, match="holds step 12"):
-        load_checkpoint(Path(step(out, 12).rename(step(out, 13))))
+    assert f"{step(out, 99)} holds step 8, but its name has another step" in said
+    with pytest.raises(UserError, match="holds step 4"):
+        load_checkpoint(Path(step(out, 4).rename(step(out, 13))))
+
+
+def without_digest(path: Path) -> None:
+    torch.save(torch.load(path, weights_only=True), path)
 
 
 @pytest.mark.parametrize(
     ("harm", "says"),
-    [
-        (lambda path: change(path, loops=None), "lacks the part loops"),
-        (lambda path: change(path, global_step="8"), "has no step number"),
-        (lambda path: change(path, mmqk_ranks=None), "lacks the part mmqk_ranks"),
-        (lambda path: change(path, state_dict={**torch.load(path)["state_dict"], "model.head.weight": torch.ones(3)}),
-         "has weights model.head.weight that are not of shape"),
-    ],
+    [(without_digest, "is damaged or was not written by mmqk train (the sha256 at its end is missing)"),
+     (lambda path: flip(path, place_of_weights(path)), "is damaged")],
 )  # fmt: skip
-def test_missing_and_misshapen_parts_are_a_sentence(whole, tmp_path, capsys, harm, says):
-    out = tmp_path / "again"
-    args = rewind(whole, out, 8, status="interrupted")
-    step(out, 4).unlink()
-    harm(step(out, 8))
-    said = refused(capsys, *args, f"--out={out}")
-    assert said.startswith(f"The checkpoint {step(out, 8)} {says}")
-
-
-def test_one_without_a_digest_is_refused(whole, tmp_path, capsys):
+def test_forks_and_readers_refuse_a_harmed_one(whole, tmp_path, capsys, harm, says):
     out = tmp_path / "parent"
     rewind(whole, out, 12, status="completed")
-    content = torch.load(step(out, 12), weights_only=True)
-    torch.save(content, step(out, 12))
-    sentence = f"{step(out, 12)} is damaged or was not written by mmqk train (the sha256 at its end is missing)"
+    content = step(out, 12).read_bytes()
+    harm(step(out, 12))
     fork = [f"--fork={out}", "--trainer.max_steps=13", f"--out={tmp_path / 'fork'}"]
-    assert sentence in refused(capsys, *fork)
-    with pytest.raises(UserError, match="the sha256 at its end is missing"):
-        load_model(out)
-    save_checkpoint(content, step(out, 12))  # the control
-    assert main([*fork, "--quiet"]) == 0
-
-
-def without_newer_fields(path: Path) -> None:
-    """Remove a field that an earlier version of mmqk did not have, and its default."""
-    config = dict(torch.load(path, weights_only=True)["mmqk_model"])
-    assert config.pop("attn_sink") is False and not config["qk_norm"].pop("normalize_v")
-    change(path, mmqk_model=config)
-
-
-def test_one_that_lacks_a_newer_field_of_the_model_is_used(whole, tmp_path, capsys):
-    out = tmp_path / "again"
-    args = rewind(whole, out, 8)
-    without_newer_fields(step(out, 8))
-    assert main([*args, f"--out={out}"]) == 0
-    assert "resuming from step 8" in capsys.readouterr().err
-    assert series(out) == series(whole)
-
-
-def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
-    out = tmp_path / "parent"
-    rewind(whole, out, 12, status="completed")
-    fork = [f"--fork={out}", "--trainer.max_steps=14", f"--out={tmp_path / 'fork'}"]
-    flip(step(out, 12), place_of_weights(step(out, 12)))
-    assert f"{step(out, 12)} is damaged" in refused(capsys, *fork)
+    assert f"{step(out, 12)} {says}" in refused(capsys, *fork)
     assert not (tmp_path / "fork").exists()
     for read in (load_model, lambda run: read_model(step(run, 12))):
         with pytest.raises(UserError, match=r"step00000012\.ckpt is damaged") as error:
             read(out)
         assert "\n" not in str(error.value)
-    flip(step(out, 12), place_of_weights(step(whole, 12)))  # the control: with the bit flipped back, it is read
+    step(out, 12).write_bytes(content)  # the control: the unharmed file is read
     load_model(out)
-    assert cli_main(main)([*fork, "--quiet"]) == 0
+    assert resolve(fork).fork is not None
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, keep):
+def test_one_that_lacks_a_newer_field_of_the_model_is_used(whole, tmp_path):
+    """Earlier versions of mmqk did not have all fields."""
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8)
+    config = dict(torch.load(step(out, 8), weights_only=True)["mmqk_model"])
+    assert config.pop("attn_sink") is False and not config["qk_norm"].pop("normalize_v")
+    change(step(out, 8), mmqk_model=config)
+    assert found(args, out) == step(out, 8)
+
+
+def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch):
     """From step 8 on, the disk flips a bit in each checkpoint: the run ends, and its earlier checkpoint is valid."""
     out, sync = tmp_path / "run", os.fsync
-    args = [*tiny_args, f"--checkpoint.keep={keep}", f"--out={out}"]
+    args = [*tiny_args, "--checkpoint.keep=1", "--checkpoint.at=[6]", f"--out={out}"]
 
     def lose(descriptor: int) -> None:
         sync(descriptor)
@@ -224,15 +211,15 @@ def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, k
     monkeypatch.setattr(os, "fsync", lose)
     with pytest.raises((OSError, UserError)):
         main(args)
-    good = [path for path in sorted((out / "checkpoints").glob("*.ckpt")) if load_checkpoint(path)]
-    assert [path.name for path in good] == ["step00000004.ckpt"]
+    good = [step_of(path) for path in sorted((out / "checkpoints").glob("*.ckpt")) if load_checkpoint(path)]
+    assert good == [6]
     monkeypatch.setattr(os, "fsync", sync)
     assert main(args) == 0  # the control: with a working disk the run completes
-    left = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert left == ["step00000008.ckpt", "step00000012.ckpt"][-keep:]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step00000006.ckpt", "step00000012.ckpt"]
+    assert resolve(args).id == resolve(tiny_args).id and status(out)["status"] == "completed"
 
 
-@pytest.mark.parametrize("keep", range(1, 7))
+@pytest.mark.parametrize("keep", [1, 2, 6])
 def test_the_newest_checkpoints_are_kept_whatever_their_number(tmp_path, keep):
     log = SimpleNamespace(flush=lambda *_: None, divergence=None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=keep, at=[2]), log)

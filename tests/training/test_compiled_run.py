@@ -17,7 +17,8 @@ from torch._functorch import config as functorch_config
 from mmqk.model import transformer
 from mmqk.train import main
 from mmqk.training import losses as chunked_loss
-from tests.training.test_resume import rewind, series, state
+from tests.training import runs
+from tests.training.runs import rewind, series, state
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +48,7 @@ def trained(out: Path, args: list[str], *flags: str) -> Path:
 
 
 def same(a: Path, b: Path) -> bool:
-    one, two = state(a), state(b)
-    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    return runs.same(state(a), state(b))
 
 
 def near(a: Path, b: Path) -> float:

@@ -32,13 +32,14 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
     # The negative log probability that the synthetic source `dial` gives each token of the first batch.
     ids = np.stack([data.order.row(i).ids for i in range(4)])
     nats = -data.dial.log_prob(ids)[:, 1:]
-    text = ids[:, 1:] < 128
+    text, record = ids[:, 1:] < 128, json.loads((dialled / "data.json").read_text())
     for name, mine in (("text", text), ("image", ~text)):
         expected = lines[1][f"loss/{name}"] - nats[mine].mean()
         assert lines[1][f"excess/{name}"] == pytest.approx(expected, abs=1e-5)
         assert lines[12][f"val_excess/{name}"] < lines[12][f"val_loss/{name}"]
-        floor = json.loads((dialled / "data.json").read_text())[name]["floor"]
+        floor = record[name]["floor"]
         assert lines[12][f"val_loss/{name}"] - lines[12][f"val_excess/{name}"] == pytest.approx(floor, abs=1e-5)
+        assert record[name]["targets"] == data.targets(12 * 4)[name]
 
 
 @pytest.mark.parametrize("noise", [{}, {"image": 0.5}])
@@ -66,16 +67,15 @@ def test_a_model_that_knows_the_source_has_no_excess(tiny_args, noise):
     assert min(excess(p_BT / 2)) == pytest.approx(np.log(2), abs=1e-5)
 
 
-def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
-    assert main([*tiny_args, f"--out={tmp_path / 'run'}"]) == 0
-    record = json.loads((tmp_path / "run/data.json").read_text())
+def test_real_data_have_statistics_and_no_floor(whole, tiny_args):
+    record = json.loads((whole / "data.json").read_text())
     data = TokenDataModule(resolve(tiny_args).data, 0)
     data.setup()
     seen = [t for row in data.sample for t in row.ids[1:].tolist()]
     assert record["image"]["used"] == len({t for t in seen if t >= 305}) and record["image"]["block"] == 32
     assert record["image"]["share"] == pytest.approx(np.mean([t >= 305 for t in seen]))
     assert record["text"]["floor"] is None
-    assert not any("excess" in name for line in read_metrics(tmp_path / "run/metrics.jsonl") for name in line)
+    assert not any("excess" in name for line in read_metrics(whole / "metrics.jsonl") for name in line)
 
 
 @pytest.mark.parametrize("steps", [12, 150])  # fewer, or more, sequences than `SAMPLE` of datamodule.py
@@ -94,13 +94,6 @@ def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, step
     )
     # The control: a different number of sequences has a different mean number of targets.
     assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)
-
-
-def test_a_run_writes_its_targets_down(dialled, tiny_args):
-    data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
-    data.setup()
-    record = json.loads((dialled / "data.json").read_text())
-    assert {name: record[name]["targets"] for name in ("text", "image")} == data.targets(12 * 4)
 
 
 def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figures):
@@ -128,7 +121,8 @@ def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
     easy = {"vocabulary": 8, "skew": 0, "entropy": 0.8, "tokens": 24, "lag": 1}
     fields = [f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()]
     more = ["--data.seq_len=48", "--data.batch_size=16", "--data.val_sequences=64", "--trainer.max_steps=300",
-            "--data.val_every_n_steps=100", "--model.d_model=32", "--optim.warmup_steps=20"]  # fmt: skip
+            "--data.val_every_n_steps=100", "--model.d_model=32", "--optim.warmup_steps=20",
+            "--monitor.every_n_steps=0", "--checkpoint.every_n_steps=0"]  # fmt: skip
     assert main([*tiny_args, *DIAL, *fields, *more, f"--out={tmp_path / 'run'}"]) == 0
     found = {line["step"]: line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "val_excess/text" in line}
     for name in ("text", "image"):

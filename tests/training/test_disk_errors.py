@@ -12,8 +12,8 @@ import torch
 from mmqk.store import Alarm, AlarmRules, cli_main, read_alarms, read_status
 from mmqk.train import main
 from tests.faulty_disk import Disk, Site
+from tests.training.runs import series
 from tests.training.test_integrations import of_csv
-from tests.training.test_resume import series
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files")
 PARTS = 5  # coprime to the periods 2 and 3 of the loop below

@@ -18,12 +18,12 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from mmqk.config import resolve
-from mmqk.store import Alarm, UserError, read_metrics
+from mmqk.store import Alarm, UserError
 from mmqk.train import main
 from mmqk.training.checkpoint import Checkpoints
 from mmqk.training.loggers import Integration
+from tests.training.runs import WHOLE, series, status
 
-WALL_CLOCK = "tokens_per_s"
 ALL = ["csv", "wandb", "mlflow"]
 GUARD_S = 600.0  # seconds to wait for W&B's service, which may have died
 # A warning of SQLAlchemy, which mlflow uses.
@@ -31,11 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 
 
 def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name != WALL_CLOCK} for line in lines]
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return plain(read_metrics(run / "metrics.jsonl"))
+    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
 
 
 def of_csv(run: Path) -> list[dict[str, Any]]:
@@ -120,7 +116,7 @@ def args(tiny_args) -> Iterator[list[str]]:
         patch.setenv("WANDB_MODE", "offline")
         for name in ("WANDB_PROJECT", "WANDB_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
-        yield [*tiny_args, f"--logging=[{','.join(names)}]"]
+        yield [*tiny_args, *WHOLE, f"--logging=[{','.join(names)}]"]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +134,7 @@ def broken(args, tmp_path_factory) -> Path:
         patch.setattr(Checkpoints, "on_train_batch_end", fails)
         with pytest.raises(RuntimeError, match="the machine is gone"):
             main([*args, f"--out={out}"])
-    assert [line["step"] for line in lines_of(out)] == list(range(8))
+    assert [line["step"] for line in series(out)] == list(range(8))
     return out
 
 
@@ -158,8 +154,8 @@ def needs(name: str, args: list[str]) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_a_logger_has_the_values_of_metrics_jsonl_once_after_an_error_and_a_resume(name, args, broken, resumed):
     needs(name, args)
-    assert READERS[name](broken) == lines_of(broken)
-    lines = lines_of(resumed)
+    assert READERS[name](broken) == series(broken)
+    lines = series(resumed)
     assert READERS[name](resumed) == lines and [line["step"] for line in lines] == list(range(13))
     assert "q_norm/text/layer01" in lines[12] and "val_loss/image" in lines[12]
 
@@ -180,7 +176,7 @@ def test_mlflow_gets_the_steps_that_a_killed_process_had_not_sent(args, broken, 
         store.commit()
     assert [line["step"] for line in of_mlflow(out)] == list(range(6))
     assert main([*args[:-1], "--logging=[mlflow]", f"--out={out}"]) == 0
-    assert of_mlflow(out) == lines_of(out) and len(lines_of(out)) == 13
+    assert of_mlflow(out) == series(out) and len(series(out)) == 13
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -214,12 +210,12 @@ def test_the_end_of_a_run_and_its_configuration_are_in_wandb(args, broken, resum
     assert config["optim"]["lr"] == 0.01 and first.project == "mmqk"
 
 
-def test_loggers_change_neither_the_identity_nor_a_number(args, resumed, tiny_args, tmp_path):
-    assert main([*tiny_args, "--logging=[]", f"--out={tmp_path / 'none'}"]) == 0
-    assert lines_of(tmp_path / "none") == lines_of(resumed)
+def test_loggers_change_neither_the_identity_nor_a_number(args, whole, resumed, tiny_args, tmp_path):
+    assert series(whole) == series(resumed)
+    assert main([*tiny_args, "--trainer.max_steps=1", "--logging=[]", f"--out={tmp_path / 'none'}"]) == 0
     names = {path.name for path in (tmp_path / "none").iterdir()}
     assert not any("tfevents" in name for name in names) and not names & {"csv", "wandb", "text", "loggers.json"}
-    assert resolve(args).id == resolve(tiny_args).id != resolve([*tiny_args, "--seed=1"]).id
+    assert resolve(args).id == resolve([*tiny_args, *WHOLE]).id != resolve([*args, "--seed=1"]).id
     assert resolve(tiny_args).logging == ["tensorboard"]
     assert resolve([*tiny_args, "--logging=[csv,csv]"]).nested()["logging"] == ["csv"]
 
@@ -229,7 +225,7 @@ def test_a_logger_that_cannot_start_is_one_sentence(args, tmp_path, monkeypatch)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://here")
     with pytest.raises(UserError, match=r"^logging: mlflow cannot start \(.*\): check MLFLOW_TRACKING_URI, or"):
         main([*args[:-1], "--logging=[mlflow]", f"--out={tmp_path / 'run'}"])
-    assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "failed"
+    assert status(tmp_path / "run")["status"] == "failed"
 
 
 # The logger alone -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
 from tests.training.ranks import end, start, train
-from tests.training.test_resume import rewind, series, state
+from tests.training.runs import rewind, same, same_run, series, state
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ def test_remedies_of_the_optimizer_act_alike_in_both_processes(tiny_args, tmp_pa
         assert main([*args, f"--out={one}"]) == 0
         assert train([*args, f"--out={two}"], log) == [0, 0], Path(f"{log}0").read_text()
         first, second = (torch.load(f"{log}{rank}.weights") for rank in (0, 1))
-        assert all(torch.equal(first[n], second[n]) for n in first), name
+        assert same(first, second), name
         alone = load_model(one).state_dict()
         for parameter, weight in first.items():
             torch.testing.assert_close(weight, alone[parameter], rtol=2e-2, atol=5e-4, msg=f"{name}: {parameter}")
@@ -146,7 +146,7 @@ def test_a_spike_on_one_of_two_ranks_is_skipped_by_both(tiny_args, tmp_path):
         out = tmp_path / name
         assert train([*args, f"--out={out}"], tmp_path / f"{name} log", spike=spike) == [0, 0]
         first, second = (torch.load(tmp_path / f"{name} log{rank}.weights") for rank in (0, 1))
-        assert all(torch.equal(first[n], second[n]) for n in first)
+        assert same(first, second)
         before, after = (
             torch.load(out / f"checkpoints/step000000{step}.ckpt", weights_only=True) for step in (70, 71)
         )
@@ -173,9 +173,7 @@ def test_one_process_goes_on_where_two_were_killed_and_is_killed_itself(pair, tm
         assert main([*args, f"--out={tmp_path / name}"]) == 0
         ids.append(read.copy())
     assert ids[0][8:] == ids[1] and ids[1][8:] == ids[2] and ids[0] != ids[0][::-1]  # two micro-batches a step
-    assert series(tmp_path / "again") == series(tmp_path / "alone")
-    ours, theirs = state(tmp_path / "again"), state(tmp_path / "alone")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same_run(tmp_path / "again", tmp_path / "alone")
 
 
 @OF_EACH_STRATEGY
@@ -184,9 +182,7 @@ def test_resume_is_exact_among_as_many(pair, tmp_path):
     args = rewind(two, tmp_path / "again", 8)
     args = [a for a in args if not a.startswith(WHERE)]
     assert train([*args, f"--out={tmp_path / 'again'}"], tmp_path / "log", strategy) == [0, 0]
-    assert series(tmp_path / "again") == series(two)
-    ours, theirs = state(tmp_path / "again"), state(two)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same_run(tmp_path / "again", two)
     said = (tmp_path / "log0").read_text()
     assert "resuming from step 8" in said and "bit for bit" not in said
     assert (tmp_path / "log1").read_text() == ""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,38 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.store import UserError, cli_main, read_alarms, read_metrics
+from mmqk.store import RunFolder, UserError, cli_main, read_alarms, read_metrics
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
+from tests.training.runs import WHOLE, checkpoint, rewind, same, series, status, weights
+from tests.training.test_loggers import rows
 
-WALL_CLOCK = {"tokens_per_s"}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = sorted((folder / "checkpoints").glob("step*.ckpt"))[-1]
-    return torch.load(newest, weights_only=True)["state_dict"]
-
-
-def series(folder: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(folder / "metrics.jsonl")]
-
-
-def same_weights(a: Path, b: Path) -> bool:
-    one, two = weights(a), weights(b)
-    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
-
-
-def status(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_args, tmp_path_factory) -> Path:
-    """Train a run with dropout that is not interrupted."""
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    assert main([*tiny_args, "--model.residual_dropout=0.1", f"--out={out}"]) == 0
-    return out
+WILD = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0"]
 
 
 def test_a_run_leaves_what_the_design_promises(whole):
@@ -77,13 +52,13 @@ def test_the_seconds_of_a_run_begin_when_its_data_are_prepared(tiny_args, tmp_pa
 
     lasts(TokenDataModule, "statistics", 100)
     lasts(TrainingModule, "training_step", 1)
-    assert main([*tiny_args, f"--out={tmp_path / 'run'}"]) == 0
-    assert clock[0] == 112 and status(tmp_path / "run")["seconds"] == 12
+    assert main([*tiny_args, "--trainer.max_steps=5", f"--out={tmp_path / 'run'}"]) == 0
+    assert clock[0] == 105 and status(tmp_path / "run")["seconds"] == 5
 
 
 def test_finished_run_is_left_alone(whole, tiny_args, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
-    assert main([*tiny_args, "--model.residual_dropout=0.1", f"--out={whole}"]) == 0
+    assert main([*tiny_args, *WHOLE, f"--out={whole}"]) == 0
     assert "nothing to train" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
 
@@ -99,7 +74,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     """Start a run in a separate process and send ``signum`` once a checkpoint of ``after_step`` exists."""
     process = subprocess.Popen([sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE)
     for _ in range(36_000):  # half an hour at most
-        if (out / f"checkpoints/step{after_step:08d}.ckpt").exists() or process.poll() is not None:
+        if checkpoint(out, after_step).exists() or process.poll() is not None:
             break
         time.sleep(0.05)
     process.send_signal(signum)
@@ -117,25 +92,21 @@ def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path,
             "--data.val_every_n_steps=14", "--checkpoint.every_n_steps=7"]  # fmt: skip
     assert run_and_signal(args, tmp_path / "stopped", signum, after_step=21) == code
     assert status(tmp_path / "stopped")["status"] == word
-    reached = sorted((tmp_path / "stopped/checkpoints").glob("step*.ckpt"))[-1]
-    assert reached.name < "step00000100.ckpt"
+    assert not checkpoint(tmp_path / "stopped", 100).exists()
+    before = weights(tmp_path / "stopped")
     assert main([*args, f"--out={tmp_path / 'stopped'}"]) == 0
     assert main([*args, f"--out={tmp_path / 'straight'}"]) == 0
-    assert same_weights(tmp_path / "stopped", tmp_path / "straight")
+    assert same(weights(tmp_path / "stopped"), weights(tmp_path / "straight"))
     assert series(tmp_path / "stopped") == series(tmp_path / "straight")
-    # The control: a run with a different seed differs, so the comparison can fail.
-    assert main([*args, "--seed=1", f"--out={tmp_path / 'other'}"]) == 0
-    assert not same_weights(tmp_path / "other", tmp_path / "straight")
+    # The control: other weights are detected.
+    assert not same(before, weights(tmp_path / "straight"))
 
 
-def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
-    base = [*tiny_args, "--model.residual_dropout=0.1", "--model.qk_norm.kind=rms"]
-    for name, every in (("often", 1), ("never", 0)):
-        assert main([*base, f"--monitor.every_n_steps={every}", f"--out={tmp_path / name}"]) == 0
-    current = [*base, "--monitor.every_n_steps=1", "--monitor.probe_split=current", f"--out={tmp_path / 'current'}"]
-    assert main(current) == 0
-    assert same_weights(tmp_path / "often", tmp_path / "never")
-    assert same_weights(tmp_path / "current", tmp_path / "never")
+def test_probing_changes_no_bit_of_training(whole, tiny_args, tmp_path):
+    for name, flags in (("never", ["--monitor.every_n_steps=0"]),
+                        ("current", ["--monitor.every_n_steps=1", "--monitor.probe_split=current"])):  # fmt: skip
+        assert main([*tiny_args, *WHOLE, *flags, f"--out={tmp_path / name}"]) == 0
+        assert same(weights(tmp_path / name), weights(whole))
 
 
 @pytest.mark.parametrize("step", [7, 11])  # each is followed by a checkpoint; step 11 is the last of the run
@@ -160,36 +131,24 @@ def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(tiny_args
     assert all(w.isfinite().all() for w in torch.load(kept, weights_only=True)["state_dict"].values())
 
 
-def test_divergence_ends_in_order(tiny_args, tmp_path):
+def test_divergence_ends_in_order(tiny_args, tmp_path, capsys):
     out = tmp_path / "hot"
-    code = main(
-        [*tiny_args, "--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", f"--out={out}"]
-    )
-    assert code == 3
+    assert main([*tiny_args, *WILD, f"--out={out}"]) == 3
     found = status(out)
     assert found["status"] == "diverged" and 0 < found["step"] < 200 and found["reason"]
-    kept = sorted((out / "checkpoints").glob("*.ckpt"))
-    for path in kept:  # the kept checkpoints are from before the divergence
+    assert capsys.readouterr().out == f"diverged at step {found['step']} in {out}\n"
+    for path in (out / "checkpoints").glob("*.ckpt"):  # the kept checkpoints are from before the divergence
         assert all(torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values())
-    assert (
-        main(
-            [
-                *tiny_args,
-                "--optim.lr=1e30",
-                "--trainer.max_steps=200",
-                "--trainer.gradient_clip_val=0",
-                f"--out={out}",
-            ]
-        )
-        == 0
-    )
+    row, _, outcome = rows(out)
+    assert row["as ended"] == "diverged" and outcome == "STATUS_FAILURE"
+    assert main([*tiny_args, *WILD, f"--out={out}"]) == 0
 
 
 def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny_args, tmp_path, monkeypatch):
     """Step 51 multiplies the logits by 100, and the learning rate is too low to repair it. At step 75, with 25 such
     losses among the last 50, the median of the losses has risen too far."""
-    args = [*tiny_args, "--optim.lr=1e-6", "--optim.schedule=constant", "--trainer.max_steps=80"]
-    assert main([*args, f"--out={tmp_path / 'control'}"]) == 0
+    args = [*tiny_args, "--optim.lr=1e-6", "--optim.schedule=constant", "--trainer.max_steps=80",
+            "--monitor.every_n_steps=0", "--checkpoint.every_n_steps=40"]  # fmt: skip
     training_step = TrainingModule.training_step
 
     def worse(self, *rest):
@@ -202,6 +161,7 @@ def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny
     assert main([*args, f"--out={tmp_path / 'stopped'}"]) == 3
     stopped = status(tmp_path / "stopped")
     assert "nat above its" in stopped["reason"] and stopped["step"] == 75
+    # The control: the run goes on if a divergence may not stop it.
     assert main([*args, "--alarm.stop_diverged=false", f"--out={tmp_path / 'on'}"]) == 0
     assert status(tmp_path / "on")["status"] == "completed"
 
@@ -211,7 +171,7 @@ def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny
 
     assert len(losses("on")) == 80 and losses("on").items() > losses("stopped").items()
     assert min(a.step for a in read_alarms(tmp_path / "on") if a.name == "divergence") == 75
-    broken = [*args, "--optim.lr=1e30", "--trainer.gradient_clip_val=0", "--alarm.stop_diverged=false"]
+    broken = [*args, *WILD, "--alarm.stop_diverged=false"]
     assert main([*broken, f"--out={tmp_path / 'broken'}"]) == 3
 
 
@@ -223,21 +183,15 @@ def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, caps
     assert cli_main(main)(args) == 2  # a folder with other files is not a run folder
     for path in (out / "checkpoints", out):
         path.rmdir()
-    from mmqk.config import resolve
-    from mmqk.store import RunFolder
-
     RunFolder.open(out, resolve(args).identity, {}).close()
     (out / "checkpoints").mkdir()
-    os.link(whole / "checkpoints/step00000012.ckpt", out / "checkpoints/step00000012.ckpt")
+    os.link(checkpoint(whole, 12), checkpoint(out, 12))
     assert cli_main(main)(args) == 2
     said = capsys.readouterr().err
     assert "model.post_norm" in said and "model.pre_norm" in said and "Traceback" not in said
 
 
 def test_two_processes_never_share_a_folder(tiny_args, tmp_path):
-    from mmqk.config import resolve
-    from mmqk.store import RunFolder
-
     args = [*tiny_args, f"--out={tmp_path / 'held'}"]
     run = resolve(args)
     with RunFolder.open(run.out, run.identity, {}):
@@ -245,23 +199,14 @@ def test_two_processes_never_share_a_folder(tiny_args, tmp_path):
     assert done.returncode == 2 and "a process is already training" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp_path, capsys):
-    args = [*(a for a in tiny_args if a != "--quiet"), f"--out={tmp_path / 'run'}"]
-    assert main([*args, "--quiet"]) == 0
-    assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
-    assert main([*args, "--quiet"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'run'} is completed at step 12: nothing to train.\n"
-    # A run that was killed before it wrote its final status is completed without training.
-    (tmp_path / "run/status.json").write_text('{"status": "running", "step": 4}')
-    assert main([*args, "--quiet"]) == 0
-    assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
+def test_quiet_prints_one_line_with_the_run_folder_and_the_status(whole, tmp_path, capsys):
+    """The run was killed before it wrote its final status, so it is completed without training."""
+    args, out = rewind(whole, tmp_path / "run", 12), tmp_path / "run"
+    for says in (f"completed at step 12 in {out}", f"{out} is completed at step 12: nothing to train."):
+        assert main([*args, f"--out={out}"]) == 0
+        assert capsys.readouterr().out == f"{says}\n"
     # The control: without --quiet there are more lines.
-    assert main([*args[:-1], f"--out={tmp_path / 'loud'}"]) == 0
-    out = capsys.readouterr().out
-    assert f"completed at step 12 in {tmp_path / 'loud'}\n" in out and out.count("\n") > 1
-    # A diverged run also prints one line.
-    wild = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", "--quiet"]
-    assert main([*args[:-1], *wild, f"--out={tmp_path / 'wild'}"]) == 3
-    assert re.fullmatch(
-        rf"diverged at step \d+ in {re.escape(str(tmp_path / 'wild'))}\n", capsys.readouterr().out
-    )
+    rewind(whole, tmp_path / "loud", 12)
+    assert main([*(a for a in args if a != "--quiet"), f"--out={tmp_path / 'loud'}"]) == 0
+    said = capsys.readouterr().out
+    assert f"completed at step 12 in {tmp_path / 'loud'}\n" in said and said.count("\n") > 1
