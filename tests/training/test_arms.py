@@ -3,44 +3,19 @@ the trained models."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.store import read_metrics
+from mmqk.model import EarlyFusionTransformer
 from mmqk.train import main
 from mmqk.training import module as training
 from mmqk.training.losses import LossSums, total_loss
-from tests.training.runs import status
+from tests.training.runs import command, series, status, weights
 
 OFF = "--loss.weights.image=0"
-TEXT, IMAGE = '--data.mix={"text":1}', '--data.mix={"image":1}'
-
-
-def training_series(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl without the values measured on the validation sequences."""
-    return [
-        {tag: value for tag, value in line.items() if not tag.startswith("val_")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
-def by_step(folder: Path, tag: str) -> dict[int, float]:
-    return {line["step"]: line[tag] for line in training_series(folder) if tag in line}
-
-
-def tags_of_image(folder: Path) -> set[str]:
-    return {tag for line in training_series(folder) for tag in line if "image" in tag}
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[Path, training.TrainingModule]:
-    """Return a dictionary in which `mixed` stores its training module, by run folder."""
-    return {}
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +23,6 @@ def args(tiny_args) -> list[str]:
     """Return a command line whose probes read the training batch, so that a run on one modality has no statistic of
     the other modality."""
     return [*tiny_args, "--monitor.probe_split=current"]
-
-
-@pytest.fixture(scope="module")
-def mixed(args, tmp_path_factory, kept) -> Path:
-    out = tmp_path_factory.mktemp("arms") / "mixed"
-
-    configure = training.TrainingModule.configure_optimizers
-
-    def keeping(self):
-        kept[out] = self
-        return configure(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training.TrainingModule, "configure_optimizers", keeping)
-        assert main([*args, f"--out={out}"]) == 0
-    return out
 
 
 # Image loss off --------------------------------------------------------------------------------------------
@@ -107,28 +66,21 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
 # One modality alone ----------------------------------------------------------------------------------------
 
 
-def test_text_only_has_nothing_of_images(args, tmp_path, mixed):
-    assert main([*args, TEXT, f"--out={tmp_path / 'text'}"]) == 0
-    assert status(tmp_path / "text")["status"] == "completed"
-    assert tags_of_image(tmp_path / "text") == set()
-    assert set(by_step(tmp_path / "text", "loss/text")) == set(range(1, 13))
-    assert by_step(tmp_path / "text", "loss") == pytest.approx(by_step(tmp_path / "text", "loss/text"))
-    assert {"loss/image", "log_z/image", "q_norm/image/layer00"} <= tags_of_image(mixed)
-
-
-def test_image_only_trains_images(args, tmp_path, mixed):
-    assert main([*args, IMAGE, f"--out={tmp_path / 'image'}"]) == 0
-    found = by_step(tmp_path / "image", "loss/image")
-    assert set(found) == set(range(1, 13)) and found[12] < found[1] - 0.1
-    first, both = (
-        next(line for line in training_series(f) if line["step"] == 1) for f in (tmp_path / "image", mixed)
-    )
-
-    def share(line: dict) -> float:
-        return (line["loss"] - line["loss/text"]) / (line["loss/image"] - line["loss/text"])
-
-    # 64 of the 67 targets are codes, the others are <image>, </image> and <eos>; the mixed run has more text targets.
-    assert share(first) == pytest.approx(64 / 67, abs=1e-3) and share(both) < 0.8
+@pytest.mark.parametrize(("name", "other"), [("text", "image"), ("image", None)])
+def test_a_run_on_one_modality_trains_it_and_has_nothing_of_the_other(args, tmp_path, name, other):
+    """A sequence of one image has text targets too: <image>, </image> and <eos>."""
+    assert main([*args, f'--data.mix={{"{name}":1}}', f"--out={tmp_path / 'run'}"]) == 0
+    lines = [
+        {tag: value for tag, value in line.items() if not tag.startswith("val_")} for line in series(tmp_path / "run")
+    ]
+    found = [line[f"loss/{name}"] for line in lines[1:]]
+    assert len(found) == 12 and found[-1] < found[0] - 0.1
+    if other is not None:
+        assert not any(other in tag for line in lines for tag in line)
+        assert [line["loss"] for line in lines[1:]] == pytest.approx(found)
+    else:  # 64 of the 67 targets are codes
+        share = (lines[1]["loss"] - lines[1]["loss/text"]) / (found[0] - lines[1]["loss/text"])
+        assert share == pytest.approx(64 / 67, abs=1e-3)
 
 
 # Ends ------------------------------------------------------------------------------------------------------
@@ -151,7 +103,7 @@ def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
     found = status(out)
     assert (found["status"], found["step"]) == ("failed", 5)
     assert found["reason"] == "RuntimeError: a planted failure"
-    assert set(by_step(out, "loss")) == {1, 2, 3, 4, 5}  # all steps before the failure are on disk
+    assert [line["step"] for line in series(out, after=0)] == [1, 2, 3, 4, 5]  # all steps before the failure
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step00000004.ckpt"]
     # The control: without the fault the same command continues and completes.
     assert main([*args, f"--out={out}"]) == 0
@@ -161,14 +113,13 @@ def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
 # Load a trained model from its folder ---------------------------------------------------------------------
 
 
-def test_loaded_model_is_the_trained_one(mixed, kept):
-    trained, loaded = kept[mixed].model.eval(), load_model(mixed, backend="sdpa")
-    assert not loaded.training and loaded.config == trained.config
+def test_loaded_model_is_the_trained_one(whole):
+    loaded = load_model(whole, backend="sdpa")
+    trained = EarlyFusionTransformer(resolve(command(whole)).model, "sdpa").eval()
     ids_BT = torch.randint(0, trained.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = trained(ids_BT)
-        assert torch.equal(loaded(ids_BT), expected)
-        torch.testing.assert_close(load_model(mixed)(ids_BT), expected, rtol=1e-4, atol=1e-5)
-        # The control: an untrained model gives different logits.
-        fresh = type(trained)(trained.config, "sdpa", seed=0)(ids_BT)
-        assert float((fresh - expected).abs().max()) > 1e-2
+        assert float((trained(ids_BT) - loaded(ids_BT)).abs().max()) > 1e-2  # the control: an untrained model
+        trained.load_state_dict({name.removeprefix("model."): value for name, value in weights(whole).items()})
+        assert not loaded.training and loaded.config == trained.config
+        assert torch.equal(loaded(ids_BT), trained(ids_BT))
+        torch.testing.assert_close(load_model(whole)(ids_BT), trained(ids_BT), rtol=1e-4, atol=1e-5)

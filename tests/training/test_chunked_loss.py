@@ -18,12 +18,10 @@ from mmqk.monitors.own.callback import RunMonitor
 from mmqk.monitors.own.gradients import gradient_agreement
 from mmqk.training import losses as chunked_loss
 from mmqk.training.losses import LossSums, chunked_losses, loss_parts, modality_losses, total_loss
-from mmqk.training.optimizers import SplitAdamW
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 B, T, D, V, M, Z = 3, 7, 6, 13, 3, 0.05
 N = B * T
-CHUNKS = [1, 4, 7, N, 10 * N]
 WEIGHTS = (1.0, 0.3, 2.0)
 BOTH = {"z_loss": 0.01, "weights": {"image": 0.5}}
 
@@ -52,10 +50,9 @@ def gradients(loss, hidden, head):
     return torch.autograd.grad(loss, (hidden, head), retain_graph=True)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("z_loss", [0.0, Z])
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (Z, None), (Z, 3.0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chunk", [1, 4, 7, 10 * N])
 def test_equals_the_dense_form_for_any_chunk(chunk, dtype, tolerance, z_loss, softcap):
     hidden, head, *of = inputs(dtype)
     weighing = torch.tensor(WEIGHTS, dtype=dtype), z_loss, of[-1].sum()
@@ -133,18 +130,6 @@ def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form(
         assert 1e-4 < error < 1.1 * of_dense < 0.02  # the lower bound shows that bf16 was used
 
 
-def test_compiles_into_one_graph():
-    hidden, head, *of = inputs()
-    given = torch.tensor(WEIGHTS, dtype=torch.float64), Z
-
-    def loss(hidden, head):
-        return total_loss(chunked_losses(hidden, head, *of, *given, 4, 3.0), *given, 7.0)
-
-    torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="eager")(hidden, head)
-    torch.testing.assert_close(gradients(compiled, hidden, head), gradients(loss(hidden, head), hidden, head))
-
-
 # In the model and in training ------------------------------------------------------------------------------
 
 
@@ -165,16 +150,14 @@ def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
 
 
 RUNS = {
-    "plain": ({}, {}),
     "split moments": ({}, {"split_second_moment": True}),
-    "clipped logits": ({}, {"qk_clip": 1e-3}),
-    "dropout, tied": ({"residual_dropout": 0.2, "tie_embeddings": True}, {}),
+    "clipped logits, dropout, tied": ({"residual_dropout": 0.2, "tie_embeddings": True}, {"qk_clip": 1e-3}),
 }
 
 
 @pytest.mark.parametrize(("model", "optim"), RUNS.values(), ids=RUNS)
 def test_a_run_in_chunks_is_the_dense_run(model, optim):
-    batches = [part for seed in range(4) for part in cut(toy_batch(seed), 2)]
+    batches = [part for seed in range(3) for part in cut(toy_batch(seed), 2)]
     modules = [module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk_size=c), **optim) for c in (None, 7)]
     lines = [fit(module, batches, accumulate=2, clip=0.5) for module in modules]
     assert apart(*map(weights, modules)) < 1e-9
@@ -207,19 +190,6 @@ def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
     batch = toy_batch(9)
     a, b = (gradient_agreement(m.model, batch, m.modality_loss_parts) for m in (alone, modules[0]))
     assert a == pytest.approx(b, rel=1e-6)
-
-
-def test_parts_reach_the_split_optimizer():
-    batch, found = toy_batch(0), []
-    for chunk in (None, 7):
-        module = module_of(loss=LossConfig(**BOTH, chunk_size=chunk))
-        optimizer = SplitAdamW(module.model.parameters(), lr=0.1)
-        sums = module.losses(batch, by_modality=True)
-        optimizer.backward(list(loss_parts(sums, *module.loss_weighting(batch))))
-        found.append([optimizer._gradients[p] for p in module.model.parameters()])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-    # The control: the gradients of the two modalities differ.
-    assert float((found[0][-1][0] - found[0][-1][1]).abs().max()) > 1e-3
 
 
 # Memory ----------------------------------------------------------------------------------------------------
@@ -283,8 +253,7 @@ def traced(monkeypatch):
     chunked_loss._compiled.cache_clear()
 
 
-@pytest.mark.parametrize("by_modality", [False, True])
-@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (None, Z), (3.0, Z)])
+@pytest.mark.parametrize(("softcap", "z_loss", "by_modality"), [(None, 0.0, False), (3.0, Z, True)])
 def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_modality):
     """The inputs have a shorter last chunk, a mask and weights by modality; one forward pass is without gradients."""
     hidden, head, *of = inputs()

@@ -232,15 +232,6 @@ def test_every_switch_trains_and_is_written_down(parent, tmp_path, fields):
         assert all(abs(a["loss/text"] - b["loss/text"]) < 0.3 for a, b in zip(plain, ours, strict=True))
 
 
-def test_splitting_moments_and_back(parent, tmp_path):
-    for out, source, value, step in (("split", parent, "true", 8), ("back", tmp_path / "split", "false", 10)):
-        record = fork(source, tmp_path / out, f"--optim.split_second_moment={value}", "--checkpoint.every_n_steps=2",
-                      step=step)  # fmt: skip
-        assert "modalit" in record["optimizer"]
-    assert state(tmp_path / "split")["0.exp_avg"].ndim == 3
-    assert state(tmp_path / "back")["0.exp_avg"].ndim == 2
-
-
 def test_new_moments_start_at_zero(parent, tmp_path):
     fields = (NO_DROPOUT, "--optim.lr=0.002", "--optim.schedule=constant", "--fork_new_moments=true")
     record = fork(parent, tmp_path / "new", *fields)

@@ -149,13 +149,13 @@ GPU = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
 RUNS = {
     "plain": ({}, {}, {}, "sdpa", False),
     "dense, windows": ({"window": 100, "global_every": 2}, {}, {}, "math", False),
-    "loss in chunks": ({"final_softcap": 3.0}, {"chunk": 700, "z_loss": 0.01}, {}, "sdpa", False),
+    "loss in chunks": ({"final_softcap": 3.0}, {"chunk_size": 700, "z_loss": 0.01}, {}, "sdpa", False),
     "QK-Clip": ({}, {}, {"qk_clip": 0.1}, "sdpa", False),
     "split moments": ({}, {}, {"split_second_moment": True}, "sdpa", False),
     "dropout": ({"residual_dropout": 0.1, "attn_dropout": 0.1}, {}, {}, "sdpa", False),
     "sigma reparam": ({"weight_reparam": "sigma"}, {}, {}, "sdpa", False),
     "rows, QK-Clip": ({"n_kv_heads": 1, "attn_softcap": 2.0}, {}, {"qk_clip": 0.1}, "flex", False),
-    "compiled": ({}, {"chunk": 700}, {}, "sdpa", True),
+    "compiled": ({}, {"chunk_size": 700}, {}, "sdpa", True),
 }
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
 
 from mmqk.config import OptimConfig, resolve
 from mmqk.model import EarlyFusionTransformer
-from mmqk.store import UserError, read_metrics
-from mmqk.train import main
+from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, SkipStep, orthogonal, orthogonalize
 from mmqk.training.optimizers import hidden_matrices, make_optimizer
 from tests.model.small import SMALL
@@ -167,26 +164,6 @@ def test_msign_is_the_polar_factor_and_touches_attention_alone():
         torch.testing.assert_close(now.double(), expected, rtol=0, atol=MSIGN.tolerance)
     bad = torch.full((2, 2), torch.nan)
     assert orthogonal(bad) is bad
-
-
-FIELDS = ["--optim.matrices=muon", "--optim.matrices=adamh", "--optim.update_clip=true", "--optim.skip_step=6",
-          "--optim.adagc=1.05", "--optim.msign_every=3"]  # fmt: skip
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_resumed_run_is_the_uninterrupted_one(field, tiny_args, tmp_path):
-    """The resume starts from the checkpoint of step 4, which has the states of optimizer and spike guards."""
-    whole, parts = (tmp_path / n for n in ("whole", "parts"))
-    assert main([*tiny_args, field, f"--out={whole}"]) == 0
-    assert main([*tiny_args, field, f"--out={parts}"]) == 0
-    for checkpoint in sorted((parts / "checkpoints").glob("*.ckpt"))[1:]:
-        checkpoint.unlink()
-    (parts / "status.json").write_text((parts / "status.json").read_text().replace("completed", "interrupted"))
-    assert main([*tiny_args, field, f"--out={parts}"]) == 0
-    losses = [[line["loss"] for line in read_metrics(f / "metrics.jsonl") if "loss" in line] for f in (whole, parts)]
-    assert losses[0] == losses[1] and len(losses[0]) == 12
-    assert all(a != b for a, b in pairwise(losses[0]))
-    assert resolve([*tiny_args, field]).id != resolve(tiny_args).id
 
 
 @pytest.mark.parametrize(

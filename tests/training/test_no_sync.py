@@ -114,19 +114,16 @@ def questions(monkeypatch, module, accumulate=1, callbacks=(), documents=False) 
 
 RUNS = {
     "plain": ({}, {}, {}, "sdpa"),
-    "dense": ({}, {}, {}, "math"),
-    "QK-Clip": ({}, {}, {"qk_clip": 0.1}, "sdpa"),
     "QK-Clip, grouped keys": ({"n_kv_heads": 2}, {}, {"qk_clip": 0.1}, "sdpa"),
     "split moments": ({}, {}, {"split_second_moment": True}, "sdpa"),
     "loss in chunks": ({"final_softcap": 3.0}, {"chunk_size": 7, "z_loss": 0.01}, {}, "sdpa"),
     "loss in chunks, split moments": ({}, {"chunk_size": 7}, {"split_second_moment": True}, "sdpa"),
-    "dropout": ({"residual_dropout": 0.1, "attn_dropout": 0.1}, {}, {}, "sdpa"),
-    "sigma reparam": ({"weight_reparam": "sigma"}, {}, {}, "sdpa"),
-    "modalities apart": ({"embed_scale": {"image": 0.5}}, {"weights": {"image": 0.0}}, {}, "sdpa"),
+    "dropout, sigma, modalities apart": (
+        {"residual_dropout": 0.1, "attn_dropout": 0.1, "weight_reparam": "sigma", "embed_scale": {"image": 0.5}},
+        {"weights": {"image": 0.0}}, {}, "sdpa"),
     "windows": ({"window": 3, "global_every": 2}, {}, {}, "math"),
-    "rows": ({}, {}, {}, "flex"),
     "rows, QK-Clip": ({"n_kv_heads": 2, "attn_softcap": 2.0}, {}, {"qk_clip": 0.1}, "flex"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "loss", "optim", "backend"), RUNS.values(), ids=RUNS)

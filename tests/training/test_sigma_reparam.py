@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -25,18 +26,11 @@ def matrices(module) -> dict[str, SigmaLinear]:
     return {name: m for name, m in module.model.named_modules() if isinstance(m, SigmaLinear)}
 
 
-def trained(steps: int = 8):
+@cache
+def trained():
     module = module_of(SIGMA, lr=0.005)
-    fit(module, [toy_batch(seed) for seed in range(steps)])
+    fit(module, [toy_batch(seed) for seed in range(8)])
     return module
-
-
-def errors(module) -> list[float]:
-    """Return the relative distance of sigma from the largest singular value, by matrix."""
-    return [
-        abs(1 - float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]))
-        for m in matrices(module).values()
-    ]
 
 
 # Against torch ---------------------------------------------------------------------------------------------
@@ -123,34 +117,11 @@ def test_sigma_starts_as_the_largest_singular_value_and_draws_no_number():
     assert float(empty.sigma().detach()) == 0 and empty.u.isfinite().all()
 
 
-def test_sigma_follows_a_direction_that_grows_from_one_update_to_the_next():
-    """Another direction becomes the leading singular vector, as in the first steps at a high learning rate."""
-    layer = SigmaLinear(32, 32)
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(32, 32, generator=random) / 32**0.5)
-    layer.start()
-    push = torch.outer(*torch.randn(2, 32, generator=random)) / 32
-    late = copy.deepcopy(layer)
-    worst = {"ten": 0.0, "one": 0.0}
-    for _ in range(12):
-        for name, each in (("ten", layer), ("one", late)):
-            with torch.no_grad():
-                each.weight += 0.4 * push
-            if name == "ten":
-                training.power_step(nn.Sequential(each))
-            else:
-                each.power_step()
-            true = float(torch.linalg.matrix_norm(each.weight.detach(), 2))
-            worst[name] = max(worst[name], 1 - float(each.sigma().detach()) / true)
-    assert worst["ten"] < 0.05 < worst["one"], worst
-
-
 # In training -----------------------------------------------------------------------------------------------
 
 
 def test_a_probe_logs_how_near_sigma_is_to_the_true_one():
-    module = trained()
+    module = copy.deepcopy(trained())
     flat = probe(module.model, toy_batch(0)).flat()
     for layer, block in enumerate(module.model.blocks):
         found = [m for m in block.modules() if isinstance(m, SigmaLinear)]

@@ -7,8 +7,8 @@ import pytest
 
 from mmqk.lab.page.page import write_report
 from tests.lab.fake_runs import write_demo
+from tests.lab.page.browser import browser, installed
 from tests.lab.page.report_runs import write_forks
-from tests.training.browser import browser, installed
 
 CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")

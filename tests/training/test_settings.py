@@ -1,11 +1,15 @@
-"""The settings that make steps cheaper on a CPU reduce the number of page faults and of checks for a GPU."""
+"""The settings that make steps cheaper on a CPU reduce the number of page faults and of checks for a GPU. The private
+parts of Lightning that mmqk uses exist."""
 
 import ctypes
+import importlib
 import subprocess
 import sys
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from mmqk.training import ranks as on_cpu
 
@@ -55,3 +59,12 @@ def test_an_optimizer_looks_for_no_library_of_a_gpu(monkeypatch):
     on_cpu.skip_nvml_check()
     optimizer.step()
     assert len(looks) == found > 0  # negative control: found > 0
+
+
+def test_the_private_parts_exist():
+    """Another version of Lightning may rename a private part; assigning to the old name would then have no effect."""
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert callable(trainer._signal_connector.register_signal_handlers)
+    assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)
+    assert callable(ModelParallelStrategy._setup_distributed)
+    assert importlib.import_module("lightning.pytorch.trainer.connectors.checkpoint_connector")
