@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import largest, summed
-from mmqk.distributed import largest as largest_of
 from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.model.backends import documents_of, visible_keys
 from mmqk.model.norms import at_least_fp32
@@ -117,15 +116,14 @@ class QKClip:
 
         The maximum is over all ranks, so that all ranks scale by the same factor. This is a collective call.
         """
-        largest_LH = largest_of(torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))]))
+        largest_LH = largest(torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))]))
         self._largest = dict(enumerate(largest_LH))
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
     def values(self, measured: list[float]) -> dict[str, float]:
         """Return `QKClip.measured` by tag; a layer without a visible pair is left out."""
-        largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
-        values: dict[str, float] = {}
-        for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):
+        half, values = len(measured) // 2, dict[str, float]()
+        for layer, (logit, gamma) in enumerate(zip(measured[:half], measured[half:], strict=True)):
             if logit != -math.inf:
                 values |= {tag("qk_clip_logit", layer=layer): logit, tag("qk_clip_gamma", layer=layer): gamma}
         return values

@@ -80,7 +80,34 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
     return optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
-class AdamVariant(optim.Optimizer):
+class HeldOptimizer(optim.Optimizer):
+    """An optimizer that changes no parameter if its flag ``found_inf`` is set and true; its moments may change.
+
+    The flag is a tensor on the device, as for torch's fused optimizers, so no step synchronizes with the host.
+    """
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, after Lightning's closure has computed the gradients."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.update()
+        return result
+
+    def update(self) -> None:
+        """Update the parameters that have a gradient."""
+        raise NotImplementedError
+
+    def replace(self, p: Tensor, before: Tensor, after: Tensor) -> None:
+        """Write ``after`` to the parameter, or ``before`` if ``found_inf`` is true."""
+        p.copy_(after if self.found_inf is None else torch.where(self.found_inf.bool(), before, after))
+
+
+class AdamVariant(HeldOptimizer):
     """AdamW with update clipping or with fixed norms, each set by a field of the parameter group.
 
     ```
@@ -104,15 +131,10 @@ class AdamVariant(optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, defaults | {"update_clip": False, "fixed_norm": False})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. If ``found_inf`` is set and true, no parameter changes."""
-        result = closure_loss(closure)
+    def update(self) -> None:
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                changed = self._changed(p, p.grad, group)
-                p.copy_(unless(getattr(self, "found_inf", None), p, changed))
-        return result
+                self.replace(p, p, self._changed(p, p.grad, group))
 
     def _changed(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
         state, (beta1, beta2), eps, lr = self.state[p], group["betas"], group["eps"], group["lr"]
@@ -133,7 +155,7 @@ class AdamVariant(optim.Optimizer):
         return p - lr * group["weight_decay"] * p - lr * u
 
 
-class WithMuon(optim.Optimizer):
+class WithMuon(HeldOptimizer):
     """Muon for the matrices of the blocks and AdamW for all other parameters (Kimi K2, arXiv 2507.20534).
 
     This uses `torch.optim.Muon` with updates that have the RMS of AdamW's updates: `0.2 sqrt(max(A, B))` times the
@@ -161,23 +183,18 @@ class WithMuon(optim.Optimizer):
         self.muon = optim.Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         super().__init__([*self.adam.param_groups, *self.muon.param_groups], {})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step of both optimizers. If ``found_inf`` is set and true, no parameter changes."""
-        result = closure_loss(closure)
-        found_inf = getattr(self, "found_inf", None)
+    def update(self) -> None:
         # `load_state_dict` replaces the groups and the state of this optimizer, so update both inner optimizers.
         n = len(self.adam.param_groups)
         self.adam.param_groups, self.muon.param_groups = self.param_groups[:n], self.param_groups[n:]
         self.adam.state = self.muon.state = self.state
-        self.adam.found_inf = found_inf  # type: ignore[attr-defined]
+        self.adam.found_inf = self.found_inf  # type: ignore[attr-defined]
         self.adam.step()
         matrices = [p for group in self.muon.param_groups for p in group["params"]]
-        before = matrices if found_inf is None else [p.clone() for p in matrices]
+        before = matrices if self.found_inf is None else [p.clone() for p in matrices]
         self.muon.step()
         for p, old in zip(matrices, before, strict=True):
-            p.copy_(unless(found_inf, old, p))
-        return result
+            self.replace(p, old, p)
 
 
 def _with_norm(x: Tensor, length: Tensor) -> Tensor:
@@ -186,20 +203,7 @@ def _with_norm(x: Tensor, length: Tensor) -> Tensor:
     return x * torch.where(norm > 0, length / norm, 0.0)
 
 
-def closure_loss(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss of Lightning's closure, which computes the gradients."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def unless(found_inf: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
-    """Return ``after``, or ``before`` if ``found_inf`` is true, without synchronizing with the host."""
-    return after if found_inf is None else torch.where(found_inf.bool(), before, after)
-
-
-class SplitAdamW(optim.Optimizer):
+class SplitAdamW(HeldOptimizer):
     """AdamW with separate first and second moments for each modality; a step is the sum of the modalities' steps.
 
     ```
@@ -279,20 +283,13 @@ class SplitAdamW(optim.Optimizer):
         super().zero_grad(set_to_none)
         self._gradients.clear()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with the gradients of `backward`. A parameter without a gradient is unchanged, as in AdamW.
-
-        If ``found_inf`` is set and true, no parameter changes, but the moments may change.
-        """
-        result = closure_loss(closure)
-        found_inf = getattr(self, "found_inf", None)
+    def update(self) -> None:
+        """Use the gradients of `backward`. A parameter without a gradient is unchanged, as in AdamW."""
         for group in self.param_groups:
             for p in (p for p in group["params"] if p in self._gradients):
-                before = p if found_inf is None else p.clone()
+                before = p if self.found_inf is None else p.clone()
                 self._update(p, self._gradients[p], group)
-                p.copy_(unless(found_inf, before, p))  # without found_inf, p.copy_(p) does nothing
-        return result
+                self.replace(p, before, p)
 
     def _update(self, p: Tensor, by_modality: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]

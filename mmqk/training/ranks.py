@@ -240,13 +240,7 @@ class Sharded(ModelParallelStrategy):
         full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
         if self.global_rank:
             return {}
-        number = {name: i for i, name in enumerate(self._names(optimizer))}
-        return {
-            "state": {number[name]: state for name, state in full["state"].items()},
-            "param_groups": [
-                {**group, "params": [number[name] for name in group["params"]]} for group in full["param_groups"]
-            ],
-        }
+        return _renamed(full, {name: i for i, name in enumerate(self._names(optimizer))})
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the whole checkpoint in each process; each process keeps only its own shards."""
@@ -260,28 +254,28 @@ class Sharded(ModelParallelStrategy):
         assert self.model is not None
         options = StateDictOptions(full_state_dict=True)
         for optimizer, saved in zip(self.optimizers, content["optimizer_states"], strict=True):
-            set_optimizer_state_dict(
-                self.model, optimizer, optim_state_dict=self._named(optimizer, saved), options=options
-            )
+            named = _renamed(saved, dict(enumerate(self._names(optimizer))))
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=named, options=options)
         # Load the weights after the optimizer state, because torch may take an optimizer step with learning rate 0 to
         # create that state.
         set_model_state_dict(self.model, content["state_dict"], options=options)
         return content
-
-    def _named(self, optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-        names = self._names(optimizer)
-        return {
-            "state": {names[i]: dict(state) for i, state in saved["state"].items()},
-            "param_groups": [
-                {**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]
-            ],
-        }
 
     def _names(self, optimizer: Any) -> list[str]:
         """Return the names of the parameters in the order of the optimizer's state dict."""
         assert self.model is not None
         names = {p: name for name, p in self.model.named_parameters()}
         return [names[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer state whose parameters have new names or numbers."""
+    return {
+        "state": {new[key]: dict(moments) for key, moments in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [new[key] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 # Words in torch's errors, and the advice that a run adds to them.

@@ -147,7 +147,7 @@ def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, a
             "epoch_loop.batch_progress": {"total": counters(8), "current": counters(8), "is_last_batch": True},
         }
     }
-    fit = loops_state(saved, 8, (4, 1), new, skip)["fit_loop"]
+    fit = loops_state(saved, 8, 4, *new, skip)["fit_loop"]
     assert fit["state_dict"]["combined_loader"] == [{"position": position, "ahead": ahead}]
     assert 8 * new[0] + ahead == 38 + skip * new[0]
     progress = fit["epoch_loop.batch_progress"]

@@ -21,13 +21,7 @@ from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
 from mmqk.store.formatting import plain
 from mmqk.training.fork.measure import Change, change_of_function
-from mmqk.training.fork.state import (
-    callback_state,
-    guards_state,
-    loops_state,
-    optimizer_state,
-    scheduler_state,
-)
+from mmqk.training.fork.state import callback_state, guards_state, loops_state, optimizer_state
 from mmqk.training.fork.weights import Carried, carry
 from mmqk.training.optimizers import lr_multiplier
 
@@ -81,16 +75,18 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         lr,
         fork.new_moments,
     )
-    schedule = scheduler_state(saved["lr_schedulers"][0], run.optim, lr, groups=len(optimizer["param_groups"]))
-    before, after = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
+    groups = len(optimizer["param_groups"])
+    # The schedule is at the parent's step, with the fork's peak.
+    rates = {"base_lrs": [run.optim.lr] * groups, "_last_lr": [lr] * groups, "lr_lambdas": [None] * groups}
+    sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer["accumulate_grad_batches"]
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     touched += ["fork_new_moments"] * fork.new_moments
     checkpoint = {
         **saved,
         "state_dict": {PREFIX + name: value.cpu() for name, value in new.state_dict().items()},
         "optimizer_states": [optimizer],
-        "lr_schedulers": [schedule],
-        "loops": loops_state(saved["loops"], fork.parent.step, before, after, fork.skip_batches),
+        "lr_schedulers": [saved["lr_schedulers"][0] | rates],
+        "loops": loops_state(saved["loops"], fork.parent.step, *sizes, fork.skip_batches),
         "callbacks": callback_state(saved["callbacks"], touched, change),
         "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
         "mmqk_model": own["model"],

@@ -57,38 +57,27 @@ def optimizer_state(
     (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
     old_names, _ = _names_in_order(old_config, old_model)
     new_names, state = _names_in_order(new_config, new_model)
-    by_name = {old_names[i]: moments for i, moments in saved["state"].items()}
-    split = (old_config.split_second_moment, new_config.split_second_moment)
-    resplit = any(split) and (split != (True, True) or list(old_trained) != list(new_trained))
-    state_of: dict[int, dict[str, Any]] = {}
-    fresh = 0
-    for i, name in enumerate(new_names):
-        source = carried.from_name.get(name)
-        if source is None:
-            fresh += 1
-            continue
-        if source not in by_name:
-            continue  # no gradient has updated this parameter yet
-        moments = _rescaled(by_name[source], carried.scale.get(name))
-        if resplit:
-            moments = _resplit(moments, old_trained if split[0] else None, new_trained if split[1] else None)
-        state_of[i] = moments
-    state["state"] = state_of
     for group in state["param_groups"]:
         group["initial_lr"], group["lr"] = group["lr"], lr
     if new_moments:
-        state["state"] = {}
         return state, "all moments start at zero"
-    parts = ["carried over"]
-    if carried.scale:
-        parts.append(f"rescaled for {len(carried.scale)} parameters into which gains were folded")
-    if split == (False, True):
-        parts.append("the shared moments split among the modalities")
-    if split == (True, False):
-        parts.append("the moments of the modalities summed, as for uncorrelated gradients")
-    if fresh:
-        parts.append(f"{fresh} parameters start at zero")
-    return state, "; ".join(parts)
+    split = (old_config.split_second_moment, new_config.split_second_moment)
+    of_old, of_new = list(old_trained) if split[0] else None, list(new_trained) if split[1] else None
+    by_name = {old_names[i]: moments for i, moments in saved["state"].items()}
+    for i, name in enumerate(new_names):
+        source = carried.from_name.get(name)
+        if source in by_name:  # if not, it is new, or no gradient has updated it yet
+            moments = _rescaled(by_name[source], carried.scale.get(name))
+            state["state"][i] = moments if of_old == of_new else _resplit(moments, of_old, of_new)
+    fresh = sum(name not in carried.from_name for name in new_names)
+    parts = {
+        "carried over": True,
+        f"rescaled for {len(carried.scale)} parameters into which gains were folded": bool(carried.scale),
+        "the shared moments split among the modalities": split == (False, True),
+        "the moments of the modalities summed, as for uncorrelated gradients": split == (True, False),
+        f"{fresh} parameters start at zero": fresh > 0,
+    }
+    return state, "; ".join(part for part, holds in parts.items() if holds)
 
 
 def _rescaled(moments: Mapping[str, Any], scale: Tensor | None) -> dict[str, Any]:
@@ -136,35 +125,27 @@ def guards_state(
     return {**saved, "adagc": {"gamma_P": saved["adagc"]["gamma_P"].new_tensor(gamma_P)}}
 
 
-def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
-    """Return the scheduler state at the parent's step, with the fork's peak learning rate."""
-    return {**saved, "base_lrs": [config.lr] * groups, "_last_lr": [lr] * groups, "lr_lambdas": [None] * groups}
-
-
 def loops_state(
-    saved: Mapping[str, Any], step: int, old: tuple[int, int], new: tuple[int, int], skip: int
+    saved: Mapping[str, Any], step: int, before: int, sequences: int, micro_batches: int, skip: int
 ) -> dict[str, Any]:
     """Return the state of Lightning's loops for the fork: step counters and the position in the data.
 
     Args:
         saved: ``loops`` of the parent.
         step: Number of optimizer steps.
-        old: Sequences and micro-batches per optimizer step of the parent.
-        new: Sequences and micro-batches per optimizer step of the fork.
+        before: Sequences per optimizer step of the parent.
+        sequences: Sequences per optimizer step of the fork.
+        micro_batches: Micro-batches per optimizer step of the fork.
         skip: Number of optimizer steps whose sequences are skipped.
     """
     loops = copy.deepcopy(dict(saved))
-    fit = loops["fit_loop"]
-    (old_sequences, _), (new_sequences, micro_batches) = old, new
-    loader = fit["state_dict"]["combined_loader"][0]
-    read = step * old_sequences + loader.get("ahead", 0)
-    ahead = read + skip * new_sequences - step * new_sequences
-    fit["state_dict"]["combined_loader"] = [{"position": step * micro_batches, "ahead": ahead}]
+    fit, position = loops["fit_loop"], step * micro_batches
+    read = step * before + fit["state_dict"]["combined_loader"][0].get("ahead", 0)
+    fit["state_dict"]["combined_loader"] = [{"position": position, "ahead": read + (skip - step) * sequences}]
     progress = fit["epoch_loop.batch_progress"]
     progress["is_last_batch"] = False  # True in the checkpoint of a finished parent
     for counts in (progress["total"], progress["current"]):
-        for name in counts:
-            counts[name] = step * micro_batches - (name == "completed")
+        counts.update({name: position - (name == "completed") for name in counts})
     return loops
 
 
