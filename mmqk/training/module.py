@@ -109,6 +109,8 @@ class TrainingModule(L.LightningModule):
         tensors = sum(p.requires_grad for p in self.model.parameters())
         self.adagc = None if chosen.adagc is None else AdaGC(tensors, chosen.adagc, chosen.warmup_steps)
         self.skip_step = None if chosen.skip_step is None else SkipStep(chosen.skip_step)
+        both: dict[str, AdaGC | SkipStep | None] = {"adagc": self.adagc, "skip_step": self.skip_step}
+        self.guards = {name: guard for name, guard in both.items() if guard is not None}
         self.row_log = RowLog(model.modalities) if backend == "flex" else None
         self._step_loss: Tensor | None = None
         self._step_sums_RM: Tensor | None = None
@@ -219,8 +221,7 @@ class TrainingModule(L.LightningModule):
     def _training_losses(self, batch: TokenBatch, by_modality: bool) -> LossSums:
         """Return `losses`, and record the attention logits for `qk_clip` and `row_log`."""
         if self.row_log is None:
-            observer = None if self.qk_clip is None else self.qk_clip.observer(batch)
-            return self.losses(batch, observer, by_modality)
+            return self.losses(batch, self.qk_clip.observer(batch) if self.qk_clip else None, by_modality)
         row_stats: list[RowStats] = []
         sums = self.losses(batch, None, by_modality, row_stats=row_stats)
         largest_LH = self.row_log.add(row_stats, batch)
@@ -345,16 +346,13 @@ class TrainingModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(self.stored)
-        if guards := self._guards():
-            checkpoint["mmqk_guards"] = {name: guard.state for name, guard in guards.items()}
+        if self.guards:
+            checkpoint["mmqk_guards"] = {name: guard.state for name, guard in self.guards.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for name, guard in self._guards().items():  # a guard that is not in the checkpoint starts empty
+        for name, guard in self.guards.items():  # a guard that is not in the checkpoint starts empty
             saved = checkpoint.get("mmqk_guards", {}).get(name, {})
             guard.state |= {key: value.clone() for key, value in saved.items()}
-
-    def _guards(self) -> dict[str, AdaGC | SkipStep]:
-        return {n: g for n, g in (("adagc", self.adagc), ("skip_step", self.skip_step)) if g is not None}
 
     @torch.no_grad()
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
