@@ -49,10 +49,15 @@ def start(args: list[str], folder: Path, place: str = "", step: int = 0) -> Fork
             ``step`` optimizer steps), or "" for no pause.
         step: number of optimizer steps before the pause.
     """
+    return process(_run, args, folder, place, step)
+
+
+def process(function: Callable[..., object], *args: object) -> ForkServerProcess:
+    """Call a function in a process that is forked from one with all imports."""
     start_server(PRELOAD)
-    process = get_context("forkserver").Process(target=_run, args=(args, folder, place, step))
-    process.start()
-    return process
+    started = get_context("forkserver").Process(target=function, args=args)
+    started.start()
+    return started
 
 
 def _run(args: list[str], folder: Path, place: str, step: int) -> None:

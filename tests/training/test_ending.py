@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 
 from mmqk.store import is_locked, read_status
 from mmqk.train import main, noted_signals
-from tests.training.gates import SECONDS, gone, start, wait_for
+from mmqk.training.ranks import _end_with
+from tests.training.gates import SECONDS, gone, pause, process, start, wait_for
 from tests.training.runs import WHOLE, same_run
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="needs /proc to check which processes run"
 )
@@ -41,13 +40,13 @@ def test_a_signal_ends_the_run_at_once_before_training_and_later_at_the_next_ste
     tiny_args, tmp_path, whole, place, signum, reached
 ):
     out, args = tmp_path / "run", [*tiny_args, *WHOLE]
-    process = start([*args, f"--out={out}"], tmp_path, place, step=max(0, reached - 1))
+    run = start([*args, f"--out={out}"], tmp_path, place, step=max(0, reached - 1))
     wait_for((tmp_path / "at").exists)
-    os.kill(process.pid, signum)
+    os.kill(run.pid, signum)
     if place == "step":
         (tmp_path / "go").touch()
-    process.join(SECONDS)
-    assert process.exitcode == 128 + signum
+    run.join(SECONDS)
+    assert run.exitcode == 128 + signum
     said = (tmp_path / "log").read_text().splitlines()
     assert [line for line in said if "interrupted at" in line and "continues" in line] == [
         f"interrupted at step {reached}; the same command continues from there."
@@ -68,61 +67,51 @@ def test_a_signal_before_training_or_a_second_one_ends_the_run_without_a_checkpo
     tiny_args, tmp_path, whole, place, signum
 ):
     out, args = tmp_path / "run", [*tiny_args, *WHOLE]
-    process = start([*args, f"--out={out}"], tmp_path, place, step=6)
+    run = start([*args, f"--out={out}"], tmp_path, place, step=6)
     wait_for((tmp_path / "at").exists)
     # The operating system merges two pending signals into one, so send signals until the process ends.
     until = time.monotonic() + SECONDS
-    while process.is_alive() and time.monotonic() < until:
-        os.kill(process.pid, signum)
-        process.join(0.3)
-    assert process.exitcode == -signum and not is_locked(out)
+    while run.is_alive() and time.monotonic() < until:
+        os.kill(run.pid, signum)
+        run.join(0.3)
+    assert run.exitcode == -signum and not is_locked(out)
     if place == "step":
         assert sorted((out / "checkpoints").iterdir())[-1].name == "step00000004.ckpt"
     goes_on(args, out, whole)
 
 
-FOLLOWER = """
-import os, pathlib, sys, time
-from mmqk.training.ranks import PARENT, _end_with
-_end_with(os.environ.pop(PARENT, None))
-pathlib.Path(sys.argv[1]).touch()
-time.sleep(600)
-"""
-PARENT_OF = """
-import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", *sys.argv[2:]], env={**os.environ, sys.argv[1]: str(os.getpid())})
-print(child.pid, flush=True)
-time.sleep(600)
-"""
+def _with_child(folder: Path, follows: bool) -> None:
+    """Start a child process that pauses, and wait."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        _end_with(str(parent) if follows else None)
+        pause(folder)
+        os._exit(0)
+    time.sleep(SECONDS)
 
 
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_a_rank_ends_with_its_parent(tmp_path, follows):
-    name = "MMQK_PARENT" if follows else "NOTHING"
-    args = [sys.executable, "-c", PARENT_OF, name, FOLLOWER, str(tmp_path / "there")]
-    with subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        wait_for((tmp_path / "there").exists)
-        parent.kill()
-        parent.wait()
-        try:
-            if follows:
-                wait_for(lambda: gone(child))
-            else:
-                time.sleep(2.0)
-                assert not gone(child)
-        finally:
-            if not gone(child):
-                os.kill(child, signal.SIGKILL)
+    parent = process(_with_child, tmp_path, follows)
+    wait_for((tmp_path / "at").exists)
+    child = int((tmp_path / "at").read_text())
+    parent.kill()
+    parent.join(SECONDS)
+    try:
+        if follows:
+            wait_for(lambda: gone(child))
+        else:  # the control
+            time.sleep(1.0)
+            assert not gone(child)
+    finally:
+        (tmp_path / "go").touch()
 
 
-def test_a_parent_that_is_gone_already_is_not_waited_for(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FOLLOWER, str(tmp_path / "there")],
-        cwd=ROOT, env={**os.environ, "MMQK_PARENT": "1"}, timeout=SECONDS,
-    )  # fmt: skip
-    assert done.returncode == 128 + signal.SIGKILL and not (tmp_path / "there").exists()
+def test_a_parent_that_is_gone_already_is_not_waited_for():
+    rank = process(_end_with, "1")
+    rank.join(SECONDS)
+    assert rank.exitcode == 128 + signal.SIGKILL
 
 
 def test_a_second_signal_has_its_usual_effect():
