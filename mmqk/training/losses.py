@@ -25,19 +25,6 @@ from mmqk.store import tag
 
 
 @dataclass(frozen=True)
-class Objective:
-    """The differentiable part of a chunked loss. It contains the weights and the z-loss passed to `chunked_losses`.
-
-    Attributes:
-        total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
-        parts_M: The term of each modality in that sum; None unless `by_modality` was set.
-    """
-
-    total: Tensor
-    parts_M: Tensor | None
-
-
-@dataclass(frozen=True)
 class LossSums:
     """Sums over the trained targets of one batch, by target modality; (M,) each, fp32 (fp64 for fp64 logits).
 
@@ -48,14 +35,17 @@ class LossSums:
         ce: Cross-entropy, nats.
         log_z: Log of the output softmax's normalizer, nats.
         log_z_sq: Square of that logarithm.
-        objective: For a chunked loss, the tensors that have gradients; the sums then have no gradients.
+        total: For a chunked loss, the only tensor with a gradient: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`, with the
+            weights and the z-loss passed to `chunked_losses`. None for a dense loss, whose sums have gradients.
+        parts_M: For a chunked loss, the term of each modality in that sum, if `by_modality` was set.
     """
 
     count: Tensor
     ce: Tensor
     log_z: Tensor
     log_z_sq: Tensor
-    objective: Objective | None = None
+    total: Tensor | None = None
+    parts_M: Tensor | None = None
 
 
 def modality_losses(
@@ -134,13 +124,13 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
         z_loss: Coefficient of log(Z)^2.
         normalizer: Usually the number of trained targets in the optimizer step, over all micro-batches and ranks.
     """
-    total = sums.objective.total if sums.objective else _weighted(sums, weights_M, z_loss).sum()
+    total = _weighted(sums, weights_M, z_loss).sum() if sums.total is None else sums.total
     return total / normalizer
 
 
 def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
     """Return the contribution of each modality's targets to `total_loss`, (M,), with the same normalizer."""
-    parts_M = sums.objective.parts_M if sums.objective else _weighted(sums, weights_M, z_loss)
+    parts_M = _weighted(sums, weights_M, z_loss) if sums.total is None else sums.parts_M
     if parts_M is None:
         raise ValueError("This chunked loss has no parts: call chunked_losses with by_modality=True.")
     return parts_M / normalizer
@@ -193,7 +183,7 @@ def chunked_losses(
 
     The forward pass computes each chunk's logits once, and from them the gradients of the hidden states, (B, T, D),
     and of the head, (V, D), in at least fp32. The weights and the z-loss must therefore be known in
-    the forward pass, and only `LossSums.objective`, which `total_loss` uses, has a gradient. Matrix products run in
+    the forward pass, and only `LossSums.total`, which `total_loss` uses, has a gradient. Matrix products run in
     the autocast dtype, and all other operations in at least fp32, as in `modality_losses`.
 
     The loss of a target depends only on the hidden state of its position, so all modalities share one gradient of the
@@ -218,7 +208,7 @@ def chunked_losses(
     group_mask_BTG = target_mask_BT[..., None]
     if by_modality:
         group_mask_BTG = torch.cat([group_mask_BTG, selected_BTM], dim=-1)
-    objective_G, ce_N, log_z_N = _Chunks.apply(
+    total_G, ce_N, log_z_N = _Chunks.apply(
         hidden_BTD.flatten(0, 1),
         head_VD,
         targets_BT.where(target_mask_BT, 0).flatten(),
@@ -231,11 +221,11 @@ def chunked_losses(
         _compiled() if compiled else _terms,
     )
     sums = sum_by_modality(ce_N.view_as(targets_BT), log_z_N.view_as(targets_BT), selected_BTM)
-    return replace(sums, objective=Objective(objective_G[0], objective_G[1:] if by_modality else None))
+    return replace(sums, total=total_G[0], parts_M=total_G[1:] if by_modality else None)
 
 
 class _Chunks(torch.autograd.Function):
-    """Returns (objective_G, ce_N, log_z_N). Only objective_G has gradients, for the hidden states and the head."""
+    """Returns (total_G, ce_N, log_z_N). Only total_G has gradients, for the hidden states and the head."""
 
     @staticmethod
     def forward(
@@ -279,11 +269,11 @@ class _Chunks(torch.autograd.Function):
                     masked_CD = torch.where(group_mask_NG[rows, g, None], hidden_CD, 0.0)
                     _add_product(d_head_GVD[g], d_logits_CV.T, masked_CD)
         value_N = ce_N + z_loss * log_z_N.square() if z_loss else ce_N
-        objective_G = torch.where(group_mask_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
+        total_G = torch.where(group_mask_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
         ctx.save_for_backward(d_hidden_ND, d_head_GVD, group_mask_NG)
         ctx.dtypes = hidden_ND.dtype, head_VD.dtype
         ctx.mark_non_differentiable(ce_N, log_z_N)
-        return objective_G, ce_N, log_z_N
+        return total_G, ce_N, log_z_N
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -186,11 +186,6 @@ def shard(model: EarlyFusionTransformer, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether the parameters are sharded."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor in every process. If `tensor` is sharded, this is a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -200,7 +195,7 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTransformer:
     """Return the model itself, or, if it is sharded, an unsharded copy in every process. For a sharded model this
     is a collective call."""
-    if not is_sharded(model):
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
         return model
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

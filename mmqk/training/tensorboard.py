@@ -79,13 +79,12 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
 
     For two modalities these are at most 60 tags; metrics.jsonl has all values.
     """
-    kept = {name: value for name, value in metrics.items() if _is_whole(name)}
+    kept = {}
+    for name, value in metrics.items():
+        parsed = parsed_tag(name)
+        if parsed.statistic in _WHOLE and parsed.head is None and parsed.layer is None:
+            kept[name] = value
     return kept | collect.over_layers(metrics)
-
-
-def _is_whole(name: str) -> bool:
-    parsed = parsed_tag(name)
-    return parsed.head is None and parsed.layer is None and parsed.statistic in _WHOLE
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
