@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmqk.config import LossConfig, MonitorConfig
-from mmqk.monitors.own.callback import RunMonitor
-from mmqk.monitors.own.gradients import gradient_agreement
+from mmqk.config import LossConfig
 from mmqk.training import losses as chunked_loss
 from mmqk.training.losses import LossSums, chunked_losses, loss_parts, modality_losses, total_loss
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
@@ -166,30 +164,6 @@ def test_a_run_in_chunks_is_the_dense_run(model, optim):
     other = module_of(replace(MODEL, **model), LossConfig(weights=BOTH["weights"], chunk_size=7), **optim)
     fit(other, batches, accumulate=2, clip=0.5)
     assert apart(weights(other), weights(modules[1])) > 1e-4
-
-
-def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
-    """The radial budget and gradient agreement need the gradient of the loss of each modality."""
-    logged: list[dict[str, float]] = []
-    monkeypatch.setattr("mmqk.monitors.own.callback._log", lambda trainer, values: logged.append(values))
-    config = MonitorConfig(
-        every_n_steps=2, probe_sequences=2, gradient_agreement=True, budget_every_n_steps=2, budget_steps=2
-    )
-    batches, found, modules = [toy_batch(seed) for seed in range(4)], [], []
-    for chunk in (None, 7):
-        modules.append(module_of(loss=LossConfig(**BOTH, chunk_size=chunk)))
-        fit(modules[-1], batches, callbacks=[RunMonitor(config)])
-        found.append({(i, k): v for i, line in enumerate(logged) for k, v in line.items()})
-        logged.clear()
-    names = {name.split("/")[0] for _, name in found[0]}
-    assert {"grad_signal", "w_q_growth", "budget_window"} <= names
-    assert found[1] == pytest.approx(found[0], rel=1e-6, abs=1e-10)
-    alone = module_of(loss=LossConfig(**BOTH, chunk_size=7))
-    fit(alone, batches)
-    assert apart(weights(alone), weights(modules[1])) == 0 < apart(weights(modules[0]), weights(modules[1]))
-    batch = toy_batch(9)
-    a, b = (gradient_agreement(m.model, batch, m.modality_loss_parts) for m in (alone, modules[0]))
-    assert a == pytest.approx(b, rel=1e-6)
 
 
 # Memory ----------------------------------------------------------------------------------------------------

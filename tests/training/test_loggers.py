@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,9 @@ def test_at_most_sixty_tags_of_both_modalities(scalars):
     assert not any("layer" in tag for tag in scalars)
 
 
-def test_a_run_is_one_event_run_so_that_tensorboard_selects_those_of_the_demonstration(whole, tmp_path):
-    """TensorBoard's page selects no run if there are more than 40."""
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-
-    for number in range(14):
-        shutil.copytree(whole, tmp_path / f"arm{number}/seed0")
-    found = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload().Runs()
-    assert len(found) == 14 and all({"loss/text", "loss/image"} <= set(tags["scalars"]) for tags in found.values())
+def test_a_run_is_one_event_run(whole):
+    """Each folder with events is one; TensorBoard's page selects no run if there are more than 40."""
+    assert [path.parent for path in whole.rglob("events.out.*")] == [whole]
 
 
 def test_every_chart_of_the_layout_matches_a_tag_of_each_modality(events, scalars):

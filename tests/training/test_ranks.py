@@ -18,7 +18,7 @@ from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
 from tests.training.ranks import end, start, train
-from tests.training.runs import rewind, same, same_run, series, state
+from tests.training.runs import WHOLE, rewind, same, same_run, series, state
 
 pytestmark = pytest.mark.slow
 
@@ -255,7 +255,7 @@ def test_a_mistake_is_said_once_and_nobody_waits(tiny_args, tmp_path):
 
 
 def test_dropout_resumes_exactly(tiny_args, tmp_path):
-    args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9"]
+    args = [*tiny_args, *WHOLE]
     whole = tmp_path / "whole"
     assert train([*args, f"--out={whole}"], tmp_path / "log") == [0, 0]
     rewind(whole, tmp_path / "again", 4)
