@@ -148,7 +148,7 @@ def test_a_diverged_run_goes_on_if_it_may_and_ends_if_a_value_is_not_finite(tiny
     """Step 51 multiplies the logits by 100, and the learning rate is too low to repair it. At step 75, with 25 such
     losses among the last 50, the median of the losses has risen too far."""
     args = [*tiny_args, "--optim.lr=1e-6", "--optim.schedule=constant", "--trainer.max_steps=80",
-            "--monitor.every_n_steps=0", "--checkpoint.every_n_steps=40"]  # fmt: skip
+            "--monitor.every_n_steps=0", "--checkpoint.every_n_steps=25"]  # fmt: skip
     training_step = TrainingModule.training_step
 
     def worse(self, *rest):
