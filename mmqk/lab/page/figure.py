@@ -31,7 +31,6 @@ from mmqk.lab.verdicts.study import Study
 
 STEP = "optimizer step"
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.6), (6, 1.5, 1, 1.5), (1, 1))  # by modality
-CALCULATED = {"bound": "QK-Norm bound", "fit": "fit"}
 FEW_ARMS = 8
 # The Okabe-Ito palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -66,7 +65,7 @@ FEWEST_LOG_RATIO = 5
 
 @dataclass(frozen=True)
 class Line:
-    """A curve or points of one run (role "run"), of the median over runs, of an arm's QK-Norm bound, or of a fit.
+    """A curve or points of one run (role "run"), of the median over runs, or of an arm's QK-Norm bound.
 
     Attributes:
         alone: whether this is the only run of its arm, which is drawn like a median.
@@ -82,7 +81,7 @@ class Line:
     seed: int | None
     x: NDArray[Any]
     y: NDArray[np.float64]
-    role: Literal["run", "median", "bound", "fit"] = "run"
+    role: Literal["run", "median", "bound"] = "run"
     layer: int | None = None
     alone: bool = False
     diverged: bool = False
@@ -144,16 +143,15 @@ class Figure:
 
     def csv(self) -> str:
         """Return the plotted numbers, one per line, each x in the column of its quantity; the column ``run`` is empty
-        for a median, a bound or a fit."""
+        for a median or a bound."""
         frames = []
         for panel in (panel for row in self.rows for panel in row):
             for line in panel.lines:
-                fit = {"bound": "attn_logit_bound", "fit": f"{panel.statistic} (fit)"}
                 cells = {
-                    "statistic": fit.get(line.role, panel.statistic),
+                    "statistic": "attn_logit_bound" if line.role == "bound" else panel.statistic,
                     "arm": line.arm,
                     "modality": line.modality,
-                    "seed": "median" if line.role in ("median", "bound") else line.seed,
+                    "seed": line.seed if line.role == "run" else "median",
                     "layer": line.layer,
                     panel.x: [f"{x:.10g}" for x in line.x],
                     "value": [f"{y:.6g}" for y in line.y],
@@ -234,9 +232,10 @@ class Drawing:
         """Return the panels as JSON for the script of the page, with five digits."""
 
         def line_data(line: Line) -> dict[str, Any]:
-            of = CALCULATED.get(line.role) or ("median" if line.seed is None else f"seed {line.seed}")
+            bound = line.role == "bound"
+            of = "QK-Norm bound" if bound else "median" if line.seed is None else f"seed {line.seed}"
             layer = "" if line.layer is None else f"layer {line.layer}"
-            dashes = (1, 1.5) if line.role in CALCULATED else self.dashes(line.modality)
+            dashes = (1, 1.5) if bound else self.dashes(line.modality)
             return {
                 "name": ", ".join(filter(None, (self.study.label(line.arm) or line.group, layer, of))),
                 "group": self.group(line),
@@ -334,11 +333,10 @@ class Drawing:
 
     def _draw_line(self, axes: Axes, line: Line, runs: int) -> None:
         color, many = self.color(line), runs > MANY_LINES
-        if line.role in CALCULATED:
+        if line.role == "bound":
             axes.plot(line.x, line.y, color=color, linewidth=1.3, linestyle=(0, (1, 1.4)), zorder=2)
         elif line.marker:
-            face = "white" if line.marker == "D" else color
-            axes.plot(line.x, line.y, line.marker, color=color, markersize=6, mew=1.4, mfc=face, zorder=2.5)
+            axes.plot(line.x, line.y, line.marker, color=color, markersize=6, mew=1.4, zorder=2.5)
         else:
             axes.plot(
                 line.x, line.y, color=color, linestyle=self.style(line.modality),
@@ -357,8 +355,7 @@ def _set_x(axes: Axes, panel: Panel) -> None:
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         axes.grid(False, axis="x")
         return
-    # Set ticks at measured values, not at the x values of fits.
-    at = np.unique(np.concatenate([line.x for line in panel.lines if line.role != "fit"] or [np.ones(1)]))
+    at = np.unique(np.concatenate([line.x for line in panel.lines] or [np.ones(1)]))
     low, high = float(at[0]), float(at[-1])
     if panel.xlog:
         axes.set_xscale("log")

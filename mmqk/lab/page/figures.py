@@ -16,7 +16,7 @@ import numpy as np
 from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
 from mmqk.lab.page.figure import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
-from mmqk.lab.page.verdicts import claim_arms, claim_values
+from mmqk.lab.page.verdicts import claim_values
 from mmqk.lab.runs import EMPTY, Run, Series, aligned
 from mmqk.lab.stats.exact import kaplan_meier
 from mmqk.lab.verdicts.assess import Verdict
@@ -233,7 +233,8 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     def series(run: Run) -> Series:
         return finite(curve.series(run, "")) if run.name in used else EMPTY
 
-    lines = arm_lines(study, claim_arms(study, verdict), "", series, points_a_line(len(used)))
+    arms = tuple(dict.fromkeys(run.arm for run in verdict.compared.runs))
+    lines = arm_lines(study, arms, "", series, points_a_line(len(used)))
     drawn = tuple(line for line in lines if line.role == "run" and len(line.x) > 1)
     by_step = Panel(f"{claim.metric} by step", "Every run", curve.label, drawn, curve.log)
     panels = [panel for panel in (by_step, by_seed(study, verdict, label)) if panel.lines]
@@ -243,7 +244,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
 def by_seed(study: Study, verdict: Verdict, label: str) -> Panel:
     """Return the panel with one dot per value of a claim above its arm or family; lines join the runs of a seed."""
     metric, modality = find_metric(verdict.claim.metric)
-    values = claim_values(study, verdict)
+    values = claim_values(verdict)
     names = list(dict.fromkeys(one.name for one in values))
     dots: list[Line] = []
     for one in values:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmqk.lab.formatting import DASH, capital, exp, listed, number, plural, slug
-from mmqk.lab.metrics import FamilyMetric, find_metric
+from mmqk.lab.metrics import Metric, find_metric
 from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.assess import Verdict
+from mmqk.lab.verdicts.measure import measure
 from mmqk.lab.verdicts.study import Study
 from mmqk.lab.verdicts.words import (
     detectable_in_words,
@@ -168,32 +169,19 @@ class Value:
     run: Run | None
 
 
-def claim_values(study: Study, verdict: Verdict) -> list[Value]:
+def claim_values(verdict: Verdict) -> list[Value]:
     """Return the values of a claim by arm or family and seed; NaN for a family that lacks a planned point."""
-    claim, used = verdict.claim, set(verdict.runs)
-    metric, modality = find_metric(claim.metric)
-    runs = [run for arm in claim_arms(study, verdict) for run in study.of_arm(arm) if run.name in used]
-    if not isinstance(metric, FamilyMetric):
-        return [Value(run.arm, run.arm, run.seed, metric.measure(run, modality), run) for run in runs]
-    values = []
-    for family, seed in dict.fromkeys((run.family, run.seed) for run in runs):
-        members = [run for run in runs if (run.family, run.seed) == (family, seed)]
-        planned = [arm.point for arm in study.arms_of(family, claim.at)]
-        measured = metric.measured(members, modality, planned).value
-        values.append(Value(family, members[-1].arm, seed, measured, None))
-    return values
-
-
-def claim_arms(study: Study, verdict: Verdict) -> tuple[str, ...]:
-    """Return the arms that a claim compares and that have runs in the verdict; a family is replaced by its arms."""
-    named = [arm.name for name in verdict.claim.compared for arm in study.arms_of(name, verdict.claim.at)]
-    used = {run.arm for run in study.runs if run.name in set(verdict.runs)}
-    return tuple(arm for arm in dict.fromkeys(named) if arm in used)
+    compared, name = verdict.compared, verdict.claim.metric
+    metric, modality = find_metric(name)
+    if isinstance(metric, Metric):
+        return [Value(run.arm, run.arm, run.seed, metric.measure(run, modality), run) for run in compared.runs]
+    rows = measure(compared.groups, name).itertuples()
+    return [Value(row.group, compared.groups[row.group].arms[-1].name, row.seed, row.raw, None) for row in rows]
 
 
 def value_table(study: Study, verdict: Verdict) -> Table | None:
     """Return the result of each run of a claim: a row per arm or family, a column per seed."""
-    values = claim_values(study, verdict)
+    values = claim_values(verdict)
     seeds = sorted({one.seed for one in values})
     rows: list[list[Cell | str]] = []
     for name in dict.fromkeys(one.name for one in values):

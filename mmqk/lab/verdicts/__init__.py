@@ -1,1 +1,1 @@
-"""Compute the verdict of each claim from its runs: study, assess, controls; `verdicts._judge` chooses the word."""
+"""Compute the verdict of each claim from its runs: study, measure, checks, assess; `judge` of `verdicts` decides."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.lab.grid.check import at, check_claims
-from mmqk.lab.grid.claims import Claim, claims_hash, read_claims
+from mmqk.lab.grid.claims import Claim, as_list, claims_hash, read_claims
 from mmqk.lab.metrics.families import RATE
 from mmqk.lab.metrics.probes import logit_series
 from mmqk.lab.runs import Run, read_ablation, read_runs
@@ -238,11 +238,6 @@ def _forked(a: Run, b: Run) -> bool:
         return a.fork == b.fork
     fork, parent = (a.fork or b.fork or {}), (b if a.fork else a)
     return fork.get("parent") == parent.name
-
-
-def as_list(value: Any) -> list[str]:
-    """Return a setting of the report as a list: a string is one name or sentence, and None is none."""
-    return [value] if value and isinstance(value, str) else [str(one) for one in value or ()]
 
 
 def load_study(folder: str | Path) -> Study:
