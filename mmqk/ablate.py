@@ -131,7 +131,7 @@ def _session(options: argparse.Namespace, threads: int) -> Session:
 def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -> Grid:
     grid = load_grids(options.config, added)
     if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
-        from mmqk.lab.verdicts.ranking import selection_metric  # slow to import
+        from mmqk.lab.verdicts.learning_rates import selection_metric  # slow to import
 
         for metric in metrics:
             selection_metric(metric)

@@ -11,8 +11,7 @@ import io
 import re
 from pathlib import Path
 
-from mmqk.lab.page.sweeps import ranking_csv
-from mmqk.lab.verdicts.ranking import ranking
+from mmqk.lab.page.ranking import ranking, ranking_csv
 from mmqk.lab.verdicts.study import load_study
 from mmqk.store.pack import unpacked
 

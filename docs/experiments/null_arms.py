@@ -20,7 +20,7 @@ import numpy as np
 
 from mmqk.lab.runs import Columns, Run
 from mmqk.lab.stats.exact import clopper_pearson
-from mmqk.lab.verdicts.ranking import choose
+from mmqk.lab.verdicts.learning_rates import choose
 from mmqk.lab.verdicts.study import study_of
 from mmqk.lab.verdicts.verdicts import Verdict, judge
 from mmqk.store import Status

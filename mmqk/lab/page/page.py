@@ -17,8 +17,8 @@ from mmqk.lab.formatting import plural, render
 from mmqk.lab.page import sweeps, tables
 from mmqk.lab.page.figure import Drawing, arm_colors
 from mmqk.lab.page.figures import figures
+from mmqk.lab.page.ranking import Ranking, ranking, ranking_csv, ranking_figure, ranking_table
 from mmqk.lab.page.verdicts import cannot_tell, claim_rows, counts
-from mmqk.lab.verdicts.ranking import Ranking, ranking
 from mmqk.lab.verdicts.study import Study, load_study
 from mmqk.lab.verdicts.verdicts import Verdict, judge
 from mmqk.store import relative_word, without_roots, write_folder
@@ -73,8 +73,8 @@ def report_files(study: Study, verdicts: Sequence[Verdict]) -> dict[str, str | b
     ranked, colors = ranking(study), arm_colors(study)
     drawn = [*figures(study, verdicts), sweeps.learning_rates(study)]
     if ranked:
-        drawn.append(sweeps.ranking_figure(ranked))
-        files["ranking.csv"] = sweeps.ranking_csv(study, ranked)
+        drawn.append(ranking_figure(ranked))
+        files["ranking.csv"] = ranking_csv(study, ranked)
     drawings = [Drawing(study, colors, figure) for figure in drawn if figure]
     for drawing in drawings:
         files[f"figures/{drawing.figure.name}.csv"] = drawing.figure.csv()
@@ -106,7 +106,7 @@ def page_content(
         "marks": [verdict.claim.source_access for verdict in verdicts],
         "cannot_tell": cannot_tell(study, verdicts),
         "single": tables.single(study),
-        "ranking": sweeps.ranking_table(study, ranked) if ranked else None,
+        "ranking": ranking_table(study, ranked) if ranked else None,
         "arms": tables.arm_table(study, colors),
         "forks": tables.fork_table(study),
         "data": tables.data_table(study),

@@ -1,5 +1,4 @@
-"""The figure over the learning rate, on the axes of Wortsman et al. (arXiv 2309.14322), and the ranking of remedies,
-each at its best learning rate.
+"""The figure over the learning rate, on the axes of Wortsman et al. (arXiv 2309.14322).
 
 The runs of a sweep differ only in learning rate and model size. Sweeps come from the configurations of the runs, so
 they also exist without a grid.
@@ -14,18 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from mmqk.lab.formatting import DASH, count, decimals, exp, fixed, listed, nats, number, slug
+from mmqk.lab.formatting import count, listed
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS, final_loss, initial_loss, is_trained, model_size
 from mmqk.lab.metrics.families import RATE, learning_rate
-from mmqk.lab.page.figure import GRAY, PALETTE, Figure, Line, Panel
+from mmqk.lab.page.figure import PALETTE, Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
-from mmqk.lab.page.tables import Cell, Table, once, table
+from mmqk.lab.page.tables import once
 from mmqk.lab.runs import Run
-from mmqk.lab.stats.effects import Effect
 from mmqk.lab.verdicts.measure import middle
-from mmqk.lab.verdicts.ranking import Ranked, Ranking
 from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten
 
@@ -111,7 +107,7 @@ def _over(sweep: Sweep, size: float, value: Value, color: str) -> list[Line]:
     for run in sorted(sweep.of_size(size), key=learning_rate):
         if run.status.finished and math.isfinite(value(run)):
             by_rate.setdefault(learning_rate(run), []).append(value(run))
-            dot = _dots([learning_rate(run)], [value(run)], color, sweep.label)
+            dot = dots([learning_rate(run)], [value(run)], color, sweep.label)
             marker = "x" if run.status.status == "diverged" else "o"
             lines.append(replace(dot, arm=run.arm, seed=run.seed, run=run.name, marker=marker))
     return [*_through(by_rate, color, sweep.label), *lines]
@@ -131,7 +127,7 @@ def _sensitivity(study: Study, sweep: Sweep, modality: str, color: str) -> list[
             # The value of a seed that lacks some learning rates cannot be compared.
             if math.isfinite(value) and rates <= set(map(learning_rate, of_seed)):
                 points.setdefault(size, []).append(value)
-    dots = [_dots([size] * len(of), of, color, sweep.label) for size, of in points.items()]
+    dots = [dots([size] * len(of), of, color, sweep.label) for size, of in points.items()]
     return [*_through(points, color, sweep.label), *dots]
 
 
@@ -141,7 +137,7 @@ def _through(values: dict[float, list[float]], color: str, name: str) -> list[Li
     return [Line("", "", None, x, y, role="median", color=color, group=name)] if len(x) > 1 else []
 
 
-def _dots(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Line:
+def dots(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Line:
     return Line("", "", None, np.array(x, dtype=float), np.array(y), color=color, marker="o", group=name)
 
 
@@ -161,91 +157,3 @@ def _logit(run: Run) -> float:
     value, seen = metric.measure(run, None), metric.series(run, None)[1]
     seen = seen[np.isfinite(seen)]
     return value if math.isfinite(value) else float(seen[-1]) if len(seen) else math.nan
-
-
-# A ranking ----------------------------------------------------------------------------------------------------------
-
-
-def ranking_figure(ranking: Ranking) -> Figure | None:
-    """Draw the loss difference against learning-rate sensitivity and against time per step."""
-    shown = [row for row in ranking.rows if row.difference and math.isfinite(row.difference.value)]
-    sensitivity = [(row, row.sensitivity) for row in [*shown, *ranking.controls] if math.isfinite(row.sensitivity)]
-    panels = [
-        _remedies(ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity"),
-        _remedies(ranking, [(r, exp(r.time.value)) for r in shown if r.time], "relative time per step", "time_ratio"),
-    ]
-    return figure_of("ranking", "Loss against sensitivity and time", [[panel for panel in panels if panel.lines]])
-
-
-def _remedies(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str) -> Panel:
-    lines: list[Line] = []
-    for row, x in points:
-        group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
-        group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
-        y = row.difference.value if row.difference else 0.0
-        lines.append(replace(_dots([x], [y], color, group), arm=row.arm))
-    y_label = "loss minus loss without remedy (nats)"
-    return Panel("loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name)
-
-
-def ranking_table(study: Study, ranking: Ranking) -> Table | None:
-    """Return the arms, best first; the arms without a remedy are last."""
-    heads = ["Remedy", "Difference (nats)", "Best learning rate", "Trains", "Sensitivity", "Largest logit", "Ratio"]
-    heads += [*(f"Growth, {m}" for m in study.modalities), "Failed", "Time", "Parameters", "Front"]
-    rows = [
-        [
-            Cell(study.label(row.arm), f"#arm-{slug(row.arm)}"),
-            f"0 (loss {nats(row.loss)})" if row.arm == row.control else interval(row.difference),
-            f"{row.rate:g}{'*' if row.at_edge else ''}",
-            f"{sum(row.trains.values())} of {len(row.trains)}",
-            nats(row.sensitivity),
-            number(row.logit),
-            interval(row.logit_ratio, ratio=True),
-            *(DASH if math.isnan(growth) else number(growth) for growth in row.growth.values()),
-            f"{row.failed} of {row.runs}",
-            interval(row.time, ratio=True),
-            DASH if row.parameters is None else f"{row.parameters:+,}" if row.parameters else "0",
-            "yes" if row.arm in ranking.front else "",
-        ]
-        for row in [*ranking.rows, *ranking.controls]
-    ]
-    unfinished = "; ".join(map(study.label, ranking.unfinished))
-    note = f"Not ranked, because their runs have not finished: {unfinished}." if unfinished else ""
-    return table("Remedies by loss", heads, rows, 1, 1, note, sortable=True)
-
-
-def interval(effect: Effect | None, ratio: bool = False) -> str:
-    """Return a difference with its interval, ``-0.031 (-0.052 to -0.010)``; for the logarithm of a ratio,
-    ``×1.20 (1.15 to 1.25)``."""
-    if effect is None:
-        return DASH
-    if not math.isfinite(effect.value):
-        return "diverged"
-    values = [effect.value, *((effect.low, effect.high) if effect.has_interval else ())]
-    if ratio:
-        value, *ends = (f"{exp(log):.2f}" if exp(log) < 100 else number(exp(log)) for log in values)
-        value = f"×{value}"
-    else:
-        places = decimals(effect.error) if effect.has_interval else 2
-        value, *ends = (fixed(one, places, "+") for one in values)
-    return f"{value} ({' to '.join(ends)})" if ends else value
-
-
-def ranking_csv(study: Study, ranking: Ranking) -> str:
-    """Return the numbers of the table with 6 digits, one row per arm."""
-    rows = []
-    for row in [*ranking.rows, *ranking.controls]:
-        record: dict[str, Any] = {"arm": row.arm, "label": study.label(row.arm), "control": row.control}
-        record |= {"seeds": row.seeds, "rate": row.rate, "at_edge": row.at_edge, "loss": row.loss}
-        record |= {"sensitivity": row.sensitivity, "trains": sum(row.trains.values()), "rates": len(row.trains)}
-        record |= {"logit": row.logit, **{f"growth_{modality}": growth for modality, growth in row.growth.items()}}
-        record |= {"failed": row.failed, "runs": row.runs, "parameters": row.parameters}
-        record["front"] = row.arm in ranking.front
-        effects = {"difference": row.difference, "logit_ratio": row.logit_ratio, "time_ratio": row.time}
-        for name, effect in effects.items():
-            values = (effect.value, effect.low, effect.high) if effect else (math.nan,) * 3
-            scaled = values if name == "difference" else map(exp, values)
-            record |= dict(zip((name, f"{name}_low", f"{name}_high"), scaled, strict=True))
-        rows.append(record)
-    frame = pd.DataFrame(rows).astype({"at_edge": int, "front": int, "parameters": "Int64"})
-    return frame.to_csv(index=False, lineterminator="\n", float_format="%.6g")

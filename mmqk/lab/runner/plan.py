@@ -361,7 +361,7 @@ class _Planner:
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
-    """Return the best learning rate by the rule of `mmqk.lab.verdicts.ranking`. If every run diverged,
+    """Return the best learning rate by the rule of `mmqk.lab.verdicts.learning_rates`. If every run diverged,
     return the smallest learning rate.
 
     Args:
@@ -371,7 +371,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
         UserError: the metric is unknown, or no run has a finite value.
     """
     from mmqk.lab.runs import read_runs
-    from mmqk.lab.verdicts.ranking import choose as best_of
+    from mmqk.lab.verdicts.learning_rates import choose as best_of
 
     runs = [
         replace(run, point={LR: lr})

@@ -17,7 +17,7 @@ from mmqk.lab.grid.claims import CHECKS, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned, metric_value
 from mmqk.lab.metrics.families import RATE, learning_rate
 from mmqk.lab.runs import Run, once_per_run
-from mmqk.lab.verdicts.ranking import BestRate, chosen, distinguishable, metric_of, value_of
+from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.study import Compared, Group, Study
 from mmqk.lab.verdicts.words import say
 from mmqk.store import differing_fields, flatten

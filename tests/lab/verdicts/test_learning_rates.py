@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.verdicts.ranking import BestRate, choose, distinguishable, selection_metric
+from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable, selection_metric
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 

@@ -11,8 +11,7 @@ from scipy import stats
 
 from mmqk.lab import load_study
 from mmqk.lab.page.page import write_report
-from mmqk.lab.page.sweeps import ranking_csv, ranking_table
-from mmqk.lab.verdicts.ranking import _effect, ranking
+from mmqk.lab.page.ranking import _effect, ranking, ranking_csv, ranking_table
 from tests.lab.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)

@@ -1,0 +1,312 @@
+"""The ranking of arms that each add one remedy to a control, each at its best learning rate: table, figure and CSV.
+
+``report.ranking`` of the grid names the controls of the ranking, arms without a remedy. With several controls, an arm
+is compared with the control that has the same attention backend. A ranking is exploratory: with many arms and few
+seeds, some arms rank high by chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pandas as pd
+
+from mmqk.lab.formatting import DASH, decimals, exp, fixed, nats, number, slug
+from mmqk.lab.metrics import FAMILY_METRICS, METRICS
+from mmqk.lab.page.figure import GRAY, PALETTE, Figure, Line, Panel
+from mmqk.lab.page.figures import figure_of
+from mmqk.lab.page.sweeps import dots
+from mmqk.lab.page.tables import Cell, Table, table
+from mmqk.lab.runs import Run
+from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread
+from mmqk.lab.verdicts.learning_rates import chosen, metric_of, value_of
+from mmqk.lab.verdicts.study import Study, StudyArm
+
+# An arm trains at a learning rate if all its runs at this learning rate end at most this many nats above the best
+# mean loss of the control.
+TRAINS_NATS = 0.25
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One arm and its comparison with its control. Losses are means over the trained modalities, in nats per token.
+
+    Attributes:
+        arm: name of the arm.
+        control: name of its control; for a control, its own name.
+        seeds: number of finished runs at the chosen learning rate.
+        rate: the chosen learning rate.
+        at_edge: whether the chosen learning rate is the lowest or highest one that was tried.
+        loss: mean final loss over seeds; infinite if a run diverged.
+        difference: loss minus the control's loss over shared seeds; None for a control, or if no seed is shared.
+        trains: for each learning rate that was tried, whether the arm trains at it (see `TRAINS_NATS`).
+        sensitivity: learning-rate sensitivity of the selection runs (Wortsman et al., arXiv 2309.14322).
+        logit: largest attention logit at the end, geometric mean over seeds.
+        logit_ratio: logarithm of ``logit`` divided by the control's ``logit``.
+        growth: ratio of the last-layer output norm at the end to its value at the start, by modality, geometric mean
+            over seeds.
+        failed: number of runs that diverged, at all learning rates.
+        runs: number of finished runs, at all learning rates.
+        time: logarithm of the time per step divided by the control's time per step; None if the machines differ
+            (`time_ratio`).
+        parameters: number of trained parameters minus the control's; None if the number is not recorded.
+    """
+
+    arm: str
+    control: str
+    seeds: int
+    rate: float
+    at_edge: bool
+    loss: float
+    difference: Effect | None
+    trains: Mapping[float, bool]
+    sensitivity: float
+    logit: float
+    logit_ratio: Effect | None
+    growth: Mapping[str, float]
+    failed: int
+    runs: int
+    time: Effect | None
+    parameters: int | None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The ranked arms, best first, and the controls.
+
+    Attributes:
+        rows: the arms with a remedy, by ascending loss difference to their control.
+        controls: the arms without a remedy.
+        unfinished: names of the arms that are not ranked, because they or their controls lack finished runs.
+        front: the arms of the Pareto front (`pareto_front`).
+    """
+
+    rows: tuple[Ranked, ...]
+    controls: tuple[Ranked, ...]
+    unfinished: tuple[str, ...] = ()
+    front: frozenset[str] = field(default_factory=frozenset)
+
+
+def ranking(study: Study) -> Ranking | None:
+    """Return the ranking that the grid names; None if it names none or if no arm can be compared with a control."""
+    controls = {_backend(study, study.arms[name]): name for name in study.named("ranking") if name in study.arms}
+    if not controls:
+        return None
+    logit = METRICS["largest_attention_logit"]
+    # By arm and seed: the final loss, and the logarithm of the largest logit.
+    losses = {name: {r.seed: value_of(r, metric_of(study, arm)) for r in study.finished(name)}
+              for name, arm in study.arms.items()}  # fmt: skip
+    logits = {name: {r.seed: logit.on_scale(logit.measure(r, None)) for r in study.finished(name)}
+              for name in study.arms}  # fmt: skip
+    choices = {name: choice for name, arm in study.arms.items() if (choice := chosen(study, arm)) and losses[name]}
+    of_losses, of_logits = (
+        pooled_spread({name: list(filter(math.isfinite, values[name].values())) for name in choices})
+        for values in (losses, logits)
+    )
+    rows: list[Ranked] = []
+    unfinished: list[str] = []
+    for name, arm in study.arms.items():
+        control = controls.get(_backend(study, arm), "")
+        if name not in choices or control not in choices:
+            unfinished.append(name)
+            continue
+        best, is_control = choices[name], name == control
+        limit = choices[control].means[choices[control].rate] + TRAINS_NATS
+        verdict, runs = study.finished(name), _finished(study, arm)
+        against = [] if is_control else _finished(study, study.arms[control])
+        row = Ranked(
+            arm=name,
+            control=control,
+            seeds=len(verdict),
+            rate=best.rate,
+            at_edge=best.at_edge,
+            loss=float(np.mean(list(losses[name].values()))),
+            difference=None if is_control else _effect(losses[name], losses[control], of_losses),
+            trains={rate: all(loss <= limit for loss in values) for rate, values in best.values.items()},
+            sensitivity=_sensitivity([run for run in runs if run.role == "selection"]),
+            logit=math.exp(float(np.mean(list(logits[name].values())))),
+            logit_ratio=None if is_control else _effect(logits[name], logits[control], of_logits),
+            growth={m: _growth(verdict, m) for m in study.modalities},
+            failed=sum(run.status.status == "diverged" for run in runs),
+            runs=len(runs),
+            time=None if is_control else time_ratio(runs, against),
+            parameters=None if is_control else _parameters(verdict, against),
+        )
+        rows.append(row)
+    ranked = [row for row in rows if row.arm != row.control]
+    if not ranked:
+        return None
+    ranked.sort(key=lambda row: (row.difference.value if row.difference else math.inf, row.sensitivity))
+    without = tuple(row for row in rows if row.arm == row.control)
+    return Ranking(tuple(ranked), without, tuple(unfinished), pareto_front(ranked))
+
+
+def _finished(study: Study, arm: StudyArm) -> list[Run]:
+    """Return the finished runs of an arm: first those of the verdicts, then those that selected its learning rate."""
+    return [*study.finished(arm.name), *(run for run in study.selection(arm) if run.status.finished)]
+
+
+def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
+    """Return the arms that no other arm dominates. An arm dominates another if neither its loss difference nor its
+    sensitivity is higher and at least one of the two is lower."""
+    points = {row.arm: (row.difference.value, row.sensitivity) for row in rows if row.difference}
+    return frozenset(
+        arm
+        for arm, (x, y) in points.items()
+        if math.isfinite(x)
+        and math.isfinite(y)
+        and not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points.values())
+    )
+
+
+def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
+    """Return `paired_effect`; if a run of the treatment diverged, the effect is infinite and has no interval. None if
+    a run has no value or a run of the control diverged."""
+    if any(map(math.isnan, treatment.values())) or not all(map(math.isfinite, control.values())):
+        return None
+    if not all(map(math.isfinite, treatment.values())):
+        return Effect(math.inf, math.nan, len(treatment), 0.0, "two arms")
+    return paired_effect(treatment, control, spread)
+
+
+def _sensitivity(runs: Sequence[Run]) -> float:
+    """Return the mean learning-rate sensitivity over the seeds of the selection runs."""
+    measure, seeds = FAMILY_METRICS["lr_sensitivity"].measure, sorted({run.seed for run in runs})
+    return float(np.mean([measure([r for r in runs if r.seed == seed]) for seed in seeds]))
+
+
+def _growth(runs: Sequence[Run], modality: str) -> float:
+    """Return the geometric mean over runs of the ratio of the last-layer output norm at the end to the norm at the
+    start; infinite if the last value of a run is not finite."""
+    logs = []
+    for run in runs:
+        _, values = METRICS["final_norm"].series(run, modality)
+        if not len(values) or not values[0] > 0:
+            return math.nan
+        logs.append(math.log(values[-1] / values[0]) if np.isfinite(values[-1]) else math.inf)
+    return math.exp(float(np.mean(logs))) if logs else math.nan
+
+
+def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
+    """Return the logarithm of the time per step of ``runs`` divided by that of the runs ``against``.
+
+    The time per step of a run is its median over the steps. None if a side has fewer than two runs, or if the
+    machines differ. Machines count as equal if their system, processor type, number of cores and device agree,
+    because a record does not name the machine.
+    """
+    places = {_place(run) for run in [*runs, *against]}
+    if len(places) > 1:
+        return None
+    one, two = (dict(enumerate(filter(None, map(_log_time, side)))) for side in (runs, against))
+    return paired_effect(one, two, None) if min(len(one), len(two)) > 1 else None
+
+
+def _place(run: Run) -> str:
+    return f"{run.details.get('machine')} {(run.details.get('device') or {}).get('name')}"
+
+
+def _log_time(run: Run) -> float | None:
+    _, speeds = run.series("tokens_per_s")
+    return -math.log(float(np.median(speeds))) if len(speeds) else None
+
+
+def _parameters(runs: Sequence[Run], against: Sequence[Run]) -> int | None:
+    one, two = (
+        next((n for run in side if isinstance(n := run.details.get("parameters"), int)), None)
+        for side in (runs, against)
+    )
+    return None if one is None or two is None else one - two
+
+
+def _backend(study: Study, arm: StudyArm) -> str:
+    runs = [*study.finished(arm.name), *study.selection(arm)]
+    return str(runs[0].setting("backend")) if runs else ""
+
+
+def ranking_figure(ranking: Ranking) -> Figure | None:
+    """Draw the loss difference against learning-rate sensitivity and against time per step."""
+    shown = [row for row in ranking.rows if row.difference and math.isfinite(row.difference.value)]
+    sensitivity = [(row, row.sensitivity) for row in [*shown, *ranking.controls] if math.isfinite(row.sensitivity)]
+    panels = [
+        _remedies(ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity"),
+        _remedies(ranking, [(r, exp(r.time.value)) for r in shown if r.time], "relative time per step", "time_ratio"),
+    ]
+    return figure_of("ranking", "Loss against sensitivity and time", [[panel for panel in panels if panel.lines]])
+
+
+def _remedies(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: str, x_name: str) -> Panel:
+    lines: list[Line] = []
+    for row, x in points:
+        group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
+        group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
+        y = row.difference.value if row.difference else 0.0
+        lines.append(replace(dots([x], [y], color, group), arm=row.arm))
+    y_label = "loss minus loss without remedy (nats)"
+    return Panel("loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name)
+
+
+def ranking_table(study: Study, ranking: Ranking) -> Table | None:
+    """Return the arms, best first; the arms without a remedy are last."""
+    heads = ["Remedy", "Difference (nats)", "Best learning rate", "Trains", "Sensitivity", "Largest logit", "Ratio"]
+    heads += [*(f"Growth, {m}" for m in study.modalities), "Failed", "Time", "Parameters", "Front"]
+    rows = [
+        [
+            Cell(study.label(row.arm), f"#arm-{slug(row.arm)}"),
+            f"0 (loss {nats(row.loss)})" if row.arm == row.control else interval(row.difference),
+            f"{row.rate:g}{'*' if row.at_edge else ''}",
+            f"{sum(row.trains.values())} of {len(row.trains)}",
+            nats(row.sensitivity),
+            number(row.logit),
+            interval(row.logit_ratio, ratio=True),
+            *(DASH if math.isnan(growth) else number(growth) for growth in row.growth.values()),
+            f"{row.failed} of {row.runs}",
+            interval(row.time, ratio=True),
+            DASH if row.parameters is None else f"{row.parameters:+,}" if row.parameters else "0",
+            "yes" if row.arm in ranking.front else "",
+        ]
+        for row in [*ranking.rows, *ranking.controls]
+    ]
+    unfinished = "; ".join(map(study.label, ranking.unfinished))
+    note = f"Not ranked, because their runs have not finished: {unfinished}." if unfinished else ""
+    return table("Remedies by loss", heads, rows, 1, 1, note, sortable=True)
+
+
+def interval(effect: Effect | None, ratio: bool = False) -> str:
+    """Return a difference with its interval, ``-0.031 (-0.052 to -0.010)``; for the logarithm of a ratio,
+    ``×1.20 (1.15 to 1.25)``."""
+    if effect is None:
+        return DASH
+    if not math.isfinite(effect.value):
+        return "diverged"
+    values = [effect.value, *((effect.low, effect.high) if effect.has_interval else ())]
+    if ratio:
+        value, *ends = (f"{exp(log):.2f}" if exp(log) < 100 else number(exp(log)) for log in values)
+        value = f"×{value}"
+    else:
+        places = decimals(effect.error) if effect.has_interval else 2
+        value, *ends = (fixed(one, places, "+") for one in values)
+    return f"{value} ({' to '.join(ends)})" if ends else value
+
+
+# Fields of `Ranked` that the CSV has as they are.
+PLAIN = ("arm", "control", "seeds", "rate", "at_edge", "loss", "sensitivity", "logit", "failed", "runs", "parameters")
+
+
+def ranking_csv(study: Study, ranking: Ranking) -> str:
+    """Return the numbers of the table with 6 digits, one row per arm."""
+    rows = []
+    for row in [*ranking.rows, *ranking.controls]:
+        record = {name: getattr(row, name) for name in PLAIN}
+        record |= {"label": study.label(row.arm), "trains": sum(row.trains.values()), "rates": len(row.trains)}
+        record |= {f"growth_{modality}": growth for modality, growth in row.growth.items()}
+        record["front"] = row.arm in ranking.front
+        effects = {"difference": row.difference, "logit_ratio": row.logit_ratio, "time_ratio": row.time}
+        for name, effect in effects.items():
+            values = (effect.value, effect.low, effect.high) if effect else (math.nan,) * 3
+            scaled = values if name == "difference" else map(exp, values)
+            record |= dict(zip((name, f"{name}_low", f"{name}_high"), scaled, strict=True))
+        rows.append(record)
+    frame = pd.DataFrame(rows).astype({"at_edge": int, "front": int, "parameters": "Int64"})
+    return frame.to_csv(index=False, lineterminator="\n", float_format="%.6g")
