@@ -131,8 +131,8 @@ def ranking(study: Study) -> Ranking | None:
             growth={m: _growth(verdict, m) for m in study.modalities},
             failed=sum(run.status.status == "diverged" for run in runs),
             runs=len(runs),
-            time=None if is_control else time_ratio(runs, against),
-            parameters=None if is_control else _parameters(verdict, against),
+            time=time_ratio(runs, against),
+            parameters=_parameters(verdict, against),
         )
         rows.append(row)
     ranked = [row for row in rows if row.arm != row.control]

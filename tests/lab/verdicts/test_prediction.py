@@ -8,9 +8,8 @@ import pytest
 from scipy import special, stats
 
 from mmqk.lab.stats.effects import auroc
-from mmqk.store import UserError
 from tests.lab.fake_runs import Planted
-from tests.lab.verdicts.test_claims import one, passed, study
+from tests.lab.verdicts.test_claims import one, passed
 
 CLAIM = {
     "id": "C",
@@ -87,21 +86,6 @@ def test_a_failed_positive_control_turns_a_contradiction(tmp_path):
     never = {"id": "N", "arms": ["a"], "at_least": 500, "status": "control"}
     found = one(tmp_path, arms, [claim, never], seeds=range(20))
     assert found.verdict == "inconclusive" and not passed(found)["positive control N"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"treatment": "a", "control": "b"}, "C: it predicts failures within arms: give arms"),
-        ({"arms": []}, "C: it predicts failures within arms: give arms"),
-        ({"min_effect": 0.5}, "0.5 to 1"),
-        ({"direction": "less"}, "no direction"),
-        ({"metric": "lr_sensitivity"}, "name a metric of one run"),
-    ],
-)
-def test_a_prediction_that_cannot_be_decided_is_refused(tmp_path, fields, says):
-    with pytest.raises(UserError, match=says):
-        study(tmp_path, {"a": Planted(1.0), "b": Planted(1.0)}, [CLAIM | fields], seeds=range(2))
 
 
 def test_the_p_value_is_that_of_the_interval_that_ends_at_the_threshold():
