@@ -175,8 +175,10 @@ def claim_values(verdict: Verdict) -> list[Value]:
     metric, modality = find_metric(name)
     if isinstance(metric, Metric):
         return [Value(run.arm, run.arm, run.seed, metric.measure(run, modality), run) for run in compared.runs]
-    rows = measure(compared.groups, name).itertuples()
-    return [Value(row.group, compared.groups[row.group].arms[-1].name, row.seed, row.raw, None) for row in rows]
+    table = measure(compared.groups, name)
+    columns = (table[column].tolist() for column in ("group", "seed", "raw"))
+    last = {key: members.arms[-1].name for key, members in compared.groups.items()}
+    return [Value(key, last[key], seed, value, None) for key, seed, value in zip(*columns, strict=True)]
 
 
 def value_table(study: Study, verdict: Verdict) -> Table | None:
