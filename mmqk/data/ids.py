@@ -59,8 +59,6 @@ def main(argv: list[str] | None = None) -> int:
     if (args.begin_image is None) != (args.end_image is None):
         first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
         raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
-    if args.begin_image is not None and args.begin_image == args.end_image:
-        raise UserError(f"--begin-image and --end-image are both {args.begin_image}: give two ids.")
     if both := {path.resolve() for path in _files(args.train)} & {path.resolve() for path in _files(args.val)}:
         raise UserError(f"{min(both)} is in --train and in --val: give other arrays to --val.")
     with writing(args.out, "give another --out."):

@@ -58,15 +58,10 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--shards", nargs="+", metavar="PATTERN", help="tar archives")
     source.add_argument("--text", nargs="+", metavar="PATTERN", help="JSON lines of text-only documents")
     p.add_argument("--out", type=Path, required=True, help="the folder to write")
-    p.add_argument(
-        "--interleaved", action="store_true", help="the archives have interleaved documents, not pairs"
-    )
+    p.add_argument("--interleaved", action="store_true", help="the archives have interleaved documents, not pairs")
     p.add_argument("--tokenizers", type=Path, default=find_file("data/tokenizers"), help="(data/tokenizers)")
-    p.add_argument(
-        "--workers",
-        type=int,
-        help="worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)",
-    )
+    workers = "worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)"
+    p.add_argument("--workers", type=int, help=workers)
     add_sample_arguments(p)
     return p
 

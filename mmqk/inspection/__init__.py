@@ -40,13 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("--sequences", type=int, default=8, help="sequences to show (default: 8)")
-    parser.add_argument(
-        "--tokens", type=int, default=300_000, help="tokens to read for the statistics (default: 300000)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("reports/data"), help="folder of the page (default: reports/data)"
-    )
+    add = parser.add_argument
+    add("--sequences", type=int, default=8, help="sequences to show (default: 8)")
+    add("--tokens", type=int, default=300_000, help="tokens to read for the statistics (default: 300000)")
+    add("--out", type=Path, default=Path("reports/data"), help="folder of the page (default: reports/data)")
     options, rest = parser.parse_known_args(argv)
     if not 1 <= options.sequences <= MOST_SEQUENCES:
         raise UserError(f"--sequences is {options.sequences}: give 1 to {MOST_SEQUENCES}.")

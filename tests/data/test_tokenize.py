@@ -16,7 +16,7 @@ import sys
 import tarfile
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
 FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
+@cache
 def picture(seed: int) -> bytes:
     """Return an image file whose size and format depend on the seed; equal seeds give equal bytes."""
     random = np.random.default_rng(seed)

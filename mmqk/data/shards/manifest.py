@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmqk.data.shards.archives import TarIndex, index_tar, read_lines
+from mmqk.data.shards.archives import index_tar, read_lines
 from mmqk.data.shards.images import Dropped, load_image, open_image
 from mmqk.data.shards.samples import Unread, count_unread, document_of, json_of, pair_of, printable, text_of
 from mmqk.store import (
@@ -156,34 +156,31 @@ def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
             raise UserError(
                 f"shard {path} has {len(index)} samples, but the manifest lists {shard.samples}: {RESTORE}"
             )
-        yield from checked_pairs(index)
+        yield from (checked_pair(path, key, sample) for key, sample in index)
 
 
-def checked_pairs(index: TarIndex) -> Iterator[Pair]:
-    """Yield the pairs of one archive.
+def checked_pair(shard: Path, key: str, sample: Mapping[str, bytes]) -> Pair:
+    """Return a sample of a shard as a pair.
 
     Raises:
-        UserError: a sample lacks a readable image or caption, or its image is not 64x64.
+        UserError: the sample lacks a readable image or caption, or its image is not 64x64.
     """
-    for key, sample in index:
-        where = f"sample {printable(key)} of shard {index.path}"
-        try:
-            content, caption = pair_of(sample)
-            image = load_image(content, IMAGE_SIZE)
-            meta = json_of(sample)
-        except Dropped as dropped:
-            raise UserError(
-                f"{where} cannot be used ({dropped.reason}): repair or remove the sample, then write the shard"
-                " and its manifest again"
-            ) from None
-        # Check the size of the file's image, because load_image scales an image of another size.
-        with open_image(content) as original:
-            width, height = original.size
-        if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
-            raise UserError(
-                f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it"
-            )
-        yield Pair(key, image, caption, meta)
+    where = f"sample {printable(key)} of shard {shard}"
+    try:
+        content, caption = pair_of(sample)
+        image = load_image(content, IMAGE_SIZE)
+        meta = json_of(sample)
+    except Dropped as dropped:
+        raise UserError(
+            f"{where} cannot be used ({dropped.reason}): repair or remove the sample, then write the shard and its"
+            " manifest again"
+        ) from None
+    # Check the size of the file's image, because load_image scales an image of another size.
+    with open_image(content) as original:
+        width, height = original.size
+    if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
+        raise UserError(f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it")
+    return Pair(key, image, caption, meta)
 
 
 def read_text(folder: Path | str, split: str) -> Iterator[str]:
@@ -263,10 +260,10 @@ def main(argv: list[str] | None = None) -> int:
     for path in sorted(folder.glob("*-*.tar")):
         check_regular(path)
         index = index_tar(path)
-        samples = sum(1 for _ in checked_pairs(index))  # every pair is checked
         split = path.name.rsplit("-", 1)[0]
-        splits[split] = (*splits.get(split, ()), Shard(path.name, samples, sha256_file(path)))
+        splits[split] = (*splits.get(split, ()), Shard(path.name, len(index), sha256_file(path)))
         for key, sample in index:
+            checked_pair(path, key, sample)
             count_unread(index.unread, "pair", key, sample)
         unread.take(index.unread, f"{path.name}: ")
         files += index.files

@@ -67,11 +67,8 @@ class VQTrainingConfig:
         With `dead_below` alone, every code of a large codebook could be replaced at every step: if 8,192 codes are
         used equally often in batches of 8,192 vectors, each has a count of 1.
         """
-        return min(self.dead_below, self.dead_share * self.vectors(config) / config.codes)
-
-    def vectors(self, config: ImageTokenizerConfig) -> int:
-        """Return the number of vectors in a batch, from which k-means starts the codebook."""
-        return self.batch_size * config.grid**2
+        vectors = self.batch_size * config.grid**2  # in a batch, from which k-means starts the codebook
+        return min(self.dead_below, self.dead_share * vectors / config.codes)
 
 
 def psnr(images_BCHW: Tensor, reconstructions_BCHW: Tensor) -> Tensor:
