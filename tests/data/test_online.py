@@ -57,17 +57,6 @@ def test_an_index_is_kept_and_a_changed_shard_is_read_anew(tiny_data, tmp_path, 
     assert len(open_online(*argv)["train"]) < len(first["train"]) and len(walks) == 2
 
 
-def test_a_larger_share_holds_out_the_same_and_more(tiny_data, tmp_path):
-    pattern = str(tiny_data / "pairs/train-{00000..00001}.tar")
-    some = open_online(pattern, tiny_data / "tokenizers", tmp_path, 0.3)
-    more = open_online(pattern, tiny_data / "tokenizers", tmp_path, 0.6)
-    keys = {
-        n: {tuple(r) for r in split["val"].samples_N2.tolist()}
-        for n, split in (("some", some), ("more", more))
-    }
-    assert keys["some"] < keys["more"] and len(some["train"]) + len(some["val"]) == 40
-
-
 def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tmp_path):
     # The split depends only on the bytes of the image file, so this test needs no real images. Each image file
     # occurs under two keys in each of two shards. If a sample has a webp and a jpg, the webp is its image file.

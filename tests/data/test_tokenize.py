@@ -322,31 +322,6 @@ def test_shares_of_val(run: Any, shards: Path, tmp_path: Path) -> None:
     assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
 
 
-def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
-    # Two shards have the same 40 images, under different names and with different captions.
-    for shard in range(2):
-        members = [
-            member
-            for seed in range(40)
-            for key in [f"{'xy'[shard]}{seed}"]
-            for member in (
-                (f"{key}.{field_of(seed)}", picture(seed)),
-                (f"{key}.txt", f"{shard} {seed}".encode()),
-            )
-        ]
-        write_tar(tmp_path / f"{shard}.tar", members)
-    folder, _ = run("--shards", f"{tmp_path}/{{0..1}}.tar", "--val-fraction=0.3")
-    images = {}
-    for split, store in open_tokens(folder).items():
-        images[split] = [tuple(store[i][:66].tolist()) for i in range(len(store))]
-        assert all(images[split].count(one) == 2 for one in set(images[split]))
-    assert not set(images["train"]) & set(images["val"]) and len(images["train"]) + len(images["val"]) == 80
-    assert 6 <= len(images["val"]) <= 44
-    # A split by position would put equal images into both splits.
-    first, second = images["train"] + images["val"], images["val"] + images["train"]
-    assert set(first[:30]) & set(second[:30])
-
-
 SHARE_OF_VAL = "--val-fraction=0.3"  # the default depends on the number of readable samples
 
 

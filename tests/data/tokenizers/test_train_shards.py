@@ -9,13 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqk.data.tokenize import main as tokenize
 from mmqk.data.tokenizers.files import TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
-from mmqk.data.tokenizers.source import Source
 from mmqk.data.tokenizers.train import main
-from mmqk.data.tokens.folder import read_header
-from mmqk.store import cli_main, find_file
+from mmqk.store import cli_main
 from tests.data.tars import write_samples
 
 WORDS = ["red", "blue", "green", "round", "square", "small", "heart", "star", "moon", "over", "under", "the", "water"]
@@ -104,15 +101,3 @@ def test_both_vocabularies_are_as_large_as_a_small_set_gives(shards, tmp_path, c
     # The control: what the set can give is kept as it is asked for.
     assert main(command(shards, tmp_path, *shape[:-3], "9", "--overwrite")) == 0
     assert vocab_sizes_of(tmp_path) == {"text": 285, "image": 9}
-
-
-def test_the_default_holds_out_what_tokenize_holds_out(shards, tmp_path, capsys):
-    source = Source([shards])
-    images = source.images(32)
-    train, val = len(images.train_BCHW), len(images.val_BCHW)
-    assert train + val == 29 and val in (9, 10)  # a third of 30; one image is broken
-    folder = str(find_file("data/tokenizers"))
-    assert tokenize(["--shards", shards, "--out", str(tmp_path / "t"), "--tokenizers", folder, "--workers=0"]) == 0
-    assert read_header(tmp_path / "t").about["command"]["val_fraction"] == source.val_fraction
-    printed = capsys.readouterr().out
-    assert f"train {train} documents" in printed and f"val {val} documents" in printed
