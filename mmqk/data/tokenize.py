@@ -1,4 +1,8 @@
-"""Tokenize shards once into a token folder: `mmqk data tokenize`."""
+"""Tokenize shards once into a token folder: `mmqk data tokenize`.
+
+No run uses this file: a run reads the folder that the command wrote (`mmqk.data.tokens.cache`). The command keeps
+finished shards, so that it continues after an interruption; `mmqk.data.tokens.encode` tokenizes each shard.
+"""
 
 from __future__ import annotations
 

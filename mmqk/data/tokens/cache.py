@@ -1,4 +1,8 @@
-"""The token cache: tokenize shards once, into token folders under ``.cache/tokens``."""
+"""The token cache: tokenize shards once, into token folders under ``.cache/tokens``.
+
+A run opens its sources here (`open_source`): a token folder as it is, and a folder of shards with a manifest through
+the cache. The cache is made in one process; `mmqk.data.tokenize` is the command for sets that need several.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
 text ── BPE ───────────────────────┐
 image ── batches ── codes ── <boi>, <eoi> ┴─ joint vocabulary ── <eos> ──> ids
 ```
+
+The token cache and pairs that are read during training use `DocumentEncoder`; `mmqk data tokenize` uses `run_shards`.
 """
 
 from __future__ import annotations
