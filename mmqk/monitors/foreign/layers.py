@@ -18,11 +18,11 @@ from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.store import UserError, tag
 
 # Parts of module paths that wrappers add.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 
 
 def clean(path: str) -> str:
-    """Return a module's path without the parts that wrappers add (torch.compile, FSDP, activation checkpointing)."""
+    """Return a module's path without the parts that wrappers add (torch.compile, Fabric, FSDP, ...)."""
     return _WRAPPERS.sub("", path).lstrip(".")
 
 
