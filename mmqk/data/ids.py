@@ -11,7 +11,7 @@ import numpy as np
 from mmqk.data.shards.archives import expand
 from mmqk.data.shards.manifest import SHARE, default_share, small_set_sentence
 from mmqk.data.tokens.folder import Layout, TokenWriter, load_array
-from mmqk.store import OneSentenceParser, UserError, hash_fraction, new_folder
+from mmqk.store import OneSentenceParser, UserError, check_empty, hash_fraction, new_folder
 from mmqk.store.files import writing
 from mmqk.store.metrics import parse_vocab_sizes
 
@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if both := {path.resolve() for path in _files(args.train)} & {path.resolve() for path in _files(args.val)}:
         raise UserError(f"{min(both)} is in --train and in --val: give other arrays to --val.")
     with writing(args.out, "give another --out."):
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise UserError(f"{args.out} exists and is not an empty folder: give another --out.")
+        check_empty(args.out)
         counts = _write(args, layout)
     print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
     return 0

@@ -23,6 +23,7 @@ from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
     UserError,
+    check_empty,
     find_file,
     new_folder,
     read_json,
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         help="number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192",
     )
     args = parser.parse_args(argv)
-    check_empty(args.to)
+    check_empty(args.to, "--to")
     if (args.source / "config.json").exists():
         _to_mmqk(args.source, args.to, args.vocab_sizes)
     elif (args.source / "checkpoints").is_dir():
@@ -229,16 +230,10 @@ def write_huggingface(model: PreTrainedModel, out: Path, files: Mapping[str, str
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def check_empty(out: Path) -> None:
-    """Raise UserError if `out` exists and is not an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder: give another --to.")
-
-
 @contextlib.contextmanager
 def _publishing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out` that is renamed to `out` at the end of the ``with`` block."""
-    check_empty(out)
+    check_empty(out, "--to")
     try:
         with new_folder(out) as folder:
             yield folder

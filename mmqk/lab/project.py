@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmqk.lab.grid.arms import folder_name
-from mmqk.store import OneSentenceParser, UserError, named_config
+from mmqk.store import OneSentenceParser, check_empty, named_config
 
 DESCRIPTION = """\
 Write config.yaml (the settings of demo.yaml), grid.yaml (two arms, three seeds, one claim) and README.md into a new
@@ -60,19 +60,11 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: the folder is not empty, or its name is not a valid name of a grid.
     """
-    parser = OneSentenceParser(
-        prog="mmqk init",
-        description=DESCRIPTION,
-    )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="a new or empty folder; its name becomes the name of the grid",
-    )
+    parser = OneSentenceParser(prog="mmqk init", description=DESCRIPTION)
+    text = "a new or empty folder; its name becomes the name of the grid"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=text)
     folder = parser.parse_args(argv).folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder: name another")
+    check_empty(folder, "DIR")
     name = folder_name(folder.resolve().name, "DIR")
     folder.mkdir(parents=True, exist_ok=True)
     config = named_config("demo")

@@ -6,6 +6,7 @@ from mmqk.store.divergence import DivergenceRule
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main
 from mmqk.store.files import (
     DamagedFile,
+    check_empty,
     check_local,
     check_regular,
     naming,

@@ -168,6 +168,16 @@ def check_local(path: str, field: str = "", advice: str = "download the files an
         raise UserError(f"{field}{' ' * bool(field)}{path} is not a local path: {advice}")
 
 
+def check_empty(folder: Path, flag: str = "--out") -> None:
+    """Refuse a path that exists and is not an empty folder.
+
+    Raises:
+        UserError: it is one; ``flag`` is the argument that named it.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder: give another {flag}.")
+
+
 def check_regular(path: Path) -> None:
     """Refuse a path that is not a regular file, before a library opens it: reading a pipe may block.
 

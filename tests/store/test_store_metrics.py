@@ -50,21 +50,14 @@ def test_a_step_written_again_later_is_merged_on_reading(tmp_path):
 def test_values_that_are_not_finite_are_strings_in_the_file_and_floats_outside(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
-    writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1e300})
+    finite = {"d": 1e300, "e": 1 / 3, "f": 5e-324, "g": 3.4028234663852886e38}
+    writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, **finite})
     writer.close()
     strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
-    assert strict == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": 1e300}
+    assert strict == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", **finite}
     (line,) = read_metrics(path)
     assert math.isnan(line["a"]) and line["b"] == math.inf and line["c"] == -math.inf
-    assert last_metrics(path)["b"] == math.inf
-
-
-def test_floats_come_back_bit_for_bit(tmp_path):
-    values = {"a": 0.1, "b": 1 / 3, "c": 5e-324, "d": 3.4028234663852886e38}
-    writer = MetricsWriter(tmp_path / "m")
-    writer.write(0, values)
-    writer.close()
-    assert read_metrics(tmp_path / "m") == [{"step": 0, **values}]
+    assert last_metrics(path)["b"] == math.inf and finite.items() <= line.items()
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
@@ -126,18 +119,11 @@ def test_truncate_after_keeps_every_line_up_to_the_step_and_writing_goes_on(tmp_
     before = path.read_bytes().splitlines()
     writer.truncate_after(2)
     assert path.read_bytes().splitlines() == [*before[:2], b'{"step":2,"val_loss/text":9.0}']
+    writer.write(5, {"loss": 5.0})
+    writer.truncate_after(3)  # the values that are not written yet are dropped too
     writer.write(3, {"loss": 30.0})
     writer.close()
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_truncate_after_drops_what_was_collected_later_too(tmp_path):
-    writer = MetricsWriter(tmp_path / "m")
-    writer.write(1, {"loss": 1.0})
-    writer.write(5, {"loss": 5.0})
-    writer.truncate_after(3)
-    writer.close()
-    assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1]
 
 
 def test_a_failing_truncation_leaves_the_file_and_the_writer_whole(tmp_path, monkeypatch):
