@@ -17,7 +17,7 @@ from mmqk.lab.formatting import DASH, decimals, exp, fixed, nats, number, slug
 from mmqk.lab.metrics import FAMILY_METRICS, METRICS
 from mmqk.lab.page.figure import GRAY, PALETTE, Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
-from mmqk.lab.page.sweeps import dots
+from mmqk.lab.page.sweeps import markers
 from mmqk.lab.page.tables import Cell, Table, table
 from mmqk.lab.runs import Run
 from mmqk.lab.stats.effects import Effect, Spread, paired_effect, pooled_spread
@@ -242,7 +242,7 @@ def _remedies(ranking: Ranking, points: Sequence[tuple[Ranked, float]], label: s
         group, color = ("on the Pareto front", PALETTE[1]) if row.arm in ranking.front else ("other remedies", GRAY)
         group, color = (group, color) if row.difference else ("no remedy", PALETTE[0])
         y = row.difference.value if row.difference else 0.0
-        lines.append(replace(dots([x], [y], color, group), arm=row.arm))
+        lines.append(replace(markers([x], [y], color, group), arm=row.arm))
     y_label = "loss minus loss without remedy (nats)"
     return Panel("loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name)
 

@@ -107,7 +107,7 @@ def _over(sweep: Sweep, size: float, value: Value, color: str) -> list[Line]:
     for run in sorted(sweep.of_size(size), key=learning_rate):
         if run.status.finished and math.isfinite(value(run)):
             by_rate.setdefault(learning_rate(run), []).append(value(run))
-            dot = dots([learning_rate(run)], [value(run)], color, sweep.label)
+            dot = markers([learning_rate(run)], [value(run)], color, sweep.label)
             marker = "x" if run.status.status == "diverged" else "o"
             lines.append(replace(dot, arm=run.arm, seed=run.seed, run=run.name, marker=marker))
     return [*_through(by_rate, color, sweep.label), *lines]
@@ -127,7 +127,7 @@ def _sensitivity(study: Study, sweep: Sweep, modality: str, color: str) -> list[
             # The value of a seed that lacks some learning rates cannot be compared.
             if math.isfinite(value) and rates <= set(map(learning_rate, of_seed)):
                 points.setdefault(size, []).append(value)
-    dots = [dots([size] * len(of), of, color, sweep.label) for size, of in points.items()]
+    dots = [markers([size] * len(of), of, color, sweep.label) for size, of in points.items()]
     return [*_through(points, color, sweep.label), *dots]
 
 
@@ -137,7 +137,7 @@ def _through(values: dict[float, list[float]], color: str, name: str) -> list[Li
     return [Line("", "", None, x, y, role="median", color=color, group=name)] if len(x) > 1 else []
 
 
-def dots(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Line:
+def markers(x: Sequence[float], y: Sequence[float], color: str, name: str) -> Line:
     return Line("", "", None, np.array(x, dtype=float), np.array(y), color=color, marker="o", group=name)
 
 
