@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from mmqk.monitors.foreign import calls
 from mmqk.monitors.foreign.calls import Call, NotMeasured
 from mmqk.monitors.foreign.inputs import by_name
+from mmqk.monitors.foreign.isolate import replace
 from mmqk.monitors.foreign.layers import Layers, Stream, block_of, clean, layer_numbers
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.trace import PRODUCT, SOFTMAX, ByHand, Layout, Origin, Origins, tensors_in
@@ -207,7 +208,7 @@ class Capture(TorchFunctionMode):
             return sdpa(*a, **k)
 
         with ExitStack() as stack:
-            _replace(stack, F, "scaled_dot_product_attention", read_and_run)
+            replace(stack, F, "scaled_dot_product_attention", read_and_run)
             out = F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})
         if kwargs.get("need_weights", True):
             out = F.multi_head_attention_forward(*args, **kwargs)
@@ -350,7 +351,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
         if callable(forward):
             measured = capture.wrapped(forward, partial(_read_eager, forward))
-            _replace(stack, sys.modules[name], "eager_attention_forward", measured)
+            replace(stack, sys.modules[name], "eager_attention_forward", measured)
     table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
     if table is not None:
         entries = getattr(table, "_global_mapping", table)
@@ -373,7 +374,7 @@ def _patch_mmqk(capture: Capture, stack: ExitStack) -> None:
             return forward(*args, backend=backend, **kwargs)
         return measured(capture._running[-1][1], *args, **kwargs)
 
-    _replace(stack, own, "attention", attention)
+    replace(stack, own, "attention", attention)
 
 
 def _patch_flex(stack: ExitStack) -> None:
@@ -381,12 +382,6 @@ def _patch_flex(stack: ExitStack) -> None:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     if hasattr(flex, switch):
-        _replace(stack, flex, switch, True)
+        replace(stack, flex, switch, True)
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, and restore it when the stack closes."""
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)

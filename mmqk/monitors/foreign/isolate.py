@@ -227,7 +227,7 @@ def isolated(
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if full_precision:
-            stack.enter_context(_no_autocast(device))
+            _disable_autocast(device, stack)
         elif autocast and not torch.is_autocast_enabled(device.type):
             low = {p.dtype for p in root.parameters()} & {torch.bfloat16, torch.float16}
             stack.enter_context(torch.autocast(device.type, dtype=min(low, key=str, default=torch.bfloat16)))
@@ -257,12 +257,10 @@ def _disable_cache(root: nn.Module, stack: ExitStack) -> None:
     for module in root.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
-            stack.callback(setattr, config, "use_cache", config.use_cache)
-            config.use_cache = False
+            replace(stack, config, "use_cache", False)
 
 
-@contextmanager
-def _no_autocast(device: torch.device) -> Iterator[None]:
+def _disable_autocast(device: torch.device, stack: ExitStack) -> None:
     """Disable autocast, even if the model or a trainer that replaced the model's forward enables it."""
     enter = torch.autocast.__enter__
 
@@ -273,9 +271,11 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
         finally:
             self._enabled = enabled
 
-    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    replace(stack, torch.autocast, "__enter__", enter_disabled)
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+
+
+def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and restore it when the stack closes."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
