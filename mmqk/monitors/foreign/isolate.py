@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from mmqk.model.transformer import evaluation_mode
 
@@ -183,7 +184,7 @@ def copied(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a copy of the arguments of a model: tensors, containers and objects such as a cache of keys.
 
-    The model's own modules and parameters are not copied, nor is an object that cannot be copied.
+    The model's own modules and parameters are not copied, nor is an object in a container that cannot be copied.
     """
     memo = {id(x): x for x in (*root.modules(), *root.parameters(), *root.buffers())}
 
@@ -194,7 +195,7 @@ def copied(
             return x
 
     with _CopyingTensors():
-        return tuple(map(copy_of, args)), {name: copy_of(x) for name, x in kwargs.items()}
+        return tree_map(copy_of, (args, dict(kwargs)))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
