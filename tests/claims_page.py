@@ -14,8 +14,8 @@ REPORT = ROOT / "reports/examples/claims/report.md"
 
 
 def table() -> str:
-    """Return the table: what was tested, the effect and the verdict of every claim with runs, in the order of the
-    report."""
+    """Return the table: the smallest effect, the effect and the verdict of every claim with runs, in the order of the
+    report, which also names the compared arms."""
     lines = ["| id | statement | tested | effect (95 % interval) | verdict |", "| --- | --- | --- | --- | --- |"]
     for line in REPORT.read_text(encoding="utf-8").splitlines():
         claim = re.match(r"\| \*\*([\w-]+)\*\* (.*?)\.? \| ", line)
@@ -26,8 +26,9 @@ def table() -> str:
         assert verdict is not None, line
         statement, exploratory, _ = claim[2].partition(" (exploratory)")
         noted = ", exploratory" if exploratory else ""
-        effect = cells[3].partition("<br>")[0].replace("**", "").strip() or "–"
-        lines.append(f"| {claim[1]} | {statement} | {cells[2]} | {effect} | {verdict[1]}{noted} |")
+        tested = cells[2].partition(" in “")[0]
+        effect = cells[3].partition("<br>")[0].partition(", n = ")[0].replace("**", "").strip() or "–"
+        lines.append(f"| {claim[1]} | {statement} | {tested} | {effect} | {verdict[1]}{noted} |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmqk.model.norms
-from mmqk.lab.remedies import MARKS, REMEDIES, Remedy
+from mmqk.lab.remedies import REMEDIES, Remedy
 from mmqk.model import ModelConfig
 from tests.one_step import build, step, token_batch
 from tests.peers import Peer
@@ -70,7 +70,11 @@ def equals(peers: Sequence[Peer]) -> str:
     for peer in peers:
         key = (peer.name, peer.precision)
         widest[key] = max(peer.tolerance, widest.get(key, 0.0))
-    return "; ".join(f"{name} ({number(tol)}, {precision})" for (name, precision), tol in widest.items())
+    found = []
+    for (name, precision), tolerance in widest.items():
+        named = "" if precision == "fp64" else f", {precision}"
+        found.append(f"{name.replace('formula written out', 'formula')} ({number(tolerance)}{named})")
+    return "; ".join(found)
 
 
 def number(value: float) -> str:
@@ -120,29 +124,32 @@ def cost(remedy: Remedy, control: Size, its: Size) -> str:
 HEAD = """\
 # Remedies
 
-Every published remedy is a switch that is off in the control: add its flags to `mmqk train demo`. The values are
-those of the source or of its order of magnitude; choose your own. `mmqk remedies` prints the purpose and the
-formula of each remedy, [which_remedy.md](which_remedy.md) compares them, and [add_a_norm.md](add_a_norm.md) adds
-one. `python -m tests.remedies_page` writes this page.
+```
+mmqk train demo --model.qk_norm.kind=rms    # any run with the flags of a row
+mmqk remedies                               # purpose, formula and source of each remedy, and what it acts on
+```
+
+Every published remedy is a switch that is off in the control. The values are those of the source or of its order of
+magnitude; choose your own. [remedies.yaml](../mmqk/lab/remedies.yaml) has the sources,
+[which_remedy.md](which_remedy.md) compares the remedies, and [add_a_norm.md](add_a_norm.md) adds one.
+`python -m tests.remedies_page` writes this page.
 
 - **Cost**: change in parameters and in floating-point operations of the matrix products of a training step, then
   other costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,} parameters
   and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads,
   {vocabulary:,} ids, {sequences} times {tokens} tokens).
-- **Source**: {marks}.
-- **Equals**: the outside implementation, or the formula in a test, that values and gradients, updates or initial
-  weights were compared with; in brackets the largest difference that the test allows, and the precision.
-
-Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip is refused with QK-Norm
-or σReparam, which cancel its scaling. A copy of a layer for one modality (Untying) gets the gradient 0, not None,
-from a batch without that modality, so DDP does not wait for it and AdamW goes on decaying it.
-
-The attention softmax is over the keys, the output softmax over the vocabulary. A bound on the logits of one does not
-affect the other: z-loss does not act on attention logits, and QK-Norm does not bound log Z of the output.
+- **Equals**: the outside implementation, or the formula written out in a test, that values and gradients, updates or
+  initial weights were compared with; in brackets the largest difference that the test allows, in fp64 unless named.
+- **Combinations.** Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip is
+  refused with QK-Norm or σReparam, which cancel its scaling.
+- **Two softmaxes.** Attention has a softmax over the keys, the output one over the vocabulary: z-loss does not act on
+  attention logits, and QK-Norm does not bound log Z of the output.
+- **Untying.** The copy of a layer for one modality gets the gradient 0, not None, from a batch without that modality,
+  so DDP does not wait for it and AdamW goes on decaying it.
 
 {rounding}
 """
-COLUMNS = ("remedy", "acts on", "cost", "source", "equals")
+COLUMNS = ("remedy", "cost", "equals")
 
 
 def row(cells: Iterable[str]) -> str:
@@ -151,8 +158,8 @@ def row(cells: Iterable[str]) -> str:
 
 def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
     """Return the text of the page."""
+    norms = (mmqk.model.norms.__doc__ or "").strip()
     head = HEAD.format(
-        marks="; ".join(f"[{mark}] {meaning}" for mark, meaning in MARKS.items()),
         parameters=control.parameters,
         gflops=control.flops / 1e9,
         d_model=REFERENCE.d_model,
@@ -161,14 +168,14 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
         vocabulary=REFERENCE.vocab_size,
         sequences=SEQUENCES,
         tokens=TOKENS,
-        rounding="\n\n".join((mmqk.model.norms.__doc__ or "").strip().split("\n\n")[1:]),
+        rounding="\n\n".join(norms.split("\n\n")[1:]),
     )
     lines = [head, row(COLUMNS), row(["---"] * len(COLUMNS))]
     for group in dict.fromkeys(remedy.group for remedy in REMEDIES):
-        lines.append(row([f"**{group[0].upper()}{group[1:]}**", "", "", "", ""]))
+        lines.append(row([f"**{group[0].upper()}{group[1:]}**", "", ""]))
         for r in (remedy for remedy in REMEDIES if remedy.group == group):
             switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)}"
-            lines.append(row((switch, r.acts_on, cost(r, control, sizes[r.key]), r.source, equals(peers[r.key]))))
+            lines.append(row((switch, cost(r, control, sizes[r.key]), equals(peers[r.key]))))
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

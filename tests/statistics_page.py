@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
 from mmqk.lab.remedies import MARKS
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS
 from tests.remedies_page import row
-from tests.statistics_table import STATISTICS, UNKNOWN, WHEN, Statistic
+from tests.statistics_table import MATRICES, STATISTICS, UNKNOWN, WHEN, Statistic
 
 PAGE = Path(__file__).parents[1] / "docs/statistics.md"
 ALL_MARKS = {**MARKS, "I": "our inference or arithmetic"}
@@ -32,29 +33,31 @@ mmqk train demo --monitor.every_n_steps=50 --monitor.heads=true    # logs the st
 ## Tags
 
 A tag is `statistic/modality/layerNN/headNN` without the parts that do not apply: `q_norm/text/layer03`,
-`attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm/embed.weight`. In the
-tables, [...] is optional (heads need `--monitor.heads=true`), and capitals are placeholders:
+`attn_logit_max/text-image/layer03` (query text, key image), `grad_norm/embed.weight`. The first layer is `layer00`.
+In the tables, [...] is optional (heads need `--monitor.heads=true`), and capitals are placeholders:
 
-| placeholder | stands for the modality of |
+| placeholder | stands for |
 | --- | --- |
-| MODALITY | the token at this position |
-| QUERY, KEY | the tokens of an attention pair |
-| TARGET, OTHER | the next token: losses, output softmax, gradients |
-| BLOCK | the ids of one modality in the vocabulary |
+| MODALITY | modality of the token at this position |
+| QUERY, KEY | modalities of an attention pair |
+| TARGET, OTHER | modality of the next token: losses, output softmax, gradients |
+| BLOCK | modality of a range of ids in the vocabulary |
+| MATRIX | q, k, v, o, g (output gate), gate, up, down |
 
 If a row has `q_norm` and `q_norm_max`, the first is a mean, the second a maximum. Means are over tokens (and heads).
-The first layer is `layer00`. A modality without tokens has no tag. In `metrics.jsonl` each step has one line, and a
-second line if an alarm is found later for that step; NaN and infinities are the strings "nan", "inf", "-inf".
+A modality without tokens has no tag. `metrics.jsonl` has one line per step, and a second one if an alarm is found
+later for that step; NaN and infinities are the strings "nan", "inf", "-inf".
 
-**Probes.** Statistics of every step cover the tokens of that step. A probe is a separate forward pass in fp32 and
-evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its maxima
-are exact for these sequences only: compare runs with `--monitor.probe_split=heldout`, which uses the same sequences
-in each run. Statistics of attention rows exclude queries that see fewer than {fewest} keys. Logits are raw: after
-scale and QK-Norm, before cap and mask. Padding is never counted. With `attach`, tokens without a modality are not
-counted, except as keys in `attn_rank` and, as one more modality, in attention entropies; `attn_mass` then sums to 1
-minus their mass. If a token has a NaN or an infinity, its statistics are NaN, and so is every mean that includes
-them; means of another modality stay finite unless one of its queries attends to this token. `grad_agreement`,
-`grad_signal` and `grad_noise` are estimates; all other statistics are exact.
+**Probes.** A probe is a forward pass in fp32 and evaluation mode, over `monitor.probe_sequences` sequences (4) every
+`monitor.every_n_steps` steps (100). Its maxima are exact for these sequences only: to compare runs, use the same ones
+with `--monitor.probe_split=heldout`.
+
+**What is counted.** Statistics of attention rows exclude queries that see fewer than {fewest} keys. Logits are raw:
+after scale and QK-Norm, before cap and mask. Padding is never counted. With `attach`, tokens without a modality count
+only as keys in `attn_rank` and, as one more modality, in attention entropies; `attn_mass` then sums to 1 minus their
+mass. If a token has a NaN or an infinity, its statistics and all means that include it are NaN; means of another
+modality stay finite unless one of its queries attends to this token. `grad_agreement`, `grad_signal` and `grad_noise`
+are estimates; all other statistics are exact.
 
 ## Drift, competition, sharpening
 
@@ -66,7 +69,7 @@ An attention logit is `z_ij = drift_i + offset_i,block(j) + rest_ij`, for query 
 | competition | `attn_logit_offset` | `out_block_log_z` | moves attention between modalities (`attn_mass`) |
 | sharpening | `attn_logit_spread_var` | `out_logit_spread` | selects within a modality |
 
-Check which part changed before naming a mechanism. These sums are exact:
+These sums are exact:
 
 - `attn_logit_var = attn_logit_offset_var + attn_logit_spread_var`
 - `attn_entropy = attn_entropy_block + attn_entropy_within`. With `model.attn_sink` the first two include the sink
@@ -74,19 +77,25 @@ Check which part changed before naming a mechanism. These sums are exact:
 - `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment + logit_masked`
 - `w_q_growth_total` = `w_q_growth` of all modalities + `w_q_growth_decay` + `_step` + `_unattributed` + `_rest`
 
-Norms can grow without harm in the direction that all keys share (`k_common`), and low entropy with a high
-`attn_rank` is benign: no single curve is a diagnosis.
+No single curve is a diagnosis: norms can grow without harm in the direction that all keys share (`k_common`), and low
+entropy with a high `attn_rank` is benign.
 
 ## Healthy ranges
 
-Ranges from other models, data and sizes are hints. Numbers such as 2309.14322 are arXiv ids. The mark shows how the
-source was read: {marks}.
+Ranges from other models, data and sizes are hints. Numbers such as 2309.14322 are arXiv ids. Marks, how a source was
+read: {marks}.
 """
+
+
+def shown(pattern: str) -> str:
+    """Return the pattern with MATRIX in place of the name of a matrix of a block."""
+    matrices = "|".join(matrix.partition("_SIZE")[0] for matrix in MATRICES)
+    return re.sub(rf"^({matrices})_(?=norm|spectral|stable_rank|grad_over_v)", "w_MATRIX_", pattern)
 
 
 def measured_when(rows: list[Statistic]) -> str:
     """Return when a section's statistics are measured: the usual case, and the names of the other statistics."""
-    when = {s.patterns[0].partition("/")[0].partition("[")[0]: WHEN[s.when] for s in rows}
+    when = {shown(s.patterns[0]).partition("/")[0].partition("[")[0]: WHEN[s.when] for s in rows}
     usual = Counter(when.values()).most_common(1)[0][0]
     others: dict[str, list[str]] = {}
     for name, case in when.items():
@@ -103,7 +112,7 @@ def page() -> str:
         rows = [s for s in STATISTICS if s.group == group]
         lines += [f"## {group}", "", measured_when(rows), "", row(COLUMNS), row(["---"] * len(COLUMNS))]
         for s in rows:
-            tags = " ".join(f"`{pattern}`" for pattern in s.patterns)
+            tags = " ".join(f"`{pattern}`" for pattern in dict.fromkeys(map(shown, s.patterns)))
             unit = "" if s.unit == "–" else f" ({s.unit})"
             values = s.bad
             if s.healthy not in (UNKNOWN, s.bad):

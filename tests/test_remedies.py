@@ -154,7 +154,7 @@ def test_a_peer_is_printed_once_with_its_widest_tolerance():
         Peer((), "timm", 1e-5),
         Peer((), "bits", 0.0),
     ]
-    assert equals(peers) == "timm (1e-5, fp64); torch (2.5e-6, fp32); bits (0, fp64)"
+    assert equals(peers) == "timm (1e-5); torch (2.5e-6, fp32); bits (0)"
     assert [number(x) for x in (0.01, 1e-12, 0.0, 5e-6)] == ["0.01", "1e-12", "0", "5e-6"]
 
 
