@@ -20,8 +20,9 @@ from mmqk.data.sequences import Row, SequenceBuilder
 from mmqk.data.statistics import count_targets, describe, floors, unigram_loss
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source
-from mmqk.data.tokens.folder import Captions, ShuffledPairs, open_tokens
+from mmqk.data.tokens.folder import open_tokens
 from mmqk.data.tokens.online import open_online
+from mmqk.data.tokens.pairings import Captions, ShuffledPairs
 from mmqk.model.patch import named_function
 from mmqk.store import UserError
 
