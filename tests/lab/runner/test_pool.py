@@ -249,10 +249,7 @@ def test_runs_end_in_order_when_the_pool_itself_is_killed(drive, tmp_path):
     until(lambda: not any(alive(pid) for pid in pids.values()), "the end of the runs")
     assert read_status(tmp_path / "hang/seed0").status == "interrupted"
     assert not is_locked(tmp_path / "hang/seed0")
-
-
-def test_runs_are_forked_with_the_training_code_imported(drive, tmp_path):
-    drive(["hang"])
+    # The server had imported the training code before it forked the run.
     assert "preloaded True" in (tmp_path / "hang/seed0/train.log").read_text()
 
 
