@@ -16,7 +16,7 @@ from mmqk.model.backends import keep_graphs
 from mmqk.model.transformer import compile_blocks
 from tests.model.small import VARIANTS, V, build, ids_of
 
-NAMES = ("gemma", "chameleon", "untied", "untied, everything else", "deep norm")  # of VARIANTS
+NAMES = ("gemma", "chameleon", "untied, everything else", "deep norm")  # of VARIANTS
 DROPPED = {"residual_dropout": 0.3, "attn_dropout": 0.2}
 IDS_BT = ids_of(2, 12)
 DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [-1] * 3])
