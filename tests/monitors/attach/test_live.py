@@ -79,6 +79,7 @@ def _rank(number: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_losses_are_exact_over_ranks(tmp_path):
     mp.spawn(_rank, (str(tmp_path),), nprocs=2)
     lines = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]

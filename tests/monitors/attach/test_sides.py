@@ -97,8 +97,7 @@ def test_a_decoder_as_long_as_its_encoder_is_not_counted_with_it(build):
     assert f"not measured (cross-attention from {source} to input_ids; declare the other input with sides=)" in line
 
 
-@pytest.mark.parametrize("build", [t5, bart])
-@pytest.mark.parametrize("S", [16, 11])
+@pytest.mark.parametrize(("build", "S"), [(t5, 11), (bart, 16)])
 def test_a_declared_side_and_cross_attention_are_measured_under_their_own_names(build, S):
     model, (ids,), (other,) = build(), batches(1, B=3, T=S), batches(1, B=3, seed=2)
     source = "labels" if build is t5 else "decoder_input_ids"

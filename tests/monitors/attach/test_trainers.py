@@ -1,4 +1,4 @@
-"""Tests a watched model in the Trainers of Lightning and transformers, eager and compiled."""
+"""Tests a watched model in the Trainers of Lightning and transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tests.monitors.attach.nets import Net, batches, loss_of
 from tests.monitors.attach.trainers import lightning_run, transformers_run
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(compiled, tmp_path):
+def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(tmp_path):
     pytest.importorskip("lightning")
     from lightning.pytorch.loggers import CSVLogger
 
@@ -23,8 +22,8 @@ def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(comp
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     logged: dict[int, dict] = {}
     logger.log_metrics = lambda values, step: logged.setdefault(step, values)  # type: ignore[method-assign]
-    watched = lightning_run(tmp_path / "run", compiled=compiled, logger=logger)
-    plain = lightning_run(tmp_path / "other", compiled=compiled, watched=False)
+    watched = lightning_run(tmp_path / "run", compiled=True, logger=logger)
+    plain = lightning_run(tmp_path / "other", compiled=True, watched=False)
     assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
     assert list(logged) == [10, 20]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -43,8 +42,7 @@ def test_lightning_names_a_module_that_is_not_there(tmp_path):
         NormMonitor("network", {"image": range(3)}).on_fit_start(None, torch.nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights(compiled, tmp_path, monkeypatch):
+def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights(tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     from transformers.integrations import TensorBoardCallback
 
@@ -59,8 +57,8 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     monkeypatch.setattr(TensorBoardCallback, "on_log", on_log)
     monkeypatch.setattr(TensorBoardCallback, "on_train_begin", lambda *args, **kwargs: None)
     monkeypatch.setattr(TensorBoardCallback, "on_train_end", lambda *args, **kwargs: None)
-    watched = transformers_run(tmp_path / "run", compiled=compiled, report_to="tensorboard")
-    plain = transformers_run(tmp_path / "other", compiled=compiled, watched=False)
+    watched = transformers_run(tmp_path / "run", compiled=True, report_to="tensorboard")
+    plain = transformers_run(tmp_path / "other", compiled=True, watched=False)
     assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
     assert list(reported) == [10, 20]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
