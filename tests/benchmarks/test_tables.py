@@ -55,7 +55,8 @@ def check(unit: Unit, context: Context, tmp_path) -> dict:
 
 
 def test_monitors(context, tmp_path):
-    (unit,) = units_of(context, ["monitors"])
+    unit, attached = units_of(context, ["monitors"])
+    assert [row["status"] for row in check(attached, context, tmp_path)["rows"]] == [MEASURED] * 4
     rows = check(unit, context, tmp_path)["rows"]
     assert [row["status"] for row in rows] == [MEASURED] * 5
     # All rows train the same module in turn, so their first losses differ.
