@@ -56,8 +56,8 @@ def check(unit: Unit, context: Context, tmp_path) -> dict:
 
 def test_monitors(context, tmp_path):
     unit, attached = units_of(context, ["monitors"])
-    assert [row["status"] for row in check(attached, context, tmp_path)["rows"]] == [MEASURED] * 4
-    rows = check(unit, context, tmp_path)["rows"]
+    assert [row["status"] for row in check(attached, context, tmp_path / "attach")["rows"]] == [MEASURED] * 4
+    rows = check(unit, context, tmp_path / "demonstration")["rows"]
     assert [row["status"] for row in rows] == [MEASURED] * 5
     # All rows train the same module in turn, so their first losses differ.
     assert len({row["first_loss"] for row in rows}) > 1
