@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mmqk.store.errors import UserError
 from mmqk.store.formatting import plain
 from mmqk.store.metrics import parse_tag
 
@@ -81,7 +82,16 @@ class Rule:
         return {name: copy.deepcopy(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Continue from a `state_dict`.
+
+        Raises:
+            UserError: the state was written by a version of mmqk whose rules had other attributes.
+        """
+        if set(state) != set(self.STATE):
+            raise UserError(
+                "the alarms in the checkpoint were written by another version of mmqk: go on with that version, or"
+                " start the run again in a new folder."
+            )
         for name in self.STATE:
             setattr(self, name, copy.deepcopy(state[name]))
 
