@@ -21,6 +21,7 @@ COMMANDS = {
     "init": ("mmqk.lab.project:main", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspection:main", "demo", "show the training data of a configuration on one page"),
     "preflight": ("mmqk.preflight:main", "train:checked", "check your own model and batch before training"),
+    "bench": ("mmqk.bench:main", "runs/bench --rule mine:score", "score alarms on runs whose fault is known"),
     "remedies": ("mmqk.lab.remedies:main", "", "list every remedy, its field and its source"),
     "data tokenize": (
         "mmqk.data.tokenize:main",

@@ -20,6 +20,7 @@ REQUIRED = {
     "interop": ["--from=a", "--to=b"],
     "init": ["project"],
     "watch": ["runs"],
+    "bench": ["runs"],
     "preflight": ["module:function"],
     "data shards": ["folder"],
     "data ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],

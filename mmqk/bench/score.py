@@ -1,0 +1,132 @@
+"""Score alarm rules on runs of the bench: hits, lead and false alarms, at equal false alarms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from mmqk.bench.rules import Rule
+from mmqk.bench.traces import Trace
+
+FALSE_ALARMS = 1 / 20  # of the healthy runs, at which rules are compared
+WARMUP = 50
+
+
+@dataclass(frozen=True)
+class Score:
+    """A rule on one side of the split.
+
+    Attributes:
+        threshold: the score above which an alarm begins.
+        hits, faults: runs with an alarm after the fault began, and all runs with a fault.
+        low, high: 95 % interval of the share of hits, from the seeds.
+        accused, healthy: healthy runs with an alarm, and all healthy runs.
+        per_1000: alarms in 1,000 healthy steps; the steps before a fault begins are healthy too.
+        lead: median number of steps from the alarm to the failure, as a share of the run, over the runs that fail and
+            are hit; NaN if there are none.
+    """
+
+    rule: str
+    threshold: float
+    hits: int
+    faults: int
+    low: float
+    high: float
+    accused: int
+    healthy: int
+    per_1000: float
+    lead: float
+
+
+def threshold_of(scores: Sequence[pd.Series], share: float = FALSE_ALARMS) -> float:
+    """Return the lowest threshold that at most this share of runs exceeds."""
+    largest = sorted(series.max() if len(series.dropna()) else -math.inf for series in scores)
+    return float(largest[len(largest) - 1 - math.floor(share * len(largest))])
+
+
+def begins(score: pd.Series, threshold: float) -> np.ndarray:
+    """Return the steps at which an alarm begins: the score exceeds the threshold, and did not at its last number."""
+    known = score.dropna()
+    above = known > threshold
+    return known.index[above & ~above.shift(1, fill_value=False)].to_numpy()
+
+
+def score(name: str, traces: Sequence[Trace], scores: Sequence[pd.Series], threshold: float) -> Score:
+    """Score a rule on some runs.
+
+    Args:
+        name: name of the rule.
+        traces: the runs.
+        scores: the scores of the rule for each run, from the end of the warm-up on.
+        threshold: its threshold.
+    """
+    hits: dict[int, list[bool]] = {}
+    leads, accused, alarms, steps = [], 0, 0, 0
+    for trace, series in zip(traces, scores, strict=True):
+        at = begins(series, threshold)
+        if trace.healthy:
+            accused += len(at) > 0
+            alarms, steps = alarms + len(at), steps + trace.run.last_step
+            continue
+        early = at[at <= trace.label.begins]
+        alarms, steps = alarms + len(early), steps + trace.label.begins
+        late = at[at > trace.label.begins]
+        hits.setdefault(trace.run.seed, []).append(len(late) > 0)
+        if len(late) and trace.failed_at is not None:
+            leads.append((trace.failed_at - late[0]) / trace.run.last_step)
+    shares = [float(np.mean(of_seed)) for of_seed in hits.values()]
+    low, high = (
+        stats.t.interval(0.95, len(shares) - 1, np.mean(shares), stats.sem(shares))
+        if len(shares) > 1 and np.std(shares) > 0
+        else (np.mean(shares or [math.nan]),) * 2
+    )
+    return Score(
+        rule=name,
+        threshold=threshold,
+        hits=sum(map(sum, hits.values())),
+        faults=sum(map(len, hits.values())),
+        low=max(0.0, float(low)),
+        high=min(1.0, float(high)),
+        accused=accused,
+        healthy=sum(trace.healthy for trace in traces),
+        per_1000=1000 * alarms / max(1, steps),
+        lead=float(np.median(leads)) if leads else math.nan,
+    )
+
+
+def table(traces: Sequence[Trace], rules: Sequence[Rule], side: str) -> list[Score]:
+    """Score rules on a side, with thresholds from the healthy runs of the side ``develop``; then the present rules of
+    docs/alarms.md, which have their own thresholds."""
+    develop = [trace for trace in traces if trace.side == "develop" and trace.healthy]
+    chosen = [trace for trace in traces if trace.side == side]
+    rows = []
+    for rule in rules:
+        of = {trace: rule(trace.metrics).loc[WARMUP + 1 :] for trace in {*develop, *chosen}}
+        threshold = threshold_of([of[trace] for trace in develop])
+        rows.append(score(rule.__name__, chosen, [of[trace] for trace in chosen], threshold))
+    present = [trace.alarms() for trace in chosen]
+    rows += [
+        score(f"alarm {name}", chosen, [of[name] for of in present], 0.5) for name in (present[0] if present else {})
+    ]
+    return rows
+
+
+def markdown(rows: Sequence[Score]) -> str:
+    """Return the scores as a table in Markdown, the rules with most hits first."""
+    lines = [
+        "| rule | hits (95 % interval) | healthy runs accused | false alarms in 1,000 steps | lead | threshold |",
+        "| --- | --: | --: | --: | --: | --: |",
+    ]
+    for row in sorted(rows, key=lambda row: -row.hits):
+        share = row.hits / max(1, row.faults)
+        lead = "" if math.isnan(row.lead) else f"{row.lead:.0%}"
+        lines.append(
+            f"| {row.rule} | {row.hits} of {row.faults}, {share:.0%} ({row.low:.0%} to {row.high:.0%})"
+            f" | {row.accused} of {row.healthy} | {row.per_1000:.2f} | {lead} | {row.threshold:.3g} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""Runs of the bench with their labels: what is wrong, from which step, and on which side of the split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from mmqk.lab.runs import Run
+from mmqk.store import UserError, find_file, identity_hash
+from mmqk.store.alarms import NAMES
+
+LABELS = "configs/failures/bench/labels.yaml"
+Side = Literal["develop", "judge"]
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of an arm.
+
+    Attributes:
+        kind: kind of the fault; empty for a healthy arm.
+        begins: number of optimizer steps before the first bad step.
+        side: whether rules are developed or judged on the arm.
+        modality, layer: where the fault is; None if it is everywhere.
+        remedy: the field that mends it; empty if there is none.
+    """
+
+    kind: str = ""
+    begins: int = 0
+    side: Side = "develop"
+    modality: str | None = None
+    layer: int | None = None
+    remedy: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One run and its label. A run of a judged seed is judged, whatever its arm."""
+
+    run: Run
+    label: Label
+    side: Side
+
+    @property
+    def healthy(self) -> bool:
+        return not self.label.kind
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Everything that the run logged: a row per step, a column per tag; a fork begins with its parent's rows."""
+        return metrics_table(self.run)
+
+    def alarms(self) -> dict[str, pd.Series]:
+        """Return, for each rule of docs/alarms.md, 1 where one of its alarms began and 0 elsewhere, from the records
+        of the run and, up to the fork, of its parent."""
+        run, parent = self.run, self.run.parent
+        earlier = [] if parent is None else [a for a in parent.alarms if a.step <= (run.fork or {})["step"]]
+        scores = {name: pd.Series(0.0, index=self.metrics.index) for name in NAMES}
+        for alarm in (*earlier, *run.alarms):
+            scores[alarm.name][alarm.step] = 1.0
+        return scores
+
+    @cached_property
+    def failed_at(self) -> int | None:
+        """The first step after the fault began at which the median of the last 50 losses of a modality is 0.5 nat
+        above its lowest, or a loss is not finite; None if there is no such step."""
+        steps = [step for step in map(self._rises, ("loss/text", "loss/image")) if step is not None]
+        return min(steps, default=None)
+
+    def _rises(self, tag: str) -> int | None:
+        if tag not in self.metrics:
+            return None
+        loss = self.metrics[tag].dropna()
+        median = loss.rolling(50).median()
+        bad = (median > median.cummin() + 0.5) | ~np.isfinite(loss)
+        steps = loss.index[bad & (loss.index > self.label.begins)]
+        return int(steps[0]) if len(steps) else None
+
+
+def metrics_table(run: Run) -> pd.DataFrame:
+    """Return all series of a run as a table: the index is the step, the columns are tags."""
+    tags = {**(run.parent.tags if run.parent is not None else {}), **run.tags}
+    columns = {tag: pd.Series(values, index=steps) for tag in tags for steps, values in [run.history(tag)]}
+    return pd.DataFrame(columns).sort_index()
+
+
+def split_hash(labels: str = LABELS) -> str:
+    """Return a hash of the labels and the split; another order of the arms has the same hash."""
+    return identity_hash(yaml.safe_load(Path(find_file(labels)).read_text(encoding="utf-8")))
+
+
+def labelled(runs: list[Run], labels: str = LABELS) -> list[Trace]:
+    """Return the finished runs with their labels.
+
+    Raises:
+        UserError: an arm has no label.
+    """
+    content = yaml.safe_load(Path(find_file(labels)).read_text(encoding="utf-8"))
+    by_arm = {arm: Label(**fields) for arm, fields in content["faults"].items()}
+    by_arm |= {arm: Label(side=side) for arm, side in content["healthy"].items()}
+    traces = []
+    for run in (run for run in runs if run.status.finished):
+        if run.arm not in by_arm:
+            raise UserError(f"{labels} has no arm {run.arm}: add what is wrong in it, or that it is healthy")
+        label = by_arm[run.arm]
+        judged = label.side == "judge" or run.seed in content["judged_seeds"]
+        traces.append(Trace(run, label, "judge" if judged else "develop"))
+    return traces
