@@ -38,7 +38,7 @@ NOT_REMEDIES = {
     "model": "vocab_sizes d_model n_layers n_heads n_kv_heads d_head d_ff mlp norm_gain norm_eps reparam_gamma"
     " tie_embeddings window global_every rope_theta local_rope_theta qk_norm.eps qk_norm.scale_init"
     " rope_scaling.kind rope_scaling.factor rope_scaling.low_freq_factor rope_scaling.high_freq_factor"
-    " rope_scaling.original_length",
+    " rope_scaling.original_length patch",
     "loss": "weights chunk_size",
     "optim": "lr beta1 schedule final_lr_ratio schedule_steps",
 }

@@ -120,6 +120,7 @@ REFUSED = [
     ({"residual_gate": 0.3}, LLAMA, "model.residual_gate is 0.3"),
     ({"depth_scale": "branch"}, LLAMA, "model.depth_scale is branch"),
     ({"deep_norm": True, "pre_norm": False}, LLAMA, "model.deep_norm is True"),
+    ({"patch": "mmqk.bench.faults:loud_head"}, LLAMA, "model.patch is mmqk.bench.faults:loud_head"),
     ({"separate_first": 1}, LLAMA, "model.separate_first is 1"),
     ({"separate_last": 1}, LLAMA, "model.separate_last is 1"),
     ({"embed_scale": {"image": 2.0}}, LLAMA, r"model.embed_scale is \{'image': 2.0\}"),

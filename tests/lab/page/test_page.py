@@ -317,7 +317,7 @@ def front_door(*args, cwd=None):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
 
 
-def test_figures_of_an_earlier_report_are_removed_and_files_of_others_are_kept(demo, tmp_path):
+def test_figures_of_an_earlier_report_are_removed_and_files_of_others_are_kept(demo, tmp_path, without_figures):
     out, alone, before = tmp_path / "out", tmp_path / "alone", demo[1]
     shutil.copytree(before, out)
     (out / "figures/mine.png").write_bytes(b"mine")

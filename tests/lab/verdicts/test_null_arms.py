@@ -32,6 +32,7 @@ def test_a_thousand_splits_of_arms_that_are_alike(null):
     assert rate.draws == 1000 and rate.upper <= 0.065
 
 
+@pytest.mark.slow
 def test_without_its_rules_the_pipeline_is_wrong_more_often(null):
     assert null.by_chance(60).value > 0.2
     assert null.false_verdicts(null.WITHOUT_HOLM, draws=100).value > 0.1
