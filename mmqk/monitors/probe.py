@@ -138,6 +138,8 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
         return
     for layer in range(c.n_layers):
         attention = cast(Block, model.blocks[layer]).attention
+        if not all(any(isinstance(m, Norm) for m in norm.modules()) for norm in (attention.q_norm, attention.k_norm)):
+            continue  # `model.patch` replaced QK-Norm, whose bound is then unknown
         device = next(attention.parameters()).device
         tags, values = [tag("attn_logit_bound", layer=layer)], [logit_bound(model, layer).to(device)]
         for name, norm in (("q", attention.q_norm), ("k", attention.k_norm)):

@@ -100,6 +100,14 @@ def test_preflight_sees_the_leak_and_the_unused_gain(data):
         assert len(preflight(model, {"ids_BT": batch.ids_BT}, loss).failed) > len(sound), fault.__name__
 
 
+def test_a_probe_of_a_patched_qk_norm_has_all_but_its_bound(data):
+    model = model_of(data, qk_norm=QKNormConfig(kind="rms"))
+    before = statistics(model, data)
+    faults.gain_unused(model)
+    missing = before.keys() - statistics(model, data).keys()
+    assert missing and all(tag.startswith(("attn_logit_bound/", "q_gain_", "k_gain_")) for tag in missing)
+
+
 def test_norm_over_tokens_leaves_the_channels_of_a_head_at_different_sizes(data):
     model = model_of(data)
     faults.norm_over_tokens(model)
