@@ -28,10 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk.bench.rules import BASELINES, CANDIDATES
     from mmqk.bench.score import markdown, table
     from mmqk.bench.traces import LABELS, labelled, split_hash
-    from mmqk.model.patch import named_function
+    from mmqk.model.patch import allow_patch, named_function
 
     labels = options.labels or LABELS
     try:
+        for name in options.rule:
+            allow_patch(name)
         own = [named_function(name) for name in options.rule]
     except ValueError as error:
         raise UserError(f"--rule: {error}") from error

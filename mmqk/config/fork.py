@@ -77,6 +77,8 @@ def base_of(parent: Parent) -> dict[str, Any]:
     config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
     for name in ("fork", *(f"fork_{change}" for change in CHANGES)):
         config.pop(name, None)
+    for section in ("model", "data"):
+        config[section]["patch"] = ""  # code, which the command line must name again (`check_patches`)
     config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
     config["checkpoint"]["at"] = []  # these are steps of the parent
     return config
@@ -124,6 +126,17 @@ def note(fork: ForkConfig) -> dict[str, Any]:
     return {**where, "id": parent.id, "step": parent.step, "config": dict(parent.config)}
 
 
+def check_patches(parent: Mapping[str, Any], model_patch: str, data_patch: str) -> None:
+    """Raise ValueError if a fork does not name the patches in the configuration of its parent."""
+    for field, patch in (("model", model_patch), ("data", data_patch)):
+        of_parent = parent[field].get("patch", "")
+        if of_parent not in ("", patch):
+            raise ValueError(
+                f"the parent has {field}.patch {of_parent}, which a fork cannot change and mmqk does not run unasked:"
+                f" give {field}.patch={of_parent}."
+            )
+
+
 def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
     """Raise ValueError if the weights of ``old`` do not fit into ``new``."""
     shapes = {
@@ -146,8 +159,6 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
                 f"model.{field} is {parent} in the parent and {child} here, and a fork cannot change it: keep the"
                 " parent's value, or start a new run."
             )
-    if old.patch not in ("", new.patch):
-        raise ValueError(f"model.patch {old.patch} of the parent cannot be changed in a fork: keep it.")
     if new.tie_embeddings and not old.tie_embeddings:
         raise ValueError(
             "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a"

@@ -22,7 +22,7 @@ from mmqk.config.checks import (
     check_trained,
     is_masked,
 )
-from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, check_forkable, read_parent
+from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, check_forkable, check_patches, read_parent
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
     IN_IDENTITY,
@@ -36,7 +36,7 @@ from mmqk.config.training import (
 from mmqk.data.config import FOLDER_FIELDS, SOURCE_FIELDS, DataConfig, data_identity, layout
 from mmqk.model.checks import check_backend
 from mmqk.model.config import ModelConfig
-from mmqk.model.patch import source_hash_of
+from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
 from mmqk.store.shipped import CONFIGS, SHIPPED
@@ -217,10 +217,12 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
                 raise UserError(f"fork_{name} belongs to a fork: name its checkpoint with --fork.")
         return _complete(configs, given)
     checkpoint = None
-    if parent is None:
-        checkpoint, parent = read_parent(given.fork or "", given.out)
-    configs, given = _read(argv, base_of(parent))
     try:
+        if given.model.patch:
+            allow_patch(given.model.patch)  # the checkpoint may have it too
+        if parent is None:
+            checkpoint, parent = read_parent(given.fork or "", given.out)
+        configs, given = _read(argv, base_of(parent))
         changes = (getattr(given, f"fork_{name}") for name in CHANGES)
         fork = ForkConfig(parent, given.fork or "", checkpoint, *changes)
     except ValueError as error:
@@ -256,6 +258,7 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
         check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes)
         if fork is not None:
             check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
+            check_patches(fork.parent.config, model.patch, data.patch)
         check_backend(
             given.backend,
             model.attn_softcap,
@@ -340,7 +343,7 @@ def identity_of(
             if f.name in names and identity[section][f.name] == f.default:
                 del identity[section][f.name]
     if sections["model"].patch:
-        identity["model"]["patch_source"] = source_hash_of(sections["model"].patch)
+        identity["model"]["patch_source"] = allow_patch(sections["model"].patch)
     if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null means max_steps
         del identity["optim"]["schedule_steps"]
     if sections["loss"].chunk_size is None:

@@ -12,7 +12,7 @@ from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import source_hash
 from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
 from mmqk.data.tokens.online import held_out_share, online_hash
-from mmqk.model.patch import source_hash_of
+from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, check_local, find_file
 
@@ -164,7 +164,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     """
     fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial", "patch")}
     if config.patch:
-        fields |= {"patch": config.patch, "patch_source": source_hash_of(config.patch)}
+        fields |= {"patch": config.patch, "patch_source": allow_patch(config.patch)}
     # A field that changes no sample of this configuration is stored as a constant.
     online = config.read == "shards" and "pair" in config.sources
     fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}

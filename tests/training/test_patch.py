@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.store import UserError
@@ -84,8 +86,25 @@ def test_a_fork_patches_the_weights_of_its_parent_once(own, tiny_args, tmp_path)
     (fork / "status.json").write_text((fork / "status.json").read_text().replace("completed", "interrupted"))
     assert main([*args, f"--out={fork}"]) == 0
     assert all(torch.equal(weights(fork, 4)[name], last[name]) for name in last)
-    with pytest.raises(UserError, match=r"model\.patch own_patch:loud of the parent cannot be changed"):
-        resolve([f"--fork={fork / 'checkpoints/step00000002.ckpt'}", "model.patch="])
+    again = [f"--fork={fork}", "--trainer.max_steps=6"]
+    with pytest.raises(UserError, match=r"the parent has model\.patch own_patch:loud.* give model\.patch=own"):
+        resolve(again)
+    assert resolve([*again, "model.patch=own_patch:loud"]).model.patch == "own_patch:loud"
+
+
+def test_a_checkpoint_runs_no_code_that_it_names(own, tiny_args, tmp_path):
+    run, named = tmp_path / "run", "model.patch=own_patch:loud"
+    assert main([*tiny_args, "--trainer.max_steps=2", named, f"--out={run}"]) == 0
+    assert load_model(run).config.patch == "own_patch:loud"  # this process was given the name
+    code = "import sys; from mmqk.checkpoint import load_model; load_model(sys.argv[1])"
+    own.write_text(SOURCE + "\nopen('executed', 'w').close()\n")
+    for command in (["-c", code, run], ["-m", "mmqk", "train", f"--fork={run}", "trainer.max_steps=4"]):
+        ended = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+        assert ended.returncode != 0 and "own_patch:loud is code that a file names" in ended.stderr, ended.stderr
+        assert not (tmp_path / "executed").exists()
+    given = ["-m", "mmqk", "train", f"--fork={run}", "trainer.max_steps=4", named, "--quiet"]
+    assert subprocess.run([sys.executable, *given], capture_output=True).returncode == 0
+    assert (tmp_path / "executed").exists()
 
 
 def test_rows_are_patched_before_ranks_and_micro_batches_divide_them(tiny_args):
