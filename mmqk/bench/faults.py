@@ -71,7 +71,7 @@ def dead_head(model: EarlyFusionTransformer) -> None:
 
 @torch.no_grad()
 def uniform_attention(model: EarlyFusionTransformer) -> None:
-    """Set all W_q and W_k to 0: all keys get the same weight for good, so attention has rank 1."""
+    """Set all W_q and W_k to 0: every key always gets the same weight, so attention has rank 1."""
     for attention in _attentions(model):
         attention.w_q.weight.zero_()
         attention.w_k.weight.zero_()
@@ -109,7 +109,7 @@ def corrupted_rows(rows: list[Row], step: int, order: TrainingOrder) -> list[Row
 
 
 def one_bad_batch(rows: list[Row], step: int, order: TrainingOrder) -> list[Row]:
-    """Replace all tokens by random tokens, for one step. This is a hard batch and no fault."""
+    """Replace all tokens by random tokens, for one step. This is a hard batch, not a fault."""
     return [_random(row, step, i, order) for i, row in enumerate(rows)] if step == BEGINS else rows
 
 
@@ -157,7 +157,7 @@ def bursts(rows: list[Row], step: int, order: TrainingOrder) -> list[Row]:
     if step < BEGINS:
         return rows
     wants_images, n, found = step // BURST % 2 == 1, step * len(rows), list[Any]()
-    while len(found) < len(rows):  # rows that the other turn leaves out are not kept for later
+    while len(found) < len(rows):  # rows of the other kind are skipped, not kept for later
         row = order.row(n)
         found += [row] if _is_image(row, order).any() == wants_images else []
         n += 1

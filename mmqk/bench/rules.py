@@ -1,8 +1,8 @@
-"""Candidates for alarms. A rule is a function of the table of metrics of a run; it returns a score at each step, from
-numbers up to that step alone. An alarm begins where the score exceeds the threshold of the rule.
+"""Candidate alarm rules. A rule takes the metrics of a run and returns a score for each step, from that step and the
+steps before it. An alarm begins where the score exceeds the threshold of the rule.
 
-The table has a row per optimizer step and a column per tag (docs/statistics.md). Statistics of probes have a number
-every few steps only; a score is NaN where it is unknown.
+The metrics are a table with a row per optimizer step and a column per tag (docs/statistics.md). A statistic of the
+probe has a value only every few steps; elsewhere it is NaN, and so may be a score.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from mmqk.store.metrics import parsed_tag
+from mmqk.store.rules import QUARTILES_TO_STD
 
 Rule = Callable[[pd.DataFrame], pd.Series]
 WINDOW = 100  # steps before the current one
@@ -29,7 +30,7 @@ def above_recent(series: pd.DataFrame, window: int = WINDOW) -> pd.Series:
     """Return how many standard deviations, estimated from quartiles, a value is above the median of the values before
     it; the largest over the columns. A value that is not finite scores infinity."""
     before = series.shift(1).rolling(window, min_periods=window // 4)
-    spread = (before.quantile(0.75) - before.quantile(0.25)) / 1.349
+    spread = (before.quantile(0.75) - before.quantile(0.25)) / QUARTILES_TO_STD
     score = (series - before.median()) / spread.clip(lower=1e-9)
     return score.mask(~np.isfinite(series) & series.notna(), np.inf).max(axis=1)
 
@@ -136,7 +137,7 @@ def stream_norm(metrics: pd.DataFrame) -> pd.Series:
 
 
 def loss_and_logit(metrics: pd.DataFrame) -> pd.Series:
-    """Two statistics: the sum of `loss_or_grad_norm` and `logit_growth`, each in units of what is common here."""
+    """Two statistics: a fifth of `loss_or_grad_norm` plus the last `logit_growth`."""
     both = pd.concat([loss_or_grad_norm(metrics) / 5, logit_growth(metrics).reindex(metrics.index).ffill()], axis=1)
     return both.sum(axis=1, min_count=1)
 

@@ -14,7 +14,7 @@ from mmqk.bench.rules import Rule
 from mmqk.bench.traces import Trace
 
 FALSE_ALARMS = 1 / 20  # of the healthy runs, at which rules are compared
-WARMUP = 50
+WARMUP = 50  # steps at the start of every run without alarms of the candidates
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def threshold_of(scores: Sequence[pd.Series], share: float = FALSE_ALARMS) -> fl
 
 
 def begins(score: pd.Series, threshold: float) -> np.ndarray:
-    """Return the steps at which an alarm begins: the score exceeds the threshold, and did not at its last number."""
+    """Return the steps at which an alarm begins: the score exceeds the threshold, and its previous value did not."""
     known = score.dropna()
     above = known > threshold
     return known.index[above & ~above.shift(1, fill_value=False)].to_numpy()

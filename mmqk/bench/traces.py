@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 
 from mmqk.lab.runs import Run
-from mmqk.store import UserError, find_file, identity_hash
+from mmqk.store import DivergenceRule, UserError, find_file, identity_hash
 from mmqk.store.alarms import NAMES
 
 LABELS = "configs/failures/bench/labels.yaml"
@@ -41,7 +41,7 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One run and its label. A run of a judged seed is judged, whatever its arm."""
+    """One run, its label and its side: a run of a judged seed is judged, whatever its arm."""
 
     run: Run
     label: Label
@@ -68,19 +68,15 @@ class Trace:
 
     @cached_property
     def failed_at(self) -> int | None:
-        """The first step after the fault began at which the median of the last 50 losses of a modality is 0.5 nat
-        above its lowest, or a loss is not finite; None if there is no such step."""
-        steps = [step for step in map(self._rises, ("loss/text", "loss/image")) if step is not None]
-        return min(steps, default=None)
-
-    def _rises(self, tag: str) -> int | None:
-        if tag not in self.metrics:
-            return None
-        loss = self.metrics[tag].dropna()
-        median = loss.rolling(50).median()
-        bad = (median > median.cummin() + 0.5) | ~np.isfinite(loss)
-        steps = loss.index[bad & (loss.index > self.label.begins)]
-        return int(steps[0]) if len(steps) else None
+        """The first step after the fault began at which the loss has diverged (`DivergenceRule`), or at which the run
+        ended as diverged; None without such a step. Unlike `divergence_step`, it reads a parent's losses too."""
+        losses = self.metrics.filter(regex="^loss/").rename(columns=lambda tag: tag.removeprefix("loss/"))
+        rule = DivergenceRule(self.run.warmup_steps)
+        for step, row in zip(losses.index.tolist(), losses.to_dict("records"), strict=True):
+            trained = {str(name): loss for name, loss in row.items() if not np.isnan(loss)}
+            if rule.reason(step, trained) and step > self.label.begins:
+                return int(step)
+        return self.run.status.step if self.run.status.status == "diverged" else None
 
 
 def metrics_table(run: Run) -> pd.DataFrame:
@@ -107,7 +103,7 @@ def labelled(runs: list[Run], labels: str = LABELS) -> list[Trace]:
     traces = []
     for run in (run for run in runs if run.status.finished):
         if run.arm not in by_arm:
-            raise UserError(f"{labels} has no arm {run.arm}: add what is wrong in it, or that it is healthy")
+            raise UserError(f"{labels} has no arm {run.arm}: add it under faults or under healthy")
         label = by_arm[run.arm]
         judged = label.side == "judge" or run.seed in content["judged_seeds"]
         traces.append(Trace(run, label, "judge" if judged else "develop"))

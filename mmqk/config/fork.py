@@ -132,8 +132,8 @@ def check_patches(parent: Mapping[str, Any], model_patch: str, data_patch: str) 
         of_parent = parent[field].get("patch", "")
         if of_parent not in ("", patch):
             raise ValueError(
-                f"the parent has {field}.patch {of_parent}, which a fork cannot change and mmqk does not run unasked:"
-                f" give {field}.patch={of_parent}."
+                f"the parent has {field}.patch {of_parent}, which a fork keeps but runs only if you name it too: add"
+                f" {field}.patch={of_parent}."
             )
 
 

@@ -3,8 +3,8 @@
 `model.patch` names a function that gets a model after it is built and changes it in place; `data.patch` names one
 that gets the rows of an optimizer step. The source file of the module is part of the run's identity.
 
-A function runs only if this process got its name from a command line or a configuration (`allow_patch`). The name in
-a checkpoint is not enough: nothing that mmqk loads is executed.
+A function runs only if the user of this process named it, on the command line or in a configuration
+(`allow_patch`). A name in a checkpoint is not enough, because nothing that mmqk loads is executed.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ def allow_patch(name: str) -> str:
     return hashlib.sha256(source).hexdigest()
 
 
-def check_allowed(name: str) -> None:
-    """Raise ValueError if this process may not run ``module:function``; an empty name is allowed."""
-    if name and name not in _allowed:
-        raise ValueError(f"{name} is code that a file names, and mmqk does not run it unasked")
+def is_allowed(name: str) -> bool:
+    """Return whether this process may run ``module:function``; an empty name runs nothing."""
+    return not name or name in _allowed
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """Import and return ``module:function``; ValueError as in `check_allowed`."""
-    check_allowed(name)
+    """Import and return ``module:function``.
+
+    Raises:
+        ValueError: `allow_patch` was not called with this name.
+    """
+    if not is_allowed(name):
+        raise ValueError(f"{name} is code that only a file names: call allow_patch first")
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), function)
     return found

@@ -46,15 +46,16 @@ class Losses:
             )
         is_target = targets_BT != _IGNORED
         values = values.detach() if values.dtype == torch.float64 else values.detach().float()
-        log_z_BT = torch.zeros_like(targets_BT, dtype=values.dtype)
+        log_z_BT = None
         if values.ndim > targets_BT.ndim:
             self._has_log_z, log_z_BT = True, values.logsumexp(-1)
             values = log_z_BT - values.gather(-1, targets_BT.masked_fill(~is_target, 0)[..., None])[..., 0]
         modality_BT, M = self.modalities.of_ids(targets_BT), len(self.modalities.names)
         selected_M = [(modality_BT == m) & is_target for m in range(M)]
-        # torch.where, because a product would spread a NaN to other modalities.
-        rows = [[torch.where(of, x, 0.0).sum() for of in selected_M] for x in (values, log_z_BT)]
-        sums_3M = torch.stack([torch.stack([of.sum() for of in selected_M]).double(), *map(_row, rows)])
+        counts_M = torch.stack([of.sum() for of in selected_M]).double()
+        losses_M = _sums(values, selected_M)
+        log_zs_M = torch.zeros_like(losses_M) if log_z_BT is None else _sums(log_z_BT, selected_M)
+        sums_3M = torch.stack([counts_M, losses_M, log_zs_M])
         self._sums_3M = sums_3M if self._sums_3M is None else self._sums_3M + sums_3M
 
     @torch.no_grad()
@@ -96,8 +97,9 @@ class Losses:
         return line
 
 
-def _row(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).double()
+def _sums(x_BT: Tensor, selected_M: list[Tensor]) -> Tensor:
+    """Return the sum over each selection. A product with the selection would spread a NaN to other modalities."""
+    return torch.stack([torch.where(of, x_BT, 0.0).sum() for of in selected_M]).double()
 
 
 @dataclass

@@ -12,12 +12,14 @@ import pytest
 from mmqk.bench import rules
 from mmqk.bench.score import begins, score, threshold_of
 from mmqk.bench.traces import Label, Trace
+from mmqk.store import Status
 
 STEPS = np.arange(1, 601)
 
 
 def trace(label: Label, seed: int = 1, **series: np.ndarray) -> Trace:
-    made = Trace(SimpleNamespace(seed=seed, last_step=600), label, label.side)
+    run = SimpleNamespace(seed=seed, last_step=600, warmup_steps=50, status=Status("completed"))
+    made = Trace(run, label, label.side)
     made.__dict__["metrics"] = pd.DataFrame({k.replace("__", "/"): v for k, v in series.items()}, index=STEPS)
     return made
 

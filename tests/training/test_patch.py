@@ -1,4 +1,4 @@
-"""`model.patch` and `data.patch`: functions of one's own that change the model and the rows of a step."""
+"""`model.patch` and `data.patch`: the user's own functions, which change the model and the rows of a step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_fork_patches_the_weights_of_its_parent_once(own, tiny_args, tmp_path)
     assert main([*args, f"--out={fork}"]) == 0
     assert all(torch.equal(weights(fork, 4)[name], last[name]) for name in last)
     again = [f"--fork={fork}", "--trainer.max_steps=6"]
-    with pytest.raises(UserError, match=r"the parent has model\.patch own_patch:loud.* give model\.patch=own"):
+    with pytest.raises(UserError, match=r"the parent has model\.patch own_patch:loud.* add model\.patch=own"):
         resolve(again)
     assert resolve([*again, "model.patch=own_patch:loud"]).model.patch == "own_patch:loud"
 
@@ -100,7 +100,8 @@ def test_a_checkpoint_runs_no_code_that_it_names(own, tiny_args, tmp_path):
     own.write_text(SOURCE + "\nopen('executed', 'w').close()\n")
     for command in (["-c", code, run], ["-m", "mmqk", "train", f"--fork={run}", "trainer.max_steps=4"]):
         ended = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
-        assert ended.returncode != 0 and "own_patch:loud is code that a file names" in ended.stderr, ended.stderr
+        assert ended.returncode != 0
+        assert "runs only if you name it too (model.patch=own_patch:loud)" in ended.stderr
         assert not (tmp_path / "executed").exists()
     given = ["-m", "mmqk", "train", f"--fork={run}", "trainer.max_steps=4", named, "--quiet"]
     assert subprocess.run([sys.executable, *given], capture_output=True).returncode == 0

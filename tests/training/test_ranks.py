@@ -249,7 +249,7 @@ def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
 
 
 def test_a_mistake_is_said_once_and_nobody_waits(tiny_args, tmp_path):
-    TokenDataModule(resolve(tiny_args).data).setup()  # the process that makes the token cache says so
+    TokenDataModule(resolve(tiny_args).data).setup()  # makes the token cache, which prints a line
     (tmp_path / "run").mkdir()
     (tmp_path / "run/letter.txt").write_text("mine")  # only the first process reads the folder
     assert train([*tiny_args, f"--out={tmp_path / 'run'}"], tmp_path / "log") == [2, 0]

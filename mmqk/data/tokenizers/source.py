@@ -118,7 +118,7 @@ def spread(total: int, most: int) -> np.ndarray:
 
 
 def _summary(read: int, total: int, what: str, dropped: Counter[str]) -> str:
-    """Return such as ``200 of 1,000 samples read, 3 dropped (no caption: 1, no image file: 2)``; "" for all."""
+    """Return a summary, ``200 of 1,000 samples read, 3 dropped (no caption: 1, no image file: 2)``; "" for all."""
     if read == total and not dropped:
         return ""
     text = f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"

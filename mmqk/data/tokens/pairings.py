@@ -1,4 +1,4 @@
-"""Pairs of which image and caption are paired otherwise: the values of ``data.pairing`` other than matched."""
+"""Pairs whose image has another caption or is left out: the values of ``data.pairing`` other than matched."""
 
 from __future__ import annotations
 
