@@ -9,6 +9,7 @@ import torch
 
 from mmqk.interop import from_transformers, to_transformers
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
+from mmqk.model.patch import allow_patch
 from mmqk.store import UserError
 from tests.interop.models import logits_of, tiny
 from tests.interop.test_parity import LINEAR, LLAMA3, some_ids
@@ -146,6 +147,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "architecture", "says"), REFUSED)
 def test_what_no_layout_has_is_refused_by_name(fields, architecture, says):
+    if "patch" in fields:
+        allow_patch(fields["patch"])
     model = EarlyFusionTransformer(replace(SHAPE, **fields))
     with pytest.raises(UserError, match=says) as refused:
         to_transformers(model)
