@@ -13,9 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.config import resolve
-from mmqk.store import UserError
-
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/add_a_norm.md"
 PATCH = ROOT / "examples/add_a_norm.patch"
@@ -95,13 +92,6 @@ def test_its_parity_test_passes_there(patched):
         norms.write_text(right, encoding="utf-8")
 
 
-def test_it_is_printed_with_the_other_remedies(patched):
-    assert (
-        "--model.norm=dyt --model.norm_bias=true"
-        in run(patched, sys.executable, "-m", "mmqk", "remedies").stdout
-    )
-
-
 def nested(args: list[str]) -> dict:
     """Return a command line of `mmqk.train` as the content of a configuration file."""
     content: dict = {}
@@ -137,8 +127,3 @@ def test_both_arms_of_its_ablation_train(patched, tiny_args):
         assert (status["status"], status["step"]) == ("completed", 3)
         kinds[arm] = yaml.safe_load((folder / "config.yaml").read_text())["model"]["norm"]
     assert kinds == {"rms": "rms", "dyt": "dyt"}
-
-
-def test_without_the_patch_the_value_is_refused_by_name(tiny_args):
-    with pytest.raises(UserError, match=r"model\.norm is 'dyt'"):
-        resolve([*tiny_args, "--model.norm=dyt"])

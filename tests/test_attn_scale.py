@@ -156,11 +156,3 @@ def test_the_committed_numbers_meet_the_predictions(experiment):
             assert row.variance == pytest.approx(row.predicted, rel=0.03)
             if row.head_dim >= 32:
                 assert row.entropy == pytest.approx(row.entropy_predicted, abs=0.03)
-
-
-def test_the_figure_draws(experiment, tmp_path):
-    rows = experiment.from_csv((FOLDER / "attn_scale.csv").read_text())
-    experiment.draw(rows).savefig(tmp_path / "figure.png", dpi=40)
-    assert (tmp_path / "figure.png").stat().st_size > 1000
-    texts = [text.get_text() for axes in experiment.draw(rows).axes for text in axes.texts]
-    assert "post-norm with QK-Norm" in texts and len(texts) == 9

@@ -13,9 +13,6 @@ import pytest
 from mmqk.store import read_metrics
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-
-
 def cells(notebook: Path, kind: str) -> list[str]:
     return ["".join(c["source"]) for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == kind]
 
@@ -66,22 +63,6 @@ def test_watching_shows_the_numbers_of_the_run_folder(name):
         parts = [row.metric, row.modality, *([] if row.metric.startswith("final") else [f"layer{row.layer:02d}"])]
         assert row.value == lines[-1]["/".join(parts)]
     assert {"text", "image", "image-text"} <= set(table["modality"]) and set(table["layer"].dropna()) == {0, 1, 2}
-
-
-def test_a_notebook_that_fails_is_seen(tmp_path):
-    (tmp_path / "broken.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": ["x = 1 / 0"]}]}))
-    with pytest.raises(ZeroDivisionError):
-        names_after(tmp_path / "broken.ipynb")
-
-
-def test_there_are_three_notebooks():
-    assert len(NOTEBOOKS) == 3
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_no_outputs(notebook):
-    for cell in json.loads(notebook.read_text())["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
 def test_the_minimal_example_prints_logits_that_qk_norm_bounds(capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import combinations
 
 import pytest
 import torch
@@ -111,10 +110,6 @@ def test_with_any_other_it_trains_or_is_refused_by_name(a):
                 assert names_both(str(error), a, b), (b.key, str(error))
                 refused.add(b.key)
     assert refused == {b.key for b in others if frozenset((a.key, b.key)) in REFUSED}
-
-
-def test_the_known_list_names_pairs_of_remedies():
-    assert {frozenset(pair) for pair in combinations(BY_KEY, 2)} > REFUSED
 
 
 def test_what_is_not_finite_is_found():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 
 import pytest
 
-from mmqk.progress import Progress, track
+from mmqk.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -68,27 +67,3 @@ def test_lines_on_stderr_are_printed_above_the_display(monkeypatch):
     assert sys.stderr is out
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").splitlines()
     assert "alarm at [step] 1" in frames and frames[-1] == "step 2/2"
-
-
-def test_a_dumb_terminal_is_a_log(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    out = Terminal()
-    Progress(out).show("step 1/2")
-    assert out.getvalue() == "step 1/2\n"
-
-
-def test_items_are_tracked(now, monkeypatch, capsys):
-    for _ in track(range(4), 4, "shards listed"):
-        now[0] += 10.0
-    assert capsys.readouterr().err.splitlines() == [
-        f"{n} of 4 shards listed · about 0:{left} left" for n, left in ((1, 30), (2, 20), (3, 10))
-    ]
-
-
-def test_rich_is_imported_for_a_terminal_only():
-    code = (
-        "import sys, mmqk.progress as p; p.Progress().show('step 1/2'); "
-        "sys.exit(any(m == 'rich' or m.startswith('rich.') for m in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "step 1/2\n")

@@ -1,14 +1,12 @@
-"""Published recipes work at any size, cite a source for each field, and equal the implementations that they cite."""
+"""Published recipes work at any size, and equal the implementations that they cite."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
-import re
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import dropwhile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +18,7 @@ from torch import nn
 
 from mmqk.config import resolve
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import UserError, flatten, read_metrics
+from mmqk.store import flatten, read_metrics
 from mmqk.train import main
 from mmqk.training.optimizers import hidden_matrices
 from tests import recipe_peers
@@ -95,8 +93,8 @@ def test_of_two_recipes_the_last_says_what_the_model_is(under):
     assert as_run(under).model != as_run("llama2").model
 
 
-# Residual dropout, caps, sinks and clamps, gates, Muon with QK-Clip, and cosine attention with post-norm.
-@pytest.mark.parametrize("name", ["chameleon_7b", "gemma2", "gpt_oss", "qwen3_next", "kimi_k2", "swin_v2"])
+# Residual dropout with AdamW, and Muon with QK-Clip.
+@pytest.mark.parametrize("name", ["chameleon_7b", "kimi_k2"])
 def test_a_recipe_trains(name, tiny_args, tmp_path):
     out = tmp_path / "run"
     extra = [
@@ -114,78 +112,6 @@ def test_a_recipe_trains(name, tiny_args, tmp_path):
     assert {key: written[key] for key in fields_of(name)} == fields_of(name)
 
 
-def test_a_recipe_with_a_field_of_no_name_is_refused(tmp_path):
-    broken = tmp_path / "broken.yaml"
-    broken.write_text(path("olmo2").read_text().replace("norm_eps:", "norm_epsilon:"))
-    with pytest.raises(UserError, match=r"model\.norm_epsilon"):
-        resolve(["--config", "configs/demo.yaml", "--config", str(broken)])
-
-
-# Each field cites a source ---------------------------------------------------------------------------------
-
-
-def leaves(text: str) -> list[tuple[str, str]]:
-    """Return (key, comment) of every value: the comment on its line, else the comment directly above it or above its
-    group.
-
-    A comment above values applies up to the next comment, empty line or smaller indent. A comment above a group
-    applies to the whole group. The comment at the head of the file applies to no value.
-    """
-    found, above, reach, group, last_was_comment = [], "", 0, None, False
-    for line in dropwhile(lambda line: line.startswith("#"), text.splitlines()):
-        indent, body = len(line) - len(line.lstrip()), line.strip()
-        if body.startswith("#"):
-            above = f"{above} {body}" if last_was_comment else body
-            reach, group, last_was_comment = indent, None, True
-            continue
-        last_was_comment = False
-        if not body or indent < reach or (group is not None and indent <= group):
-            above, group = "", None
-        if not body:
-            continue
-        value, _, own = body.partition("  #")
-        if value.endswith(":"):
-            group = indent if above else None
-        else:
-            found.append((value.split(":")[0], own or above))
-    return found
-
-
-def uncited(text: str) -> list[str]:
-    """Return the keys of the values whose comment names no source, or one that the head of the file does not list."""
-    sources = set(re.findall(r"^# \[(\w+)\] +\S", text, flags=re.MULTILINE))
-    cited = [(key, set(re.findall(r"\[(\w+)\]", comment))) for key, comment in leaves(text)]
-    return [key for key, tags in cited if not tags or not tags <= sources]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_value_cites_a_source(name):
-    text = path(name).read_text()
-    assert [key for key, _ in leaves(text)] == [dotted.split(".")[-1] for dotted in without_flow(name)]
-    assert uncited(text) == []
-
-
-def without_flow(name: str) -> list[str]:
-    """Return the dotted names of a recipe's values; a mapping on one line counts as one value."""
-    return [
-        key.removesuffix(".kind") if ": {kind" in path(name).read_text() else key for key in fields_of(name)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "key"),
-    [
-        ("  # [config] activation_type", "", "mlp"),
-        ("  # [config] activation_type", "  # as everyone knows", "mlp"),
-        ("  # [config] weight_tying", "  # [blog] section 2", "tie_embeddings"),
-        ("  # [config] residual_dropout, attention_dropout\n", "\n", "residual_dropout"),
-        ("\n  # [config] optimizer\n", "\n", "beta2"),
-    ],
-)
-def test_a_value_without_a_source_is_found(old, new, key):
-    text = path("olmo2").read_text()
-    assert text.count(old) == 1
-    assert key in uncited(text.replace(old, new))
 
 
 # Settings equal those of the cited classes -----------------------------------------------------------------
