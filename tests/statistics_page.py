@@ -16,7 +16,7 @@ from tests.statistics_table import MATRICES, STATISTICS, UNKNOWN, WHEN, Statisti
 
 PAGE = Path(__file__).parents[1] / "docs/statistics.md"
 ALL_MARKS = {**MARKS, "I": "our inference or arithmetic"}
-COLUMNS = ("tag", "what it is", "healthy values; what others mean")
+COLUMNS = ("tag", "formula", "healthy; else")
 
 
 # The page ------------------------------------------------------------------------------------------------
@@ -28,13 +28,11 @@ HEAD = """\
 mmqk train demo --monitor.every_n_steps=50 --monitor.heads=true    # logs the statistics of this page, also by head
 ```
 
-`python -m tests.statistics_page` writes this page from `tests.statistics_table`.
-
 ## Tags
 
 A tag is `statistic/modality/layerNN/headNN` without the parts that do not apply: `q_norm/text/layer03`,
 `attn_logit_max/text-image/layer03` (query text, key image), `grad_norm/embed.weight`. The first layer is `layer00`.
-In the tables, [...] is optional (heads need `--monitor.heads=true`), and capitals are placeholders:
+In the tables, [...] is optional (`headNN` needs `--monitor.heads=true`), and capitals are placeholders:
 
 | placeholder | stands for |
 | --- | --- |
@@ -44,13 +42,13 @@ In the tables, [...] is optional (heads need `--monitor.heads=true`), and capita
 | BLOCK | modality of a range of ids in the vocabulary |
 | MATRIX | q, k, v, o, g (output gate), gate, up, down |
 
-If a row has `q_norm` and `q_norm_max`, the first is a mean, the second a maximum. Means are over tokens (and heads).
-A modality without tokens has no tag. `metrics.jsonl` has one line per step, and a second one if an alarm is found
-later for that step; NaN and infinities are the strings "nan", "inf", "-inf".
+`q_norm` is a mean over tokens (and heads), `q_norm_max` the maximum. A modality without tokens has no tag.
+`metrics.jsonl` has one line per step, and a second one if an alarm is found later for that step; NaN and infinities
+are the strings "nan", "inf", "-inf".
 
-**Probes.** A probe is a forward pass in fp32 and evaluation mode, over `monitor.probe_sequences` sequences (4) every
-`monitor.every_n_steps` steps (100). Its maxima are exact for these sequences only: to compare runs, use the same ones
-with `--monitor.probe_split=heldout`.
+**Probes.** Each probe measures the sections that name no other condition: a forward pass in fp32 and evaluation mode,
+over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Maxima are exact for these
+sequences only: to compare runs, use the same ones with `--monitor.probe_split=heldout`.
 
 **What is counted.** Statistics of attention rows exclude queries that see fewer than {fewest} keys. Logits are raw:
 after scale and QK-Norm, before cap and mask. Padding is never counted. With `attach`, tokens without a modality count
@@ -77,13 +75,12 @@ These sums are exact:
 - `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment + logit_masked`
 - `w_q_growth_total` = `w_q_growth` of all modalities + `w_q_growth_decay` + `_step` + `_unattributed` + `_rest`
 
-No single curve is a diagnosis: norms can grow without harm in the direction that all keys share (`k_common`), and low
-entropy with a high `attn_rank` is benign.
+No single curve is a diagnosis: norms can grow without harm in the direction that all keys share (`k_common`).
 
 ## Healthy ranges
 
-Ranges from other models, data and sizes are hints. Numbers such as 2309.14322 are arXiv ids. Marks, how a source was
-read: {marks}.
+Ranges from other models, data and sizes are hints; what a value outside the range means follows after the semicolon.
+Numbers such as 2309.14322 are arXiv ids. Marks, how a source was read: {marks}.
 """
 
 
@@ -94,13 +91,16 @@ def shown(pattern: str) -> str:
 
 
 def measured_when(rows: list[Statistic]) -> str:
-    """Return when a section's statistics are measured: the usual case, and the names of the other statistics."""
+    """Return when a section's statistics are measured: the usual case, and the names of the other statistics; nothing
+    if every probe measures them."""
     when = {shown(s.patterns[0]).partition("/")[0].partition("[")[0]: WHEN[s.when] for s in rows}
     usual = Counter(when.values()).most_common(1)[0][0]
     others: dict[str, list[str]] = {}
     for name, case in when.items():
         if case != usual:
             others.setdefault(case, []).append(f"`{name}`")
+    if usual == WHEN["probe"] and not others:
+        return ""
     return "; ".join([f"Measured {usual}", *(f"{case}: {', '.join(names)}" for case, names in others.items())]) + "."
 
 
@@ -110,7 +110,9 @@ def page() -> str:
     lines = [HEAD.format(fewest=FEWEST_KEYS, marks=marks)]
     for group in dict.fromkeys(s.group for s in STATISTICS):
         rows = [s for s in STATISTICS if s.group == group]
-        lines += [f"## {group}", "", measured_when(rows), "", row(COLUMNS), row(["---"] * len(COLUMNS))]
+        measured = measured_when(rows)
+        lines += [f"## {group}", "", *([measured, ""] if measured else [])]
+        lines += [row(COLUMNS), row(["---"] * len(COLUMNS))]
         for s in rows:
             tags = " ".join(f"`{pattern}`" for pattern in dict.fromkeys(map(shown, s.patterns)))
             unit = "" if s.unit == "–" else f" ({s.unit})"
