@@ -22,7 +22,7 @@ def test_every_metric_has_a_row():
 @pytest.mark.parametrize("name", [*METRICS, *FAMILY_METRICS])
 def test_a_row_says_what_the_metric_is(name):
     metric = (METRICS | FAMILY_METRICS)[name]
-    first, formula, scale, _ = ROWS[name]
+    first, formula, scale = ROWS[name]
     assert scale == ", ".join(part for part in (metric.unit, metric.scale, metric.worst) if part)
     assert formula
     assert first.endswith("†") == getattr(metric, "counts_failures", False)
