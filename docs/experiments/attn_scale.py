@@ -200,9 +200,9 @@ def from_csv(text: str) -> list[Row]:
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """Return the tables of the page in Markdown, by name."""
     at = {(r.variant, r.head_dim, r.layer): r for r in rows}
-    heads = ["head_dim", *(f"{v}: {what}" for v in SCALES for what in ("predicted", "measured"))]
+    heads = ["head_dim", *SCALES]
     widths = sorted({r.head_dim for r in rows})
-    by_scale = [[k, *(x for v in SCALES for x in _variance(at[v, k, 1]))] for k in widths]
+    by_scale = [[k, *(_variance(at[v, k, 1])[1] for v in SCALES)] for k in widths]
     shown = [at[v, SHOWN_HEAD_DIM, n] for v in VARIANTS for n in (1, SIZE.n_layers)]
     by_variant = [
         [r.variant, r.layer, *_variance(r), f"{r.own:.3g}", f"{r.in_row:.3g}", f"{r.entropy_predicted:.2f}",
