@@ -167,7 +167,7 @@ def others(n: int = 6, draws: int = 1000) -> str:
 
 
 def _cells(pairs: list[tuple[float, float]]) -> list[str]:
-    return [f"{100 * alone:.1f} → {100 * two:.1f}" for alone, two in pairs]
+    return [f"{100 * alone:.1f}/{100 * two:.1f}" for alone, two in pairs]
 
 
 def tables() -> dict[str, str]:
