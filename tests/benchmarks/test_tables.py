@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import data, loss, sizes, together, variants
+from benchmarks import loss, sizes, together, variants
 from benchmarks.__main__ import measured, units_of
 from benchmarks.apart import Apart
 from benchmarks.harness import MEASURED, Context, Unit
@@ -15,7 +15,7 @@ from benchmarks.others import bare_loop, litgpt_loop, to_litgpt, transformers_lo
 from benchmarks.record import keep, read
 from benchmarks.setups import QK_NORM, SIZES, full, parameters_of, toy
 from benchmarks.tables import one
-from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model import EarlyFusionTransformer
 
 pytestmark = pytest.mark.slow
 
@@ -112,14 +112,6 @@ def test_every_arm_is_a_run(name, context):
         assert (run.identity == plain) == (arm == variants.PLAIN)
 
 
-def test_data_table(context, tmp_path):
-    unit = Unit("data", "tiny", 1, partial(data._measure, batches=1))
-    rows = {row["name"]: row for row in check(unit, context, tmp_path)["rows"]}
-    assert all(row["status"] == MEASURED for row in rows.values())
-    assert rows[data.PLAIN]["work"] == {"samples": 12}  # the number of samples in the shard
-    assert rows["token arrays, pairs and text"]["work"]["samples"] == data.BATCH
-
-
 def test_processes_start_together(context, tmp_path):
     rows = together.rows_of(context, (1, 2), repeat=2, rounds=1)
     assert [row["status"] for row in rows] == [MEASURED, MEASURED], rows
@@ -161,10 +153,3 @@ def test_litgpt_has_the_weights(context):
     plain, other_logits = to_litgpt(model, 8)(ids_BT), to_litgpt(moved, 8)(ids_BT)
     assert torch.allclose(plain, model(ids_BT), atol=1e-5)
     assert not torch.allclose(other_logits, model(ids_BT), atol=1e-5)
-
-
-def test_litgpt_refuses_what_it_does_not_have():
-    pytest.importorskip("litgpt")
-    model = EarlyFusionTransformer(ModelConfig(vocab_sizes={"text": 8}, d_model=16, post_norm=True))
-    with pytest.raises(ValueError, match="post_norm=True"):
-        to_litgpt(model, 8)

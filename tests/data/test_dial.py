@@ -363,14 +363,9 @@ def test_a_document_is_a_function_of_config_seed_and_number(config):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"vocabulary": {}}, "data.dial.vocabulary is empty"),
         ({"vocabulary": {"text": 1, "image": 12}}, "data.dial.vocabulary.text is 1: it must be a whole number"),
-        ({"vocabulary": {"text": 12, "layer00": 12}}, "data.dial.vocabulary has an invalid name: "),
         ({"grid": {"image": 7}}, "data.dial.grid.image is 7: give 0 (a chain) or a divisor of data.dial.tokens."),
-        ({"grid": {"sound": 6}}, "data.dial.grid has sound and data.dial.vocabulary has text, image"),
         ({"tokens": {"text": 24}}, "data.dial.tokens has text and data.dial.vocabulary has text, image"),
-        ({"entropy": {}}, "data.dial.entropy has no modality and"),
-        ({"order": "sideways"}, "data.dial.order must be one of forward, backward, both, but is 'sideways'."),
     ],
 )
 def test_what_makes_no_source_is_refused_in_one_sentence(fields, sentence):

@@ -115,19 +115,6 @@ def test_epochs_visit_every_item_once_and_reshuffle():
     assert first != [Epochs(17, seed=2, stream=1).item(i)[1] for i in range(17)]
 
 
-@pytest.mark.parametrize(
-    ("weights", "share", "says"),
-    [
-        ({"video": 1.0}, 0.5, "video"),
-        ({"pair": 0.0}, 0.5, "no positive weight"),
-        ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one row in 240"),
-    ],
-)
-def test_impossible_mixtures_are_refused(weights, share, says):
-    with pytest.raises(ValueError, match=says):
-        Mixture(weights, share, seed=0)
-
-
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):
     """In both orders, the row of a pair decodes to the image and the caption of the pair."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
@@ -337,16 +324,3 @@ def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):
             assert row[1:] == stream[start : start + windows.length]
             assert copy.row(nth).ids.tolist() == row
     assert len(set(begins)) > 1
-
-
-def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
-    from mmqk.store import cli_main, read_metrics
-    from mmqk.train import main as train
-
-    args = [*tiny_args, "--trainer.max_steps=2"]
-    assert cli_main(train)([*args, "--data.val_sequences=100", f"--out={tmp_path / 'few'}"]) == 0
-    assert "validation uses 16 sequences; hold out more" in capfd.readouterr().err
-    assert "val_loss/text" in list(read_metrics(tmp_path / "few/metrics.jsonl"))[-1]
-    assert cli_main(train)([*args, "--data.seq_len=100000", f"--out={tmp_path / 'long'}"]) == 2
-    err = capfd.readouterr().err
-    assert "set data.seq_len to at most" in err and "val_sequences" not in err

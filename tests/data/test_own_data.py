@@ -27,6 +27,7 @@ SMALLER = {
     "train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.probe_sequences=2", "--quiet"],
 }
 
+
 def photograph(random: np.random.Generator, encoding: str) -> bytes:
     """Return an encoded image of random size, with smooth random colors."""
     height, width = random.integers(50, 300, 2)
@@ -72,6 +73,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_pages_work_as_they_stand(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     lines = commands()

@@ -183,16 +183,6 @@ def test_pairs_in_the_layout_of_img2dataset(
     assert not (folder / "unfinished").exists()
 
 
-def test_the_shipped_kind_of_shards_gives_the_same_tokens_as_the_cache(run: Any, tiny_data: Path) -> None:
-    from mmqk.data.tokens.cache import open_source
-
-    folder, _ = run("--shards", f"{tiny_data}/pairs/*.tar", "--val-fraction=0")
-    known = open_source("pair", tiny_data / "pairs", tiny_data / "tokenizers", folder.parent / "cache")
-    both = [tuple(known[split][i].tolist()) for split in ("train", "val") for i in range(len(known[split]))]
-    assert alike(documents(folder), both) and len(both) == 52
-    assert not alike(documents(folder), both[1:] + both[:1])
-
-
 def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     good = pair(5)
     grey = io.BytesIO()
@@ -310,16 +300,6 @@ def test_documents_of_a_broken_shard_do_not_enter_the_next(run: Any, tmp_path: P
     (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:3]))
     assert "1 of 2 shards" in refused(run, "--text", f"{tmp_path}/*.jsonl*", "--val-fraction=0")
     assert len(np.load(tmp_path / "out/train/00001.lengths.npy")) == 3
-
-
-def test_shares_of_val(run: Any, shards: Path, tmp_path: Path) -> None:
-    folder, printed = run(*pattern(shards), "--val-fraction=1e-9")
-    assert f"remove {folder} and run the command again without" in printed and len(open_tokens(folder)["val"]) == 0
-    shutil.rmtree(folder)  # the advice works
-    folder, printed = run(*pattern(shards))
-    assert "is held out for validation instead of 0.01" in printed and len(open_tokens(folder)["val"]) == 12
-    assert "is finished" in run(*pattern(shards))[1]  # a folder keeps its share
-    assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
 
 
 SHARE_OF_VAL = "--val-fraction=0.3"  # the default depends on the number of readable samples
@@ -507,8 +487,6 @@ def test_other_options_for_a_folder_that_was_begun(
     cases = {
         "--fit (crop, now pad)": ("--fit=pad",),
         ", now 0.5)": ("--val-fraction=0.5",),
-        "--max-pixels": ("--max-pixels=5",),
-        "--caption-field (None, now txt)": ("--caption-field=txt",),
         "documents (pair, now interleaved)": ("--interleaved",),
     }
     for _ in range(2):  # unfinished, then finished
@@ -558,12 +536,7 @@ def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: 
     assert documents(out) == expected and len(header(out)["splits"]["train"]) == 4
 
 
-def test_mistakes_are_one_sentence(run: Any, shards: Path, tmp_path: Path) -> None:
-    text = ("--text", str(shards / "00000_stats.json"))
-    assert "--shards" in refused(run) and "--text" in refused(run, *pattern(shards), *text)
-    assert "give a share" in refused(run, *pattern(shards), "--val-fraction=nan")
-    assert "is for --shards" in refused(run, *text, "--interleaved")
-    assert "00004.tar, which does not exist" in refused(run, *pattern(shards, 4))
+def test_a_folder_of_other_files_is_left_alone(run: Any, shards: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.doc").touch()
     assert "is not a token folder" in refused(run, *pattern(shards), out="mine")
@@ -595,21 +568,6 @@ def test_two_at_once(run: Any, shards: Path) -> None:
     assert "another process is writing" in refused(run, *pattern(shards))
     holder.communicate()
     assert "1 of 4 shards" in refused(run, *pattern(shards))
-
-
-def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
-    """Twenty pairs whose names are equal up to the first dot count as one sample, and a message reports it."""
-    dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(20) for f in ("jpg", "txt")]
-    path = write_tar(tmp_path / "a.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
-    out, printed = run("--shards", str(path))
-    assert "dropped" not in printed and "40 of 45 files were not read" in printed
-    assert "with a second dot in the name: 40 (a.tar: photo.0000.jpg, a.tar: photo.0000.txt" in printed
-    assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
-    assert header(out)["about"]["unread"]["counts"] == {DOTTED: 40}
-    # The negative control: with the suggested names, all pairs are samples, and no line on unread files is printed.
-    renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
-    out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
-    assert "not read" not in printed and len(documents(out)) == 21
 
 
 @pytest.mark.parametrize("ending", ["gz", "xz"])

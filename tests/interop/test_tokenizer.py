@@ -14,18 +14,6 @@ FOLDER = Path(__file__).parents[2] / "data/tokenizers"
 TEXT = "Hello w\u00f6rld, a red moon \u263e 12"
 
 
-def test_the_sentence_about_a_damaged_record_is_short():
-    for recorded in ("0" * 100_000, ["["] * 50_000):
-        _, said = tokenizer_files(str(FOLDER), recorded)
-        assert "does not have the tokenizers of the run" in said and len(said) < 400
-
-
-def test_the_shipped_tokenizer_is_found_outside_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    files, said = tokenizer_files("data/tokenizers", tokenizers_hash(FOLDER))
-    assert sorted(files) == ["tokenizer.json", "tokenizer_config.json"], said
-
-
 @pytest.mark.parametrize("missing", ["text.json", "image.safetensors"])
 def test_a_folder_that_lacks_a_file_gives_a_sentence(tmp_path, missing):
     shutil.copytree(FOLDER, tmp_path / "some")

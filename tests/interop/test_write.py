@@ -171,11 +171,3 @@ def test_every_field_is_carried_left_behind_or_refused():
     assert {
         f.name for f in fields(ModelConfig)
     } == carried | only_training | refused | of_norm_layer | of_sigma
-
-
-def test_without_transformers(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"transformers 5 is not installed: pip install 'mmqk\[interop\]'"):
-        to_transformers(EarlyFusionTransformer(SHAPE))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmqk.lab import read_runs
-from mmqk.store import UserError, write_json
+from mmqk.store import write_json
 from tests.lab.fake_runs import DEMO, Planted, write_demo, write_run
 
 
@@ -27,23 +27,6 @@ def test_runs_are_found_without_an_ablation(tmp_path, asked):
     write_run(tmp_path / "mixed-0123456789" / "seed1", Planted(50.0), 1)
     (run,) = read_runs(tmp_path / asked)
     assert (run.arm, run.seed) == ("mixed", 1)
-
-
-def test_single_run_of_train_takes_its_seed_from_its_record(tmp_path):
-    write_run(tmp_path / "0123456789", Planted(50.0), seed=7)
-    (run,) = read_runs(tmp_path)
-    assert (run.arm, run.seed) == ("0123456789", 7)
-
-
-def test_series_are_numbers_and_not_finite_ones_come_back(tmp_path):
-    path = write_run(tmp_path / "x", Planted(50.0))
-    with open(path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 201, "loss": "nan"}\n{"step": 202, "loss": "-inf"}\n')
-    (run,) = read_runs(tmp_path)
-    steps, values = run.series("loss")
-    assert steps[-2:].tolist() == [201, 202]
-    assert math.isnan(values[-2]) and values[-1] == -math.inf
-    assert len(run.series("nothing")[0]) == 0
 
 
 def test_combined_reduces_over_layers_and_keys_and_ranks_nan_worst(tmp_path):
@@ -117,31 +100,6 @@ def test_metrics_and_a_grid_that_are_gone_are_noted(tmp_path):
     assert all("no ablation.json" in note for note in notes) and sum("metrics.jsonl" in n for n in notes) == 1
 
 
-def test_numbers_are_not_read_before_they_are_asked_for(tmp_path):
-    path = write_run(tmp_path / "x", Planted(50.0))
-    (run,) = read_runs(tmp_path)
-    assert run.status.finished
-    (path / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
-    assert run.series("loss")[0].tolist() == [7]
-
-
-def test_a_run_of_axes_and_forks_says_so(tmp_path):
-    folder = write_demo(tmp_path / "demo")
-    record = json.loads((folder / "ablation.json").read_text())
-    plain = read_runs(folder)[0]
-    assert (plain.family, plain.point, plain.role, plain.fork) == ("mixed", {}, "verdict", None)
-    record["runs"][0] |= {
-        "family": "all",
-        "point": {"optim.lr": 0.01},
-        "role": "selection",
-        "fork": {"parent": "mixed/seed1", "step": 3},
-    }
-    (folder / "ablation.json").write_text(json.dumps(record))
-    run = read_runs(folder)[0]
-    assert (run.family, run.point, run.role) == ("all", {"optim.lr": 0.01}, "selection")
-    assert run.fork == {"parent": "mixed/seed1", "step": 3}
-
-
 def test_a_fork_without_an_ablation_says_its_parent_itself(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0))
     (path / "fork.json").write_text('{"parent": {"id": "0123456789", "folder": "../y", "step": 40}}')
@@ -169,20 +127,3 @@ def test_run_without_records_is_kept_with_notes(tmp_path):
     assert not run.status.finished
     assert len(run.notes) == 2
     assert len(run.series("loss/text")[0]) == 200
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda path: path / "nowhere", "nowhere is not a folder"),
-        (lambda path: path, "has no run"),
-        (lambda path: (path / "ablation.json").write_text("{") and path, "ablation.json cannot be read"),
-        (
-            lambda path: (path / "ablation.json").write_text('{"grid": {}, "runs": [{"arm": "a"}]}') and path,
-            r"ablation.json cannot be read \(runs\[0\]",
-        ),
-    ],
-)
-def test_what_cannot_be_read_is_named(tmp_path, make, named):
-    with pytest.raises(UserError, match=named):
-        read_runs(make(tmp_path))

@@ -172,8 +172,8 @@ def young(steps, every, doubles_every, until):
         yield {"step": step} | dict.fromkeys(names, 60.0 * 2 ** (min(step, until) / doubles_every))
 
 
-@pytest.mark.parametrize("every", [1, 2, 5])
-@pytest.mark.parametrize("steps", [30, 60, 100, 150])
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("steps", [30, 150])
 def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
     for until in (steps // 2, steps):
         assert not alarms_of(young(steps, every, steps / 12, until), 5, steps)
@@ -201,20 +201,6 @@ def test_collapse_comes_below_a_tenth_of_the_start_with_the_rank():
     found = [rule.update(step, "attn_entropy/text/layer01", value, rank) for step, value, rank in steps]
     assert [alarm is not None for alarm in found] == [False, False, True, False, False, True]
     assert found[2].threshold == pytest.approx(0.3)
-    entropy = (
-        "attention entropy attn_entropy/text/layer01 is 0.29 nats, below its threshold of 0.3 nats (10% of its first"
-        " value)"
-    )
-    assert found[2].sentence == f"{entropy}; the rank of the layer's attention fell too, from 20 to 4"
-    for rank in (20.0, 31.0):
-        steady = Collapse()
-        steady.update(0, "attn_entropy/text/layer01", 3.0, 20.0)
-        sentence = steady.update(1, "attn_entropy/text/layer01", 0.29, rank).sentence
-        harmless = "; this can be harmless, because the rank of the layer's attention did not fall"
-        assert sentence == f"{entropy}{harmless} (from 20 to {rank:g})"
-    without = Collapse()
-    without.update(0, "attn_entropy/text/layer01", 3.0)
-    assert without.update(1, "attn_entropy/text/layer01", 0.29).sentence == entropy
 
 
 # All of them --------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 from mmqk.store import (
     MetricsWriter,
     RunFolder,
-    cli_main,
     read_metrics,
     read_status,
     write_folder,
@@ -83,21 +82,3 @@ def test_a_line_that_could_not_be_written_is_not_written_later(tmp_path):
     del full
     writer.close()
     assert [line["step"] for line in read_metrics(path)] == [1]
-
-
-def test_an_error_of_the_disk_is_one_sentence_and_exit_code_1(capsys):
-    def full(argv):
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
-
-    assert cli_main(full)([]) == 1
-    said = "runs/a/metrics.jsonl cannot be read or written (No space left on device)"
-    assert capsys.readouterr().err == f"mmqk: {said}: fix that and run the same command again.\n"
-
-    def of_a_worker(argv):
-        raise OSError(
-            "Caught OSError in worker 0.\nOriginal Traceback ...\nOSError: [Errno 5] Input/output error: 'a.tar'"
-        )
-
-    assert cli_main(of_a_worker)([]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "'a.tar'" in said and "Traceback" not in said

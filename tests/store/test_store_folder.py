@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import subprocess
@@ -41,20 +40,6 @@ run.set_status("running", 7)
 print("go", flush=True)
 time.sleep(60)
 """
-
-
-def test_a_new_folder_gets_its_record(tmp_path):
-    with open_run(tmp_path / "a" / "b") as run:
-        assert run.state == "new"
-        record = json.loads((run.path / "run.json").read_text())
-        assert record == {
-            "id": run.id,
-            "code": "c0de",
-            "identity": IDENTITY,
-            "details": {"command": "test"},
-        }
-        assert run.status().status == "running" and run.status().step == 0
-        assert run.metrics_path.name == "metrics.jsonl" and run.config_path.name == "config.yaml"
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,3 @@ def test_a_kill_while_truncating_never_loses_the_lines_kept(tmp_path, wait):
     writer.truncate_after(19)
     writer.close()
     assert path.read_bytes() == kept
-
-
-def test_step_is_no_name_for_a_series(tmp_path):
-    writer = MetricsWriter(tmp_path / "m")
-    with pytest.raises(ValueError, match="step"):
-        writer.write(1, {"step": 2.0})
-    writer.close()

@@ -84,15 +84,6 @@ def test_a_pack_keeps_every_value_of_a_long_run(folder, tmp_path):
         assert [part.tolist() for part in packed.series(name)] == [part.tolist() for part in whole.series(name)]
 
 
-def test_the_record_of_an_earlier_pack_is_kept(folder, tmp_path):
-    """Packs of earlier versions left out values of long series, and recorded this in thinned.json."""
-    shutil.copytree(next(folder.glob("mixed-0*/seed0")), tmp_path / "run")
-    record = '{"every": {"lr": 3}}'
-    (tmp_path / "run/thinned.json").write_text(record)
-    write_pack(tmp_path / "run", tmp_path / "run.zip")
-    assert (unpacked(tmp_path / "run.zip") / "thinned.json").read_text() == record
-
-
 @pytest.mark.usefixtures("without_figures")
 def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path):
     write_pack(folder, tmp_path / "whole.zip")
@@ -225,23 +216,6 @@ def test_a_damaged_file_is_one_sentence(packed, tmp_path, capsys, change):
     assert sentence.startswith(f"mmqk: {packed} cannot be read as a pack (")
     assert sentence.endswith("): give a file that mmqk pack has written")
     assert not (tmp_path / "page").exists()
-
-
-def test_the_file_may_have_any_name(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    shutil.copy(packed, tmp_path / "...zip")
-    assert unpacked(tmp_path / "...zip").parents[1] == tmp_path / "temporary"
-
-
-def test_the_command(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert pack([str(folder)]) == 0
-    assert capsys.readouterr().out.startswith("demo.zip: ")
-    with pytest.raises(UserError, match=r"let it end in \.zip"):
-        pack([str(folder), "--out", "demo"])
-    with pytest.raises(UserError, match="is not a folder"):
-        pack(["nothing"])
 
 
 def test_the_command_names_damaged_files(folder, tmp_path, monkeypatch, capsys):

@@ -4,20 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.store import relative, relative_word, without_roots
-from mmqk.store.formatting import ROOT
-
-
-def test_a_path_is_relative_to_the_repository_or_the_present_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert relative(ROOT / "configs/demo.yaml") == "configs/demo.yaml"
-    assert relative(tmp_path / "mine/x.yaml") == "mine/x.yaml"
-    assert relative("/somewhere/else/configs/my grid.yaml") == "configs/my grid.yaml"
-    assert relative("/somewhere/runs/a/runs/b") == "runs/b"
-    assert relative("/somewhere/x.yaml") == "x.yaml"
-    assert relative_word("--out=/elsewhere/my disk/runs/a") == "--out=runs/a"
-    assert relative_word("/elsewhere/x.yaml") == "x.yaml"
-    assert relative_word('--data.sets=["/elsewhere/data/a", "data/b"]') == '--data.sets=["data/a", "data/b"]'
+from mmqk.store import relative_word, without_roots
 
 
 @pytest.mark.parametrize(

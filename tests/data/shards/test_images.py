@@ -16,8 +16,6 @@ from PIL import Image, ImageFile, ImageOps
 from mmqk.data.shards import images
 from mmqk.data.shards.images import Dropped, load_image, on_white
 
-WHITE = (255, 255, 255)
-
 
 def encoded(image: Image.Image, file_format: str, **options: Any) -> bytes:
     buffer = io.BytesIO()

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,25 +85,6 @@ def test_weights_survive_the_file(tmp_path):
     assert again.to_bytes() == tokenizer.to_bytes() != small_tokenizer(seed=1).to_bytes()
     for name, weight in tokenizer.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], weight, rtol=1e-3, atol=1e-3)
-
-
-def test_timm_is_imported_by_an_image_tokenizer_only(shipped):
-    script = f"""
-import sys
-for name in ("vector_quantize_pytorch", "webdataset"):
-    sys.modules[name] = None
-import torch
-import mmqk.data.datamodule, mmqk.data.tokenizers.train
-from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash, vocab_sizes_of
-vocab_sizes_of({str(shipped)!r}), TextTokenizer.load({str(shipped)!r}), tokenizers_hash({str(shipped)!r})
-print("timm" in sys.modules)
-from mmqk.data.tokenizers.image import ImageTokenizer
-tokenizer = ImageTokenizer.load({str(shipped)!r})
-assert tokenizer.decode(tokenizer.encode(torch.rand(1, 3, 64, 64))).shape == (1, 3, 64, 64)
-print("timm" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
-    assert (done.returncode, done.stdout.split()) == (0, ["False", "True"]), done.stderr
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):

@@ -46,15 +46,13 @@ def command(shards: str, out, *more: str) -> list[str]:
     return [*(part for pair in flags.items() for part in pair), *more]
 
 
-@pytest.mark.parametrize(("size", "grid", "codes"), [("96", "12", "64"), ("32", "8", "1000")])
-def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsys, size, grid, codes):
+def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsys):
     pytest.importorskip("vector_quantize_pytorch")
-    shape = ("--image-size", size, "--grid", grid, "--codes", codes)
-    assert main(command(shards, tmp_path, *shape)) == 0
-    assert vocab_sizes_of(tmp_path) == {"text": 285, "image": int(codes)}
+    assert main(command(shards, tmp_path, "--image-size", "96", "--grid", "12", "--codes", "64")) == 0
+    assert vocab_sizes_of(tmp_path) == {"text": 285, "image": 64}
     tokenizer = ImageTokenizer.load(tmp_path)
-    assert (tokenizer.image_size, tokenizer.grid) == (int(size), (int(grid),) * 2)
-    images = torch.rand(2, 3, int(size), int(size))
+    assert (tokenizer.image_size, tokenizer.grid) == (96, (12, 12))
+    images = torch.rand(2, 3, 96, 96)
     assert tokenizer.decode(tokenizer.encode(images)).shape == images.shape
     text = TextTokenizer.load(tmp_path)
     assert len(text.encode(" ".join(WORDS))) < 0.8 * len(" ".join(WORDS))  # it learned caption words
@@ -62,29 +60,6 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
     assert "30 samples read, 1 dropped (image cannot be decoded: 1)" in printed
     train, val = map(int, re.findall(r"2 steps on (\d+) images, (\d+) held out", printed)[0])
     assert train + val == 29 and val > 0
-    assert ("a batch has 256 vectors for 1,000 codes" in printed) == (codes == "1000")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--shards", "nowhere/{0..3}.tar"], "nowhere/0.tar, which does not exist"),
-        (["--image-size", "250"], "use images whose side is a multiple of 4"),
-        (["--image-size", "256", "--grid", "12"], "a grid of 12 does not fit 256 px images: use 8 or 16"),
-        (["--batch-size", "0"], "--batch-size is 0"),
-        (["--decoder-width", "6"], "cannot be halved"),
-        (["--val-fraction", "0"], "--val-fraction is 0.0: it must be a number from 1e-09"),
-        (["--val-fraction", "1e-9"], "is held out at a share of 1e-09: give more images, or another"),
-        (["--text", "nowhere/*.jsonl"], "names no file"),
-        (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),
-    ],
-)
-def test_a_mistake_is_one_sentence(shards, tmp_path, capsys, flags, words):
-    only = [] if flags[0] in ("--text", "--caption-field") else ["--only", "image"]
-    assert cli_main(main)(command(shards, tmp_path, *only, *flags)) == 2
-    error = capsys.readouterr().err.strip()
-    assert re.search(words, error) and "\n" not in error
-    assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.safetensors"))
 
 
 def test_both_vocabularies_are_as_large_as_a_small_set_gives(shards, tmp_path, capsys):

@@ -177,18 +177,6 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
         Documents(tmp_path / "nowhere")
 
 
-def test_a_bound_on_characters_takes_the_beginning_of_every_file(tmp_path):
-    for name in "abcd":
-        lines = [json.dumps({"text": f"{name}{i:09d}"}) for i in range(50)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    pattern = str(tmp_path / "{a,b,c,d}.jsonl")
-    texts, summary = Documents(pattern, Selection(val_fraction=1e-9, characters=400)).read()
-    assert [sum(text.startswith(name) for text in texts) for name in "abcd"] == [10] * 4
-    assert summary == "40 documents read, only the beginning of 4 of 4 files (--characters)"
-    # The control: without the bound all documents are read.
-    assert len(Documents(pattern, Selection(val_fraction=1e-9)).read()[0]) == 200
-
-
 def test_documents_of_a_folder_are_its_train_split(tiny_data):
     folder = tiny_data / "text"
     whole = list(read_text(folder, "train"))

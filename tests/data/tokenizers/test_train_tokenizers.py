@@ -32,27 +32,6 @@ def trained(data, seed: int = 0, steps: int = 2, **flags):
     return train_image_tokenizer(images.train_BCHW, images.val_BCHW, SMALL, training, **flags)
 
 
-def test_two_steps_from_the_command_line(tiny_data, tmp_path, capsys):
-    pytest.importorskip("vector_quantize_pytorch")
-    out = tmp_path / "out"
-    assert main(arguments(tiny_data, out, "--text-size", "270", "--codes", "32", "--steps", "2")) == 0
-    text, image = TextTokenizer.load(out), ImageTokenizer.load(out)
-    assert (text.size, image.size) == (270, 32)
-    images = Source(tiny_data / "pairs").images(64).val_BCHW.float() / 255
-    codes = image.encode(images)
-    assert codes.shape == (12, 64) and codes.unique().numel() > 1
-    assert image.decode(codes).shape == images.shape
-    printed = "".join(capsys.readouterr())
-    assert "step 2/2" in printed and "PSNR" in printed and "wrote" in printed
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(next((out / "log").rglob("events*")).parent))
-    events.Reload()
-    assert {"train/loss", "val/psnr", "val/perplexity", "val/codes_used"} <= set(events.Tags()["scalars"])
-    assert events.Tags()["images"] == ["val/originals_above_reconstructions"]
-
-
 def test_training_is_a_function_of_the_seed(tiny_data):
     first, again, other = (trained(tiny_data, seed).to_bytes() for seed in (0, 0, 1))
     assert first == again

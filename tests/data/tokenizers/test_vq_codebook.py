@@ -47,10 +47,3 @@ def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     # The control: other codes give other images.
     wrong = (codes + 4096) % 8192
     assert (loaded.decode(wrong) - again).abs().max() > 1e-2
-
-
-def test_the_default_replaces_codes_as_the_shipped_tokenizer_did():
-    assert VQTrainingConfig().dead_count(ImageTokenizerConfig()) == 2.0
-    assert VQTrainingConfig().dead_count(ImageTokenizerConfig(codes=16)) == 2.0
-    assert VQTrainingConfig().dead_count(ImageTokenizerConfig(grid=16, codes=8192)) == 0.5
-    assert VQTrainingConfig(batch_size=128).dead_count(ImageTokenizerConfig(codes=8192)) == 0.5

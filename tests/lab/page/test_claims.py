@@ -1,6 +1,5 @@
-"""What a page says of a claim: digits, signs, what was tested and why a verdict is missing."""
+"""What a page prints of a claim: digits, what was tested and why a verdict is missing."""
 
-import dataclasses
 import shutil
 
 import pytest
@@ -8,20 +7,9 @@ import pytest
 from mmqk.lab import judge, load_study
 from mmqk.lab.formatting import decimals, fixed
 from mmqk.lab.page.sweeps import learning_rates
-from mmqk.lab.page.verdicts import cannot_tell, claim_rows
-from mmqk.lab.verdicts.words import effect_in_cell, effect_in_words
+from mmqk.lab.page.verdicts import claim_rows
 from tests.lab.fake_runs import Planted, write_demo
-from tests.lab.page.report_runs import RATES, write_forks, write_sweep
-
-WORDS = {
-    v: "Text: {size} more ({low} to {high}, n = {n})." for v in ("reproduced", "inconclusive", "contradicted")
-}
-
-
-def text_loss(**fields):
-    """Return a function that makes C2 a claim about the text loss and sets further fields."""
-    change = {"metric": "final_loss/text", "min_effect": 0.05, "positive_control": None} | fields
-    return lambda grid: grid["claims"][0].update(change)
+from tests.lab.page.report_runs import RATES, write_sweep
 
 
 def of_claim(tmp_path, planted=None, **kwargs):
@@ -42,48 +30,6 @@ def row_of(study, found, id="C2"):
 )  # fmt: skip
 def test_digits_are_those_of_the_error(error, value, shown):
     assert fixed(value, decimals(error)) == shown
-
-
-def with_effect(verdict, value, half):
-    """Return the verdict with this effect, whose 95 % interval extends by ``half`` to each side."""
-    effect = verdict.effect
-    scale = half / (effect.high - effect.value)
-    return dataclasses.replace(verdict, effect=dataclasses.replace(effect, value=value, error=effect.error * scale))
-
-
-def cell_of(verdict):
-    return effect_in_cell(verdict.claim, verdict.effect, verdict.bounds)
-
-
-def test_an_effect_is_rounded_like_its_interval(tmp_path):
-    _, found = of_claim(tmp_path, change=text_loss())
-    cell = cell_of(with_effect(found["C2"], 0.0650875, 0.1014508))
-    assert cell == "+0.07 (-0.04 to +0.17) nats, n = 3"
-    cell = cell_of(with_effect(found["C2"], -0.0384154, 0.0095518))
-    assert cell == "-0.038 (-0.048 to -0.029) nats, n = 3"
-
-
-@pytest.mark.parametrize(
-    ("direction", "value", "size"),
-    [("greater", -0.3, "-0.30"), ("greater", 0.3, "0.30"), ("less", -0.3, "0.30")],
-)
-def test_a_size_in_the_grids_words_has_the_sign_of_the_claim(tmp_path, direction, value, size):
-    """In a sentence such as "{size} higher", the size is negative if the effect has the opposite direction."""
-    _, found = of_claim(tmp_path, change=text_loss(finding=WORDS, direction=direction))
-    assert effect_in_words(found["C2"].claim, with_effect(found["C2"], value, 0.2).effect)["size"] == f"{size} nats"
-
-
-def test_what_cannot_be_told_is_that_of_the_runs(tmp_path):
-    study, found = of_claim(tmp_path, leave_out=("image-off",))
-    items = cannot_tell(study, list(found.values()))
-    assert items[0] == ("", "Anything about size: these are toy models on icon art.")
-    kinds = dict(items[1:])
-    assert kinds["Runs that have not started"] == "3"
-    assert kinds["Shown without a verdict, from a few runs and without an interval"] == "C13"
-    assert kinds["One learning rate, not tuned for each arm"] == "0.01"
-    assert "C2: weaker than a factor of" in kinds["Effects with less than 80 % power"]
-    bare = "No claim was registered, so no difference has a verdict"
-    assert bare not in kinds and bare in dict(cannot_tell(load_study(write_forks(tmp_path / "forks")), []))
 
 
 def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):

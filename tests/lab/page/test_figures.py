@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from mmqk.lab import load_study
-from mmqk.lab.page.figure import GRAY, Drawing, arm_colors
+from mmqk.lab.page.figure import Drawing, arm_colors
 from mmqk.lab.page.figures import (
     ALL_POINTS,
     FEWEST,
@@ -26,8 +25,7 @@ from mmqk.lab.page.figures import (
 )
 from mmqk.lab.page.page import write_report
 from mmqk.lab.page.sweeps import learning_rates, sweeps
-from mmqk.lab.verdicts.study import StudyArm
-from tests.lab.fake_runs import DEMO, write_demo
+from tests.lab.fake_runs import write_demo
 from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
 from tests.lab.small_runs import small_run
 
@@ -123,28 +121,6 @@ def test_charts_have_the_numbers_of_the_csv(demo):
     ]
     drawn = list(zip(line["at"], line["is"], strict=True))
     assert len(drawn) > 20 and np.array(drawn) == pytest.approx(np.array(points), rel=1e-4)
-
-
-def test_a_png_has_the_colors_of_its_arms(demo):
-    study, colors = demo[1], arm_colors(demo[1])
-    drawn = Drawing(study, colors, hero(study, "hero", "", study.hero)).png()
-    picture = Image.open(io.BytesIO(drawn)).convert("RGB")
-    found = {color for _, color in picture.getcolors(1 << 20)}
-    for arm in ("mixed", "mixed-qk", "high-pre"):
-        red, green, blue = (int(colors[arm][i : i + 2], 16) for i in (1, 3, 5))
-        near = min(abs(r - red) + abs(g - green) + abs(b - blue) for r, g, b in found)
-        assert (near < 12) == (arm in study.hero), arm
-
-
-def test_of_many_arms_those_of_the_figures_have_a_color_of_their_own(demo):
-    assert len(set(arm_colors(demo[1]).values())) == len(DEMO)
-    arms = {f"arm{i:02d}": StudyArm(f"arm{i:02d}", f"arm {i}", family=f"arm{i:02d}") for i in range(25)}
-    study = replace(demo[1], arms=arms, claims=(), report={"hero": ["arm03"], "outcomes": ["arm23", "arm24"]})
-    colors = arm_colors(study)
-    assert len(set(colors.values()) - {GRAY}) == 21 and list(colors.values()).count(GRAY) == 4
-    assert colors["arm23"] != GRAY != colors["arm24"]
-    # The control: without these figures the last arms are gray.
-    assert arm_colors(replace(study, report={}))["arm24"] == GRAY
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

@@ -6,7 +6,6 @@ import re
 import pytest
 from markdown_it import MarkdownIt
 
-from mmqk.lab.formatting import Raw, markdown
 from mmqk.lab.page.page import write_report
 from tests.lab.fake_runs import write_demo
 
@@ -83,21 +82,3 @@ def test_a_parser_sees_the_marks_of_the_page_alone(pages):
 def prose(page):
     """Return the page without code."""
     return re.sub(r"(?<!\\)(`+)(?!`).*?[^`]\1(?!`)", "", re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", page))
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain, as in 0.46 (0.3 to 0.6)", "plain, as in 0.46 (0.3 to 0.6)"),
-        ("+0.46 nats", "+0.46 nats"),
-        ("    indented", " indented"),
-        ("- item", r"\- item"),
-        ("12. item", r"12\. item"),
-        ("## head", r"\## head"),
-        ("a\r\n\n# b\u2028c", "a  # b c"),
-        ("![a](b)", r"!\[a\](b)"),
-        (Raw("**a**"), "**a**"),
-    ],
-)
-def test_text_is_escaped_where_it_would_be_a_mark_and_nowhere_else(text, shown):
-    assert markdown(text) == shown

@@ -13,21 +13,15 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.formatting import duration, listed, number, render
+from mmqk.lab.formatting import number, render
 from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.page.figure import arm_colors
 from mmqk.lab.page.page import page_content, report_files, write_report
-from mmqk.lab.page.tables import arm_table, data_table, fork_table, tokens, totals
+from mmqk.lab.page.tables import arm_table, tokens
 from tests.lab.fake_runs import Planted, write_demo, write_run
 from tests.lab.page.report_runs import write_forks
 
 FIGURES = ("hero", "claim-C2", "claim-C10", "claim-C13", "entropy", "norms", "final_norm", "layers", "shown")
-FILES = {
-    "index.html",
-    "report.md",
-    "verdicts.json",
-    *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("csv", "png")),
-}
 
 
 def read(folder):
@@ -78,15 +72,6 @@ class Checker(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag, f"</{tag}> closes nothing"
-
-
-def test_files_are_those_promised_and_change_with_the_runs(demo, tmp_path):
-    found = files_of(demo[1])
-    assert set(found) == FILES
-    assert len(found["index.html"]) < 2_000_000 and sum(map(len, found.values())) < 5_000_000
-    write_report(write_demo(tmp_path / "demo", {"mixed": Planted(61.0)}), tmp_path / "report")
-    for name in ("index.html", "report.md", "verdicts.json", "figures/hero.csv", "figures/hero.png"):
-        assert files_of(tmp_path / "report")[name] != found[name]
 
 
 def test_page_needs_nothing_else_and_its_tags_match(demo):
@@ -188,30 +173,15 @@ def test_the_page_says_when_a_registration_was_changed_or_lost(tmp_path, what):
     assert (statuses["C2"], statuses["C13"]) == ("exploratory" if what == "lost" else "confirmatory", "shown")
 
 
-def test_data_are_those_of_the_runs_by_arm_where_they_differ(tmp_path):
-    folder = write_demo(tmp_path / "demo")
-    for text in pages_of(folder).values():
-        assert re.search(r"image\W+all\W+50 %\W+512 of 512\W.*6\.19\W+–\W", re.sub(r"<[^>]+>", " ", text))
-    path = next(folder.glob("image-off-*/seed0")) / "data.json"
-    path.write_text(json.dumps({"image": {"unigram": 3.21, "floor": 2.5}}))
-    table = data_table(load_study(folder))
-    rows = [dict(zip(table.heads, [cell.text for cell in row], strict=True)) for row in table.rows]
-    own, others = sorted((row for row in rows if row["Modality"] == "image"), key=lambda row: len(row["Arms"]))
-    assert (own["Arms"], own["Unigram"], own["Floor"]) == ("image loss off, no QK-Norm", "3.21", "2.50")
-    # No run of this arm trains the image modality, so the arm has no best image loss. In the other row, the best loss
-    # is the lowest of all its runs.
-    assert own["Best loss"] == "–" and 4.4 < float(others["Best loss"]) < 4.6
-
-
-@pytest.mark.parametrize("what", ["one", "several", "bare", "nan"])
+@pytest.mark.parametrize("what", ["several", "bare"])
 def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
     runs = tmp_path / "runs"
     if what == "bare":
         (runs / "x").mkdir(parents=True)
         (runs / "x" / "metrics.jsonl").write_text('{"step": 1, "loss/text": 3.0}\n{"step": 2, "lo')
     else:
-        for number in range(10 if what == "several" else 1):
-            nan = 100 if what == "nan" else None
+        for number in range(4):
+            nan = 100 if number == 1 else None
             write_run(runs / f"arm{number}" / "seed0", Planted(10.0 + number, nan_from=nan))
     files = report_files(*read(runs))
     page = Checker(files["index.html"])
@@ -246,20 +216,11 @@ def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
     assert 'aria-label="Audio: largest |attention logit|"' in report_files(*found)["index.html"]
 
 
-def test_forks_name_their_parent_and_changes_and_cost_what_they_read_themselves(tmp_path, demo):
+def test_a_fork_costs_what_it_reads_itself(tmp_path):
     study = load_study(write_forks(tmp_path / "forks"))
-    rows = {row[0].text: [cell.text for cell in row[1:]] for row in fork_table(study).rows}
-    parents = {name.partition(",")[0]: row[0] for name, row in rows.items()}
-    assert parents == {"lost": "0123456789", "hot": "cold", "cold": "plain", "late": "plain"}
-    hot, late, lost = (rows[f"{name}, seed 0"] for name in ("hot", "late", "lost"))
-    assert (hot[1], hot[3], hot[-2:]) == ("optim.lr 0.003 → 0.1", "70", ["90", "diverged"])
-    assert late[1:7] == ["model.qk_norm.kind none → rms", "carried over", "40", "2", "0", "0.0130"]
-    assert lost[1] == "nothing"
     read_by = {run.name: tokens(run) for run in study.runs}
     # A step has 8 sequences of 128 tokens. `plain` trains 100 steps, `late` 60 from step 40, `hot` 20 from step 70.
     assert (read_by["plain"], read_by["late"], read_by["hot"]) == (102_400, 61_440, 20_480)
-    assert f"{round(sum(read_by.values()) / 1000)}k tokens" in totals(study)
-    assert fork_table(load_study(demo[0])) is None
 
 
 def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
@@ -280,17 +241,6 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert arm_table(study, arm_colors(study)) is None
     for page in (files["report.md"], files["index.html"]):
         assert "run.json" not in page and "Results by arm" not in page and "Text loss" not in page
-
-
-def test_words():
-    assert [number(v) for v in (42123.4, 999.6, 9.996, 0.04567, 250, 1.5e-7, 0)] == [
-        "42,100", "1,000", "10.0", "0.0457", "250", "1.50e-07", "0",
-    ]  # fmt: skip
-    assert number(2.5e14) == "250,000,000,000,000" and number(2.5e15) == "2.50e+15"
-    assert number(float("inf")) == "∞" and number(float("nan")) == "not measured"
-    assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
-    assert duration(42.4) == "42 s" and duration(185) == "3 min 05 s" and duration(7199.4) == "119 min 59 s"
-    assert duration(7200) == "2 h 00 min" and duration(10_790) == "3 h 00 min" and duration(61_450) == "17 h 04 min"
 
 
 FRONT_DOOR = """
@@ -333,12 +283,3 @@ def test_front_door_reports_the_same_bytes_again_without_torch(demo, tmp_path):
     assert done.stdout.splitlines()[-1] == "reports/demo/index.html"
     assert "C2: reproduced" in done.stdout
     assert files_of(tmp_path / "reports" / "demo") == files_of(demo[1])
-
-
-def test_front_door_names_mistakes_in_one_sentence(demo, tmp_path):
-    done = front_door(tmp_path / "nowhere", "--out", tmp_path / "out")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere is not a folder" in done.stderr
-    (tmp_path / "file").write_text("kept")
-    done = front_door(demo[0], "--out", tmp_path / "file")
-    assert done.returncode == 2 and "cannot be written" in done.stderr
-    assert (tmp_path / "file").read_text() == "kept"

@@ -1,7 +1,5 @@
 """Compare the ranking of remedies with numbers computed by hand, on runs written without mmqk's writers."""
 
-import csv
-import io
 import json
 import math
 
@@ -10,8 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import load_study
-from mmqk.lab.page.page import write_report
-from mmqk.lab.page.ranking import _effect, ranking, ranking_csv, ranking_table
+from mmqk.lab.page.ranking import _effect, ranking, ranking_table
 from tests.lab.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)
@@ -131,17 +128,3 @@ def test_a_difference_without_a_value_is_none_and_not_infinite(tmp_path):
     made = ranking(study)
     assert [row.difference for row in made.rows] == [None] * 3
     assert [row[1].text for row in ranking_table(study, made).rows[:3]] == ["–"] * 3
-
-
-def test_the_page_and_its_csv_have_every_row(tmp_path, without_figures):
-    study = grid_of(tmp_path / "runs")
-    write_report(tmp_path / "runs", tmp_path / "page")
-    html = (tmp_path / "page/index.html").read_text()
-    table = html.split('id="ranking"')[1].split("</table>")[0]
-    assert table.count("<tr>") == 5 and "-0.20" in table and "×1.25" in table
-    assert table.count('<td class="number">0 of 7</td>') == 4  # sorted by the number of failed runs
-    text = (tmp_path / "page/ranking.csv").read_text()
-    assert text == ranking_csv(study, ranking(study))
-    rows = {row["arm"]: row for row in csv.DictReader(io.StringIO(text))}
-    assert list(rows) == ["good", "wide", "bad", "plain"] and float(rows["good"]["difference"]) == pytest.approx(-0.2)
-    assert rows["plain"]["difference"] == "" and rows["wide"]["at_edge"] == "1" and rows["good"]["trains"] == "4"

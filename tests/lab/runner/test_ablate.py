@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 
 import pytest
@@ -40,10 +39,6 @@ def test_a_grid_becomes_runs_a_record_and_a_table(toy, tmp_path, capsys, monkeyp
         assert read_status(folder).status == {"good": "completed", "wild": "diverged"}[run["arm"]]
     out = capsys.readouterr().out
     assert "toy: 3 runs in runs/toy, 3 to train, 2 at a time" in out
-    rows = [line.split()[:5] for line in out.splitlines()]
-    assert ["arm", "seed", "status", "step", "last"] in rows
-    assert ["good", "1", "completed", "4/4", "4.000"] in rows
-    assert ["wild", "0", "diverged", "2/4", "6.000"] in rows
     assert "wild seed 0 diverged: text loss became nan" in out
 
 
@@ -125,30 +120,3 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys
     assert toy("--out", "base.yaml/runs", "--dry-run") == 2
     assert "base.yaml/runs cannot be a folder, because" in capsys.readouterr().err
     assert (tmp_path / "base.yaml").read_text() == "{}"
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (("--jobs", "0"), "'0' is not a whole number above 0"),
-        (("--jobs", "two"), "'two' is not a whole number above 0"),
-        (("--joobs", "2"), "unrecognized arguments: --joobs 2"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_one_sentence(toy, capsys, argv, sentence):
-    assert toy(*argv) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "--help" in err and err.count("\n") == 1
-
-
-def test_help_is_for_newcomers_and_needs_no_torch():
-    code = (
-        "import sys\n"
-        "from mmqk.ablate import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'torch', 'lightning', 'numpy', 'pydantic'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "example:" in done.stdout and "exit code:" in done.stdout

@@ -199,30 +199,3 @@ def test_time_left_of_a_fork_is_that_of_its_own_steps():
     assert "about 1:00" in time_left(done | {task(1, 300): TaskOutcome("interrupted", 440)}, 1)
     assert "about 8:20" in time_left(done | {task(1, 0): TaskOutcome("waiting")}, 1), "a run that starts at step 0"
     assert time_left(done | {task(1, 300): TaskOutcome("never")}, 1) == "nothing to train"
-
-
-def test_a_dry_run_says_how_long_it_will_take(world, tmp_path, capsys):
-    assert world("--dry-run", grid=GRID) == 0
-    assert "time to train 6 runs: unknown, because no run of this grid has finished" in capsys.readouterr().out
-    assert world("--slice", "1/2", grid=GRID) == 0
-    capsys.readouterr()
-    for path in Path("runs/toy").glob("*/seed*/status.json"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": 120.0}))
-    before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
-    assert world("--dry-run", "--jobs", "1", grid=GRID) == 0
-    assert "time to train 3 runs: about 6:00" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")} == before
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (("--slice", "0/3"), "'0/3' is not K/N with K from 1 to N"),
-        (("--slice", "4/3"), "'4/3' is not K/N"),
-        (("--max-minutes", "0"), "'0' is not a number of minutes above 0"),
-    ],
-)
-def test_a_mistake_is_one_sentence(world, capsys, argv, sentence):
-    assert world(*argv, grid=GRID) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and err.count("\n") == 1

@@ -69,23 +69,6 @@ def test_the_end_of_the_learning_rates_is_reported_and_ties_go_to_the_smaller(wo
     assert "plain: its best learning rate, 0.01, is the smallest of the grid" in capsys.readouterr().out
 
 
-def test_a_metric_that_is_none_is_refused_and_one_that_no_run_has_too(world, tmp_path, capsys):
-    assert world(grid=BEST.replace("final_loss/text", "best_loss")) == 2
-    assert "best_loss" in capsys.readouterr().err and not (tmp_path / "runs").exists()
-    for metric, why in (("final_log_z", "needs a modality"), ("lr_sensitivity", "needs several runs")):
-        assert world(grid=BEST.replace("final_loss/text", metric)) == 2
-        said = capsys.readouterr().err
-        assert f"lr.metric is {metric}, which {why}" in said and not (tmp_path / "runs").exists()
-    grid = BEST.replace("final_loss/text", "q_norm")
-    assert world("--out", "a", grid=grid) == 1
-    said = capsys.readouterr().out
-    assert "no selection run of plain ended with a finite q_norm" in said
-    assert world("--out", "b", grid=grid.replace("{size: 2}", "{size: 2, color: red}")) == 2
-    assert "arm late: There is no field 'color'" in capsys.readouterr().err and not (tmp_path / "b").exists()
-    assert world("--out", "b", grid=grid.replace("step: 2", "step: 5")) == 2
-    assert "plain has 4 steps, so it cannot be forked at step 5" in capsys.readouterr().err
-
-
 def test_what_cannot_be_planned_while_runs_go_on_ends_none_of_them(world, tmp_path, capsys, monkeypatch):
     from mmqk.lab.runner import session
     from mmqk.store import UserError

@@ -1,5 +1,4 @@
 import io
-import re
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,6 @@ from mmqk.lab.runner.pool import Pool
 from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.lab.runner.table import PoolProgress, outcome_table
 from mmqk.store import MetricsWriter, write_json
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture
@@ -76,55 +70,6 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     assert line(progress, pool).startswith("run 3 of 9")
     pool.signal_received = 2
     assert line(progress, pool).endswith("2 running · stopping (press Ctrl-C again to kill the runs)")
-
-
-def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, monkeypatch):
-    progress = PoolProgress(io.StringIO())
-    pool = make(tmp_path, {"a": (TaskOutcome("running"), None)})
-    assert line(progress, pool) == "run 1 of 1 · a seed 0 · starting · 1 running"
-    pool = make(tmp_path, {"a": (TaskOutcome("waiting"), None), "b": (TaskOutcome("completed", 100), None)})
-    assert line(progress, pool) == "about to start a seed 0"
-    monkeypatch.setattr("mmqk.lab.runner.table.is_locked", lambda folder: folder == tmp_path / "a")
-    assert line(progress, pool) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
-
-
-def test_a_terminal_shows_the_table_of_the_running_runs_and_redraws_it(tmp_path, monkeypatch, now):
-    pool = make(tmp_path, {"a" * 60: (TaskOutcome("running"), 7), "b": (TaskOutcome("running"), 3)})
-    monkeypatch.setenv("COLUMNS", "50")
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    progress = PoolProgress(out)
-    for _ in range(5):
-        progress(pool)
-        progress(pool)
-        now[0] += 1.0
-    pool.running = {}
-    progress(pool)  # no run is active: only a line is printed
-    progress.close()
-    text = out.getvalue()
-    frames = text.split("b seed 0")
-    assert len(frames) - 1 == 5  # one frame per second, not one per call
-    assert all("\x1b[1A" in frame for frame in frames[1:]), "the cursor moves up to the first line"
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
-    assert "running" in plain and "step" in plain
-    assert all(len(line) <= 50 for line in plain.splitlines())
-    assert text.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the table is removed at the end"
-
-
-def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_path):
-    task, bad = (Task(arm, 3, (), tmp_path, "id", 100) for arm in ("mixed-qk", "bad"))
-    text = outcome_table(
-        {
-            task: TaskOutcome("completed", 100, seconds=61.4, loss=2.3456),
-            bad: TaskOutcome("diverged", 7, "loss became nan", 3.0),
-        }
-    )
-    assert text.splitlines() == [
-        "arm       seed  status        step  last loss  seconds",
-        "mixed-qk     3  completed  100/100      2.346       61",
-        "bad          3  diverged     7/100                   3",
-        "bad seed 3 diverged: loss became nan",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.runner.state import Follow, follow
-from mmqk.store import Alarm, MetricsWriter, append_alarms, cli_main, write_json
+from mmqk.store import Alarm, MetricsWriter, append_alarms, write_json
 from mmqk.store.folder import lock_folder
 from mmqk.watch import main
 
@@ -74,19 +74,6 @@ def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, mo
     assert "step 30: growth: [logits] have doubled" in said
 
 
-def test_a_monitored_model_without_losses_shows_its_logits_by_modality(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    (tmp_path / "run").mkdir()
-    writer = MetricsWriter(tmp_path / "run/metrics.jsonl")
-    values = {f"q_norm/{m}/layer00": norm for m, norm in (("text", 4.5), ("image", 7.25))}
-    writer.write(20, values | {"attn_logit_absmax/image-text/layer03": 31.0})
-    writer.close()
-    write_json(tmp_path / "run/status.json", {"status": "completed", "step": 20})
-    said = shown(capsys, "--once", tmp_path / "run")
-    assert "logit image" in said and "31 L3" in said and "loss" not in said
-    assert re.search(r"largest query norm +4\.5 L0 +7\.25 L0", said)
-
-
 def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     folder = tmp_path / "study"
@@ -107,36 +94,6 @@ def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monk
     assert "seed1" in said and "seed2" in said and "seed3" not in said
     # Several folders at once. Without a terminal, --once is not needed.
     assert shown(capsys, folder / "mixed-0123456789/seed1", folder).count("completed") == 2
-
-
-@pytest.mark.parametrize("width", [60, 80, 110, 140, 200])
-def test_a_table_is_no_wider_than_the_terminal_where_it_can_be(tmp_path, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    write_run(tmp_path / "r", "completed")
-    table = shown(capsys, "--once", tmp_path / "r").split("\n\n")[0]
-    assert max(map(len, table.splitlines())) <= max(width, 60)
-    assert ("|q| text" in table) == (width >= 110) and "loss image" in table
-
-
-def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    for folder, says in (("missing", "is not a folder"), ("empty", "has no run")):
-        assert cli_main(main)(["--once", str(tmp_path / folder)]) == 2
-        error = capsys.readouterr().err
-        assert says in error and folder in error and error.count("\n") == 1
-    assert cli_main(main)(["--every", "0", str(tmp_path)]) == 2
-    assert cli_main(main)([]) == 2 and "arguments are required: runs" in capsys.readouterr().err
-
-
-def test_a_finished_run_without_readable_metrics_is_named(tmp_path, capsys):
-    for name in ("whole", "damaged"):
-        write_run(tmp_path / name, "completed")
-    (tmp_path / "damaged/metrics.jsonl").write_bytes(b"\x80\x02 not JSON")
-    said = shown(capsys, "--once", tmp_path)
-    assert "damaged completed: metrics.jsonl has no readable line" in said and said.count("metrics.jsonl") == 1
-    (tmp_path / "damaged/metrics.jsonl").unlink()
-    (tmp_path / "damaged/metrics.jsonl").mkdir()
-    assert "damaged completed: metrics.jsonl has no readable line" in shown(capsys, "--once", tmp_path)
 
 
 def test_a_damaged_line_of_a_run_is_named(tmp_path):
@@ -179,15 +136,6 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, na
     said = shown(capsys, "--once", tmp_path / "r")
     assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
     assert (f"damaged: {path} cannot be read (" in said) == name.endswith(".json")
-
-
-@pytest.mark.parametrize("text", ['{"runs":3}', '{"runs":[3]}', '{"runs":[{"arm":1,"seed":2,"folder":3}]}'])
-def test_a_damaged_record_of_an_ablation_is_refused(tmp_path, capsys, text):
-    write_run(tmp_path / "r", "completed")
-    (tmp_path / "r/ablation.json").write_text(text)
-    assert cli_main(main)(["--once", str(tmp_path / "r")]) == 2
-    error = capsys.readouterr().err
-    assert "ablation.json cannot be read (" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -254,24 +202,6 @@ def write_study(folder, **runs):
     write_json(folder / "ablation.json", {"name": "study", "grid": {}, "runs": entries})
 
 
-def test_a_run_that_cannot_start_has_ended_and_the_reason_is_shown(tmp_path, capsys):
-    write_run(tmp_path / "plain/seed1", "diverged")
-    why = "plain seed 1 diverged at step 2, before step 3"
-    write_study(
-        tmp_path,
-        plain={"folder": "plain/seed1"},
-        late={"folder": "late/seed1", "never": why},
-        other={"folder": "other/seed1"},
-    )
-    views = [run.look() for run in follow([tmp_path])]
-    assert [(view.status, view.ended) for view in views] == [
-        ("diverged", True), ("never", True), ("waiting", False),
-    ]  # fmt: skip
-    assert views[1].reason == why and views[2].reason == ""
-    said = " ".join(shown(capsys, "--once", tmp_path).split())
-    assert f"late seed 1 never: {why}" in said
-
-
 def test_in_a_terminal_a_run_is_followed_into_its_new_folder(tmp_path):
     """The folder of a run changes when its learning rate is selected, and a run may turn out to never start."""
     tried, best, late = {"folder": "try/seed1"}, {"folder": "best/seed1"}, {"folder": "late/seed1"}
@@ -334,13 +264,6 @@ def test_in_a_terminal_it_waits_for_the_first_run(tmp_path):
     said = read_terminal(process, here, lambda said: b"has no run yet" in said, start_run)
     assert process.wait() == 0, said.decode()
     assert said.count(b"has no run yet") == 1 and b"completed" in said and b"4.60" in said
-
-
-def test_in_a_terminal_it_does_not_wait_for_a_file_to_become_a_folder(tmp_path):
-    (tmp_path / "runs.zip").write_text("")
-    process, here = watch_in_terminal(tmp_path / "runs.zip")
-    said = read_terminal(process, here, lambda said: b"is not a folder" in said, lambda said: None)
-    assert process.wait() == 2 and b"runs.zip is not a folder" in b"".join(said.split(b"\r\n"))
 
 
 @pytest.mark.parametrize(("terminal", "redrawn"), [("xterm", True), ("dumb", False)])

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable, selection_metric
+from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 
@@ -116,15 +116,6 @@ def test_the_mean_of_what_is_trained_chooses_and_a_divergence_is_worst(tmp_path)
         choose(load_study(made).runs, "first_unstable_lr")
 
 
-def test_a_metric_that_needs_a_modality_selects_only_with_one():
-    for name in ("final_excess", "final_loss/image", "final_log_z/text", "attention_entropy"):
-        assert selection_metric(name).worst == ("low" if "entropy" in name else "high")
-    with pytest.raises(UserError, match=r"lr.metric is final_log_z, which needs a modality"):
-        selection_metric("final_log_z")
-    with pytest.raises(UserError, match="metric 'beauty' is unknown"):
-        selection_metric("beauty")
-
-
 def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():
     rng = np.random.default_rng(0)
     for gap in (0.004, 0.02, 0.05):
@@ -161,25 +152,11 @@ def crossed(tmp_path, claim, slopes=(0.5, 0.1), drop=()):
     return load_study(write_grid(tmp_path / "made", grid, runs))
 
 
-def test_axes_make_arms(tmp_path):
-    study = crossed(tmp_path, CLAIM | {"at": {"model.n_layers": 4}})
-    assert list(study.arms)[:2] == ["a-n_layers2", "a-n_layers4"]
-    assert study.label("a-n_layers4") == "first, n_layers 4" and study.label("a") == "first"
-    assert study.arms["a-n_layers2"].seeds == (0, 1, 2, 3)
-
-
 @pytest.mark.parametrize("depth", [2, 8])
 def test_a_point_of_two_families_is_compared(tmp_path, depth):
     found = judge(crossed(tmp_path, CLAIM | {"at": {"model.n_layers": depth}}))[0]
     assert found.effect.value == pytest.approx(0.4 * depth) and len(found.runs) == 8
     assert found.verdict == "reproduced"
-
-
-def test_a_family_without_a_point_is_refused(tmp_path):
-    with pytest.raises(UserError, match="has 3 points"):
-        crossed(tmp_path, CLAIM)
-    with pytest.raises(UserError, match=r"no point at model\.n_layers: 3"):
-        crossed(tmp_path / "b", CLAIM | {"at": {"model.n_layers": 3}})
 
 
 @pytest.mark.parametrize(("highest", "verdict"), [(4.0, "reproduced"), (3.5, "inconclusive")])

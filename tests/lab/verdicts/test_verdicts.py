@@ -11,8 +11,6 @@ from mmqk.lab import judge, load_study, read_runs
 from mmqk.lab.verdicts.checks import within_bound
 from tests.lab.fake_runs import DEMO, Planted, write_demo
 
-UNLEARNED = {"text": 3.4, "image": 5.45}
-
 
 def verdicts(tmp_path, planted=None, edit=lambda folder: None, **kwargs):
     """Return the verdicts of a planted demo by claim; ``edit`` changes the folders of its runs."""
@@ -102,14 +100,6 @@ def test_shown_is_not_decided_and_a_control_is_no_claim(tmp_path):
     assert found.medians["high-post"] == pytest.approx(160000 * math.exp(-0.12))
 
 
-def test_unlearned_runs_decide_nothing(tmp_path):
-    for arm in ("mixed", "mixed-qk"):
-        found = verdicts(tmp_path / arm, {arm: replace(DEMO[arm], loss=UNLEARNED)})["C2"]
-        assert found.verdict == "inconclusive"
-        assert not controls(found)["both modalities learned"]
-        assert "both modalities learned" in found.notes[0]
-
-
 def test_a_modality_that_is_not_trained_need_not_be_learned(tmp_path):
     found = verdicts(tmp_path)["C10"]
     assert controls(found)["both modalities learned"]
@@ -125,24 +115,6 @@ def test_an_interrupted_seed_leaves_it_open(tmp_path):
     assert found.verdict == "inconclusive"
     assert found.notes[0] == "2 of 3 planned runs of “mixed, no QK-Norm” finished."
     assert found.effect.n == 2 and len(found.runs) == 5
-
-
-def test_one_seed_decides_nothing(tmp_path):
-    found = verdicts(tmp_path, seeds=(0,))["C2"]
-    assert found.verdict == "inconclusive"
-    assert found.as_record()["interval"] is None
-    assert "Too few seeds" in found.notes[0]
-
-
-def test_undeclared_differences_decide_nothing(tmp_path):
-    folder = write_demo(tmp_path / "demo")
-    path = folder / "mixed-0000000000" / "seed1" / "run.json"
-    record = json.loads(path.read_text())
-    record["identity"]["optim"]["lr"] = 0.03
-    path.write_text(json.dumps(record))
-    found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
-    assert found.verdict == "inconclusive"
-    assert "they also differ in optim.lr" in [c.detail for c in found.checks]
 
 
 def test_logits_above_the_bound_decide_nothing(tmp_path):
