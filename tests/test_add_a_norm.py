@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/add_a_norm.md"
@@ -90,40 +88,3 @@ def test_its_parity_test_passes_there(patched):
         assert done.returncode == 1 and "test_it_equals_its_peer" in done.stdout
     finally:
         norms.write_text(right, encoding="utf-8")
-
-
-def nested(args: list[str]) -> dict:
-    """Return a command line of `mmqk.train` as the content of a configuration file."""
-    content: dict = {}
-    for name, _, value in (arg.removeprefix("--").partition("=") for arg in args if "=" in arg):
-        *sections, field = name.split(".")
-        section = content
-        for key in sections:
-            section = section.setdefault(key, {})
-        section[field] = yaml.safe_load(value)
-    return content
-
-
-@pytest.mark.slow
-def test_both_arms_of_its_ablation_train(patched, tiny_args):
-    grid = patched / "configs/ablations/dyt.yaml"
-    raw = yaml.safe_load(grid.read_text(encoding="utf-8"))
-    assert commands()[2].endswith(f"--config {grid.relative_to(patched)}")
-    tiny = nested(tiny_args) | {"checkpoint": {"every_n_steps": 0}}
-    tiny["trainer"] |= {"max_steps": 3}
-    (patched / "tiny.yaml").write_text(yaml.safe_dump(tiny))
-    raw |= {"base": [*(str(grid.parent / base) for base in raw["base"]), "tiny.yaml"], "seeds": [1, 2]}
-    (patched / "tiny_grid.yaml").write_text(yaml.safe_dump(raw))
-
-    done = run(patched, sys.executable, "-m", "mmqk.ablate", "--config", "tiny_grid.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    folders = {
-        folder.name.partition("-")[0]: folder / "seed1" for folder in (patched / "runs/dyt").glob("*-*")
-    }
-    assert folders.keys() == {"rms", "dyt"}
-    kinds = {}
-    for arm, folder in folders.items():
-        status = json.loads((folder / "status.json").read_text())
-        assert (status["status"], status["step"]) == ("completed", 3)
-        kinds[arm] = yaml.safe_load((folder / "config.yaml").read_text())["model"]["norm"]
-    assert kinds == {"rms": "rms", "dyt": "dyt"}

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import io
-import re
-import sys
 
 import pytest
 
 from mmqk.progress import Progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -34,36 +27,3 @@ def test_a_log_gets_a_line_every_ten_seconds(now):
         now[0] += 1.0
     progress.close("done")
     assert out.getvalue() == "step 30/100 · about 1:10 left\nstep 40/100 · about 1:00 left\ndone\n"
-
-
-def test_a_terminal_shows_one_line_with_a_bar_and_keeps_the_last(now, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
-    out = Terminal()
-    progress = Progress(out)
-    assert progress.due()
-    progress.show("starting")
-    assert not progress.due()
-    now[0] += 1.0
-    progress.show("[bold] " + "x" * 60, 1, 2)
-    progress.close("step 2/2")
-    text = out.getvalue()
-    assert text.endswith("\x1b[2Kstep 2/2\n") and text.count("\n") == 2
-    assert text.index("\x1b[?25h") < text.index("starting"), "a killed process leaves no hidden cursor"
-    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
-    assert any(frame.startswith("starting ━") for frame in frames)
-    assert any("[bold] xxx" in frame and "…" in frame for frame in frames)
-    assert max(map(len, frames)) <= 40
-
-
-def test_lines_on_stderr_are_printed_above_the_display(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    monkeypatch.setattr("sys.stderr", out)
-    progress = Progress()
-    progress.show("step 1/2")
-    print("alarm at [step] 1", file=sys.stderr)
-    progress.close("step 2/2")
-    assert sys.stderr is out
-    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").splitlines()
-    assert "alarm at [step] 1" in frames and frames[-1] == "step 2/2"

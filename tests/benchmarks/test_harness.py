@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 
 import pytest
@@ -50,21 +49,6 @@ def test_turns_rotate_and_the_first_round_is_left_out():
     turns = [name for name, n in calls[6:]]
     assert turns == list("abcbcacab")
     assert {n for _, n in calls[6:]} == {5} and {n for _, n in calls[:6]} == {1}
-
-
-def test_rows_are_chosen_by_name_and_rounds_end_when_the_time_is_over():
-    candidates = [candidate(name, [9.0, 1.0, 2.0]) for name in ("mmqk", "mmqk alone", "litgpt")]
-    rows = compare(candidates, Context(rows="^mmqk"), repeat=1, rounds=2)
-    assert [row["name"] for row in rows] == ["mmqk", "mmqk alone"]
-
-    clock = iter([0, 0, 0, *[100] * 9])  # three candidates are built before the time limit
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.harness.time.monotonic", lambda: next(clock))
-        rows = compare(candidates, Context(until=50), repeat=1, rounds=2)
-    assert [row["seconds"] for row in rows] == [[1.0]] * 3  # the time limit ends the run after one counted round
-
-    rows = compare(candidates, Context(until=-math.inf), repeat=1, rounds=2)
-    assert {row["status"] for row in rows} == {FAILED} and "--minutes" in rows[0]["reason"]
 
 
 def test_what_fails_says_why_and_the_rest_goes_on():

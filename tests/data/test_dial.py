@@ -399,23 +399,6 @@ def test_parents_stand_where_the_configuration_says(tokens, lag, width):
     )
 
 
-def test_a_run_too_short_for_a_source_gets_a_warning():
-    config = DialConfig(vocabulary={"text": 128, "image": 4096})
-    dial = Dial(config)
-    (sentence,) = dial.unlearnable(1_000_000)
-    assert sentence.startswith(
-        "Tokens of image cannot be learned in this run: each of the 8,191 transitions occurs"
-    )
-    needed = int(re.search(r"at least ([\d,]+) tokens", sentence).group(1).replace(",", ""))
-    assert not dial.unlearnable(needed) and dial.unlearnable(needed - 1000)
-    assert len(dial.unlearnable(0)) == 2
-    ties = Dial(DialConfig(mutual_information=4.0)).unlearnable(1_000_000)
-    assert len(ties) == 1 and ties[0].startswith("Ties of text and image")
-    high = config.entropy_interval("image")[1]
-    nothing = replace(config, entropy={"text": 2.75, "image": high - 0.05})  # nothing to learn
-    assert not Dial(nothing).unlearnable(1_000_000)
-
-
 def test_occurrences_are_what_counting_finds():
     config = chain(order="forward", entropy={"text": 1.5, "image": 2.0})
     dial = Dial(config)

@@ -178,33 +178,6 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
     assert not whole.skipped and not capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_path, capfd, workers):
-    from mmqk.store import cli_main, read_status
-    from mmqk.train import main as train
-
-    def run(name, broken, steps=12):
-        path = tiny_shard(tiny_data, tmp_path / f"{name}.tar", broken=broken)
-        argv = [
-            *tiny_args, "--data.read=shards", f"--data.pairs={path}", "--data.val_fraction=0.3",
-            f"--out={tmp_path / name}",
-            f"--data.cache={tmp_path / 'cache'}", f"--data.workers={workers}", "--data.val_sequences=4",
-            f"--trainer.max_steps={steps}", f"--data.text={tiny_data / 'text'}",
-        ]  # fmt: skip
-        return cli_main(train)(argv), capfd.readouterr().err
-
-    code, err = run("some", (0, 4, 30))
-    assert code == 0 and read_status(tmp_path / "some").status == "completed"
-    assert "Traceback" not in err and "3 samples were skipped" in err
-    named = json.loads((tmp_path / "some/skipped.json").read_text())
-    assert sorted(name.split()[1] for name in named) == ["k0", "k30", "k4"]
-    code, err = run("many", range(0, 40, 2))
-    assert code == 2 and "more than 10%" in err and "Traceback" not in err
-    code, err = run("none", ())
-    assert code == 0 and "skipped" not in err and not (tmp_path / "none/skipped.json").exists()
-
-
 def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
     argv = (str(tiny_data / "pairs/train-00000.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
     expected = open_online(*argv)["val"].samples_N2

@@ -36,21 +36,3 @@ def test_an_export_adds_no_token_to_a_text(tmp_path):
     assert Tokenizer.from_str(files["tokenizer.json"]).encode(TEXT).ids == ids
     # The control: the tokenizer before the export.
     assert [i + 5 for i in own.encode(TEXT).ids] == [own.token_to_id("a") + 5, *ids]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_transformers_opens_the_text_tokenizer_with_the_ids_of_the_model(tmp_path, known):
-    transformers = pytest.importorskip("transformers")
-    out = tmp_path / "out"
-    out.mkdir()
-    files, said = tokenizer_files(str(FOLDER), tokenizers_hash(FOLDER) if known else "0123456789")
-    for name, text in files.items():
-        (out / name).write_text(text)
-    if not known:  # the control: a tokenizer is not exported if its hash differs from the run's
-        assert "no tokenizer is included" in said and not list(out.iterdir())
-        return
-    theirs = transformers.AutoTokenizer.from_pretrained(str(out), local_files_only=True)
-    ids = theirs(TEXT)["input_ids"]
-    assert ids == [i + 5 for i in TextTokenizer.load(FOLDER).encode(TEXT)] and theirs.decode(ids) == TEXT
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)
-    assert theirs("<bos>a<image></image><eos>")["input_ids"][::4] == [0, 1]

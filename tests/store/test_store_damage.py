@@ -11,7 +11,7 @@ import pytest
 
 from mmqk import report, watch
 from mmqk.store import DamagedFile, UserError, cli_main, read_json, read_regular, write_json
-from tests.lab.fake_runs import Planted, write_grid
+from tests.lab.fake_runs import write_demo
 
 DAMAGE = {
     "cut": b'{"a": ',
@@ -69,51 +69,10 @@ def test_what_is_written_can_be_read(tmp_path):
     assert read_json(tmp_path / "x.json") == {"a": ["nan", "inf", 1.5], "é": {"b": "-inf"}}
 
 
-# The grid that the tests below damage.
-
-CLAIM = {
-    "id": "A", "statement": "more", "metric": "largest_attention_logit", "treatment": "hot", "control": "cold",
-    "min_effect": 0.69, "direction": "greater", "finding": {"reproduced": "{ratio} times"}, "seeds": 2,
-}  # fmt: skip
-FORK = {
-    "parent": {"id": "0000000000", "folder": "cold", "checkpoint": "x.ckpt", "step": 20},
-    "changed": [{"field": "optim.lr", "from": 0.01, "to": 0.02}], "added": [{"name": "a", "how": "b"}], "dropped": [],
-    "optimizer": "kept", "function": {"logits_rms_relative": 0.0, "loss": {"text": [1.0, 1.0]}},
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Write a grid of finished runs: two arms with two seeds, and a fork."""
-    folder = tmp_path_factory.mktemp("whole") / "grid"
-    grid = {
-        "title": "Grid", "arms": {"hot": {"label": "hot", "set": {"optim.lr": 0.1}}, "cold": None, "late": None},
-        "claims": [CLAIM], "report": {"hero": ["hot", "cold"], "cannot_tell": ["size"], "command": "make it"},
-    }  # fmt: skip
-    runs = [
-        (
-            {"arm": arm, "seed": seed, "id": "0" * 10, "family": arm, "point": {}, "role": "verdict"},
-            planted,
-            {},
-        )
-        for arm, planted in (("hot", Planted(80.0)), ("cold", Planted(9.0)))
-        for seed in (0, 1)
-    ]
-    fork = {"parent": "cold-0000000002/seed0", "step": 20}
-    runs.append(
-        ({"arm": "late", "seed": 0, "id": "1" * 10, "fork": fork}, Planted(10.0), {"fork": {"step": 20}})
-    )
-    write_grid(folder, grid, runs)
-    (folder / "late-0000000004/seed0/fork.json").write_text(json.dumps(FORK))
-    for path in folder.glob("*/seed*/run.json"):
-        record = json.loads(path.read_text())
-        record["details"]["config"] |= {
-            "threads": 1,
-            "data": {"batch_size": 4, "seq_len": 8, "mix": {"pair": 1.0}},
-        }
-        record["identity"]["optim"] |= {"warmup_steps": 3}
-        path.write_text(json.dumps(record))
-    return folder
+def whole(tmp_path_factory, module_without_figures):
+    """Write the grid that the tests below damage."""
+    return write_demo(tmp_path_factory.mktemp("whole") / "grid")
 
 
 def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
@@ -128,9 +87,8 @@ def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
 def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole, tmp_path):
     folder = tmp_path / "grid"
     shutil.copytree(whole, folder)
-    arms = {"run.json": "hot-*", "status.json": "cold-*", "data.json": "cold-*", "fork.json": "late-*"}
-    for name, arm in arms.items():
-        sorted(folder.glob(f"{arm}/seed0/{name}"))[0].write_text('{"share": ')
+    for name in ("run.json", "status.json", "data.json", "fork.json"):
+        next(folder.glob("mixed-0*/seed0")).joinpath(name).write_text('{"share": ')
     assert cli_main(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page/report.md").read_text()
     for name in ("run.json", "status.json", "data.json", "fork.json"):
@@ -142,7 +100,7 @@ def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole
 def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
     folder = tmp_path / "grid"
     shutil.copytree(whole, folder)
-    shutil.copytree(folder / "cold-0000000002", tmp_path / "other")
+    shutil.copytree(folder / "mixed-0000000000", tmp_path / "other")
     record = json.loads((folder / "ablation.json").read_text())
     record["runs"][0]["folder"] = name
     (folder / "ablation.json").write_text(json.dumps(record))

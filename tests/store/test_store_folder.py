@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmqk.store import RunFolder, UserError, folder, is_locked, mark_ended, read_status
+from mmqk.store import RunFolder, UserError, is_locked, mark_ended, read_status
 
 IDENTITY = {"model": {"d_model": 64}, "optim": {"lr": 0.01}, "seed": 0}
 
@@ -257,19 +257,3 @@ def test_an_unreadable_status_is_refused(tmp_path):
                 read_status(run.path)
         (run.path / "status.json").unlink()
         assert read_status(run.path) is None
-
-
-def test_the_version_of_the_code_is_the_commit_and_names_a_change(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
-
-    monkeypatch.setattr(folder, "ROOT", tmp_path)
-    (tmp_path / "a.py").write_text("1")
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "one")
-    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    clean = folder.code_version.__wrapped__()
-    assert len(clean) == 10 and head.startswith(clean)
-    (tmp_path / "a.py").write_text("2")
-    assert folder.code_version.__wrapped__() == f"{clean}-dirty"

@@ -18,20 +18,6 @@ def write_steps(path, steps):
     writer.close()
 
 
-def test_values_of_one_step_share_a_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    writer = MetricsWriter(path)
-    writer.write(1, {"loss": 0.5})
-    writer.write(1, {"lr": 0.25})
-    assert path.read_text() == ""
-    writer.write(2, {"loss": 0.125})
-    assert path.read_text() == '{"step":1,"loss":0.5,"lr":0.25}\n'
-    writer.flush()
-    assert path.read_text().splitlines()[1] == '{"step":2,"loss":0.125}'
-    writer.close()
-    writer.close()
-
-
 def test_a_step_written_again_later_is_merged_on_reading(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,22 +13,17 @@ from mmqk.lab.page.figure import Drawing, arm_colors
 from mmqk.lab.page.figures import (
     ALL_POINTS,
     FEWEST,
-    OUTCOMES,
     binned,
     by_layer,
     hero,
     layer_lines,
-    over_steps,
     points_a_line,
     thinned,
 )
-from mmqk.lab.page.page import write_report
 from mmqk.lab.page.sweeps import learning_rates, sweeps
 from tests.lab.fake_runs import write_demo
 from tests.lab.page.report_runs import RATES, START, WIDTHS, write, write_sweep
 from tests.lab.small_runs import small_run
-
-LAYERS, PROBES = 3, 5
 
 
 @pytest.fixture(scope="module")
@@ -72,24 +66,6 @@ def test_thinning_keeps_spikes_and_ends():
     assert 50.0 not in values[::100]
     assert points_a_line(1) == points_a_line(100) == 120 and points_a_line(10_000) == FEWEST
     assert points_a_line(300) * 300 <= ALL_POINTS
-
-
-@pytest.mark.slow
-def test_hundreds_of_runs_fit_in_five_megabytes(tmp_path):
-    for number in range(200):
-        settings = {"optim.lr": 0.001 * (1 + number)}
-        folder = tmp_path / "runs" / f"arm{number:03d}"
-        write(folder, seed=number, logit=5.0 + number, settings=settings, every=4, end=40)
-    (tmp_path / "runs" / "arm000" / "status.json").unlink()
-    (tmp_path / "runs" / "arm001" / "metrics.jsonl").write_text('{"step": 1, "loss/te')
-    write_report(tmp_path / "runs", tmp_path / "report")
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert len(page.encode()) < 5_000_000
-    assert sum(p.stat().st_size for p in (tmp_path / "report").rglob("*") if p.is_file()) < 8_000_000
-    assert all(f"<code>arm{number:03d}</code>" in page for number in range(200))
-    # Every run with numbers is in the CSV of the figure.
-    lines = (tmp_path / "report" / "figures" / "hero.csv").read_text().splitlines()
-    assert {line.rsplit(",", 1)[1] for line in lines[1:]} == {f"arm{n:03d}" for n in range(200)} - {"arm001"}
 
 
 def test_plotted_numbers_are_those_of_the_runs(demo):
@@ -140,40 +116,6 @@ def test_lines_of_layers_are_medians_of_the_layers_that_have_attention(tmp_path,
 
 
 # Outcomes ----------------------------------------------------------------------------------------------------------
-
-
-def offset(arm, seed, layer, step):
-    return (2.0 if arm == "a" else 7.0) + seed + 0.1 * layer + 0.01 * step
-
-
-@pytest.fixture(scope="module")
-def offsets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    for arm in "ab":
-        for seed in range(3):
-            series = {"loss/text": [5.0] * PROBES, "loss/image": [5.0] * PROBES}
-            for layer in range(LAYERS):
-                values = [offset(arm, seed, layer, step) for step in range(PROBES)]
-                series[f"attn_logit_offset_var/text/layer{layer:02d}"] = values
-            small_run(folder / arm / f"seed{seed}", series, seed=seed)
-    return load_study(folder)
-
-
-def outcomes(study):
-    return over_steps(study, "outcomes", "", study.with_runs(study.outcomes), OUTCOMES, "medians")
-
-
-def test_a_line_of_outcomes_is_the_median_over_the_runs_of_an_arm(offsets):
-    rows = rows_of(outcomes(replace(offsets, report={"outcomes": True})))
-    rows = [row for row in rows if row["statistic"] == "logit_offset/text"]
-    assert len(rows) == 2 * PROBES  # medians only
-    for row in rows:
-        step = int(row["step"]) - 1
-        of_seeds = [
-            math.sqrt(np.mean([offset(row["arm"], seed, layer, step) for layer in range(LAYERS)]))
-            for seed in range(3)
-        ]
-        assert float(row["value"]) == pytest.approx(np.median(of_seeds), rel=1e-4)
 
 
 # Sweeps ------------------------------------------------------------------------------------------------------------

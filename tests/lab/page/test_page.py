@@ -103,21 +103,6 @@ def test_every_number_of_a_claim_is_that_of_verdicts_json(demo):
         assert f"p: {html.unescape(p)}".replace("<", r"\<") in row
 
 
-def test_a_card_draws_the_effect_and_its_interval_to_scale(demo):
-    """The dot, the interval, zero effect and the smallest effect of interest are on one logarithmic axis."""
-    page = (demo[1] / "index.html").read_text()
-    card = page[page.index('id="verdict-C2"') :]
-    bar = card[card.index("<svg") : card.index("</svg>")]
-    (record,) = [v for v in json.loads((demo[1] / "verdicts.json").read_text()) if v["claim"] == "C2"]
-    dot = float(re.search(r'<circle cx="([\d.]+)%"', bar)[1])
-    low, high = map(float, re.search(r'x1="([\d.]+)%" x2="([\d.]+)%"[^>]*stroke-width="4"', bar).groups())
-    none, least = (float(x) for x in re.findall(r'<text x="([\d.]+)%"', bar))
-    scale = (dot - none) / record["effect"]
-    places = zip((low, high, least), (*record["interval"], record["threshold"]), strict=True)
-    assert all(place - none == pytest.approx(scale * value, abs=0.1) for place, value in places)
-    assert high - low > 5 and f"no effect is ×1; the smallest effect of interest is ×{1.99}" in bar
-
-
 def test_text_from_the_grid_is_escaped(tmp_path):
     def change(grid):
         grid["report"]["question"] = "Does <it> grow?"

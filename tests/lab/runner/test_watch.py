@@ -138,22 +138,6 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, na
     assert (f"damaged: {path} cannot be read (" in said) == name.endswith(".json")
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_number_that_is_none_ranks_worst(tmp_path, capsys, monkeypatch, bad):
-    """A NaN is shown in the column of its modality, and on a narrow terminal in the one column for all modalities."""
-    write_run(tmp_path / "r", "completed")
-    names = ("q_norm/text/layer00", "q_norm/image/layer00")
-    writer = MetricsWriter(tmp_path / "r/metrics.jsonl")
-    writer.write(50, {name: float("nan") if i == bad else 5.0 for i, name in enumerate(names)})
-    writer.close()
-    for width, nans, fives in ((160, 1, 1), (80, 1, 0)):
-        monkeypatch.setenv("COLUMNS", str(width))
-        row = next(
-            line for line in shown(capsys, "--once", tmp_path / "r").splitlines() if "completed" in line
-        )
-        assert (row.count("nan L0"), row.count(" 5 L0")) == (nans, fives), row
-
-
 def test_a_follower_reads_what_is_new_and_starts_again_after_a_resume(tmp_path):
     write_run(tmp_path / "r", "running", steps=range(3))
     run = follow([tmp_path / "r"])[0]
@@ -251,19 +235,6 @@ def read_terminal(process, here, until, then):
         process.kill()
         os.close(here)
     return said
-
-
-def test_in_a_terminal_it_waits_for_the_first_run(tmp_path):
-    folder = tmp_path / "runs"
-    process, here = watch_in_terminal(folder)
-
-    def start_run(said):
-        assert process.poll() is None and f"{folder} has no run yet: waiting".encode() in said
-        write_run(folder / "r", "completed")
-
-    said = read_terminal(process, here, lambda said: b"has no run yet" in said, start_run)
-    assert process.wait() == 0, said.decode()
-    assert said.count(b"has no run yet") == 1 and b"completed" in said and b"4.60" in said
 
 
 @pytest.mark.parametrize(("terminal", "redrawn"), [("xterm", True), ("dumb", False)])

@@ -266,21 +266,6 @@ def test_looks_take_a_close_verdict_away(tmp_path):
 # Invalid claims --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"negative_control": "Q"}, "refers to 'Q'"),
-        ({"stopping": {"max_seeds": 9}}, "needs seeds"),
-        ({"at": {"optim.lr": 1}}, "no point"),
-        ({"test": "count", "min_effect": 1.5}, "difference of shares"),
-    ],
-)
-def test_a_wrong_claim_is_one_sentence(tmp_path, fields, words):
-    with pytest.raises(UserError) as error:
-        study(tmp_path, {"a": Planted(20), "b": Planted(10)}, [BASIC | fields], seeds=(0,))
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
 def test_seven_confirmatory_claims_are_too_many(tmp_path):
     claims = [nearby(f"C{i}") for i in range(7)]
     with pytest.raises(UserError, match="7 confirmatory claims"):

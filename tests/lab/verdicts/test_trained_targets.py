@@ -75,9 +75,3 @@ def test_the_numbers_are_counted_and_not_written(tmp_path):
     """With other data in the same grid, the matched batch size no longer matches."""
     found = said(study_of(tmp_path / "runs", BATCH, {"text": 100.0, "image": 28.0}))
     assert found["C10"] == START + "mixed: 1,024; matched: 1,500."
-
-
-def test_arms_of_another_batch_are_told_apart_and_runs_without_counts_say_nothing(tmp_path):
-    found = said(study_of(tmp_path / "other", {"mixed-qk": 16}, TARGETS))
-    assert found["C2"] == START + "mixed: 824; with QK-Norm: 1,648."
-    assert set(said(study_of(tmp_path / "none", BATCH, {})).values()) == {""}
