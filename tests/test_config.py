@@ -35,6 +35,8 @@ from mmqk.train import main
         (["--fork=nowhere"], "--fork nowhere does not exist"),
         (["trainer.strategy=fsdp", "optim.qk_clip=1"], "optim.qk_clip needs whole matrices"),
         (["monitor.probe_sequences=50"], "monitor.probe_sequences 50 is more than the 8 held-out sequences"),
+        (["--loss.weights={text: 0, image: 0}"], "loss.weights are 0 for text and image, which trains nothing"),
+        (["--optim.decay_mode=independent", "--optim.weight_decay=2"], "optim.weight_decay is 2.0, but"),
         (["--config=README.md"], "README.md is not the YAML of a run"),
         (["data.tokenizers=nowhere"], "nowhere"),
     ],

@@ -1,6 +1,5 @@
 """`mmqk init` writes a project that trains, and changes no existing file."""
 
-from pathlib import Path
 
 import pytest
 
@@ -8,8 +7,6 @@ from mmqk.config import resolve
 from mmqk.lab.grid import load_grid
 from mmqk.lab.project import main
 from mmqk.store import UserError
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_a_project_is_complete(tmp_path, monkeypatch, capsys):

@@ -123,13 +123,5 @@ def test_every_tag_has_a_row_and_every_row_a_tag(logged):
     assert missing([*logged, *new]) == new
 
 
-def test_a_tag_has_one_row(logged):
-    def rows(tag):
-        return [row for row in STATISTICS if row.matches(tag)]
-
-    assert all(len(rows(tag)) == 1 for tag in logged)
-    assert rows("grad_norm") != rows("grad_norm/embed.weight")
-
-
 def test_the_page_is_what_the_code_says():
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.statistics_page"

@@ -74,14 +74,6 @@ def test_what_fails_says_why_and_the_rest_goes_on():
         assert said in page
 
 
-def test_interrupting_is_no_failure_of_a_row():
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compare([Candidate("a", interrupted, memory=False)], CONTEXT, repeat=1, rounds=1)
-
-
 def test_ratios_are_made_within_a_round():
     """The median of ratios within rounds can differ from the ratio of medians, if the machine was slow in one
     round."""

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import loss, sizes, variants
+from benchmarks import loss, sizes
 from benchmarks.__main__ import measured, units_of
 from benchmarks.apart import Apart
 from benchmarks.harness import MEASURED, Context, Unit
@@ -55,17 +55,6 @@ def test_full_sizes_are_what_they_are_called(size):
     said = float(size.removesuffix("M"))
     assert parameters_of(full(size)) == pytest.approx(said * 1e6, rel=0.005)
     assert parameters_of(full(size, vocabulary=65536)) > 1.02 * said * 1e6
-
-
-@pytest.mark.parametrize("name", variants.COMPARED)
-def test_every_arm_is_a_run(name, context):
-    """The parser accepts the flags of each arm, and every arm but the plain one changes the configuration."""
-    arms = variants.COMPARED[name][1]
-    long = "--data.seq_len=128"  # backend flex requires a multiple of 128
-    plain = toy(context, long, *arms[variants.PLAIN]).identity
-    for arm, flags in arms.items():
-        run = toy(context, long, *flags)
-        assert (run.identity == plain) == (arm == variants.PLAIN)
 
 
 def test_a_way_in_a_process_of_its_own(context):

@@ -361,21 +361,6 @@ def test_a_document_is_a_function_of_config_seed_and_number(config):
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"vocabulary": {"text": 1, "image": 12}}, "data.dial.vocabulary.text is 1: it must be a whole number"),
-        ({"grid": {"image": 7}}, "data.dial.grid.image is 7: give 0 (a chain) or a divisor of data.dial.tokens."),
-        ({"tokens": {"text": 24}}, "data.dial.tokens has text and data.dial.vocabulary has text, image"),
-    ],
-)
-def test_what_makes_no_source_is_refused_in_one_sentence(fields, sentence):
-    with pytest.raises(ValueError) as refusal:
-        chain(**fields)
-    assert str(refusal.value).startswith(sentence) and str(refusal.value).endswith(".")
-    assert chain(grid={"image": 6}, lag={"text": 99, "image": 1})  # a valid configuration is not refused
-
-
-@pytest.mark.parametrize(
     ("tokens", "lag", "width"), [(24, 1, 6), (24, 2, 6), (24, 4, 0), (5, 9, 0), (12, 3, 4), (9, 1, 1)]
 )
 def test_parents_stand_where_the_configuration_says(tokens, lag, width):

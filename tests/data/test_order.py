@@ -163,21 +163,13 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
     assert forms == ["first", "last", "first", "text", "last", "first", "last", "text"]
 
 
-def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
+def test_fewer_are_held_out_than_asked_for(tiny_data):
     builder = builder_of(tiny_data, "val")
     rows = validation_rows(builder, 100)
     # There are 12 held-out pairs, and every fourth row is text.
     assert len(rows) == 16 and len({tuple(row.ids) for row in rows}) == 16
     assert sum(BEGIN_IMAGE in row.ids for row in rows) == 12
     assert [r.ids.tolist() for r in rows] == [r.ids.tolist() for r in validation_rows(builder, 16)]
-    folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers", "cache")}
-    warnings = {}
-    for n in (8, 16, 100):
-        data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=n), seed=0)
-        data.setup()
-        warnings[n] = data.few_held_out()
-    assert warnings[8] == warnings[16] == ""
-    assert "asks for 100" in warnings[100] and "val_sequences to 16" in warnings[100]
 
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):

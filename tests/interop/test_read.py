@@ -198,12 +198,6 @@ def test_refused_by_name(architecture, fields, says):
 def test_other_classes_are_refused():
     import transformers
 
-    config = transformers.MistralConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=16,
-    )  # fmt: skip
-    with pytest.raises(UserError, match="MistralForCausalLM is not an architecture that mmqk reads: use Chameleon"):
-        from_transformers(transformers.MistralForCausalLM(config))
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         """A class outside transformers, with an unknown forward."""
@@ -220,10 +214,6 @@ def test_weights_that_do_not_fit_are_refused():
     adapted = tiny(LLAMA)
     adapted.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Linear(64, 2, bias=False)
     refuses(adapted, r"The weights have model.layers.0.self_attn.q_proj.lora_A.weight")
-    wrapped = tiny(LLAMA)
-    wrapped.lm_head = torch.nn.Sequential(wrapped.lm_head)
-    wrapped.get_output_embeddings = lambda: wrapped.lm_head[0]
-    refuses(wrapped, r"The weights have no lm_head.weight")
     resized = tiny(LLAMA)
     resized.config.intermediate_size = 88
     refuses(resized, r"gate_proj.weight has shape \(80, 64\), but the configuration needs \(88, 64\)")
@@ -233,12 +223,6 @@ def test_weights_that_do_not_fit_are_refused():
     quantized = tiny(LLAMA)
     quantized.lm_head.weight = torch.nn.Parameter(torch.zeros(96, 64, dtype=torch.int8), requires_grad=False)
     refuses(quantized, "lm_head.weight is torch.int8")
-    quantized = tiny(LLAMA)
-    quantized.config.quantization_config = {"quant_method": "none"}
-    refuses(quantized, "config.quantization_config is 'set'")
-    old = tiny(LLAMA)
-    old.config = type("Config", (), {"hidden_act": "silu", "model_type": "llama"})()
-    refuses(old, "has no rope_parameters: update to transformers 5")
 
 
 @pytest.mark.parametrize(
@@ -255,11 +239,3 @@ def test_a_window_that_the_class_takes_no_notice_of_is_none_here(architecture, w
     other = EarlyFusionTransformer(replace(model.config, window=5 - windowed)).double()
     other.load_state_dict(model.state_dict())
     assert (other(some_ids()) - theirs).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    "vocab_sizes", [{"layer03": 96}, {"text": 95.5, "image": 0.5}]
-)
-def test_names_that_no_series_could_carry_are_refused(vocab_sizes):
-    with pytest.raises(UserError, match="vocab_sizes"):
-        from_transformers(tiny("LlamaForCausalLM"), vocab_sizes)

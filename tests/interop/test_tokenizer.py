@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer, processors
 
 from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
@@ -12,16 +11,6 @@ from mmqk.interop.folders import tokenizer_files
 
 FOLDER = Path(__file__).parents[2] / "data/tokenizers"
 TEXT = "Hello w\u00f6rld, a red moon \u263e 12"
-
-
-@pytest.mark.parametrize("missing", ["text.json", "image.safetensors"])
-def test_a_folder_that_lacks_a_file_gives_a_sentence(tmp_path, missing):
-    shutil.copytree(FOLDER, tmp_path / "some")
-    recorded = tokenizers_hash(FOLDER)
-    assert tokenizer_files(str(tmp_path / "some"), recorded)[0]
-    (tmp_path / "some" / missing).unlink()
-    files, said = tokenizer_files(str(tmp_path / "some"), recorded)
-    assert not files and "does not have the tokenizers of the run" in said
 
 
 def test_an_export_adds_no_token_to_a_text(tmp_path):

@@ -15,11 +15,9 @@ import pytest
 from mmqk.store import (
     Alarm,
     AlarmRules,
-    MetricsWriter,
     alarms_of,
     append_alarms,
     read_alarms,
-    read_metrics,
     truncate_alarms,
 )
 from mmqk.store.alarms import NAMES
@@ -303,17 +301,6 @@ def test_a_resume_midway_gives_the_same_alarms(cut):
     # The control: rules without the stored state give different alarms.
     if 300 < cut < 1100:
         assert repr(before + feed(AlarmRules(100, 1200), lines[cut:])) != repr(whole)
-
-
-def test_lines_read_back_give_the_same_alarms(tmp_path):
-    lines = eventful_run()
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    for line in lines:
-        writer.write(line["step"], {k: v for k, v in line.items() if k != "step"})
-    writer.close()
-    assert repr(alarms_of(read_metrics(tmp_path / "metrics.jsonl"), 100, 1200)) == repr(
-        alarms_of(lines, 100, 1200)
-    )
 
 
 # The file -----------------------------------------------------------------------------------------------------

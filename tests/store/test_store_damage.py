@@ -87,8 +87,9 @@ def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
 def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole, tmp_path):
     folder = tmp_path / "grid"
     shutil.copytree(whole, folder)
-    for name in ("run.json", "status.json", "data.json", "fork.json"):
-        next(folder.glob("mixed-0*/seed0")).joinpath(name).write_text('{"share": ')
+    arms = {"run.json": "mixed-0*", "status.json": "mixed-qk*", "data.json": "image-off*", "fork.json": "high-pre-0*"}
+    for name, arm in arms.items():
+        next(folder.glob(f"{arm}/seed0")).joinpath(name).write_text('{"share": ')
     assert cli_main(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page/report.md").read_text()
     for name in ("run.json", "status.json", "data.json", "fork.json"):

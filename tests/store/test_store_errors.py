@@ -6,17 +6,6 @@ import pytest
 from mmqk.store import UserError, cli_main
 
 
-def test_a_users_mistake_is_one_sentence_and_exit_code_2(capsys):
-    @cli_main
-    def main(argv):
-        raise UserError(f"there is no field {argv[0]}:\n give one that exists")
-
-    assert main(["model.width"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == "mmqk: there is no field model.width: give one that exists\n"
-    assert captured.out == ""
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 import mmqk
-from mmqk.cli import pack
 from mmqk.lab.metrics import METRICS
-from mmqk.lab.metrics.probes import FALLING, GROWING
 from mmqk.lab.runs import Run
 from mmqk.report import main as report
 from mmqk.store import UserError, cli_main
@@ -74,16 +72,6 @@ def test_a_run_alone_can_be_packed(folder, tmp_path):
     assert read.status.status == "completed" and len(read.series("loss/text")[0])
 
 
-def test_a_pack_keeps_every_value_of_a_long_run(folder, tmp_path):
-    shutil.copytree(next(folder.glob("mixed-0*/seed0")), tmp_path / "long")
-    lines = [{"step": step, "lr": 0.1 / (step + 3), "log_z/text": float(step)} for step in range(2500)]
-    (tmp_path / "long/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    write_pack(tmp_path / "long", tmp_path / "long.zip")
-    (whole,), (packed,) = (mmqk.load_runs(tmp_path / name) for name in ("long", "long.zip"))
-    for name in ("lr", "log_z/text"):
-        assert [part.tolist() for part in packed.series(name)] == [part.tolist() for part in whole.series(name)]
-
-
 @pytest.mark.usefixtures("without_figures")
 def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path):
     write_pack(folder, tmp_path / "whole.zip")
@@ -98,10 +86,6 @@ def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path
         assert json.loads((two.path / "thinned.json").read_text())["digits"] == 5
     write_pack(unpacked(tmp_path / "small.zip"), tmp_path / "again.zip", small=True)
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "small.zip").read_bytes()
-
-
-def test_a_small_pack_has_the_statistics_whose_growth_is_ordered():
-    assert {*GROWING, *FALLING} <= REPORTED
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -216,26 +200,6 @@ def test_a_damaged_file_is_one_sentence(packed, tmp_path, capsys, change):
     assert sentence.startswith(f"mmqk: {packed} cannot be read as a pack (")
     assert sentence.endswith("): give a file that mmqk pack has written")
     assert not (tmp_path / "page").exists()
-
-
-def test_the_command_names_damaged_files(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(folder, "demo")
-    assert pack(["demo"]) == 0 and capsys.readouterr().out.count("\n") == 1
-    damaged = [next(Path("demo").rglob(name)) for name in ("config.yaml", "metrics.jsonl", "status.json") if
-               next(Path("demo").rglob(name), None)]  # fmt: skip
-    for path in damaged:
-        path.write_bytes(path.read_bytes()[:-5] + b'"\xff')
-    damaged.append(list(Path("demo").rglob("run.json"))[-1])
-    damaged[-1].unlink()
-    assert pack(["demo"]) == 0
-    said = capsys.readouterr().out
-    assert len(damaged) > 1 and all(str(path.relative_to("demo")) in said for path in damaged)
-    assert pack(["demo"]) == 0
-    Path("demo/ablation.json").write_text("{")
-    with pytest.raises(UserError, match=r"ablation\.json"):
-        pack(["demo", "--out", "other.zip"])
-    assert not Path("other.zip").exists()
 
 
 def test_a_pack_has_no_absolute_path_in_its_commands(folder, tmp_path):

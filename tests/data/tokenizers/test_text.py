@@ -7,17 +7,9 @@ from tokenizers import Tokenizer, processors
 
 from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.files import (
-    BEGIN_IMAGE,
-    BOS,
-    END_IMAGE,
-    EOS,
-    PAD,
-    SPECIALS,
     TextTokenizer,
     tokenizers_hash,
-    vocab_sizes_of,
 )
-from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.store import UserError
 
 SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[3] / "data" / "tokenizers")
@@ -91,13 +83,3 @@ def test_the_hash_names_both_files(tmp_path):
     (tmp_path / "text.json").write_bytes(b"ab")
     (tmp_path / "image.safetensors").write_bytes(b"")
     assert tokenizers_hash(tmp_path) != first
-
-
-def test_specials_come_first_and_count_as_text(shipped: Path):
-    assert (BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE) == (0, 1, 2, 3, 4)
-    assert SPECIALS[BEGIN_IMAGE] == "<image>" and SPECIALS[END_IMAGE] == "</image>"
-    sizes = vocab_sizes_of(shipped)
-    assert list(sizes.items()) == [("text", 1029), ("image", 512)]
-    # The reference: the sizes of the loaded tokenizers.
-    assert sizes["text"] == len(SPECIALS) + TextTokenizer.load(shipped).size
-    assert sizes["image"] == ImageTokenizer.load(shipped).size

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmqk.data.shards.manifest import read_pairs, read_text, split_of
+from mmqk.data.shards.manifest import read_pairs, split_of
 from mmqk.data.tokenizers.source import Documents, Selection, Source
 from mmqk.store import UserError
 from tests.data.tars import write_samples
@@ -175,12 +175,3 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
         Documents(str(tmp_path / "*.ndjson"))
     with pytest.raises(UserError, match=r"nowhere names no file"):
         Documents(tmp_path / "nowhere")
-
-
-def test_documents_of_a_folder_are_its_train_split(tiny_data):
-    folder = tiny_data / "text"
-    whole = list(read_text(folder, "train"))
-    assert Documents(folder).read() == (whole, "")
-    half, summary = Documents(folder, Selection(characters=sum(map(len, whole)) // 2)).read()
-    assert half == whole[: len(half)] and 14 <= len(half) <= 16
-    assert summary == f"{len(half)} documents read, only the beginning of 1 of 1 files (--characters)"

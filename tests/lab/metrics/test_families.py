@@ -99,12 +99,6 @@ def test_what_is_missing_is_named(tmp_path):
     again = ended(tmp_path / "again", 0.1, 3.0)
     assert "several runs have the learning rate 0.1" in why([one, two, again])
     assert why([one, two], [{"optim.lr": 0.1}, {"optim.lr": 0.3}]) == "there is no run at optim.lr 0.3"
-    again.seed = 5
-    assert "several seeds" in why([one, again])
-    rest = small_run(tmp_path / "rest", {"loss": [7.0] * 60}, config=config(60, 0, 0.3))
-    assert "0.01 has no loss of image" not in why([one, rest]) and "rest has no loss of text" in why(
-        [one, rest]
-    )
 
 
 def test_first_unstable_learning_rate(tmp_path):

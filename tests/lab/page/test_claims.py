@@ -1,11 +1,10 @@
-"""What a page prints of a claim: digits, what was tested and why a verdict is missing."""
+"""What a page prints of a claim: values that the verdict uses, and what was tested."""
 
 import shutil
 
 import pytest
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.formatting import decimals, fixed
 from mmqk.lab.page.sweeps import learning_rates
 from mmqk.lab.page.verdicts import claim_rows
 from tests.lab.fake_runs import Planted, write_demo
@@ -19,17 +18,6 @@ def of_claim(tmp_path, planted=None, **kwargs):
 
 def row_of(study, found, id="C2"):
     return next(row for row in claim_rows(study, list(found.values())) if row["id"] == id)
-
-
-@pytest.mark.parametrize(
-    ("error", "value", "shown"),
-    # Examples of the Review of Particle Physics: 0.827 ± 0.119 is printed as 0.83 ± 0.12, and 0.827 ± 0.367 as 0.8 ±
-    # 0.4.
-    [(0.119, 0.827, "0.83"), (0.367, 0.827, "0.8"), (0.0096, 0.0384, "0.038"), (12.0, 463.2, "463"),
-     (52.0, 463.2, "460"), (0.1, -0.001, "0.00")],
-)  # fmt: skip
-def test_digits_are_those_of_the_error(error, value, shown):
-    assert fixed(value, decimals(error)) == shown
 
 
 def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
@@ -64,17 +52,3 @@ def test_the_opposite_of_a_claim_is_not_its_reproduction(tmp_path, direction, ve
     row = row_of(study, found)
     assert row["verdict"] == verdict and row["tested"].startswith(tested) and row["effect"].startswith("+0.17")
     assert found["C2"].as_record()["tested"] == tested
-
-
-def test_a_verdict_that_a_check_took_away_names_the_check(tmp_path):
-    """Both effects are far from the smallest effect of interest; one interval includes it."""
-    changes = {
-        "check": ({"mixed-qk": Planted(8.5, {"text": 3.4, "image": 6.29})}, "Failed checks: both modalities learned"),
-        "interval": ({"mixed-qk": Planted(30.0)}, "The interval includes the smallest effect of interest"),
-        "nothing": ({}, ""),
-    }
-    for name, (planted, why) in changes.items():
-        row = row_of(*of_claim(tmp_path / name, planted))
-        assert row["why"] == why and (row["verdict"] == "inconclusive") == bool(why)
-        # A failed check makes the adjusted p-value 1; it stands beside the raw one.
-        assert row["p"].get("adjusted p") == ("1" if name == "check" else None)

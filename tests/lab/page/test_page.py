@@ -19,7 +19,7 @@ from mmqk.lab.page.figure import arm_colors
 from mmqk.lab.page.page import page_content, report_files, write_report
 from mmqk.lab.page.tables import arm_table, tokens
 from tests.lab.fake_runs import Planted, write_demo, write_run
-from tests.lab.page.report_runs import write_forks
+from tests.lab.page.report_runs import write
 
 FIGURES = ("hero", "claim-C2", "claim-C10", "claim-C13", "entropy", "norms", "final_norm", "layers", "shown")
 
@@ -202,10 +202,12 @@ def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
 
 
 def test_a_fork_costs_what_it_reads_itself(tmp_path):
-    study = load_study(write_forks(tmp_path / "forks"))
-    read_by = {run.name: tokens(run) for run in study.runs}
+    for name, start, end in (("plain", 0, 100), ("late", 40, 100), ("hot", 70, 90)):
+        parent = {"parent": {"id": "0123456789", "folder": "elsewhere", "step": start}} if start else None
+        write(tmp_path / name, start=start, end=end, fork=parent)
+    read_by = {run.name: tokens(run) for run in load_study(tmp_path).runs}
     # A step has 8 sequences of 128 tokens. `plain` trains 100 steps, `late` 60 from step 40, `hot` 20 from step 70.
-    assert (read_by["plain"], read_by["late"], read_by["hot"]) == (102_400, 61_440, 20_480)
+    assert read_by == {"plain": 102_400, "late": 61_440, "hot": 20_480}
 
 
 def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):

@@ -70,16 +70,6 @@ def test_claims_stay_registered_as_they_first_were(toy, tmp_path):
     assert later["registered"] == first["registered"] != claims_hash(later["grid"])
 
 
-def test_a_record_without_a_registration_registers_the_claims_it_holds(toy, tmp_path):
-    path = tmp_path / "runs/toy/ablation.json"
-    assert toy() == 0
-    old = json.loads(path.read_text())
-    del old["registered"]
-    path.write_text(json.dumps(old))
-    assert toy(grid=GRID + "claims:\n  - {id: A, arms: [good], status: shown}\n") == 0
-    assert json.loads(path.read_text())["registered"] == claims_hash(old["grid"])
-
-
 def test_a_failing_arm_is_exit_code_1_and_the_others_are_done(toy, tmp_path, capsys):
     assert toy(grid=GRID.replace("act: diverge", "act: sigkill")) == 1
     captured = capsys.readouterr()

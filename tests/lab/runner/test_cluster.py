@@ -188,14 +188,3 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
         done | other, 1
     )
     assert "unknown" in time_left(open_runs, 1)
-
-
-def test_time_left_of_a_fork_is_that_of_its_own_steps():
-    def task(seed, first):
-        return Task("late", seed, (), Path(str(seed)), "id", 500, first=first)
-
-    done = {task(0, 300): TaskOutcome("completed", 500, seconds=200.0)}  # 1 s per step
-    assert "about 3:20" in time_left(done | {task(1, 300): TaskOutcome("waiting")}, 1)
-    assert "about 1:00" in time_left(done | {task(1, 300): TaskOutcome("interrupted", 440)}, 1)
-    assert "about 8:20" in time_left(done | {task(1, 0): TaskOutcome("waiting")}, 1), "a run that starts at step 0"
-    assert time_left(done | {task(1, 300): TaskOutcome("never")}, 1) == "nothing to train"

@@ -109,17 +109,6 @@ def test_what_runs_could_support_is_accepted(world, capsys, what):
     assert world("--dry-run", grid=grid(*claims, **more)) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("seeds", "more", "said"),
-    [((1, 2), {}, True), ((1, 2, 3), {}, False), ((1, 2), {"unchecked": {"seeds": "a first look"}}, False)],
-)
-def test_seeds_that_leave_a_claim_open_are_announced(world, capsys, seeds, more, said):
-    assert world("--dry-run", grid=grid(CLAIM | more, seeds=seeds)) == 0
-    plan = "plan 3 per arm, or give a reason under unchecked.seeds"
-    sentence = f"claim C stays inconclusive with 2 seeds per arm: {plan}"
-    assert (sentence in capsys.readouterr().out.splitlines()) == said
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_claim_that_ships_could_be_supported(path):
     assert len(decidable_claims(load_grid(path))) == len(yaml.safe_load(path.read_text()).get("claims") or ())

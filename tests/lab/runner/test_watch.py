@@ -74,28 +74,6 @@ def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, mo
     assert "step 30: growth: [logits] have doubled" in said
 
 
-def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    folder = tmp_path / "study"
-    write_run(folder / "mixed-0123456789/seed1", "completed", alarms=[GROWTH])
-    write_run(folder / "mixed-0123456789/seed2", "diverged", reason="text loss became nan")
-    runs = [
-        {"arm": "mixed", "seed": seed, "folder": f"mixed-0123456789/seed{seed}", "id": "x"}
-        for seed in (1, 2, 3)
-    ]
-    write_json(folder / "ablation.json", {"name": "study", "grid": {}, "runs": runs})
-    said = shown(capsys, "--once", folder)
-    statuses = re.findall(r"^mixed seed (\d) +(completed|diverged|waiting) +\d", said, re.MULTILINE)
-    assert statuses == [("1", "completed"), ("2", "diverged"), ("3", "waiting")]
-    assert "mixed seed 2 diverged: text loss became nan" in said
-    assert "mixed seed 1 step 30: growth" in said
-    # The folder of an arm has run folders and no ablation.json.
-    said = shown(capsys, "--once", folder / "mixed-0123456789")
-    assert "seed1" in said and "seed2" in said and "seed3" not in said
-    # Several folders at once. Without a terminal, --once is not needed.
-    assert shown(capsys, folder / "mixed-0123456789/seed1", folder).count("completed") == 2
-
-
 def test_a_damaged_line_of_a_run_is_named(tmp_path):
     write_run(tmp_path / "r", "interrupted")
     path = tmp_path / "r/metrics.jsonl"

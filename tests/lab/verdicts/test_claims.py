@@ -142,15 +142,6 @@ def test_equal_values_in_each_arm_have_no_interval(tmp_path, failed, why):
     assert why in " ".join(found.notes) and (found.p < 0.05) == (failed == 5)
 
 
-def test_arms_without_a_finite_value_are_not_said_to_share_no_seed(tmp_path):
-    arms = {"a": Planted(10, nan_from=0), "b": Planted(10, nan_from=0)}
-    found = one(tmp_path / "nan", arms, [BASIC])
-    assert found.verdict == "inconclusive" and found.open == "No compared run has a finite value."
-    seeds = [({"arm": arm, "seed": seed}, Planted(10), {"optim.eps": arm}) for arm, seed in (("a", 1), ("b", 2))]
-    found = one(tmp_path / "seeds", {"a": Planted(10), "b": Planted(10)}, [BASIC], seeds=(), more=seeds)
-    assert found.open == "The two arms share no seed."
-
-
 # Families of claims ----------------------------------------------------------------------------------------------
 
 
