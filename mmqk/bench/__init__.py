@@ -10,37 +10,55 @@ from mmqk.store import OneSentenceParser, UserError, write_atomic
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Score the rules, and one of your own, on runs of the bench; print a table.
+    """Score the rules, and one of your own, on runs of the bench; print tables.
 
     Raises:
         UserError: the folder has no runs, an arm has no label, or the rule does not exist.
     """
     parser = OneSentenceParser(prog="mmqk bench", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("runs", help="folder or pack of the runs of configs/failures/bench.yaml")
+    add("runs", help="folder or pack of the runs of configs/failures/bench.yaml, or of zoo.yaml or rescue.yaml")
     add("--rule", action="append", default=[], metavar="module:function", help="score this rule too")
     add("--side", choices=("develop", "judge"), default="develop", help="side of the split (default: develop)")
     add("--labels", metavar="FILE", help="what is wrong in each arm (default: the labels of mmqk)")
+    add("--thresholds", type=Path, metavar="FILE", help="scores of another call (--json) whose thresholds to use")
     add("--json", type=Path, metavar="FILE", help="file for the scores as JSON")
+    add("--outcomes", action="store_true", help="show instead what changes do to failing runs (zoo, rescue)")
+    add("--figure", type=Path, metavar="PNG", help="file for the figure of the table")
     options = parser.parse_args(argv)
 
     from mmqk import load_runs
-    from mmqk.bench.rules import BASELINES, CANDIDATES
-    from mmqk.bench.score import markdown, table
-    from mmqk.bench.traces import LABELS, labelled, split_hash
-    from mmqk.model.patch import allow_patch, named_function
 
-    labels = options.labels or LABELS
-    try:
-        for name in options.rule:
-            allow_patch(name)
-        own = [named_function(name) for name in options.rule]
-    except ValueError as error:
-        raise UserError(f"--rule: {error}") from error
-    traces = labelled([*load_runs(options.runs)], labels)
-    rows = table(traces, [*BASELINES, *CANDIDATES, *own], options.side)
-    chosen = [trace for trace in traces if trace.side == options.side]
-    print(f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}\n\n{markdown(rows)}")
+    runs = [*load_runs(options.runs)]
+    if options.outcomes:
+        from mmqk.bench.outcomes import heat_map, markdown, outcomes
+
+        table = outcomes(runs)
+        text, scores, figure = markdown(table), table.to_dict("records"), lambda: heat_map(table)
+    else:
+        from mmqk.bench import figure as drawing
+        from mmqk.bench import kinds, score
+        from mmqk.bench.rules import BASELINES, CANDIDATES
+        from mmqk.bench.traces import LABELS, labelled, split_hash
+        from mmqk.model.patch import allow_patch, named_function
+
+        labels = options.labels or LABELS
+        try:
+            for name in options.rule:
+                allow_patch(name)
+            own = [named_function(name) for name in options.rule]
+        except ValueError as error:
+            raise UserError(f"--rule: {error}") from error
+        traces = labelled(runs, labels)
+        known = {} if options.thresholds is None else score.thresholds(options.thresholds)
+        rows = score.table(traces, [*BASELINES, *CANDIDATES, *own], options.side, known)
+        chosen = [trace for trace in traces if trace.side == options.side]
+        head = f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}"
+        text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), kinds.confusion(chosen)])
+        scores, figure = [asdict(row) for row in rows], lambda: drawing.draw(rows)
+    print(text)
     if options.json is not None:
-        write_atomic(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_atomic(options.json, json.dumps(scores, indent=1) + "\n")
+    if options.figure is not None:
+        write_atomic(options.figure, figure())
     return 0

@@ -66,14 +66,14 @@ def loss_or_grad_norm(metrics: pd.DataFrame) -> pd.Series:
 
 
 def loss_cusum(metrics: pd.DataFrame) -> pd.Series:
-    """Cumulative sum (Page 1954) of how far each loss is above its recent losses, less half a standard deviation."""
+    """Baseline: cumulative sum (Page 1954) of how far a loss is above its recent ones, less half a deviation."""
     excess = above_recent(metrics[["loss"]].dropna()).clip(-3, 3).fillna(0) - 0.5
     total = excess.cumsum()
     return total - total.cummin()
 
 
 def loss_rise(metrics: pd.DataFrame) -> pd.Series:
-    """How far the median of the last 50 losses is above its lowest, nats; the larger of the modalities."""
+    """Baseline: how far the median of the last 50 losses is above its lowest, nats; the larger of the modalities."""
     median = columns(metrics, "loss").rolling(50, min_periods=25).median()
     return (median - median.cummin()).max(axis=1)
 
@@ -142,8 +142,9 @@ def loss_and_logit(metrics: pd.DataFrame) -> pd.Series:
     return both.sum(axis=1, min_count=1)
 
 
-BASELINES: tuple[Rule, ...] = (loss, grad_norm, loss_or_grad_norm)
+# What an alarm from the loss and the gradient norm alone can do: every other rule has to beat these.
+BASELINES: tuple[Rule, ...] = (loss, grad_norm, loss_or_grad_norm, loss_cusum, loss_rise)
 CANDIDATES: tuple[Rule, ...] = (
-    loss_cusum, loss_rise, largest_logit, logit_growth, entropy, attention_rank, stable_rank, grad_over_v, update_rms,
+    largest_logit, logit_growth, entropy, attention_rank, stable_rank, grad_over_v, update_rms,
     grad_share, log_z, output_norm, stream_norm, loss_and_logit,
 )  # fmt: skip

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import optimize, stats
 
 from mmqk.bench.rules import Rule
 from mmqk.bench.traces import Trace
+from mmqk.store import UserError
 
 FALSE_ALARMS = 1 / 20  # of the healthy runs, at which rules are compared
 WARMUP = 50  # steps at the start of every run without alarms of the candidates
+LOGISTIC = "logistic model"
+CLIPPED, RIDGE = (-3.0, 10.0), 1e-3
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Score:
         per_1000: alarms in 1,000 healthy steps; the steps before a fault begins are healthy too.
         lead: median number of steps from the alarm to the failure, as a share of the run, over the runs that fail and
             are hit; NaN if there are none.
+        kinds: (hits, runs) by kind of fault.
     """
 
     rule: str
@@ -41,6 +47,7 @@ class Score:
     healthy: int
     per_1000: float
     lead: float
+    kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def threshold_of(scores: Sequence[pd.Series], share: float = FALSE_ALARMS) -> float:
@@ -66,6 +73,7 @@ def score(name: str, traces: Sequence[Trace], scores: Sequence[pd.Series], thres
         threshold: its threshold.
     """
     hits: dict[int, list[bool]] = {}
+    kinds: dict[str, tuple[int, int]] = {}
     leads, accused, alarms, steps = [], 0, 0, 0
     for trace, series in zip(traces, scores, strict=True):
         at = begins(series, threshold)
@@ -77,6 +85,8 @@ def score(name: str, traces: Sequence[Trace], scores: Sequence[pd.Series], thres
         alarms, steps = alarms + len(early), steps + trace.label.begins
         late = at[at > trace.label.begins]
         hits.setdefault(trace.run.seed, []).append(len(late) > 0)
+        hit, runs = kinds.get(trace.label.kind, (0, 0))
+        kinds[trace.label.kind] = hit + (len(late) > 0), runs + 1
         if len(late) and trace.failed_at is not None:
             leads.append((trace.failed_at - late[0]) / trace.run.last_step)
     shares = [float(np.mean(of_seed)) for of_seed in hits.values()]
@@ -96,24 +106,79 @@ def score(name: str, traces: Sequence[Trace], scores: Sequence[pd.Series], thres
         healthy=sum(trace.healthy for trace in traces),
         per_1000=1000 * alarms / max(1, steps),
         lead=float(np.median(leads)) if leads else math.nan,
+        kinds=kinds,
     )
 
 
-def table(traces: Sequence[Trace], rules: Sequence[Rule], side: str) -> list[Score]:
-    """Score rules on a side, with thresholds from the healthy runs of the side ``develop``; then the present rules of
-    docs/alarms.md, which have their own thresholds."""
-    develop = [trace for trace in traces if trace.side == "develop" and trace.healthy]
+def table(
+    traces: Sequence[Trace], rules: Sequence[Rule], side: str, known: Mapping[str, float] | None = None
+) -> list[Score]:
+    """Score rules on a side, with thresholds from the healthy runs of the side ``develop``, or with ``known`` ones by
+    the name of the rule; then a logistic model of all rules, fitted on the side ``develop``, which is an upper bound
+    there; then the present rules of docs/alarms.md, which have their own thresholds."""
+    develop = [] if known else [trace for trace in traces if trace.side == "develop"]
     chosen = [trace for trace in traces if trace.side == side]
+    scores = {trace: {r.__name__: r(trace.metrics).loc[WARMUP + 1 :] for r in rules} for trace in {*develop, *chosen}}
+    if develop:
+        weigh = fitted([scores[trace] for trace in develop], develop)
+        for of in scores.values():
+            of[LOGISTIC] = weigh(of)
     rows = []
-    for rule in rules:
-        of = {trace: rule(trace.metrics).loc[WARMUP + 1 :] for trace in {*develop, *chosen}}
-        threshold = threshold_of([of[trace] for trace in develop])
-        rows.append(score(rule.__name__, chosen, [of[trace] for trace in chosen], threshold))
+    for name in [*(rule.__name__ for rule in rules), *([LOGISTIC] if develop else [])]:
+        healthy = [scores[trace][name] for trace in develop if trace.healthy]
+        threshold = known[name] if known else threshold_of(healthy)
+        rows.append(score(name, chosen, [scores[trace][name] for trace in chosen], threshold))
     present = [trace.alarms() for trace in chosen]
     rows += [
         score(f"alarm {name}", chosen, [of[name] for of in present], 0.5) for name in (present[0] if present else {})
     ]
     return rows
+
+
+def fitted(scores: Sequence[Mapping[str, pd.Series]], traces: Sequence[Trace]) -> Callable[..., pd.Series]:
+    """Fit a logistic model that tells the steps after a fault from all others; return the function from the scores of
+    a run to its log odds. A score is the number of quartile ranges above the median of the healthy runs, within
+    `CLIPPED`, and stays until the next one."""
+    tables = [pd.DataFrame(of).ffill() for of in scores]
+    healthy = pd.concat([table for table, trace in zip(tables, traces, strict=True) if trace.healthy])
+    healthy = healthy.replace(math.inf, math.nan)
+    center, spread = healthy.median(), (healthy.quantile(0.75) - healthy.quantile(0.25)).clip(lower=1e-9)
+
+    def features(table: pd.DataFrame) -> np.ndarray:
+        scaled = ((table - center) / spread).clip(*CLIPPED).fillna(0)
+        return np.column_stack([scaled.to_numpy(), np.ones(len(scaled))])
+
+    x = np.concatenate([features(table)[::10] for table in tables])
+    bad = [
+        np.full(len(table), not trace.healthy) & (table.index > trace.label.begins)
+        for table, trace in zip(tables, traces, strict=True)
+    ]
+    y = np.concatenate([of[::10] for of in bad]).astype(float)
+
+    def cost(weights: np.ndarray) -> tuple[float, np.ndarray]:
+        odds = x @ weights
+        loss = np.logaddexp(0, odds).mean() - (y * odds).mean() + RIDGE * weights @ weights
+        return loss, x.T @ (1 / (1 + np.exp(-odds)) - y) / len(y) + 2 * RIDGE * weights
+
+    weights = optimize.minimize(cost, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B").x
+
+    def log_odds(of: Mapping[str, pd.Series]) -> pd.Series:
+        filled = pd.DataFrame({name: of[name] for name in center.index}).ffill()
+        return pd.Series(features(filled) @ weights, index=filled.index)
+
+    return log_odds
+
+
+def thresholds(path: Path) -> dict[str, float]:
+    """Return the threshold of each rule from the scores that ``mmqk bench --json`` wrote.
+
+    Raises:
+        UserError: the file cannot be read, or has no scores.
+    """
+    try:
+        return {row["rule"]: float(row["threshold"]) for row in json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} has no thresholds ({error}): give a file that mmqk bench --json wrote") from error
 
 
 def markdown(rows: Sequence[Score]) -> str:
@@ -129,4 +194,14 @@ def markdown(rows: Sequence[Score]) -> str:
             f"| {row.rule} | {row.hits} of {row.faults}, {share:.0%} ({row.low:.0%} to {row.high:.0%})"
             f" | {row.accused} of {row.healthy} | {row.per_1000:.2f} | {lead} | {row.threshold:.3g} |"
         )
+    return "\n".join(lines)
+
+
+def by_kind(rows: Sequence[Score]) -> str:
+    """Return the hits of each rule by kind of fault as a table in Markdown, the rules with most hits first."""
+    kinds = sorted({kind for row in rows for kind in row.kinds})
+    lines = [f"| rule | {' | '.join(kinds)} |", "| --- |" + " --: |" * len(kinds)]
+    for row in sorted(rows, key=lambda row: -row.hits):
+        cells = ["{} of {}".format(*row.kinds.get(kind, (0, 0))) for kind in kinds]
+        lines.append(f"| {row.rule} | {' | '.join(cells)} |")
     return "\n".join(lines)

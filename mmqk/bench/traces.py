@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pandas as pd
 import yaml
 
 from mmqk.lab.runs import Run
-from mmqk.store import DivergenceRule, UserError, find_file, identity_hash
+from mmqk.store import UserError, find_file, identity_hash
 from mmqk.store.alarms import NAMES
 
 LABELS = "configs/failures/bench/labels.yaml"
+WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
+SMOOTH = 50  # steps of a median of losses
 Side = Literal["develop", "judge"]
 
 
@@ -41,11 +42,13 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One run, its label and its side: a run of a judged seed is judged, whatever its arm."""
+    """One run, its label and its side: a run of a judged seed is judged, whatever its arm. ``twin`` is the healthy
+    run of the same seed."""
 
     run: Run
     label: Label
     side: Side
+    twin: Trace | None = None
 
     @property
     def healthy(self) -> bool:
@@ -68,15 +71,11 @@ class Trace:
 
     @cached_property
     def failed_at(self) -> int | None:
-        """The first step after the fault began at which the loss has diverged (`DivergenceRule`), or at which the run
-        ended as diverged; None without such a step. Unlike `divergence_step`, it reads a parent's losses too."""
-        losses = self.metrics.filter(regex="^loss/").rename(columns=lambda tag: tag.removeprefix("loss/"))
-        rule = DivergenceRule(self.run.warmup_steps)
-        for step, row in zip(losses.index.tolist(), losses.to_dict("records"), strict=True):
-            trained = {str(name): loss for name, loss in row.items() if not np.isnan(loss)}
-            if rule.reason(step, trained) and step > self.label.begins:
-                return int(step)
-        return self.run.status.step if self.run.status.status == "diverged" else None
+        """The first step after the fault began from which on the run is worse than its healthy twin (`worse_from`),
+        or at which it ended as diverged; None if it has not failed."""
+        if self.run.status.status == "diverged":
+            return self.run.status.step
+        return None if self.twin is None else worse_from(self.metrics, self.twin.metrics, self.label.begins)
 
 
 def metrics_table(run: Run) -> pd.DataFrame:
@@ -84,6 +83,18 @@ def metrics_table(run: Run) -> pd.DataFrame:
     tags = {**(run.parent.tags if run.parent is not None else {}), **run.tags}
     columns = {tag: pd.Series(values, index=steps) for tag in tags for steps, values in [run.history(tag)]}
     return pd.DataFrame(columns).sort_index()
+
+
+def worse_from(metrics: pd.DataFrame, twin: pd.DataFrame, begins: int = 0) -> int | None:
+    """Return the first step after ``begins`` from which on, to the end, the median of `SMOOTH` losses of a modality
+    is more than `WORSE_NATS` above that of the twin; None if there is none before the last `SMOOTH` steps."""
+    starts = []
+    for tag in [tag for tag in metrics if tag.startswith("loss/") and tag in twin]:
+        median, other = (table[tag].dropna().rolling(SMOOTH, 1).median() for table in (metrics, twin))
+        better = median.index[~(median > other.reindex(median.index, method="ffill") + WORSE_NATS)]
+        later = median.index[median.index > max([begins, *better])]
+        starts += [later[0]] if len(later) else []
+    return int(min(starts)) if starts and min(starts) <= metrics.index[-1] - SMOOTH else None
 
 
 def split_hash(labels: str = LABELS) -> str:
@@ -100,11 +111,12 @@ def labelled(runs: list[Run], labels: str = LABELS) -> list[Trace]:
     content = yaml.safe_load(Path(find_file(labels)).read_text(encoding="utf-8"))
     by_arm = {arm: Label(**fields) for arm, fields in content["faults"].items()}
     by_arm |= {arm: Label(side=side) for arm, side in content["healthy"].items()}
+    finished = [run for run in runs if run.status.finished]
+    if unknown := {run.arm for run in finished} - by_arm.keys():
+        raise UserError(f"{labels} has no arm {min(unknown)}: add it under faults or under healthy")
     traces = []
-    for run in (run for run in runs if run.status.finished):
-        if run.arm not in by_arm:
-            raise UserError(f"{labels} has no arm {run.arm}: add it under faults or under healthy")
-        label = by_arm[run.arm]
+    for run, label in [(run, by_arm[run.arm]) for run in finished]:
         judged = label.side == "judge" or run.seed in content["judged_seeds"]
         traces.append(Trace(run, label, "judge" if judged else "develop"))
-    return traces
+    twins = {trace.run.seed: trace for trace in traces if trace.run.arm == content["twin"]}
+    return [replace(trace, twin=twins.get(trace.run.seed)) for trace in traces]

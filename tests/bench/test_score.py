@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from mmqk.bench import rules
-from mmqk.bench.score import begins, score, threshold_of
-from mmqk.bench.traces import Label, Trace
+from mmqk.bench.score import begins, by_kind, fitted, score, threshold_of
+from mmqk.bench.traces import Label, Trace, worse_from
 from mmqk.store import Status
 
 STEPS = np.arange(1, 601)
@@ -41,8 +41,9 @@ def test_an_alarm_begins_once_and_waits_over_steps_without_a_number():
 
 
 def test_hits_leads_and_false_alarms_are_counted():
-    loss = np.where(STEPS < 420, 3.0, 5.0)  # the median of 50 losses is above 3.5 from step 444 on
+    loss = np.where(STEPS < 420, 3.0, 5.0)  # the median of 50 losses is above 3.25 from step 444 on
     failing, silent, healthy = Label("rate", begins=300), Label("dead", begins=300), Label()
+    twin = trace(healthy, loss__text=np.full(600, 3.0))
     traces = [
         trace(failing, seed=1, loss__text=loss),
         trace(failing, seed=2, loss__text=loss),
@@ -51,6 +52,8 @@ def test_hits_leads_and_false_alarms_are_counted():
         trace(healthy, seed=1),
         trace(healthy, seed=2),
     ]
+    for one in traces:
+        object.__setattr__(one, "twin", twin)
     assert [t.failed_at for t in traces[:4]] == [444, 444, None, None]
     scores = [spikes(385), spikes(100, 415), spikes(), spikes(300), spikes(50, 60), spikes()]
     found = score("made up", traces, scores, 0.5)
@@ -59,6 +62,40 @@ def test_hits_leads_and_false_alarms_are_counted():
     assert found.per_1000 == pytest.approx(1000 * 4 / (4 * 300 + 2 * 600))
     assert found.lead == pytest.approx(np.median([(444 - 385) / 600, (444 - 415) / 600]))
     assert found.low <= 0.5 <= found.high
+    assert found.kinds == {"rate": (2, 2), "dead": (0, 2)} and "| made up | 0 of 2 | 2 of 2 |" in by_kind([found])
+
+
+def test_a_run_that_recovers_or_is_better_has_not_failed():
+    twin = pd.DataFrame({"loss/text": np.full(600, 3.0)}, index=STEPS)
+
+    def failed(loss: np.ndarray, begins: int = 0) -> int | None:
+        return worse_from(pd.DataFrame({"loss/text": loss}, index=STEPS), twin, begins)
+
+    assert failed(np.where((STEPS > 300) & (STEPS < 340), 7.0, 3.0)) is None  # recovers
+    assert failed(np.full(600, 2.0)) is None and failed(np.full(600, 3.2)) is None
+    assert failed(np.full(600, 4.0)) == 1 and failed(np.full(600, 4.0), begins=300) == 301
+    assert failed(np.where(STEPS > 580, 4.0, 3.0)) is None  # too late to be judged
+
+
+def test_the_logistic_model_finds_what_tells_faults_apart_and_reads_no_later_step():
+    random = np.random.default_rng(0)
+    labels = [Label("rate", begins=300)] * 10 + [Label()] * 10
+    traces = [trace(label, seed=i) for i, label in enumerate(labels)]
+    shift = np.where(STEPS > 300, 3.0, 0.0)
+    scores = [
+        {
+            "useful": pd.Series(random.normal(size=600) + (0 if one.healthy else shift), index=STEPS),
+            "useless": pd.Series(random.normal(size=600), index=STEPS),
+        }
+        for one in traces
+    ]
+    log_odds = fitted(scores, traces)
+    after = [log_odds(of).loc[301:].mean() for of in scores]
+    assert min(after[:10]) > 0 > max(after[10:])
+    useless = {**scores[0], "useful": scores[10]["useful"]}  # negative control: without what is useful, no sign
+    assert log_odds(useless).loc[301:].mean() < 0
+    part = {name: series.loc[:400] for name, series in scores[0].items()}
+    pd.testing.assert_series_equal(log_odds(scores[0]).loc[:400], log_odds(part))
 
 
 @pytest.mark.parametrize("rule", [*rules.BASELINES, *rules.CANDIDATES], ids=lambda rule: rule.__name__)

@@ -1,0 +1,163 @@
+"""Which kind of fault is it? A table of signs, written by hand: the sign that appears first in a run names the kind.
+
+The signs read the log of a run alone. A run without a sign is not accused; where an alarm began all the same, the
+answer is "don't know".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from mmqk.bench.traces import Trace
+from mmqk.store.metrics import parsed_tag
+
+DONT_KNOW, NO_FAULT = "don't know", "no fault"
+SETTLED = 60  # first step of the readings that compare a value with earlier ones
+
+
+def level(values: pd.DataFrame) -> pd.DataFrame:
+    """The value itself."""
+    return values
+
+
+def cosine(values: pd.DataFrame) -> pd.DataFrame:
+    """The largest absolute logit of a layer at the first probe over the product of the largest norms of its queries
+    and keys: at most the softmax scale, 1 / sqrt(head_dim)."""
+    row = values.iloc[:1]
+    layers = {parsed_tag(tag).layer for tag in row}
+    parts = {
+        f"attn_logit_absmax/layer{layer:02d}": [
+            row[[t for t in row if t.startswith(name) and t.endswith(f"/layer{layer:02d}")]].max(axis=1)
+            for name in ("attn_logit_absmax", "q_norm_max", "k_norm_max")
+        ]
+        for layer in sorted(layer for layer in layers if layer is not None)
+    }
+    return pd.DataFrame({tag: logit / (query * key) for tag, (logit, query, key) in parts.items()})
+
+
+def jump(values: pd.DataFrame) -> pd.DataFrame:
+    """The value divided by the value before it."""
+    return (values / values.shift(1)).loc[SETTLED:]
+
+
+def gain(values: pd.DataFrame) -> pd.DataFrame:
+    """The value minus the value before it."""
+    return values.diff().loc[SETTLED:]
+
+
+def drop(values: pd.DataFrame) -> pd.DataFrame:
+    """The value before it divided by the value."""
+    return (values.shift(1) / values).loc[SETTLED:]
+
+
+def rise(values: pd.DataFrame) -> pd.DataFrame:
+    """The median of the last 5 values minus that of the 50 before them."""
+    return (values.rolling(5).median() - values.shift(5).rolling(50).median()).loc[SETTLED:]
+
+
+def fall(values: pd.DataFrame) -> pd.DataFrame:
+    """The median of 50 values minus that of the 5 after them."""
+    return -rise(values)
+
+
+def of_largest(values: pd.DataFrame) -> pd.DataFrame:
+    """The first value divided by the largest of the first 100."""
+    return values.iloc[:1] / values.iloc[:100].max()
+
+
+def of_first(values: pd.DataFrame) -> pd.DataFrame:
+    """How far the median of 20 values is below the first value, as a share of it."""
+    return 1 - values.rolling(20).median() / values.bfill().iloc[0]
+
+
+def early(values: pd.DataFrame) -> pd.DataFrame:
+    """`of_first` in the first `SETTLED` steps."""
+    return of_first(values).loc[:SETTLED]
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A kind of fault, and a reading of a statistic that is above a limit where it has begun."""
+
+    kind: str
+    statistic: str
+    reading: Callable[[pd.DataFrame], pd.DataFrame]
+    above: float
+    says: str
+
+
+# Of signs at the same step, the one that stands first here is used.
+SIGNS = (
+    Sign("rate", "lr", jump, 2.0, "the learning rate rose at once"),
+    Sign("warm-up", "lr", of_largest, 0.5, "the learning rate began at its highest"),
+    Sign("optimizer", "adam_below_eps", level, 0.95, "Adam's eps is above nearly every second moment"),
+    Sign("moments", "adam_below_eps", gain, 0.1, "second moments vanished"),
+    Sign("logits", "attn_logit_absmax q_norm_max k_norm_max", cosine, 0.4,
+         "the softmax scale is above that of heads with 8 channels"),
+    Sign("dead", "attn_rank", drop, 4.0, "the rank of a layer's attention collapsed at once"),
+    Sign("decay", "w_q_norm w_k_norm w_v_norm w_o_norm w_gate_norm w_up_norm w_down_norm", drop, 1.25,
+         "a matrix shrank at once"),
+    Sign("logits", "attn_logit_absmax", jump, 4.0, "the attention logits of a layer rose at once"),
+    Sign("embedding", "embed_row_norm", jump, 2.0, "the embedding rows of a modality rose at once"),
+    Sign("precision", "update_ratio", lambda values: (values == 0).astype(float), 0.5, "an update changed nothing"),
+    Sign("targets", "loss", early, 0.35, "a loss is far below its first value before the model can have learned"),
+    Sign("repeats", "loss", fall, 2.5, "a loss fell at once"),
+    Sign("leak", "loss", of_first, 0.5, "a loss is below half of its first value"),
+    Sign("data", "loss", rise, 0.5, "a loss rose at once, and no statistic of the model before it"),
+    Sign("rate", "attn_logit_absmax", level, 500.0, "attention logits grew beyond 500"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first sign of a run: its step, and the series (statistic, modality, layer) that shows it."""
+
+    sign: Sign
+    step: int
+    series: str
+    value: float
+
+
+def findings(metrics: pd.DataFrame) -> list[Finding]:
+    """Return the signs of a run in the order in which they appear; each at its first step."""
+    found = []
+    for sign in SIGNS:
+        names = sign.statistic.split()
+        tags = [t for t in metrics if parsed_tag(t).statistic in names and parsed_tag(t).head is None]
+        values = metrics[tags].dropna(how="all")
+        if values.empty:
+            continue
+        read = sign.reading(values)
+        above = read.index[(read > sign.above).any(axis=1)]
+        if len(above):
+            row = read.loc[above[0]]
+            found.append(Finding(sign, int(above[0]), str(row.idxmax()), float(row.max())))
+    return sorted(found, key=lambda finding: finding.step)
+
+
+def kind_of(metrics: pd.DataFrame, alarmed: bool = False) -> str:
+    """Return the kind of the first sign; without one, "don't know" if a rule raised an alarm, else "no fault"."""
+    found = findings(metrics)
+    return found[0].sign.kind if found else DONT_KNOW if alarmed else NO_FAULT
+
+
+def confusion(traces: Sequence[Trace], alarmed: Sequence[bool]) -> str:
+    """Return a table in Markdown: for each true kind, how often each kind was named.
+
+    Args:
+        traces: the runs.
+        alarmed: whether a rule raised an alarm in each run.
+    """
+    said = [kind_of(trace.metrics, alarm) for trace, alarm in zip(traces, alarmed, strict=True)]
+    table = pd.crosstab(np.array([trace.label.kind or NO_FAULT for trace in traces]), np.array(said))
+    columns = [*sorted(set(table) - {DONT_KNOW, NO_FAULT}), DONT_KNOW, NO_FAULT]
+    table = table.reindex(columns=columns, fill_value=0)
+    lines = [f"| true kind | {' | '.join(columns)} |", "| --- |" + " --: |" * len(columns)]
+    for kind, row in table.iterrows():
+        cells = [f"**{n}**" if kind == name and n else str(n or "") for name, n in row.items()]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)

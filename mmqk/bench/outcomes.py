@@ -1,0 +1,113 @@
+"""What a change does to runs that fail: the zoo, and the rescue map. ``mmqk bench RUNS --outcomes``.
+
+The grid has an arm ``healthy``, an arm ``none`` that is crossed with an axis of failures, and arms of changes, which
+are crossed with the same axis and may be forks of ``none``. A name such as ``qk_norm-200`` is the change ``qk_norm``
+from step 200 on.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from mmqk.bench.traces import SMOOTH, WORSE_NATS, metrics_table, worse_from
+from mmqk.lab.runs import Run
+from mmqk.store import UserError
+
+HEALTHY, NONE = "healthy", "none"
+DELAYED = 0.1  # of the run: how much later a delayed failure is
+COLORS = {"saved": "#009E73", "delayed": "#E69F00", "lost": "#D55E00", "": "#b3bac2"}  # Okabe and Ito; gray
+
+
+def outcomes(runs: Iterable[Run]) -> pd.DataFrame:
+    """Return a row for each run of a change.
+
+    Columns: ``change``; ``failure``; ``at``, the step of the fork, 0 for a run from the start; ``seed``;
+    ``outcome``: saved (it does not fail), delayed (it fails, but a tenth of the run later than the run without the
+    change) or lost, and empty if that run does not fail either; ``cost``: final loss minus that of the healthy run,
+    nats, mean of the modalities.
+
+    Raises:
+        UserError: a run of the arm ``healthy`` or ``none`` is missing.
+    """
+    found = [run for run in runs if run.status.finished]
+    named = {(run.family, _failure(run), run.seed): run for run in found}
+    tables = {run.name: metrics_table(run) for run in found}
+    rows = []
+    for run in (run for run in found if run.family != HEALTHY):
+        healthy, parent = (named.get(key) for key in ((HEALTHY, "", run.seed), (NONE, _failure(run), run.seed)))
+        if healthy is None or parent is None:
+            raise UserError(f"{run.name} has no finished run of the arms {HEALTHY} and {NONE} beside it: train them")
+        twin = tables[healthy.name]
+        fails, would = (_failed(one, tables[one.name], twin) for one in (run, parent))
+        late = fails is not None and would is not None and fails >= would + DELAYED * parent.planned_steps
+        change, _, at = re.fullmatch(r"(.*?)(-(\d+))?", run.family).groups()  # type: ignore[union-attr]
+        cost = (_final(tables[run.name]) - _final(twin)).mean()
+        outcome = "" if would is None else "saved" if fails is None else "delayed" if late else "lost"
+        rows.append((change, _failure(run), int(at or 0), run.seed, outcome, cost))
+    return pd.DataFrame(rows, columns=["change", "failure", "at", "seed", "outcome", "cost"])
+
+
+def _failure(run: Run) -> str:
+    return run.arm.removeprefix(run.family).removeprefix("-")
+
+
+def _failed(run: Run, metrics: pd.DataFrame, healthy: pd.DataFrame) -> int | None:
+    return run.status.step if run.status.status == "diverged" else worse_from(metrics, healthy)
+
+
+def _final(metrics: pd.DataFrame) -> pd.Series:
+    """Return the median of the last `SMOOTH` losses of each modality."""
+    return metrics.filter(regex="^loss/").apply(lambda loss: loss.dropna().iloc[-SMOOTH:].median())
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """Return a row per change and a column per failure and step: how many seeds were saved or delayed, and the mean
+    cost."""
+    columns = sorted({(f, at) for f, at in zip(table["failure"], table["at"], strict=True)})
+    names = [f"{failure} @{at}" if at else failure for failure, at in columns]
+    lines = [f"| change | {' | '.join(names)} |", "| --- |" + " --: |" * len(columns)]
+    for change, rows in table.groupby("change", sort=False):
+        cells = []
+        for failure, at in columns:
+            cell = rows[(rows["failure"] == failure) & (rows["at"] == at)]
+            judged, counts = cell[cell["outcome"] != ""], cell["outcome"].value_counts()
+            said = ", ".join(f"{counts[name]} {name}" for name in ("saved", "delayed") if name in counts)
+            said = said or ("lost" if len(judged) else "did not fail" if len(cell) else "")
+            cells.append(f"{said} {cell['cost'].mean():+.2f}" if len(cell) else "")
+        lines.append(f"| {change} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def heat_map(table: pd.DataFrame) -> bytes:
+    """Draw a cell for each change, failure and step, split by seed and colored by outcome; return a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    columns = sorted({(f, at) for f, at in zip(table["failure"], table["at"], strict=True)})
+    changes, seeds = list(dict.fromkeys(table["change"])), sorted(set(table["seed"]))
+    canvas = Figure(figsize=(2.2 + 0.75 * len(columns), 1.3 + 0.36 * len(changes)), layout="constrained")
+    axes = canvas.subplots()
+    for row in table.itertuples():
+        x = columns.index((row.failure, row.at)) + seeds.index(row.seed) / len(seeds)
+        y = changes.index(row.change)
+        axes.add_patch(Rectangle((x, y), 1 / len(seeds), 1, color=COLORS[row.outcome], ec="white", lw=1.5))
+        text = f"{row.cost:+.1f}" if math.isfinite(row.cost) else "∞"
+        axes.text(x + 0.5 / len(seeds), y + 0.5, text, ha="center", va="center", color="white", fontsize=7)
+    names = [f"{failure}\n@{at}" if at else failure for failure, at in columns]
+    axes.set(xlim=(0, len(columns)), ylim=(len(changes), 0))
+    axes.set_xticks(np.arange(len(columns)) + 0.5, names, fontsize=8)
+    axes.set_yticks(np.arange(len(changes)) + 0.5, changes, fontsize=8)
+    axes.tick_params(length=0)
+    keys = [Patch(color=color, label=name or "does not fail without a change") for name, color in COLORS.items()]
+    canvas.legend(handles=keys, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    axes.set_xlabel(f"final loss minus that of the healthy run (nats); a run fails if it ends {WORSE_NATS} above it")
+    png = io.BytesIO()
+    FigureCanvasAgg(canvas).print_png(png)
+    return png.getvalue()
