@@ -1,8 +1,6 @@
 """Tests that gradient agreement equals its formula on small vectors and is an unbiased estimate under noise."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,33 +34,6 @@ def test_the_parts_equal_vectors_written_out():
     cross = float(ta @ ib + ia @ tb) / 2 / math.sqrt(float(ta @ tb) * float(ia @ ib))
     assert float(measured.cosine[0, 1]) == pytest.approx(cross)
     assert torch.equal(measured.cosine, measured.cosine.T) and float(measured.cosine[1, 1]) == pytest.approx(1)
-
-
-def documented(formula: str, vectors: dict[tuple[str, str], torch.Tensor]) -> float:
-    """Evaluate a formula of docs/statistics.md that consists of products ⟨g_a^A, g_b^B⟩, a fraction and a root."""
-    code = formula.replace("½ ", "0.5 * ").replace("√", "sqrt").replace("⟩ ⟨", "⟩ * ⟨")
-    product = r"⟨g_(\w)\^(\w), g_(\w)\^(\w)⟩"
-    code = re.sub(product, r"dot(('\1', '\2'), ('\3', '\4'))", code)
-    assert re.fullmatch(r"[\w\s().,'*/+]+", code), code
-    return eval(code, {"sqrt": math.sqrt, "dot": lambda x, y: float(vectors[x] @ vectors[y])})
-
-
-def test_the_code_is_the_formula_of_the_page():
-    page = (Path(__file__).parents[2] / "docs/statistics.md").read_text(encoding="utf-8")
-    row = next(line for line in page.splitlines() if line.startswith("| `grad_agreement/"))
-    formula = row.split(" | ")[1].split(", A and B")[0]
-    # The noise is as large as the noise between batches of a run, so the two products of the numerator differ.
-    pairs = halves_of([torch.ones(D), torch.linspace(0, 1, D)], 2.0, 1)
-    vectors = {
-        (name, half): torch.cat(own).double()
-        for name, pair in zip("ab", pairs, strict=True)
-        for half, own in zip("AB", pair, strict=True)
-    }
-    measured = float(half_products(pairs).cosine[0, 1])
-    assert measured == pytest.approx(documented(formula, vectors), rel=1e-9)
-    # Control: with only one of the two products in the numerator, the formula gives another number.
-    one = "⟨g_a^A, g_b^B⟩ / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩)"
-    assert measured != pytest.approx(documented(one, vectors), rel=1e-2)
 
 
 @pytest.mark.parametrize("true", [0.8, 0.0, -0.5])

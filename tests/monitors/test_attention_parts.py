@@ -1,14 +1,16 @@
-"""Compares the parts of attention logits and entropy by modality with loops in float64 and known answers."""
+"""Compares the parts of attention logits and entropy by modality with brute force and known answers.
+
+`test_probe` compares every part with brute force for models whose tokens all have a modality.
+"""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors.formulas import reduce as reduce_module
 from mmqk.monitors.formulas.attention import attention_statistics
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, visible_pairs
+from tests.monitors import brute_force
 
 B, H, T, K, M = 2, 3, 30, 4, 3
 PARTS = ("mean", "variance", "offset_variance", "spread_variance", "entropy", "block_entropy", "within_entropy")
@@ -25,48 +27,8 @@ def case(seed=0, size=1.5):
     return q, k, modality_BT, visible_pairs(valid_BT, window=20)
 
 
-def row_by_row(q, k, scale, modality_BT, visible_BTS, softcap):
-    """Return {(name, query modality[, key modality]): mean over rows}, computed one row at a time."""
-    rows: dict[tuple, list[float]] = {}
-    q, k = q.double().numpy(), k.double().numpy()
-    modality, visible = modality_BT.numpy(), visible_BTS.numpy()
-    for b in range(B):
-        for t in range(T):
-            keys = np.flatnonzero(visible[b, t])
-            if len(keys) < 8:
-                continue
-            a = int(modality[b, t])
-            of_key = modality[b, keys]
-            for h in range(H):
-                z = scale * k[b, h, keys] @ q[b, h, t]
-                capped = z if softcap is None else softcap * np.tanh(z / softcap)
-                p = np.exp(capped - capped.max())
-                p /= p.sum()
-                blocks = sorted(set(of_key))
-                mass = {m: p[of_key == m].sum() for m in blocks}
-                own_mean = np.array([z[of_key == m].mean() for m in of_key])
-                values = {
-                    "mean": z.mean(),
-                    "variance": z.var(),
-                    "offset_variance": own_mean.var(),
-                    "spread_variance": np.mean((z - own_mean) ** 2),
-                    "entropy": -(p * np.log(p)).sum(),
-                    "block_entropy": -sum(x * math.log(x) for x in mass.values()),
-                    "within_entropy": sum(
-                        x * -np.sum(p[of_key == m] / x * np.log(p[of_key == m] / x)) for m, x in mass.items()
-                    ),
-                }
-                for name, value in values.items():
-                    rows.setdefault((name, a), []).append(value)
-                for m in range(M):
-                    rows.setdefault(("mass", a, m), []).append(mass.get(m, 0.0))
-                for m in blocks:
-                    rows.setdefault(("offset", a, m), []).append(z[of_key == m].mean() - z.mean())
-    return {place: float(np.mean(values)) for place, values in rows.items()}
-
-
 def flat(statistics):
-    """Return the measured statistics in the form of `row_by_row`, without modalities that have no row."""
+    """Return {(name, query modality[, key modality]): mean over rows}, without modalities that have no row."""
     means = by_name(statistics.rows.mean)
     values = {(name, a): means[name][0, a] for name in PARTS for a in range(M)}
     values |= {(n, a, b): means[n][b, a] for n in ("mass", "offset") for a in range(M) for b in range(M)}
@@ -78,18 +40,6 @@ def by_name(rows_FM):
     names = [*PARTS[:4], "offset", *PARTS[4:], "mass"]
     sizes = [M if name in ("offset", "mass") else 1 for name in names]
     return dict(zip(names, rows_FM.split(sizes), strict=True))
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("chunk", [2**24, 600], ids=["one chunk", "many chunks"])
-def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
-    monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
-    q, k, modality_BT, visible_BTS = case()
-    statistics = attention_statistics(q, k, 0.7, Pairs(modality_BT, visible_BTS, M, H), softcap)
-    expected = row_by_row(q, k, 0.7, modality_BT, visible_BTS, softcap)
-    assert flat(statistics) == {place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()}
-    turned = attention_statistics(q, k, 0.7, Pairs((modality_BT + 1) % M, visible_BTS, M, H), softcap)
-    assert flat(turned) != {place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()}
 
 
 def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
@@ -139,16 +89,20 @@ def test_keys_without_a_modality_are_one_more_block_of_the_entropy(softcap):
     modality_BT = without_modality(modality_BT)
     pairs = Pairs(modality_BT, visible_BTS, M, H)
     rows = by_name(attention_statistics(q, k, 0.7, pairs, softcap).rows.mean)
-    entropies = {(name, a): float(rows[name][0, a]) for name in PARTS if "entropy" in name for a in range(M)}
+    tags = {"entropy": "attn_entropy", "block_entropy": "attn_entropy_block", "within_entropy": "attn_entropy_within"}
+    entropies = {f"{tag}/{a}/layer00": float(rows[name][0, a]) for name, tag in tags.items() for a in range(M)}
     # One number for all keys without a modality, and only rows that see enough keys with one.
     modality_BT = torch.where((modality_BT < 0) | (modality_BT >= M), M, modality_BT)
     few_BT = (visible_BTS & (modality_BT < M)[:, None]).sum(-1) < FEWEST_KEYS
     counted_BTS = visible_BTS & ~few_BT[:, :, None]
-    expected = row_by_row(q, k, 0.7, modality_BT, counted_BTS, softcap)
-    assert entropies == {place: pytest.approx(expected[place], rel=1e-4, abs=1e-5) for place in entropies}
-    assert all(entropies["within_entropy", a] > 0 for a in range(M))
+    names, qk = tuple(map(str, range(M + 1))), (q.double().numpy(), k.double().numpy())
+    expected = brute_force.attention(
+        *qk, 0.7, modality_BT.numpy(), lambda b, t, s: counted_BTS[b, t, s], names, 0, softcap
+    )
+    assert entropies == {tag: pytest.approx(expected[tag], rel=1e-4, abs=1e-5) for tag in entropies}
+    assert all(entropies[f"attn_entropy_within/{a}/layer00"] > 0 for a in range(M))
     # The control: the keys without a modality have a share of the weights.
-    assert all(sum(expected["mass", a, m] for m in range(M)) < 0.9 for a in range(M))
+    assert all(expected[f"attn_mass/{a}-{M}/layer00"] > 0.1 for a in range(M))
 
 
 def test_padding_without_a_modality_is_no_block():
@@ -168,10 +122,14 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
     q[..., -1] = 1.0
     k[..., -1] += 1e4
     statistics = attention_statistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
-    expected = row_by_row(q, k, 1.0, modality_BT, visible_BTS, None)
-    variance_M = by_name(statistics.rows.mean)["variance"][0]
+    z_BHTS, variance_M = q.double() @ k.double().mT, by_name(statistics.rows.mean)["variance"][0]
+    counted_BT = visible_BTS.sum(-1) >= FEWEST_KEYS
     for a in range(M):
-        assert float(variance_M[a]) == pytest.approx(expected["variance", a], rel=1e-2)
+        rows = [
+            z_BHTS[b, h, t, visible_BTS[b, t]].var(correction=0)
+            for b, t in (counted_BT & (modality_BT == a)).nonzero().tolist() for h in range(H)
+        ]  # fmt: skip
+        assert float(variance_M[a]) == pytest.approx(float(torch.stack(rows).mean()), rel=1e-2)
 
 
 def test_the_largest_of_many_logits_are_those_of_a_sort():

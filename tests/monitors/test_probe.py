@@ -97,31 +97,31 @@ def expected_of(model, batch) -> dict[str, float]:
     return expected
 
 
-VARIANTS = [
-    {},
-    {"qk_norm": QKNormConfig("rms")},
-    {"qk_norm": QKNormConfig("layer"), "pre_norm": False, "post_norm": True},
-    {"attn_softcap": 2.0, "attn_scale": "none", "final_softcap": 0.5},
-    {"window": 9, "global_every": 2, "n_kv_heads": 1},
-    {"window": 5},
-    {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
-    {"qk_norm": QKNormConfig("l2", gain="per_head", scale_max=10.2, normalize_v=True)},
-    {"per_modality": PerModalityConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5, "weight_reparam": "sigma"},
-    {"deep_norm": True, "pre_norm": False},
-    {"attn_sink": True, "attn_gate": "head"},
-    {"attn_sink": True, "attn_softcap": 2.0, "attn_gate": "element", "window": 12, "n_kv_heads": 1},
-]
-IDS = [
-    "none", "rms", "layer-post", "cap", "window-gqa", "window", "sigmoid-full", "cosine", "untied", "deep-norm",
-    "sink-gate", "sink-cap-gates",
-]  # fmt: skip
+VARIANTS = {
+    "none": {},
+    "rms": {"qk_norm": QKNormConfig("rms")},
+    "layer-post": {"qk_norm": QKNormConfig("layer"), "pre_norm": False, "post_norm": True},
+    "cap": {"attn_softcap": 2.0, "attn_scale": "none", "final_softcap": 0.5},
+    "window-gqa": {"window": 9, "global_every": 2, "n_kv_heads": 1},
+    "window": {"window": 5},
+    "sigmoid-full": {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
+    "cosine": {"qk_norm": QKNormConfig("l2", gain="per_head", scale_max=10.2, normalize_v=True)},
+    "untied": {
+        "per_modality": PerModalityConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5,
+        "weight_reparam": "sigma",
+    },
+    "deep-norm": {"deep_norm": True, "pre_norm": False},
+    "sink-gate": {"attn_sink": True, "attn_gate": "head"},
+    "sink-cap-gates": {"attn_sink": True, "attn_softcap": 2.0, "attn_gate": "element", "window": 12, "n_kv_heads": 1},
+}  # fmt: skip
+# All pairs of queries and keys in one chunk, or in many.
+CHUNKS = [*((name, 2**24) for name in VARIANTS), *((name, 500) for name in ("none", "untied", "sink-cap-gates"))]
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=IDS)
-@pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
-def test_probe_equals_brute_force(changes, chunk, monkeypatch):
+@pytest.mark.parametrize(("name", "chunk"), CHUNKS)
+def test_probe_equals_brute_force(name, chunk, monkeypatch):
     monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
-    model, batch = make_model(**changes), make_batch()
+    model, batch = make_model(**VARIANTS[name]), make_batch()
     measured = {k: v for k, v in probe(model, batch).flat().items() if not k.startswith("attn_logit_bound")}
     expected = expected_of(model, batch)
     assert measured.keys() == expected.keys()
@@ -130,17 +130,6 @@ def test_probe_equals_brute_force(changes, chunk, monkeypatch):
     swapped = probe(model, TokenBatch(batch.ids_BT, 1 - batch.modality_BT, batch.target_mask_BT, batch.valid_BT,
                                       batch.step_targets)).flat()  # fmt: skip
     assert any(swapped.get(k) != pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items())
-
-
-def test_what_a_window_hides_and_sigmoid_has_no_entropy_of_is_seen():
-    batch, everything = make_batch(), probe(make_model(), make_batch()).flat()
-    window = probe(make_model(window=9, global_every=2), batch).flat()
-    name = "attn_rank/layer00"
-    assert window.keys() == everything.keys() and window[name] != everything[name]
-    assert not any(tag.startswith("attn_entropy") for tag in probe(make_model(window=5), batch).flat())
-    assert not any(tag.startswith("attn_entropy") for tag in probe(make_model(attention="sigmoid"), batch).flat())
-    one, two = (probe(make_model(n_kv_heads=n), batch).flat() for n in (1, 2))
-    assert one.keys() == two.keys() == everything.keys()
 
 
 def with_sinks(logit: float, **changes) -> EarlyFusionTransformer:
@@ -190,16 +179,7 @@ def test_a_gate_is_open_closed_or_between():
     assert (half["gate_open/image/layer00"], half["gate_closed/image/layer00"]) == (0.5, 0.0)
 
 
-def test_padding_is_not_counted():
-    model, batch = make_model(), make_batch(pad=7)
-    other = batch.ids_BT.clone()
-    other[-1, -7:] = 41 - other[-1, -7:] % 10
-    changed = TokenBatch(other, batch.modality_BT, batch.target_mask_BT, batch.valid_BT, batch.step_targets)
-    assert probe(model, batch).flat() == pytest.approx(probe(model, changed).flat(), rel=1e-5)
-
-
-@pytest.mark.parametrize("present", [(0, 1, 2), (0, 2), (1,)], ids=str)
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("present", "documents"), [((0, 1, 2), True), ((0, 2), False), ((1,), True)], ids=str)
 def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_brute_force(present, documents):
     names, sizes, starts = (*NAMES, "sound"), torch.tensor([9, 7, 5]), torch.tensor([0, 9, 16])
     random, B, T = torch.Generator().manual_seed(3), 3, 40
@@ -250,12 +230,6 @@ def test_absent_modality_is_an_absent_key():
     assert not any(math.isnan(v) for v in values.values())
 
 
-def test_one_token_sequence_has_logits_and_no_entropy():
-    values = probe(make_model(), make_batch(B=2, T=1, pad=0, only=1)).flat()
-    assert "attn_logit_absmax/image-image/layer00" in values
-    assert not any(tag.startswith("attn_entropy") for tag in values)
-
-
 def test_parts_add_up_to_the_whole():
     values_BHT = torch.randn(3, 2, 40, generator=torch.Generator().manual_seed(0))
     batch = make_batch()
@@ -286,18 +260,8 @@ def test_entropy_has_its_known_values():
     assert entropy(spike) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_scaling_w_q_scales_raw_logits_only_without_qk_norm():
-    for kind, factor in (("none", 5.0), ("rms", 1.0)):
-        model, batch = make_model(qk_norm=QKNormConfig(kind, eps=1e-12)), make_batch()
-        name = "attn_logit_absmax/text-image/layer00"
-        before = probe(model, batch).flat()[name]
-        with torch.no_grad():
-            model.blocks[0].attention.w_q.weight.mul_(5)
-        assert probe(model, batch).flat()[name] == pytest.approx(factor * before, rel=1e-3)
-
-
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_no_logit_passes_the_qk_norm_bound_and_aligned_vectors_reach_it(kind):
+def test_no_logit_passes_the_qk_norm_bound(kind):
     model, batch = make_model(qk_norm=QKNormConfig(kind)), make_batch()
     values = probe(model, batch).flat()
     for layer in range(2):
@@ -305,25 +269,16 @@ def test_no_logit_passes_the_qk_norm_bound_and_aligned_vectors_reach_it(kind):
         seen = [v for k, v in values.items() if k.startswith("attn_logit_absmax") and k.endswith(f"layer{layer:02d}")]
         assert 0 < max(seen) <= bound
     assert "attn_logit_bound/layer00" not in probe(make_model(), batch).flat()
-    # With one nonzero channel in each head, a query reaches the bound at the key of its own position.
-    if kind == "rms":
-        with torch.no_grad():
-            attention = model.blocks[0].attention
-            for norm, weight in ((attention.q_norm, attention.w_q), (attention.k_norm, attention.w_k)):
-                norm.weight.fill_(1.5)
-                weight.weight.zero_()
-                weight.weight[0::8, :] = 1.0
-        after = probe(model, batch).flat()
-        reached = after["attn_logit_absmax/text-text/layer00"] / after["attn_logit_bound/layer00"]
-        assert 0.95 < reached <= 1.0001
 
 
 def test_probe_leaves_the_model_as_it_was():
     model, batch = make_model(residual_dropout=0.5), make_batch()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    state = torch.get_rng_state()
-    first = probe(model.train(), batch).flat()
-    assert model.training and torch.equal(torch.get_rng_state(), state)
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    model.train()
+    model.blocks[0].eval()  # a part in evaluation mode stays there
+    modes = [module.training for module in model.modules()]
+    first = probe(model, batch).flat()
+    assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert probe(model.eval(), batch).flat() == first and not model.training
@@ -338,7 +293,7 @@ def test_nan_of_one_modality_does_not_spread_to_the_other():
     assert math.isfinite(values["v_norm/text/layer00"])
 
 
-@pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
+@pytest.mark.parametrize("chunk", [2**24, 500])
 def test_a_sequence_of_padding_alone_adds_nothing(chunk, monkeypatch):
     monkeypatch.setattr(reduce_module, "CHUNK_ELEMENTS", chunk)
     model, batch = make_model(), make_batch(pad=0)
@@ -362,14 +317,6 @@ def test_keys_that_are_all_zero_have_no_growth_and_no_direction():
         f"k_common/{name}/layer00" for name in ("text", "image")
     }
     assert all(math.isfinite(value) for value in found.values())
-
-
-def test_a_probe_leaves_parts_in_evaluation_mode_as_they_were():
-    model = make_model().train()
-    model.blocks[0].eval()
-    before = [module.training for module in model.modules()]
-    probe(model, make_batch())
-    assert [module.training for module in model.modules()] == before and len(set(before)) == 2
 
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa_flash", "sdpa_cudnn"])

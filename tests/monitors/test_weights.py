@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors.formulas.weights import matrix_sizes
 from mmqk.monitors.probe import probe
 from tests.one_step import token_batch
@@ -55,9 +55,3 @@ def test_a_probe_has_them_when_asked_and_nothing_else_changes():
     )
     names = {tag.partition("_norm/")[0] for tag in added if tag.endswith("_norm/layer00")}
     assert names == {"w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down"}
-
-
-def test_a_matrix_of_each_modality_has_its_number():
-    found = probe(model(per_modality=PerModalityConfig(qk=True, mlp=True)), BATCH, matrices=True).flat()
-    assert {"w_q_norm/text/layer00", "w_q_norm/image/layer00", "w_up_spectral/image/layer01"} <= found.keys()
-    assert "w_v_norm/layer00" in found and "w_q_norm/layer00" not in found

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmqk.config import LossConfig
+from mmqk.config import LossConfig, MonitorConfig
+from mmqk.monitors.own.callback import RunMonitor
 from mmqk.training.loop import StepLog
 from tests.training import toy
 from tests.training.test_rows import written_out
@@ -133,6 +134,14 @@ def test_only_a_flush_asks_the_device_and_once(monkeypatch, model, loss, optim, 
     documents = backend != "sdpa" or "QK-Clip" in str(optim)
     asked = questions(monkeypatch, module, accumulate, documents=documents)
     assert asked == [{}, {}, {"tolist": 1}] * (STEPS // FLUSH)
+
+
+@pytest.mark.parametrize("of", [{"parameters": True}, {"second_moment": True}, {"budget_every_n_steps": 50}], ids=str)
+def test_between_two_probes_a_monitor_asks_nothing(monkeypatch, of):
+    config = MonitorConfig(every_n_steps=FLUSH, probe_sequences=2, **of)
+    asked = questions(monkeypatch, module_of(), callbacks=[RunMonitor(config)])
+    assert [asked[i] for i in (0, 1, 3, 4)] == [{}] * 4
+    assert asked[2]["nonzero"] > 0  # the control: a probe asks
 
 
 def test_whoever_asks_is_seen(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import nn
 from mmqk.monitors import attach
 from mmqk.monitors.adapters import adapter_for
 from tests.monitors import brute_force
-from tests.monitors.attach.nets import D, H, Net, V, batches
+from tests.monitors.attach.nets import D, H, Net, batches
 from tests.monitors.attach.test_exact import HUGGING_FACE, IMAGE, NAMES, hugging_face, modality_of, same
 
 PAGE = Path(__file__).parents[3] / "docs" / "monitors.md"
@@ -92,10 +91,6 @@ def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
     assert not torch.allclose(recorded["resid", "0"] + recorded["mlp_out", "1"], recorded["resid", "1"])
 
 
-def test_no_adapter_is_found_for_what_is_not_known():
-    assert adapter_for(Net()) is None
-
-
 def test_the_adapter_is_found_behind_fully_shard():
     """fully_shard replaces the class of a module with a subclass in torch's package."""
     model, plain = (hugging_face(*HUGGING_FACE["llama"][:4]) for _ in range(2))
@@ -108,64 +103,3 @@ def test_the_adapter_is_found_behind_fully_shard():
     assert attach(model, modality=IMAGE).probe(input_ids=ids).flat() == expected
     assert "q_raw_norm/text/layer01" in expected
     assert adapter_for(other) is None  # the control: a subclass that does other things
-
-
-class TimmNames(nn.Module):
-    """A decoder whose modules have the names of timm's, beside a vision tower of timm."""
-
-    def __init__(self, tower):
-        super().__init__()
-        net = OwnNet(["sdpa"] * 2)
-        self.embed, self.blocks, self.norm, self.head = net.embed, net.layers, net.final_norm, net.head
-        for block in self.blocks:
-            block.attn = nn.Module()
-            block.attn.qkv = nn.Linear(D, 3 * D)  # called, but not used for the attention
-        self.tower = tower
-
-    def forward(self, ids, pixels):
-        x = self.embed(ids) + 0 * self.tower(pixels).sum()
-        for block in self.blocks:
-            block.attn.qkv(x)
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def test_an_adapter_reads_only_the_layers_of_its_class():
-    """The tower selects timm's adapter; the decoder's modules only have the same names."""
-    timm = pytest.importorskip("timm")
-    size = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 0}
-    model, (ids,) = TimmNames(timm.create_model("vit_tiny_patch16_224", **size)), batches(1, B=3)
-    adapter = adapter_for(model)
-    assert adapter is not None and adapter.layers == {"tower.blocks.0"}
-    assert adapter.at("tower.blocks.0.attn.qkv") and adapter.at("tower.norm") and adapter.at("tower.blocks.0")
-    assert not adapter.at("blocks.0.attn.qkv") and not adapter.at("norm") and not adapter.at("tower.blocks.0.norm")
-    measured = attach(model, modality=IMAGE).probe(ids=ids, pixels=torch.zeros(3, 3, 8, 8)).flat()
-    net = OwnNet(["sdpa"] * 2)
-    net.embed, net.layers, net.final_norm, net.head = model.embed, model.blocks, model.norm, model.head
-    expected = attach(net, modality=IMAGE).probe(ids=ids).flat()
-    assert measured.keys() == expected.keys() and same(measured, expected) and "final_norm/text" in measured
-    # The control: without the limit to the tower's layers, the adapter reads the decoder.
-    everywhere = attach(model, modality=IMAGE, adapter=replace(adapter, layers=None))
-    wrong = everywhere.probe(ids=ids, pixels=torch.zeros(3, 3, 8, 8)).flat()
-    assert "q_raw_norm/text/layer00" in wrong and "q_raw_norm/text/layer00" not in measured
-
-
-def test_layers_of_a_model_in_a_numbered_list_keep_their_numbers():
-    """In parts.0.model.layers.1 only the last number is the number of the layer."""
-    model = hugging_face("llama", "LlamaForCausalLM", "LlamaConfig", {}, layers=3)
-
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList([model, nn.Linear(V, V)])
-
-        def forward(self, input_ids):
-            return self.parts[1](self.parts[0](input_ids=input_ids).logits)
-
-    (ids,) = batches(1, B=3)
-    expected = attach(model, modality=IMAGE).probe(input_ids=ids).flat()
-    measured = attach(Inside(), modality=IMAGE).probe(input_ids=ids).flat()
-    series = {tag for tag in expected if not tag.startswith("out_")}
-    assert series == {tag for tag in measured if not tag.startswith("out_")}
-    assert same(measured, {tag: expected[tag] for tag in series})
-    assert {f"attn_in_norm/text/layer{n:02d}" for n in range(3)} <= series

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.store.errors import UserError
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, Net, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, norms, same
@@ -96,22 +95,6 @@ def test_a_sequence_that_is_all_padding_counts_for_nothing():
     assert not same(whole, {"attn_rank/layer00": alone["attn_rank/layer00"]})
 
 
-def test_a_padding_mask_that_does_not_fit_is_named():
-    class Prefixed(Net):
-        """Puts image features in front of the text; the padding mask covers the text only."""
-
-        def forward(self, ids, attention_mask=None):
-            return super().forward(torch.cat([ids[:, :4], ids], 1), None)
-
-    net, (ids,) = Prefixed(["sdpa"]), batches(1, B=3)
-    watch = attach(net, modality=lambda inputs: torch.cat([0 * inputs["ids"][:, :4] + 1, 0 * inputs["ids"]], 1))
-    with pytest.warns(UserWarning, match=r"padding mask has shape \(3, 16\), but .* of shape \(3, 20\)"):
-        watch.probe(ids=ids, attention_mask=torch.ones_like(ids))
-    with warnings.catch_warnings():  # the control
-        warnings.simplefilter("error")
-        watch.probe(ids=ids)
-
-
 def pairs_of(keep_BT, kind):
     """Return a causal mask (B, 1, T, T) with this padding."""
     T = keep_BT.shape[1]
@@ -154,11 +137,3 @@ def test_padding_that_sees_itself_is_unclear_on_the_right_only():
         assert int(watch.prober.tokens_M.sum()) == 44
         watch.probe(ids=ids, attention_mask=packed)
         assert int(watch.prober.tokens_M.sum()) == 48
-
-
-def test_a_modality_function_over_the_whole_batch_is_refused():
-    net, (ids,) = Net(["sdpa"]), batches(1, B=6)
-    watch = attach(net, modality=lambda inputs: torch.zeros_like(ids))
-    with pytest.raises(UserError, match=r"returned 6 rows, but the probe uses 4 .* sequences=6"):
-        watch.probe(ids=ids)
-    assert attach(net, modality=lambda inputs: torch.zeros_like(ids), sequences=6).probe(ids=ids).flat()

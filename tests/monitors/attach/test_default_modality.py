@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mmqk.monitors import attach, preflight
-from tests.monitors.attach.nets import Net, batches
 from tests.monitors.preflight.families import IMAGE, IMAGE_TOKEN, TEXT, batch_of, model_of
 
 t = pytest.importorskip("transformers")
@@ -59,15 +58,3 @@ def test_the_ids_are_those_of_the_config(family, capsys):
     # Control: other ids give other numbers.
     other = attach(model, modality={"image": range(4, 8)}).probe(**batch).flat()
     assert other["q_norm/image/layer00"] != found["q_norm/image/layer00"]
-
-
-@pytest.mark.parametrize("name", ["llama", "no config"])
-def test_a_config_without_ids_of_images_leaves_text_alone(name, capsys):
-    model = model_of("llama") if name == "llama" else Net(["sdpa"])
-    watch = attach(model, every_n_steps=1)
-    model(batch_of("llama")["input_ids"] if name == "llama" else batches(1)[0])
-    watch.step()
-    printed = capsys.readouterr().out
-    reason = "no modality is given or in LlamaConfig" if name == "llama" else "no modality is given"
-    assert f"all tokens are text, because {reason} ·" in printed or f"because {reason}\n" in printed
-    assert "image" not in watch.prober.names

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.store import UserError, read_metrics
+from mmqk.store import read_metrics
 from tests.monitors.attach.nets import D, H, Net, batches, loss_of
 from tests.monitors.attach.test_sides import summary
 
@@ -62,27 +62,6 @@ def test_strict_raises_the_error():
     with pytest.raises(RuntimeError, match=r"\(ValueError: no such layer\)") as raised:
         trained(model, watch, {2: ValueError("no such layer")}.items())
     assert isinstance(raised.value.__cause__, ValueError)
-
-
-@pytest.mark.parametrize("broken", ["modality", "call", "sides"])
-def test_a_user_error_is_a_line_too(broken, capsys):
-    model, (ids,) = Net(["sdpa"]), batches(1)
-    options = {
-        "modality": {"modality": lambda inputs: inputs["pixels"], "sides": None},
-        "call": {"modality": IMAGE},
-        "sides": {"modality": IMAGE, "sides": {"patch": "pixels"}},
-    }[broken]
-    for strict in (False, True):
-        watch = attach(model, every_n_steps=1, strict=strict, **options)
-        for _ in range(3):
-            if broken != "call":
-                model(ids)
-            if not strict:
-                watch.step()
-        if strict:
-            with pytest.raises((UserError, RuntimeError)):
-                watch.step()
-    assert capsys.readouterr().out.count("mmqk: no probe at step 1, training goes on: ") == 1
 
 
 class Bank(nn.Module):

@@ -82,22 +82,6 @@ def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
     )
 
 
-def test_several_calls_in_one_module_are_one_layer():
-    class ByHead(SelfAttention):
-        def forward(self, x, mask=None):
-            q, k, v = (f(x).unflatten(-1, (H, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
-            heads = [x.split(1, 1) for x in (q, k, v)]
-            out = [F.scaled_dot_product_attention(*qkv, is_causal=True) for qkv in zip(*heads, strict=True)]
-            return self.out(torch.cat(out, 1).transpose(1, 2).flatten(2))
-
-    net = Net(["sdpa"] * 3)
-    for layer in net.layers:
-        layer.attention = ByHead()
-    values, layers, line = probed(net)
-    assert layers.numbers == list(range(3 * H)) and "attention measured in 3 of 3 layers" in line
-    assert layers.seen == layers.total == 3 and "attn_entropy/image/layer11" in values
-
-
 def exp_over_sum(z: Tensor) -> Tensor:
     e = (z - z.amax(-1, keepdim=True)).exp()
     return e / e.sum(-1, keepdim=True)

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.store import UserError, alarms_of, read_alarms, read_metrics
+from mmqk.store import alarms_of, read_alarms, read_metrics
 from tests.monitors.attach.nets import Net, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of
 
@@ -85,15 +85,6 @@ def test_losses_are_exact_over_ranks(tmp_path):
     lines = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
     expected = by_hand(*(torch.cat(x) for x in zip(*(a_batch(n, B=2 + n) for n in range(2)), strict=True)))
     assert lines[0] == lines[1] == pytest.approx(expected | {"loss": 0.5}, rel=1e-6)
-
-
-def test_a_user_error_of_watch_loss_is_one_sentence():
-    watch = attach(Net(["sdpa"]), modality=IMAGE)
-    with pytest.raises(UserError, match=r"values of shape \(3, 5\) and targets of shape \(3, 7\)"):
-        watch.loss(torch.zeros(3, 5), torch.zeros(3, 7, dtype=torch.long))
-    by_function = attach(Net(["sdpa"]), modality=lambda inputs: inputs["ids"])
-    with pytest.raises(UserError, match="needs the id ranges"):
-        by_function.loss(*a_batch(0))
 
 
 def train(net, tmp_path, losses, **options):
@@ -171,18 +162,3 @@ def test_the_first_value_that_is_not_finite_is_named(tmp_path, capsys, where):
     if where != "nowhere":
         assert named[0].endswith(f"; the first is {first[where]}")
     assert capsys.readouterr().out.count("alarm at step 1: non_finite: ") == len(named)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_the_first_line_names_qk_norm_scale_and_cap(capsys, normed):
-    net = Net(["sdpa"])
-    if normed:
-        attention = net.layers[0].attention
-        attention.q = nn.Sequential(attention.q, nn.Unflatten(-1, (4, 8)), nn.RMSNorm(8), nn.Flatten(-2))
-        attention.k = nn.Sequential(attention.k, nn.Unflatten(-1, (4, 8)), nn.RMSNorm(8), nn.Flatten(-2))
-    watch = attach(net, modality=IMAGE, every_n_steps=1)
-    net(batches(1, B=2, T=12)[0])
-    watch.step()
-    printed = capsys.readouterr().out
-    assert "; scale 0.5; cap none" in printed
-    assert ("QK-Norm: none" in printed) != normed and ("rms" in printed.lower()) == normed

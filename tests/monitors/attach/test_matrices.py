@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mmqk.monitors import attach
-from mmqk.store import UserError
 from tests.monitors.attach.nets import Net, batches
 from tests.monitors.attach.test_exact import IMAGE
 from tests.monitors.attach.test_sides import random_
@@ -55,14 +53,3 @@ def test_wrapped_layers_have_the_tags_of_plain_layers():
     assert measured[0] == measured[1] and len(measured[0]) == 3 * 6
     assert {"attention_q_stable_rank/layer01", "mlp_0_stable_rank/layer02"} <= measured[0].keys()
     assert paths[0] != paths[1]  # the control
-
-
-def test_layers_without_a_matrix_are_refused():
-    model = Net(["sdpa"])
-    for module in model.layers.modules():
-        if isinstance(module, nn.Linear):  # flat weights, as in FSDP
-            shape, module.weight = module.weight.shape, nn.Parameter(module.weight.flatten())
-            module.forward = lambda x, m=module, s=shape: nn.functional.linear(x, m.weight.view(s), m.bias)
-    (ids,) = batches(1, B=2)
-    with pytest.raises(UserError, match="holds no whole weight matrix"):
-        attach(model, modality=IMAGE, matrices=True).probe(ids=ids)

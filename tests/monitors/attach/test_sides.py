@@ -6,14 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach, collect
 from mmqk.monitors.foreign import measurement, probing
-from mmqk.monitors.foreign.trace import NO_INPUTS, Origins
 from mmqk.monitors.summary import summary_line
-from tests.monitors.attach.nets import D, H, Layer, Net, SelfAttention, V, batches
+from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 
 LAYERS = 3
@@ -250,25 +248,6 @@ def test_streams_that_are_put_together_are_one_side():
         assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
 
-def test_a_call_of_another_length_than_its_side_is_named_by_its_own_numbers():
-    """As in Mllama, whose cross-attention gets other tokens than the vision tower attends over."""
-
-    class Shorter(Net):
-        def forward(self, ids, pixels):
-            heads = [x.unflatten(-1, (H, -1)).transpose(1, 2) for x in (self.embed(ids), pixels, pixels[:, :7])]
-            x, y, short = heads
-            y = F.scaled_dot_product_attention(y, y, y)
-            out = F.scaled_dot_product_attention(x, short, short)
-            return self.head(out.transpose(1, 2).flatten(2))
-
-    watch = attach(Shorter([]), modality=IMAGE, sides={"patch": "pixels"})
-    watch.probe(ids=batches(1, B=3)[0], pixels=torch.randn(3, 9, D))
-    (record,) = [record for record in watch.prober.records if record.not_measured is not None]
-    assert "3 sequences of 16 queries and 7 keys; modality describes 3 sequences of 16 and 9 tokens" in (
-        record.not_measured or ""
-    )
-
-
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
     """A layer is in `hidden` if its attention over the tokens of `modality` is written with matmul and softmax. Such
@@ -330,13 +309,3 @@ def test_attention_over_other_tokens_is_not_summed_over_ranks(calls, monkeypatch
     # The ranks agree before the forward, before the statistics of the output and before they are merged, and at each
     # layer, also the one whose mask differs between heads. They sum the pairs of each measured layer.
     assert len(agreements) == 3 + len(calls) and len(sums) == len(watch.layers.numbers) == calls.count("sdpa")
-
-
-def test_names_tell_tokens_from_what_describes_them():
-    """An input describes other inputs if one word of its name is mask, position or type."""
-    tokens = ["input_ids", "masked_tokens", "prototypes"]
-    described = ["mask", "attention_mask", "position_ids", "token_type_ids"]
-    inputs = {name: torch.zeros(2, 8) for name in (*tokens, *described)}
-    origins = Origins(inputs)
-    assert [str(origins.of(inputs[name])) for name in tokens] == tokens
-    assert all(origins.of(inputs[name]) == NO_INPUTS for name in described)

@@ -85,14 +85,6 @@ def test_dense_attention_in_place_of_a_kernel_has_the_sink():
     assert not torch.allclose(plain.output(), expected, rtol=1e-2)
 
 
-@pytest.mark.parametrize("sinks", [torch.zeros(4, 2), 4])
-def test_other_sinks_have_no_weights(sinks):
-    q = torch.ones(1, 4, 3, 8)
-    call = of_transformers(Sinks(sinks), q, q, q, None)
-    assert call.sink_H is None and "sinks" in call.no_weights
-    assert of_transformers(Sinks(None), q, q, q, None).no_weights is None
-
-
 def test_the_sinks_that_a_layer_adds_after_flex_attention():
     """As in transformers, the layer has the sinks, and the operator does not get them."""
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors import attach
-from mmqk.store import UserError
 from tests.monitors.attach.nets import D, Net, batches, loss_of
 from tests.monitors.attach.test_batch import llama
 
@@ -242,17 +241,3 @@ def test_a_compiled_forward_that_edits_its_batch_is_probed_as_it_got_it(way, who
     batch = {"ids": ids_of_step()} if way == "in a dictionary" else ids_of_step()
     expected = attach(model, modality=is_image).probe(batch=batch).flat()
     assert all({tag: values[tag] for tag in expected} == expected for _, values in logged)
-
-
-def test_a_cache_of_a_compiled_forward_is_refused_by_name():
-    torch._dynamo.reset()
-    model, (ids,) = Cached(["sdpa"]), batches(1)
-    compiled = torch.compile(model, backend="eager")
-    watch = attach(model, modality=IMAGE, every_n_steps=1, strict=True)
-    compiled(ids, Cache())
-    with pytest.raises(UserError, match=r"gets a Cache, .* attach the result of torch\.compile"):
-        watch.step()
-    watch.close()
-    watch = attach(compiled, modality=IMAGE, every_n_steps=1)  # the control: its hook is not compiled
-    compiled(ids, Cache())
-    watch.step()

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from mmqk.monitors import attach
-from mmqk.store import UserError
 from tests.monitors.attach.nets import Net, batches
 
 LR, BETAS, EPS, DECAY, CLIP = 0.01, (0.8, 0.9), 1e-6, 0.1, 0.05
@@ -182,22 +181,3 @@ def test_an_optimizer_without_a_second_moment_has_no_ratio_to_it():
     train(model, optimizer, clip=None, watch=watch)
     assert logged["update_norm"] == pytest.approx(0.1 * logged["grad_norm"])
     assert not any(tag.startswith(("grad_over_v", "clip_")) for tag in logged)
-
-
-def test_names_are_those_of_the_model_that_fabric_wraps():
-    L = pytest.importorskip("lightning")
-    model, logged = Model(), {}
-    fabric = L.Fabric(accelerator="cpu", devices=1)
-    called, optimizer = fabric.setup(model, adamw(model))
-    watch = attach(called, modality={}, every_n_steps=4, optimizer=optimizer,
-                   log=lambda values, step: logged.update(values))  # fmt: skip
-    train(called, optimizer, watch=watch)
-    matrices = {f"update_norm/{name}" for name, p in model.named_parameters() if p.ndim > 1}
-    assert matrices <= logged.keys() and not any("_forward_module" in tag for tag in logged)
-
-
-def test_the_optimizer_of_another_model_is_refused():
-    with pytest.raises(UserError, match="optimizer has no parameter of the watched model"):
-        attach(Model(), modality={}, optimizer=adamw(Model()))
-    with pytest.raises(UserError, match="optimizer is Model: pass a"):
-        attach(Model(), modality={}, optimizer=[Model()])

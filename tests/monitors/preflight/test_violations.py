@@ -1,4 +1,5 @@
-"""Every planted violation is found in every family that can have it, and the sound twins get no complaint."""
+"""Every planted violation is found in the plain model and in one family of transformers, and the sound twins of all
+families get no complaint. docs/preflight_table.md has every violation in every family."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ def test_a_sound_model_gets_no_complaint(family):
     assert [f for f in checked(case).failed if f.check.startswith(ofs)] == []
 
 
-@pytest.mark.parametrize("violation", VIOLATIONS, ids=lambda violation: violation.kind)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_violation_is_found(family, violation):
-    case = violation.plant(sound(family))
-    if case is None:
-        pytest.skip("not applicable")
-    table = checked(case)
-    assert violation.check in [finding.check for finding in table.failed], str(table)
+@pytest.mark.parametrize("number", range(len(VIOLATIONS)), ids=lambda number: VIOLATIONS[number].kind)
+def test_a_violation_is_found(number):
+    violation, others = VIOLATIONS[number], FAMILIES[1:]
+    planted = [violation.plant(sound(family)) for family in (FAMILIES[0], others[number % len(others)])]
+    assert any(planted)
+    for case in planted:
+        if case is not None:  # the family can have this mistake
+            table = checked(case)
+            assert violation.check in [finding.check for finding in table.failed], str(table)
 
 
 def test_a_factor_that_starts_at_0_is_no_complaint():
