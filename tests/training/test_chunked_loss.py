@@ -131,24 +131,8 @@ def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form(
 # In the model and in training ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"final_softcap": 1.5}], ids=str)
-def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
-    batch, found = toy_batch(0, padding=3), []
-    for chunk in (None, 5):
-        module = module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk_size=chunk))
-        loss = total_loss(module.losses(batch), *module.loss_weighting(batch))
-        found.append(torch.autograd.grad(loss, list(module.model.parameters())))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
-    if "tie_embeddings" in model:  # the control: the gradient through the head alone differs
-        hidden = module.model(batch.ids_BT, output="hidden").detach()
-        of = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
-        sums = chunked_losses(hidden, module.model.head.weight, *of, module.loss_weights_M, 0.01, 5)
-        (head,) = torch.autograd.grad(total_loss(sums, *module.loss_weighting(batch)), module.model.head.weight)
-        assert float((head - found[0][0]).abs().max()) > 1e-3
-
-
 RUNS = {
-    "split moments": ({}, {"split_second_moment": True}),
+    "split moments, capped": ({"final_softcap": 1.5}, {"split_second_moment": True}),
     "clipped logits, dropout, tied": ({"residual_dropout": 0.2, "tie_embeddings": True}, {"qk_clip": 1e-3}),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -96,37 +95,12 @@ def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args):
     assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)
 
 
-def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figures):
-    from mmqk.report import main as report
-
+def test_three_modalities_train_and_are_monitored(tiny_args, tmp_path):
     names = ("text", "image", "audio")
     three = {"vocabulary": 16, "skew": 0.5, "entropy": 1.2, "tokens": 20, "lag": 2}
     fields = [f"--data.dial.{field}={json.dumps(dict.fromkeys(names, value))}" for field, value in three.items()]
-    out = tmp_path / "runs/three"
-    assert main([*tiny_args, *DIAL, "--data.seq_len=60", *fields, f"--out={out}"]) == 0
-    last = list(read_metrics(out / "metrics.jsonl"))[-1]
+    assert main([*tiny_args, *DIAL, "--data.seq_len=60", *fields, f"--out={tmp_path / 'run'}"]) == 0
+    last = list(read_metrics(tmp_path / "run/metrics.jsonl"))[-1]
     assert {f"val_excess/{name}" for name in names} <= set(last)
     pairs = {f"attn_logit_absmax/{a}-{b}/layer00" for a in names for b in names}
     assert pairs <= set(last)
-    assert report([str(tmp_path / "runs"), f"--out={tmp_path / 'report'}"]) == 0
-    page = (tmp_path / "report/report.md").read_text()
-    for name in names:
-        assert re.search(
-            rf"\| {name} \|.*\| {last[f'val_loss/{name}']:.2f} \| {last[f'val_excess/{name}']:.2f} \|", page
-        )
-
-
-def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
-    """The excess loss of a small model on an easy source shrinks, and is below 0 only by sampling noise."""
-    easy = {"vocabulary": 8, "skew": 0, "entropy": 0.8, "tokens": 24, "lag": 1}
-    fields = [f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()]
-    more = ["--data.seq_len=48", "--data.batch_size=16", "--data.val_sequences=64", "--trainer.max_steps=300",
-            "--data.val_every_n_steps=100", "--model.d_model=32", "--optim.warmup_steps=20",
-            "--monitor.every_n_steps=0", "--checkpoint.every_n_steps=0"]  # fmt: skip
-    assert main([*tiny_args, *DIAL, *fields, *more, f"--out={tmp_path / 'run'}"]) == 0
-    found = {line["step"]: line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "val_excess/text" in line}
-    for name in ("text", "image"):
-        excess = [found[step][f"val_excess/{name}"] for step in (100, 200, 300)]
-        assert excess[2] < min(0.1, excess[0]) and min(excess) > -0.02
-        # The control: the loss itself stays far above 0.
-        assert found[300][f"val_loss/{name}"] > 0.5

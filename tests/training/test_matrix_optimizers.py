@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmqk.config import OptimConfig, resolve
+from mmqk.config import OptimConfig
 from mmqk.model import EarlyFusionTransformer
-from mmqk.store import UserError
 from mmqk.training.guards import AdaGC, SkipStep, orthogonal, orthogonalize
 from mmqk.training.optimizers import hidden_matrices, make_optimizer
 from tests.model.small import SMALL
@@ -164,20 +163,3 @@ def test_msign_is_the_polar_factor_and_touches_attention_alone():
         torch.testing.assert_close(now.double(), expected, rtol=0, atol=MSIGN.tolerance)
     bad = torch.full((2, 2), torch.nan)
     assert orthogonal(bad) is bad
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        (["--optim.matrices=muon", "--optim.update_clip=true"], "optim.update_clip is a variant of AdamW"),
-        (["--optim.adagc=2", "--optim.split_second_moment=true"], "optim.adagc acts on the gradient of all"),
-        (["--optim.adagc=2", "--monitor.budget_every_n_steps=50"], "before optim.adagc scales it"),
-        (["--optim.skip_step=6", "--monitor.budget_every_n_steps=50"], "steps that optim.skip_step skips"),
-        (["--optim.matrices=muon", "--monitor.parameters=true"], "monitor.parameters reads Adam's moments"),
-        (["--optim.matrices=adamh", "--optim.qk_clip=100"], "whose norms optim.matrices adamh keeps"),
-        (["--optim.msign_every=5", "--model.weight_reparam=sigma"], "optim.msign_every replaces matrices"),
-    ],
-)
-def test_what_a_combination_cannot_mean_is_refused(fields, says, tiny_args):
-    with pytest.raises(UserError, match=says):
-        resolve([*tiny_args, *fields])

@@ -60,21 +60,8 @@ def test_the_share_of_weights_that_an_update_left_unchanged(tiny_args, tmp_path,
     assert least <= share < (1.0 if least else 0.05)
 
 
-def test_each_monitor_has_its_steps(on):
-    lines = {line["step"]: line for line in series(on)}
-    assert [(s, line["budget_window"]) for s, line in lines.items() if "budget_window" in line] == [
-        (5, 5), (10, 5), (12, 2),
-    ]  # fmt: skip
-    assert [s for s, line in lines.items() if "grad_signal/text" in line] == [4, 8, 12]
-    assert [s for s, line in lines.items() if "absorbed_if_bf16/image/layer01" in line] == [0, 4, 8, 12]
-    assert "attn_logit_max/text-text/layer00/head01" in lines[4]
-    assert "grad_norm/blocks.0.attention.w_q.weight" in lines[4]
-    assert not any(t.startswith("grad_norm/") for t in lines[5]) and "grad_norm" in lines[5]
-
-
-@pytest.mark.parametrize("step", [4, 8])
-def test_a_resume_in_the_middle_of_a_window_is_the_straight_run(on, tmp_path, step):
-    args = rewind(on, tmp_path / "again", step)
+def test_a_resume_in_the_middle_of_a_window_is_the_straight_run(on, tmp_path):
+    args = rewind(on, tmp_path / "again", 8)
     assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
     assert same_run(tmp_path / "again", on)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmqk.data.config import DataConfig
-from mmqk.data.datamodule import PositionedLoader, TokenDataModule
+from mmqk.data.datamodule import PositionedLoader
 from mmqk.monitors import NormMonitor
 from mmqk.store import UserError
 from tests.training.toy import fit, module_of, toy_batch, weights
@@ -82,7 +79,7 @@ def test_the_docs_measure_somebodys_own_module(run):
         run(code.replace('"net"', '"nett"'))
 
 
-@pytest.mark.parametrize("optim", [{}, {"qk_clip": 1e-3}, {"split_second_moment": True}], ids=str)
+@pytest.mark.parametrize("optim", [{"qk_clip": 1e-3}, {"split_second_moment": True}], ids=str)
 def test_a_probe_changes_no_weight_of_a_remedy(optim):
     """QK-Clip reads the attention logits of every forward pass in training, but not those of a probe."""
     batches, found = [toy_batch(seed) for seed in range(6)], []
@@ -91,27 +88,6 @@ def test_a_probe_changes_no_weight_of_a_remedy(optim):
         fit(module, batches, callbacks=callbacks)
         found.append(weights(module))
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
-
-
-@pytest.mark.parametrize(
-    ("trainer", "message"),
-    [
-        ({"max_epochs": 1}, r"TokenDataModule needs the number of steps: set max_steps of lightning.Trainer."),
-        ({"max_steps": 2, "accumulate_grad_batches": 3}, r"data.batch_size 4 is not a multiple of accumulate"),
-        ({"max_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 3}, r"limit_train_batches 3 is not a"),
-        ({"max_steps": 4, "callbacks": [GradientAccumulationScheduler({0: 2})]}, r"All sequences of max_steps are"),
-        ({"max_steps": 2, "gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, r"Module clips by norm"),
-        ({"max_steps": 2, "precision": "16-true"}, r"TrainingModule does not scale its loss, .* 16-true needs"),
-    ],
-)
-def test_a_trainer_that_cannot_be_served_is_one_sentence(tiny_data, trainer, message):
-    folders = {"pairs": f"{tiny_data}/pairs", "text": f"{tiny_data}/text", "cache": f"{tiny_data}/cache"}
-    config = DataConfig(**folders, tokenizers=f"{tiny_data}/tokenizers", seq_len=88, batch_size=4, val_sequences=8)
-    data = TokenDataModule(config)
-    module = module_of(replace(module_of().model_config, vocab_sizes=data.vocab_sizes))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    with pytest.raises(UserError, match=message):
-        L.Trainer(**trainer, **quiet).fit(module, datamodule=data)
 
 
 def test_a_position_in_the_data_is_that_of_its_batch_size():

@@ -57,20 +57,6 @@ def test_the_source_of_a_patch_is_part_of_the_identity(own, tiny_args):
     assert resolve([*tiny_args, "data.patch=own_patch:backwards"]).id != rows
 
 
-@pytest.mark.parametrize("field", ["model.patch", "data.patch"])
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("loud", "loud is not module:function"),
-        ("no_such.module:loud", "there is no module no_such.module"),
-        ("own_patch:lout", "own_patch has no function lout"),
-    ],
-)
-def test_a_patch_that_does_not_exist_is_named(own, tiny_args, tmp_path, field, name, sentence):
-    with pytest.raises(UserError, match=sentence):
-        main([*tiny_args, f"{field}={name}", f"--out={tmp_path / 'run'}"])
-
-
 def test_a_fork_patches_the_weights_of_its_parent_once(own, tiny_args, tmp_path):
     """The first weights of the fork are the parent's, with W_q times 8; a resume does not multiply it again."""
     parent, fork = tmp_path / "parent", tmp_path / "fork"

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from mmqk.checkpoint import load_model
-from mmqk.config import resolve
-from mmqk.data.datamodule import TokenDataModule
 from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
@@ -246,15 +244,6 @@ def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
     one, two = (read_status(tmp_path / name) for name in ("one", "two"))
     assert two.status == one.status == "diverged" and two.step == one.step and " is " in two.reason
     assert not list((tmp_path / "two/checkpoints").glob("*.partial"))
-
-
-def test_a_mistake_is_said_once_and_nobody_waits(tiny_args, tmp_path):
-    TokenDataModule(resolve(tiny_args).data).setup()  # makes the token cache, which prints a line
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/letter.txt").write_text("mine")  # only the first process reads the folder
-    assert train([*tiny_args, f"--out={tmp_path / 'run'}"], tmp_path / "log") == [2, 0]
-    assert "has other files" in (tmp_path / "log0").read_text()
-    assert (tmp_path / "log1").read_text() == ""
 
 
 def test_dropout_resumes_exactly(tiny_args, tmp_path):

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput
 
 from mmqk.model import EarlyFusionTransformer, RowStats
-from mmqk.monitors import probe
 from mmqk.store import parse_tag
 from mmqk.training.guards import RowLog
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
@@ -181,17 +180,3 @@ def test_a_modality_that_a_step_lacks_has_no_row_and_other_backends_have_none(fl
 
 
 # The probe -------------------------------------------------------------------------------------------------
-
-
-def test_the_probe_of_a_flex_model_is_the_dense_one_and_leaves_the_backend():
-    """flex is not replaced in this test, because the probe never uses it."""
-    batch = toy_batch(3, padding=2, documents=True)
-    models = {name: EarlyFusionTransformer(replace(MODEL, n_kv_heads=2), name) for name in ("flex", "math")}
-    found = {name: probe(model, batch).flat() for name, model in models.items()}
-    assert found["flex"] == found["math"] and "attn_logit_absmax/text-image/layer01" in found["flex"]
-    model = models["flex"]
-    assert {model.backend, *(block.attention.backend for block in model.blocks)} == {"flex"}
-    with pytest.raises(IndexError):  # the backend is kept even if the forward pass fails
-        probe(model, replace(batch, ids_BT=batch.ids_BT + 100))
-    assert {model.backend, *(block.attention.backend for block in model.blocks)} == {"flex"}
-    assert all(module.training for module in model.modules())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from mmqk.config import LossConfig
 from mmqk.model import PerModalityConfig
-from mmqk.training.losses import loss_parts, total_loss
 from mmqk.training.optimizers import SplitAdamW
 from tests.peers import Peer
 from tests.training.test_no_sync import Methods, Operations
@@ -132,19 +130,6 @@ def test_an_absent_modality_is_a_gradient_of_zero():
 # In training -----------------------------------------------------------------------------------------------
 
 
-def test_training_on_one_modality_is_adamw():
-    """The runs have z-loss, clipping and independent decay; the optimizer has two modalities, the data only one."""
-    setting = {"weight_decay": 0.3, "decay_mode": "independent", "lr": 0.02}
-    batches = [toy_batch(seed, only="image") for seed in range(4)]
-    split, plain = (
-        module_of(loss=LossConfig(z_loss=0.01), split_second_moment=split, **setting) for split in (True, False)
-    )
-    lines = [fit(module, batches, clip=0.5) for module in (split, plain)]
-    assert apart(weights(split), weights(plain)) < 1e-10
-    assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]
-    assert min(line["grad_norm"] for line in lines[1]) > 0.5  # the gradients are clipped
-
-
 def test_a_loss_that_is_switched_off_leaves_one_modality_and_adamw():
     batches, loss = [toy_batch(seed) for seed in range(3)], LossConfig(weights={"image": 0.0}, z_loss=0.1)
     split, plain = (module_of(loss=loss, split_second_moment=split) for split in (True, False))
@@ -153,30 +138,6 @@ def test_a_loss_that_is_switched_off_leaves_one_modality_and_adamw():
     assert apart(weights(split), weights(plain)) < 1e-10
     state = split.trainer.optimizers[0].state[split.model.head.weight]
     assert state["exp_avg"].shape == (1, 16, 16)  # a modality that is not trained has no moments
-
-
-def test_parts_add_up_to_the_usual_gradient():
-    module, batch = module_of(loss=LossConfig(z_loss=0.1)), toy_batch(0)
-    parameters = list(module.model.parameters())
-    optimizer = SplitAdamW(parameters, lr=0.1)
-    sums = module.losses(batch)
-    weights_M = torch.tensor([1.0, 0.3], dtype=torch.float64)
-    weighing = (weights_M, 0.1, batch.step_targets)
-    expected = torch.autograd.grad(total_loss(sums, *weighing), parameters, retain_graph=True)
-    by_hand = [
-        torch.autograd.grad(
-            weights_M[a] * (sums.ce[a] + 0.1 * sums.log_z_sq[a]) / batch.step_targets, parameters, retain_graph=True
-        )
-        for a in (0, 1)
-    ]
-    optimizer.backward(list(loss_parts(sums, *weighing)))
-    for i, p in enumerate(parameters):
-        torch.testing.assert_close(p.grad, expected[i], rtol=0, atol=1e-12)
-        for a in (0, 1):
-            torch.testing.assert_close(optimizer._gradients[p][a], by_hand[a][i], rtol=0, atol=1e-12)
-    # The control: neither part equals the sum.
-    head = module.model.head.weight
-    assert all(float((g - head.grad).abs().max()) > 1e-3 for g in optimizer._gradients[head])
 
 
 def test_micro_batches_equal_one_batch():
@@ -221,18 +182,3 @@ def test_told_of_a_bad_gradient_no_parameter_changes(factor):
     assert max(gaps(stepped(1.0, factor), Three()).values()) == 0
     # The control: without `found_inf` the weights change.
     assert gaps(stepped(None), Three())["both"] > 1e-2
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_a_run_stands_still_from_its_first_bad_gradient_on(split):
-    good, bad = toy_batch(0), toy_batch(1)
-    bad.step_targets = bad.step_targets * 0.0  # a loss over 0 targets is not finite
-    stopped, whole = (module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1) for _ in range(2))
-    lines = fit(stopped, [good, bad, good, good], clip=0.5)
-    fit(whole, [good], clip=0.5)
-    assert [math.isfinite(line["grad_norm"]) for line in lines] == [True, False, True, True]
-    assert apart(weights(stopped), weights(whole)) == 0
-    # The control: a second good batch changes the weights.
-    other = module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1)
-    fit(other, [good, good], clip=0.5)
-    assert apart(weights(other), weights(whole)) > 1e-3
