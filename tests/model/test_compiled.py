@@ -117,28 +117,6 @@ def test_the_number_of_graphs_does_not_grow_with_layers():
     assert graphs_of("sdpa", n_layers=3, **windows) == graphs_of("sdpa", n_layers=6, **windows) == 3
 
 
-def test_training_validation_and_a_shorter_batch_have_a_graph_each():
-    model = compiled(build(n_layers=2, **DROPPED))
-    seen = []
-    for length, training in ((12, True), (12, False), (7, True), (12, True), (7, True), (12, False)):
-        model.train(training)
-        step(model, ids_of(2, length))
-        seen.append(n_graphs())
-    assert seen[0] < seen[1] < seen[2] == seen[-1]
-
-
-def test_a_compiled_model_keeps_its_names_and_a_copy_has_weights_of_its_own():
-    plain = build(n_layers=2, qk_norm=QKNormConfig("rms"))
-    model = compiled(plain)
-    before = step(model)
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-    twin, other = copy.deepcopy(model), build(seed=1, n_layers=2, qk_norm=QKNormConfig("rms"))
-    twin.load_state_dict(other.state_dict())
-    assert same(step(twin), step(other)) and same(step(model), before)
-    assert not same(step(twin)[:1], before[:1])
-
-
 def test_a_forward_that_is_watched_shows_every_site_and_compiles_nothing():
     plain = build(n_layers=2, n_kv_heads=2, qk_norm=QKNormConfig("rms"))
     model = compiled(plain)
@@ -152,21 +130,6 @@ def test_a_forward_that_is_watched_shows_every_site_and_compiles_nothing():
     assert n_graphs() == 0
     model(IDS_BT)
     assert n_graphs() == 2
-
-
-def test_hooks_on_a_block_run():
-    plain = build(n_layers=2)
-    model = compiled(plain)
-    unhooked = model(IDS_BT)
-    fired = []
-    for one in (plain, model):
-        for layer, block in enumerate(one.blocks):
-            block.register_forward_pre_hook(lambda block, args, layer=layer: fired.append(layer))
-            block.register_forward_hook(lambda block, args, out: (1.5 * out[0], out[1]))
-    hooked = model(IDS_BT)
-    assert fired == [0, 1]
-    assert torch.equal(hooked, plain(IDS_BT))
-    assert not torch.equal(hooked, unhooked)
 
 
 def counted(model):
@@ -216,16 +179,6 @@ def test_recomputing_with_other_masks_would_show(monkeypatch):
     monkeypatch.setattr(transformer, "checkpoint", forgetful)
     ours = step(model)
     assert torch.equal(ours[0], expected[0]) and not same(ours, expected)
-
-
-def test_a_recomputed_forward_that_is_watched_shows_every_site_once():
-    model = build(n_layers=2)
-    model.activation_checkpointing = True
-    seen = []
-    out = model(IDS_BT, observer=lambda site, layer, tensor: seen.append((site, layer)))
-    out.square().sum().backward()
-    assert len(seen) == len(set(seen)) == 9 * 2 + 2
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_recomputed_blocks_keep_a_fraction():

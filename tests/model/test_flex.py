@@ -1,20 +1,14 @@
 """Compares FlexAttention on a CPU with `math` and written-out sums: masks, cap, grouped heads, row statistics."""
 
-import functools
 import math
 
 import pytest
 import torch
-from torch import _dynamo as dynamo
-from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as torchs
 
-from mmqk.model import EarlyFusionTransformer
 from mmqk.model import backends as kernels
-from mmqk.model.transformer import compile_blocks
 from tests.model.attend import attention
-from tests.model.small import VARIANTS, build, ids_of
 
 B, H, G, T, K = 2, 4, 2, 256, 8
 SCALE = 0.4
@@ -151,51 +145,6 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
         assert (most > caps).any()  # the case under test: rounding exceeds some caps
         raw = torch.stack([kernels.uncapped(x, float(c)) for x, c in zip(most, caps, strict=True)])
         assert raw.isfinite().all() and (raw >= 7 * caps).all() and (raw <= 9.0001 * caps).all()
-
-
-@pytest.fixture
-def graphs_on_cpu(monkeypatch):
-    """Compile blocks with flex on a CPU: aot_eager runs flex as dense operations, and torch's check of the device is
-    switched off."""
-    options, compile_ = torchs._apply_kernel_options, torch.compile
-
-    def with_statistics(q, k, v, return_lse, given, return_aux=None):
-        return options(q, k, v, return_lse, given, None) | {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": True}
-
-    def compiled(model):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", functools.partial(compile_, backend="aot_eager"))
-            compile_blocks(model)
-        return model
-
-    monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(torchs, "_apply_kernel_options", with_statistics)
-    dynamo.reset()
-    counters.clear()
-    kernels._same_for_all.cache_clear()
-    with dynamo.config.patch(recompile_limit=dynamo.config.recompile_limit):
-        yield compiled
-    dynamo.reset()
-
-
-def gradients(model, ids_BT, document_BT=None, rows=None):
-    out = model(ids_BT, document_BT=document_BT, row_stats=rows)
-    return [out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))]
-
-
-def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
-    plain = build(**VARIANTS["gemma"], attn_softcap=4.0)
-    fused = EarlyFusionTransformer(plain.config, "flex").eval()
-    fused.load_state_dict(plain.state_dict())
-    fused, rows = graphs_on_cpu(fused), []
-    for i in range(3):  # other documents every time
-        document_BT = torch.arange(128).expand(2, 128) // (40 + i)
-        ours = gradients(fused, ids_of(2, 128), document_BT, rows)
-        for a, b in zip(ours, gradients(plain, ids_of(2, 128), document_BT), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-        assert counters["stats"]["unique_graphs"] == 3  # a layer with a window, a layer without one, the final norm
-    assert len(rows) == 3 * plain.config.n_layers
-    assert (gradients(fused, ids_of(2, 128))[0] - ours[0]).abs().max() > 1e-2
 
 
 def test_a_mask_made_while_validating_serves_training():

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model import backends as kernels
-from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
 from mmqk.model.transformer import compile_blocks
 from tests.model.small import BLOCKS, ids_of
 
@@ -136,49 +134,6 @@ def test_compiled_blocks_with_flex_train_like_math():
     for other in (dense(attn_softcap=None), dense(window=0), dense(document_BT=None)):
         assert furthest(ours[:1], other[:1]) > 2 * tolerance
         assert furthest(ours[1:], other[1:]) > 2 * tolerance
-
-
-@pytest.mark.parametrize(
-    "qk_norm",
-    [
-        QKNormConfig(),
-        QKNormConfig("rms"),
-        QKNormConfig("rms", place="after_rope"),
-        QKNormConfig("rms", "full", "per_head"),
-        QKNormConfig("rms", gain="zero_centered", normalize_v=True),
-        QKNormConfig("layer", gain="per_head", bias=True),
-        QKNormConfig("l2", eps=1e-6),
-        QKNormConfig("l2", eps=1e-6, gain="per_head", scale_max=11.0, normalize_v=True),
-    ],
-)
-def test_every_arm_attends_in_bf16_under_autocast(qk_norm):
-    config = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2, qk_norm=qk_norm)
-    model, dtypes = EarlyFusionTransformer(config, "sdpa").to(DEVICE), {}
-    ids_BT = ids_of(B, 128).to(DEVICE)
-
-    def observer(site, layer, tensor):
-        dtypes.setdefault(site, set()).add(tensor.dtype)
-
-    with torch.autocast(DEVICE, torch.bfloat16):
-        model(ids_BT, observer=observer)
-    narrow = ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
-    assert all(dtypes[site] == {torch.bfloat16} for site in narrow)
-    assert dtypes["resid"] == dtypes["logits"] == {torch.float32}
-    model(ids_BT, observer=observer)
-    assert torch.float32 in dtypes["q"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_norms_return_the_dtype_of_their_input_under_autocast(dtype):
-    x = torch.randn(2, 5, 4, 32, device=DEVICE, dtype=dtype)
-    norms = [
-        RMSNorm((32,), 1e-5), RMSNorm((4, 32), 1e-5, gain="zero_centered"), LayerNorm((32,), 1e-5, bias=True),
-        L2Norm(32, 1e-6), LayerScale(32, 0.1),
-    ]  # fmt: skip
-    with torch.autocast(DEVICE, torch.bfloat16):
-        assert all(norm.to(DEVICE)(x).dtype == dtype for norm in norms)
-        if dtype != torch.float32:  # torch's norms return fp32, so mmqk has its own norms
-            assert F.layer_norm(x, (32,)).dtype == torch.float32
 
 
 NAMED = [

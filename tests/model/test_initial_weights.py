@@ -103,8 +103,3 @@ def test_embeddings_are_scaled_by_modality_and_the_head_is_not():
     assert torch.equal(tied["head.weight"], plain["embed.weight"])
     assert torch.equal(tied["embed.weight"], plain["embed.weight"])
     assert all(torch.equal(weights(embed_scale={"image": 3.0})[name], value) for name, value in plain.items())
-
-
-def test_a_module_without_a_rule_is_refused():
-    with pytest.raises(TypeError, match=r"1\.weight of Conv1d"):
-        init_weights(torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Conv1d(2, 2, 1)), 0)

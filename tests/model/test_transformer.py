@@ -1,71 +1,13 @@
-"""The whole model equals a forward pass written with other operations, and has the expected symmetries and bounds."""
+"""The whole model has the expected symmetries and bounds. `test_fuzz` compares it with a forward pass written out."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
+from mmqk.model import QKNormConfig
 from tests.model.attend import attention
 from tests.model.small import BLOCKS, VARIANTS, build, ids_of, refuses_sdpa
-from tests.model.written_out import WrittenOut
-
-
-def qk(**changes):
-    """Return a change of fields of the QK-Norm."""
-    return {"qk_norm": changes}
-
-
-# For each variant, changes of the configuration that change the logits although the parameters stay the same.
-WRONG = {
-    "llama": [{"rope_theta": 10.0}, {"norm_eps": 0.1}, {"attn_scale": "inverse"}, {"norm": "layer"}],
-    "chameleon": [qk(place="after_rope"), qk(eps=0.1), qk(kind="rms", bias=False)],
-    "swin": [qk(place="after_rope"), {"norm_eps": 0.1}],
-    "deep norm": [{"deep_norm": False, "post_norm": True}, {"n_layers": 2}, {"layer_scale": None}],
-    "sandwich, capped": [{"attn_softcap": None}, {"final_softcap": None}],
-    "inverse scale": [{"attn_scale": "none"}, {"norm_eps": 0.1}],
-    "no scale": [{"attn_scale": "rsqrt"}],
-    "scale of its own": [{"attn_scale": "rsqrt"}, {"embed_sqrt_d": False}],
-    "layer norm": [{"norm": "rms", "norm_bias": False}, {"norm_eps": 0.1}],
-    "norms without gain": [{"norm": "layer"}, qk(kind="rms", bias=False), qk(place="after_rope")],
-    "olmo": [qk(scope="head"), qk(place="after_rope")],
-    "full, one gain": [qk(scope="head"), qk(kind="rms", bias=False)],
-    "hf chameleon": [qk(scope="full"), qk(kind="rms", bias=False)],
-    "gemma": [
-        {"norm_gain": "plain"}, qk(gain="shared"), {"window": 5}, {"global_every": 3}, {"local_rope_theta": None},
-        {"rope_scaling": RopeScalingConfig()}, {"mlp": "swiglu"}, {"embed_scale": {"text": 2.0}},
-        {"embed_sqrt_d": False},
-    ],
-    "after rope": [qk(place="before_rope"), {"window": 0}],
-    "qkv norm": [qk(normalize_v=False), qk(kind="rms", bias=False)],
-    "l2": [qk(normalize_v=False), qk(scale_max=1e6)],
-    "l2 fixed": [qk(scale_init=5.0)],
-    "l2 per head": [qk(normalize_v=True)],
-    "cosine": [qk(scale_max=None), qk(scale_max=10.0)],
-    "sigmoid": [{"attention": "softmax"}, {"window": 0}, {"attn_softcap": None}],
-    "sigma reparam": [{"weight_reparam": "none"}],
-    "llama 3.1": [{"rope_scaling": RopeScalingConfig()}, {"rope_scaling": RopeScalingConfig("linear", 4.0)}],
-    "untied": [qk(scope="full"), {"norm": "rms", "norm_bias": False}],
-    "untied, everything else": [{"attention": "softmax"}, {"embed_scale": {}}, {"layer_scale": None}],
-    "separated ends": [{"separate_last": 0}, {"separate_first": 0}, {"window": 0}],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_equals_the_forward_written_out(variant):
-    model, ids_BT = build(**VARIANTS[variant]).double(), ids_of(2, 9)
-    state = model.state_dict()
-    with torch.no_grad():
-        logits_BTV = model(ids_BT)
-        expected = torch.stack([WrittenOut(state, model.config)(ids_T) for ids_T in ids_BT])
-        torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5)
-        for fields in WRONG[variant]:
-            changed = dict(fields)
-            if "qk_norm" in fields:
-                changed["qk_norm"] = replace(model.config.qk_norm, **fields["qk_norm"])
-            wrong = WrittenOut(state, replace(model.config, **changed))(ids_BT[0])
-            assert (logits_BTV[0] - wrong).abs().max() > 1e-3, fields
 
 
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
@@ -96,16 +38,6 @@ def test_the_backends_agree(variant):
         with torch.no_grad():
             ours, theirs = (model(ids_BT, document_BT=documents) for model in (math, fused))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
-
-
-def test_pre_and_post_norm_cannot_be_taken_for_each_other():
-    pre, post = build(), build(pre_norm=False, post_norm=True)
-    with pytest.raises(RuntimeError, match="attn_post_norm"):
-        post.load_state_dict(pre.state_dict())
-    renamed = {name.replace("_pre_norm", "_post_norm"): value for name, value in pre.state_dict().items()}
-    post.load_state_dict(renamed)
-    ids_BT = ids_of(2, 10)
-    assert (pre(ids_BT) - post(ids_BT)).abs().max() > 0.1
 
 
 def future_gradient(model, T=9, t=4):
@@ -178,23 +110,6 @@ def test_an_observer_has_the_heads_of_the_keys_once_and_as_they_are_used():
     assert not torch.equal(seen["k", 0][:, 1], seen["k", 0][:, 2])
 
 
-def test_residual_dropout_follows_the_generator_and_only_in_training():
-    model, ids_BT = build(residual_dropout=0.3), ids_of(2, 8)
-    assert torch.equal(model(ids_BT), build()(ids_BT))
-    model.train()
-
-    def run(seed):
-        torch.manual_seed(seed)
-        return model(ids_BT)
-
-    assert torch.equal(run(1), run(1))
-    assert not torch.equal(run(1), run(2))
-    without = build().train()
-    state = torch.random.get_rng_state()
-    without(ids_BT)
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
     model, seen = build(**VARIANTS[variant]), {}
@@ -207,31 +122,15 @@ def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
     torch.testing.assert_close(logits_BTV, model(ids_of(2, 8)), rtol=0, atol=0.2)
 
 
-def test_vocab_sizes_must_be_given_and_the_variant_is_printed():
-    with pytest.raises(ValueError, match=r"model\.vocab_sizes is empty"):
-        EarlyFusionTransformer(ModelConfig())
-    printed = str(build(**VARIANTS["swin"]))
-    assert "post_norm=True" in printed and "kind='rms'" in printed and "backend=math" in printed
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_trains_on_any_mix_of_modalities(variant):
-    rows = {
-        "one token": ids_of(1, 1),
-        "all text": ids_of(2, 8, high=11),
-        "all image": ids_of(2, 8, low=11, high=17),
-        "all of the last": ids_of(2, 8, low=17),
-        "three modalities": ids_of(2, 8),
-    }
-    dropout = {"residual_dropout": 0.1, "attn_dropout": 0.1}
-    for backend in ("math", "sdpa"):
-        if backend == "sdpa" and refuses_sdpa(VARIANTS[variant]):
-            continue
-        model = build(backend=backend, **(VARIANTS[variant] | dropout)).train()
-        for name, ids_BT in rows.items():
-            loss = model(ids_BT).logsumexp(-1).mean()
-            grads = torch.autograd.grad(loss, list(model.parameters()))
-            assert loss.isfinite() and all(grad.isfinite().all() for grad in grads), name
+    rows = {"one token": ids_of(1, 1), "all of the last": ids_of(2, 8, low=17), "three modalities": ids_of(2, 8)}
+    backend = "math" if refuses_sdpa(VARIANTS[variant]) else "sdpa"
+    model = build(backend=backend, **(VARIANTS[variant] | {"residual_dropout": 0.1, "attn_dropout": 0.1})).train()
+    for name, ids_BT in rows.items():
+        loss = model(ids_BT).logsumexp(-1).mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        assert loss.isfinite() and all(grad.isfinite().all() for grad in grads), name
 
 
 def test_one_token_comes_out_as_its_own_value():
