@@ -23,22 +23,6 @@ def qkv(dtype=torch.float32):
 WIDE, NARROW = torch.float32, torch.bfloat16
 
 
-def test_the_kernel_of_each_backend():
-    for name, *of in (
-        ("math (dense, fp32)", "math", "cpu", WIDE), ("math (dense, fp32)", "math", "cuda", NARROW, True, 0.1),
-        ("flex (Triton)", "flex", "cuda", NARROW, True),
-        ("flash (SDPA)", "sdpa", "cpu", WIDE), ("flash (SDPA)", "sdpa", "cpu", torch.float64, True),
-        ("math (SDPA)", "sdpa", "cpu", NARROW, False, 0.1), ("flash (SDPA)", "sdpa_flash", "cpu", WIDE),
-        ("flash (SDPA)", "sdpa", "cuda", NARROW), ("flash (SDPA)", "sdpa", "cuda", torch.float16, False, 0.1),
-        ("efficient (SDPA)", "sdpa", "cuda", NARROW, True, 0.1), ("efficient (SDPA)", "sdpa", "cuda", WIDE),
-        ("math (SDPA)", "sdpa", "cuda", torch.float64), ("flash (SDPA)", "sdpa_flash", "cuda", NARROW, False, 0.1),
-        ("efficient (SDPA)", "sdpa_efficient", "cuda", WIDE, True),
-        ("efficient (SDPA)", "sdpa_efficient", "cuda", NARROW),
-        ("cudnn (SDPA)", "sdpa_cudnn", "cuda", torch.float16, True),
-    ):  # fmt: skip
-        assert kernel_name(*of) == name, of
-
-
 class Calls(TorchDispatchMode):
     """Records the names of the operators that run."""
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from mmqk.model import QKNormConfig, transformer
+from mmqk.model import transformer
 from mmqk.model.backends import keep_graphs
 from mmqk.model.transformer import compile_blocks
 from tests.model.small import VARIANTS, V, build, ids_of
@@ -78,30 +78,6 @@ def test_compiled_equals_eager_to_the_bit(name, monkeypatch):
     assert not same(step(model, document_BT=DOCUMENT_BT)[:1], step(plain, document_BT=DOCUMENT_BT)[:1])
 
 
-def test_what_would_break_a_graph_is_an_error(monkeypatch):
-    model = compiled(build())
-    norm = transformer.MLP.forward
-
-    def breaks(self, x_BTD):
-        dynamo.graph_break()
-        return norm(self, x_BTD)
-
-    monkeypatch.setattr(transformer.MLP, "forward", breaks)
-    with pytest.raises(dynamo.exc.Unsupported):
-        model(IDS_BT)
-    assert torch.isfinite(build()(IDS_BT)).all()
-
-
-def test_compiled_dropout_has_the_masks_of_its_seed(monkeypatch):
-    captured_by(monkeypatch, "aot_eager")
-    plain = build(**DROPPED).train()
-    model = compiled(plain)
-    once = step(model, seed=1)
-    assert same(once, step(model, seed=1))
-    assert same(once, step(plain, seed=1))
-    assert not same(once[:1], step(model, seed=2)[:1])
-
-
 def graphs_of(backend="math", **fields):
     dynamo.reset()
     counters.clear()
@@ -115,21 +91,6 @@ def test_the_number_of_graphs_does_not_grow_with_layers():
     assert graphs_of("sdpa", n_layers=3) == graphs_of("sdpa", n_layers=6) == 2
     windows = {"window": 4, "global_every": 2}  # sdpa has no mask in layers without a window
     assert graphs_of("sdpa", n_layers=3, **windows) == graphs_of("sdpa", n_layers=6, **windows) == 3
-
-
-def test_a_forward_that_is_watched_shows_every_site_and_compiles_nothing():
-    plain = build(n_layers=2, n_kv_heads=2, qk_norm=QKNormConfig("rms"))
-    model = compiled(plain)
-    of_block = copy.deepcopy(model)
-    of_block.final_norm = plain.final_norm  # the compiled final norm would add a graph
-    ours, theirs = {}, {}
-    for one, seen in ((of_block, ours), (plain, theirs)):
-        one(IDS_BT, observer=lambda site, layer, tensor, seen=seen: seen.__setitem__((site, layer), tensor))
-    assert len(theirs) == 9 * 2 + 2 and ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    assert n_graphs() == 0
-    model(IDS_BT)
-    assert n_graphs() == 2
 
 
 def counted(model):
@@ -181,18 +142,6 @@ def test_recomputing_with_other_masks_would_show(monkeypatch):
     assert torch.equal(ours[0], expected[0]) and not same(ours, expected)
 
 
-def test_recomputed_blocks_keep_a_fraction():
-    def kept(recompute):
-        model = build(n_layers=6)
-        model.activation_checkpointing = recompute
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-            model(IDS_BT)
-        return sum(sizes)
-
-    assert kept(True) < kept(False) / 3
-
-
 def test_two_backward_passes_through_one_forward(monkeypatch):
     captured_by(monkeypatch, "aot_eager")
     plain, model = build(n_layers=2), build(n_layers=2)
@@ -206,23 +155,3 @@ def test_two_backward_passes_through_one_forward(monkeypatch):
         twice.append([*first, *torch.autograd.grad(out[..., 5:].sum(), parameters)])
     assert same(*twice)
     assert not same(twice[0][: len(parameters)], twice[0][len(parameters) :])
-
-
-def backends(model):
-    return [model.backend, *(block.attention.backend for block in model.blocks)]
-
-
-@pytest.mark.parametrize("prepare", [lambda model: model, compiled])
-def test_another_backend_lasts_as_long_as_its_context(prepare):
-    model, dense = prepare(build(backend="sdpa", n_layers=2)), build(n_layers=2)
-    fused = step(model)
-    with model.use_backend("math"):
-        assert backends(model) == ["math"] * 3
-        assert same(step(model), step(dense))
-        with model.use_backend("sdpa"):
-            assert same(step(model), fused)
-        assert backends(model) == ["math"] * 3
-    with pytest.raises(ZeroDivisionError), model.use_backend("math"):
-        raise ZeroDivisionError
-    assert backends(model) == ["sdpa"] * 3
-    assert same(step(model), fused) and not same(fused, step(dense))

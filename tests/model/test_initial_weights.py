@@ -20,14 +20,10 @@ def weights(seed=0, **fields):
     [
         {"qk_norm": QKNormConfig("layer")},
         {"pre_norm": False, "post_norm": True},
-        {"post_norm": True},
         {"mlp": "gelu", "d_ff": 176},
         {"n_layers": 6},
-        {"qk_norm": QKNormConfig("l2")},
         {"weight_reparam": "sigma"},
         {"layer_scale": 0.1},
-        {"norm": "layer", "norm_bias": True},
-        {"norm_gain": "none"},
         {"per_modality": PerModalityConfig(mlp=True)},
     ],
 )
@@ -92,14 +88,3 @@ def test_copies_of_a_layer_start_as_the_layer_that_is_not_untied():
     assert sum(".copies.1." in name for name in untied) > 40
     for name, value in untied.items():
         assert torch.equal(value, tied[re.sub(r"\.copies\.\d+", "", name)]), name
-
-
-def test_embeddings_are_scaled_by_modality_and_the_head_is_not():
-    plain, scaled = weights(), weights(embed_init={"image": 0.5})
-    torch.testing.assert_close(scaled["embed.weight"][:60], plain["embed.weight"][:60], rtol=0, atol=0)
-    torch.testing.assert_close(scaled["embed.weight"][60:], 0.5 * plain["embed.weight"][60:])
-    assert torch.equal(scaled["head.weight"], plain["head.weight"])
-    tied = weights(tie_embeddings=True)
-    assert torch.equal(tied["head.weight"], plain["embed.weight"])
-    assert torch.equal(tied["embed.weight"], plain["embed.weight"])
-    assert all(torch.equal(weights(embed_scale={"image": 3.0})[name], value) for name, value in plain.items())

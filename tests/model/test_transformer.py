@@ -5,8 +5,6 @@ import itertools
 import pytest
 import torch
 
-from mmqk.model import QKNormConfig
-from tests.model.attend import attention
 from tests.model.small import BLOCKS, VARIANTS, build, ids_of, refuses_sdpa
 
 
@@ -100,16 +98,6 @@ def test_an_observer_sees_every_site_and_changes_nothing():
     assert logits_BTV.abs().max() < 1.5 < seen["logits", -1].abs().max()
 
 
-def test_an_observer_has_the_heads_of_the_keys_once_and_as_they_are_used():
-    seen = {}
-    model = build(n_kv_heads=2, qk_norm=QKNormConfig("rms"))
-    model(ids_of(2, 8), observer=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
-    assert seen["q_raw", 0].shape == (2, 4, 8, 4) and seen["k_raw", 0].shape == (2, 2, 8, 4)
-    assert all(seen[site, 0].shape == (2, 4, 8, 4) for site in "qkv")
-    assert torch.equal(seen["k", 0][:, 0], seen["k", 0][:, 1])
-    assert not torch.equal(seen["k", 0][:, 1], seen["k", 0][:, 2])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
     model, seen = build(**VARIANTS[variant]), {}
@@ -131,19 +119,6 @@ def test_every_variant_trains_on_any_mix_of_modalities(variant):
         loss = model(ids_BT).logsumexp(-1).mean()
         grads = torch.autograd.grad(loss, list(model.parameters()))
         assert loss.isfinite() and all(grad.isfinite().all() for grad in grads), name
-
-
-def test_one_token_comes_out_as_its_own_value():
-    # A single key has weight 1 with softmax attention, and sigmoid(logit - log 1) with sigmoid attention.
-    for variant in ("llama", "l2", "untied"):
-        seen = {}
-        build(**VARIANTS[variant])(
-            ids_of(1, 1), observer=lambda site, layer, x, seen=seen: seen.update({(site, layer): x})
-        )
-        q, k, v = (seen[site, 0] for site in "qkv")
-        torch.testing.assert_close(attention(q, k, v, scale=1.0), v)
-        weight = torch.sigmoid((q * k).sum(-1, keepdim=True))
-        torch.testing.assert_close(attention(q, k, v, scale=1.0, kind="sigmoid"), weight * v)
 
 
 def test_only_the_own_copy_learns_from_a_row_of_one_modality():

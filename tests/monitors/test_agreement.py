@@ -23,19 +23,6 @@ def halves_of(truths, noise, seed):
     return [(look(g), look(g)) for g in truths]
 
 
-def test_the_parts_equal_vectors_written_out():
-    pairs = halves_of([torch.ones(D), torch.linspace(0, 1, D)], 0.1, 0)
-    measured = half_products(pairs)
-    (ta, tb), (ia, ib) = ([torch.cat(half).double() for half in pair] for pair in pairs)
-    assert measured.signal.tolist() == pytest.approx([float(ta @ tb), float(ia @ ib)])
-    assert measured.noise.tolist() == pytest.approx(
-        [float(((ta - tb) ** 2).sum() / 2), float(((ia - ib) ** 2).sum() / 2)]
-    )
-    cross = float(ta @ ib + ia @ tb) / 2 / math.sqrt(float(ta @ tb) * float(ia @ ib))
-    assert float(measured.cosine[0, 1]) == pytest.approx(cross)
-    assert torch.equal(measured.cosine, measured.cosine.T) and float(measured.cosine[1, 1]) == pytest.approx(1)
-
-
 @pytest.mark.parametrize("true", [0.8, 0.0, -0.5])
 def test_noise_does_not_shrink_it_as_it_shrinks_the_plain_cosine(true):
     a = torch.zeros(D)

@@ -64,19 +64,6 @@ def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not()
     assert moved["mass", 0, 1] > before["mass", 0, 1] + 0.1
 
 
-def test_the_parts_add_up_and_masses_sum_to_one():
-    statistics = attention_statistics(*case(size=4.0)[:2], 1.0, Pairs(*case()[2:], M, H))
-    sums = by_name(statistics.rows.sum)
-    for whole, parts in (
-        ("variance", ("offset_variance", "spread_variance")),
-        ("entropy", ("block_entropy", "within_entropy")),
-    ):
-        total = sum(sums[part] for part in parts)
-        torch.testing.assert_close(sums[whole], total, rtol=1e-5, atol=1e-4)
-    count = by_name(statistics.rows.count)["entropy"][0]
-    torch.testing.assert_close(sums["mass"].sum(0), count, rtol=1e-5, atol=1e-4)
-
-
 def without_modality(modality_BT):
     """Take the modality of every third token: -1 and M are the numbers of no modality."""
     number_T = torch.where(torch.arange(T) % 2 == 0, -1, M)

@@ -53,13 +53,6 @@ def test_what_grew_is_what_is_reported(grown, by):
             torch.testing.assert_close(change, torch.full((M, M), 2 * math.log(3)), rtol=0, atol=1e-4)
 
 
-def test_random_directions_are_aligned_as_chance_has_it():
-    q, k = (torch.randn(4, 2, 512, 16, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
-    everything = torch.ones(1, 4, 512, dtype=torch.bool)
-    measured = growth(q, k, everything, Pairs(everything[0].long() - 1, visible_pairs(everything[0]), 1, 2))
-    assert float(parts_of(measured)["alignment"]) == pytest.approx(-math.log(16), abs=0.05)
-
-
 def test_common_mode_has_its_known_values():
     of = torch.ones(1, 2, 1000, dtype=torch.bool)
     alike = torch.randn(2, 3, 1, 8).expand(2, 3, 1000, 8)

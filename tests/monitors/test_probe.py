@@ -168,17 +168,6 @@ def test_masses_and_sink_sum_to_one_and_a_sink_without_weight_changes_nothing():
     assert all(math.isfinite(value) for value in full.values()) and full["attn_rank/layer00"] > 0.999
 
 
-def test_a_gate_is_open_closed_or_between():
-    batch, model = make_batch(), with_sinks(0.0, attn_gate="element")
-    found = probe(model, batch).flat()
-    assert 0.05 < found["gate_closed/text/layer00"] < 0.6 and 0.3 < found["gate_open/text/layer00"] < 0.7
-    assert not any(tag.startswith("gate_") for tag in probe(make_model(), batch).flat())
-    with torch.no_grad():
-        model.blocks[0].attention.w_g.weight.zero_()
-    half = probe(model, batch).flat()
-    assert (half["gate_open/image/layer00"], half["gate_closed/image/layer00"]) == (0.5, 0.0)
-
-
 @pytest.mark.parametrize(("present", "documents"), [((0, 1, 2), True), ((0, 2), False), ((1,), True)], ids=str)
 def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_brute_force(present, documents):
     names, sizes, starts = (*NAMES, "sound"), torch.tensor([9, 7, 5]), torch.tensor([0, 9, 16])
@@ -337,23 +326,3 @@ def test_a_probe_attends_densely_where_its_backend_has_no_kernel_for_it(backend,
         with pytest.raises(ZeroDivisionError):
             probe(other, batch)
     assert asked == ["math", "sdpa"]
-
-
-def test_no_attention_mass_lies_between_modalities_in_a_separated_layer():
-    sizes = {"d_model": 16, "n_layers": 3, "n_heads": 2, "vocab_sizes": {"text": 9, "image": 7}}
-    config = ModelConfig(**sizes, separate_first=1, separate_last=1)
-    ids_BT = torch.randint(0, 16, (3, 24), generator=torch.Generator().manual_seed(0))
-    every = torch.ones_like(ids_BT, dtype=torch.bool)
-    trained = every.clone()
-    trained[:, -1] = False
-    batch = TokenBatch(ids_BT, (ids_BT >= 9).long(), trained, every, trained.sum(), None)
-    values = probe(EarlyFusionTransformer(config), batch).flat()
-    mass = {name: value for name, value in values.items() if name.startswith("attn_mass/")}
-    for layer in ("layer00", "layer02"):
-        for m in ("text", "image"):
-            for other in ("text", "image"):
-                found = mass.get(f"attn_mass/{m}-{other}/{layer}", 0.0)
-                assert found == pytest.approx(float(m == other), abs=1e-6), (m, other, layer)
-    # Control: the shared layer mixes modalities.
-    assert 0.1 < mass["attn_mass/text-image/layer01"] < 0.9
-    assert mass["attn_mass/image-image/layer01"] < 0.95

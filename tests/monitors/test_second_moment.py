@@ -4,7 +4,6 @@ torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from mmqk.config import MonitorConfig
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.own.callback import RunMonitor
-from tests.training.toy import apart, fit, module_of, toy_batch, weights
+from tests.training.toy import fit, module_of, toy_batch
 
 STEPS, CLIP, LR, BETAS, EPS = 5, 0.05, 0.01, (0.9, 0.95), 1e-8
 MONITOR = MonitorConfig(every_n_steps=2, probe_sequences=2, second_moment=True)
@@ -33,17 +32,6 @@ def test_it_equals_a_loop_over_elements():
     found = gradient_over_second_moment(gradients[-1], torch.tensor(moment), 4, 0.95, 1e-3)
     ratios = [g * g / max(v / (1 - 0.95**4), 1e-6) for v, g in zip(moment, gradients[-1].tolist(), strict=True)]
     assert float(found) == pytest.approx(math.sqrt(sum(ratios) / 6), rel=1e-5)
-
-
-def test_it_is_one_in_the_first_step_and_large_for_a_spike():
-    gradient = random_gradients(50, 1)[0]
-    first = gradient_over_second_moment(gradient, 0.05 * gradient.square(), 1, 0.95, 1e-8)
-    assert float(first) == pytest.approx(1, rel=1e-5)
-    steady = 0.95 * torch.ones(50)
-    spike = gradient_over_second_moment(100 * torch.ones(50), steady + 0.05 * 100**2, 10**6, 0.95, 1e-8)
-    assert float(spike) == pytest.approx(0.05**-0.5, rel=1e-2)  # the largest possible value for this beta2
-    calm = gradient_over_second_moment(torch.ones(50), steady + 0.05, 10**6, 0.95, 1e-8)
-    assert float(calm) == pytest.approx(1, rel=1e-5)
 
 
 @pytest.fixture
@@ -95,12 +83,3 @@ def test_a_run_logs_that_of_a_loop_written_out(logged, clip):
             assert line["w_q_grad_over_v/layer00"] != pytest.approx(unclipped[step], rel=1e-4)
     names = {tag.partition("_grad_over_v")[0] for tag in logged[4]}
     assert names == {"w_q", "w_k", "w_v", "w_o", "w_gate", "w_up", "w_down", "embed", "head"}
-
-
-def test_the_run_keeps_its_weights(logged):
-    modules = [module_of() for _ in range(2)]
-    for module, monitor in zip(modules, (MONITOR, replace(MONITOR, second_moment=False)), strict=True):
-        logged.clear()
-        fit(module, [toy_batch(step) for step in range(3)], clip=CLIP, callbacks=[RunMonitor(monitor)])
-        assert bool(logged) == monitor.second_moment
-    assert apart(*(weights(module) for module in modules)) == 0

@@ -3,7 +3,6 @@ configured."""
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import torch
 
 from mmqk.lab import read_runs
 from mmqk.lab.runner.state import follow
-from mmqk.store import Alarm, alarms_of, read_alarms, read_metrics, read_status, rules
+from mmqk.store import alarms_of, read_alarms, read_metrics, read_status, rules
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main
-from mmqk.training.checkpoint import Lifecycle
 from mmqk.training.module import TrainingModule
 from tests.training.runs import rewind, same, series, weights
 
@@ -141,35 +139,6 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
     assert same(weights(reporting), weights(out))
     assert live(out) == live(reporting), "a resume neither loses nor repeats an alarm"
     assert marks(out) == marks(reporting)
-
-
-def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_path, capsys, monkeypatch):
-    """The flush at the interruption is the first that detects the spike of step 13; the next regular flush would be
-    at step 20."""
-    out, after = tmp_path / "run", 14
-    spike = Alarm("spike", 13, "loss", 9.0, 8.0, "planted")
-
-    def update(rules, step, values):
-        return [spike] if step == 13 and "loss" in values else []
-
-    class Interrupts(Lifecycle):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == after:
-                self.signals.append(signal.SIGINT)
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    monkeypatch.setattr("mmqk.training.loop.AlarmRules.update", update)
-    args = [*tiny_args, *HOT, "--alarm.checkpoint=[spike]", "--alarm.stop=[spike]", "--trainer.max_steps=18",
-            f"--out={out}"]  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.checkpoint.Lifecycle", Interrupts)
-        assert main(args) == 130
-    kept = out / f"checkpoints/alarm_spike_step{after + 1:08d}.ckpt"
-    assert read_alarms(out) == [spike] and read_status(out).step == after and not kept.exists()
-    assert main(args) == 130 and read_status(out).step == after + 1 and kept.exists()
-    assert "planted" in read_status(out).reason
-    assert main(args) == 0 and read_alarms(out) == [spike] and marks(out) == {(13, "spike"): 1}
-    capsys.readouterr()
 
 
 def test_a_resume_drops_alarms_that_come_again(reporting, tmp_path):

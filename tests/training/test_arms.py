@@ -1,5 +1,4 @@
-"""Train arms of the demonstration: without the image loss, on one modality alone, ended by a signal or an error. Load
-the trained models."""
+"""Train without the image loss, and until an error. Load the trained model."""
 
 from __future__ import annotations
 
@@ -16,13 +15,6 @@ from mmqk.training.losses import LossSums, total_loss
 from tests.training.runs import command, series, status, weights
 
 OFF = "--loss.weights.image=0"
-
-
-@pytest.fixture(scope="module")
-def args(tiny_args) -> list[str]:
-    """Return a command line whose probes read the training batch, so that a run on one modality has no statistic of
-    the other modality."""
-    return [*tiny_args, "--monitor.probe_split=current"]
 
 
 # Image loss off --------------------------------------------------------------------------------------------
@@ -43,13 +35,13 @@ def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch
     return list(torch.autograd.grad(loss, list(module.model.parameters()), retain_graph=True))
 
 
-def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
+def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(tiny_args):
     """Without the image loss, the gradient is that of the text targets in the mixed run: the tokens and the number of
     targets, by which the loss is divided, do not change."""
-    module, sums, targets = first_step(args)
+    module, sums, targets = first_step(tiny_args)
     text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
     whole = gradients(module, total_loss(sums, module.loss_weights_M, module.loss_config.z_loss, targets))
-    other, other_sums, other_targets = first_step([*args, OFF])
+    other, other_sums, other_targets = first_step([*tiny_args, OFF])
     assert other_targets == targets == sums.count.sum() and torch.equal(other_sums.count, sums.count)
     loss = total_loss(other_sums, other.loss_weights_M, other.loss_config.z_loss, other_targets)
     off = gradients(other, loss)
@@ -63,30 +55,10 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
     assert any(float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True))
 
 
-# One modality alone ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "other"), [("text", "image"), ("image", None)])
-def test_a_run_on_one_modality_trains_it_and_has_nothing_of_the_other(args, tmp_path, name, other):
-    """A sequence of one image has text targets too: <image>, </image> and <eos>."""
-    assert main([*args, f'--data.mix={{"{name}":1}}', f"--out={tmp_path / 'run'}"]) == 0
-    lines = [
-        {tag: value for tag, value in line.items() if not tag.startswith("val_")} for line in series(tmp_path / "run")
-    ]
-    found = [line[f"loss/{name}"] for line in lines[1:]]
-    assert len(found) == 12 and found[-1] < found[0] - 0.1
-    if other is not None:
-        assert not any(other in tag for line in lines for tag in line)
-        assert [line["loss"] for line in lines[1:]] == pytest.approx(found)
-    else:  # 64 of the 67 targets are codes
-        share = (lines[1]["loss"] - lines[1]["loss/text"]) / (found[0] - lines[1]["loss/text"])
-        assert share == pytest.approx(64 / 67, abs=1e-3)
-
-
 # Ends ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
+def test_a_run_that_fails_says_so_and_why(tiny_args, tmp_path, monkeypatch):
     calls = []
 
     def failing(*given):
@@ -99,14 +71,14 @@ def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(training, "total_loss", failing)
         with pytest.raises(RuntimeError, match="planted"):
-            main([*args, f"--out={out}"])
+            main([*tiny_args, f"--out={out}"])
     found = status(out)
     assert (found["status"], found["step"]) == ("failed", 5)
     assert found["reason"] == "RuntimeError: a planted failure"
     assert [line["step"] for line in series(out, after=0)] == [1, 2, 3, 4, 5]  # all steps before the failure
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step00000004.ckpt"]
     # The control: without the fault the same command continues and completes.
-    assert main([*args, f"--out={out}"]) == 0
+    assert main([*tiny_args, f"--out={out}"]) == 0
     assert (status(out)["status"], status(out)["reason"], status(out)["step"]) == ("completed", "", 12)
 
 

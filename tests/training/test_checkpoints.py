@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmqk.checkpoint import load_checkpoint, load_model, save_checkpoint
 from mmqk.config import resolve
-from mmqk.config.training import CheckpointConfig
 from mmqk.interop.folders import read_model
 from mmqk.store import RunFolder, UserError, cli_main
-from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.checkpoints import step_of
 from mmqk.train import main
-from mmqk.training.checkpoint import Checkpoints, last_checkpoint
+from mmqk.training.checkpoint import last_checkpoint
 from tests.training.runs import checkpoint as step
 from tests.training.runs import rewind, same_run, series, status
 
@@ -217,19 +215,3 @@ def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch):
     assert main(args) == 0  # the control: with a working disk the run completes
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step00000006.ckpt", "step00000012.ckpt"]
     assert resolve(args).id == resolve(tiny_args).id and status(out)["status"] == "completed"
-
-
-@pytest.mark.parametrize("keep", [1, 2, 6])
-def test_the_newest_checkpoints_are_kept_whatever_their_number(tmp_path, keep):
-    log = SimpleNamespace(flush=lambda *_: None, divergence=None)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=keep, at=[2]), log)
-    checkpoints.folder.mkdir()
-    module = SimpleNamespace(model=torch.nn.Linear(1, 1))
-    for number in range(1, 10):
-        trainer = SimpleNamespace(
-            global_step=number, optimizers=[], loggers=[], is_global_zero=True, save_checkpoint=Path.touch
-        )
-        checkpoints.save(trainer, module)
-        newest = range(max(1, number + 1 - keep), number + 1)
-        kept = sorted({*newest, *([2] if number >= 2 else [])})
-        assert [step_of(path) for path in checkpoints_in(checkpoints.folder)] == kept

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmqk.config import LossConfig
-from mmqk.training import losses as chunked_loss
 from mmqk.training.losses import LossSums, chunked_losses, loss_parts, modality_losses, total_loss
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
@@ -189,49 +188,3 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
     # The head's gradients of the total loss and of the losses of the two modalities have the shape (3, V, D).
     assert largest(chunk, split_second_moment=True) == max(chunk, 3 * 16) * 500
     assert largest(None) == 96 * 500  # the control: the dense form computes all logits
-
-
-# Compiled --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Compile with torch's tracing and autograd, but without a C++ compiler; yield the list of compiled functions."""
-    compiled, frames = torch.compile, []
-
-    def compile_(function, **options):
-        assert options.pop("fullgraph")
-        frames.append(function)
-        return compiled(function, fullgraph=True, backend="aot_eager", **options)
-
-    chunked_loss._compiled.cache_clear()
-    torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", compile_)
-    yield frames
-    chunked_loss._compiled.cache_clear()
-
-
-@pytest.mark.parametrize(("softcap", "z_loss", "by_modality"), [(None, 0.0, False), (3.0, Z, True)])
-def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_modality):
-    """The inputs have a shorter last chunk, a mask and weights by modality; one forward pass is without gradients."""
-    hidden, head, *of = inputs()
-    weighing = torch.tensor(WEIGHTS, dtype=torch.float64), z_loss, of[-1].sum()
-    arguments = (hidden, head, *of, *weighing[:2], 8, softcap, by_modality)
-    here, there = chunked_losses(*arguments, compiled=True), dense(hidden, head, *of, softcap)
-    assert [f.__name__ for f in traced] == ["_terms"]
-    for name in ("count", "ce", "log_z", "log_z_sq"):
-        torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=1e-12, atol=1e-12)
-    losses = [total_loss(sums, *weighing) for sums in (here, there)]
-    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
-    torch.testing.assert_close(*(gradients(x, hidden, head) for x in losses), rtol=0, atol=1e-12)
-    if by_modality:
-        parts = [loss_parts(sums, *weighing) for sums in (here, there)]
-        for m in range(M):
-            torch.testing.assert_close(*(gradients(x[m], hidden, head) for x in parts), rtol=0, atol=1e-12)
-    with torch.no_grad():
-        measured = chunked_losses(*arguments, compiled=True)
-    torch.testing.assert_close(measured.ce, there.ce.detach(), rtol=0, atol=1e-12)
-    assert not total_loss(measured, *weighing).requires_grad
-    # The control: with a different softcap the compiled form gives a different value.
-    other = chunked_losses(*arguments[:-2], 1.0, by_modality, compiled=True)
-    assert abs(float((total_loss(other, *weighing) - losses[1]).detach())) > 1e-3

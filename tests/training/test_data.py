@@ -66,17 +66,6 @@ def test_a_model_that_knows_the_source_has_no_excess(tiny_args, noise):
     assert min(excess(p_BT / 2)) == pytest.approx(np.log(2), abs=1e-5)
 
 
-def test_real_data_have_statistics_and_no_floor(whole, tiny_args):
-    record = json.loads((whole / "data.json").read_text())
-    data = TokenDataModule(resolve(tiny_args).data, 0)
-    data.setup()
-    seen = [t for row in data.sample for t in row.ids[1:].tolist()]
-    assert record["image"]["used"] == len({t for t in seen if t >= 305}) and record["image"]["block"] == 32
-    assert record["image"]["share"] == pytest.approx(np.mean([t >= 305 for t in seen]))
-    assert record["text"]["floor"] is None
-    assert not any("excess" in name for line in read_metrics(whole / "metrics.jsonl") for name in line)
-
-
 def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args):
     steps = 150  # more sequences than `SAMPLE` of datamodule.py
     config = resolve(tiny_args).data

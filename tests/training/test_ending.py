@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.store import is_locked, read_status
-from mmqk.train import main, noted_signals
+from mmqk.train import main
 from mmqk.training.ranks import _end_with
 from tests.training.gates import SECONDS, gone, pause, process, start, wait_for
 from tests.training.runs import WHOLE, same_run
@@ -112,12 +112,3 @@ def test_a_parent_that_is_gone_already_is_not_waited_for():
     rank = process(_end_with, "1")
     rank.join(SECONDS)
     assert rank.exitcode == 128 + signal.SIGKILL
-
-
-def test_a_second_signal_has_its_usual_effect():
-    before = signal.getsignal(signal.SIGTERM)
-    with noted_signals() as noted:
-        assert signal.getsignal(signal.SIGTERM) is not before
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert noted == [signal.SIGUSR1] and signal.getsignal(signal.SIGTERM) is before
-    assert signal.getsignal(signal.SIGTERM) is before

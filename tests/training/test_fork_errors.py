@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from mmqk.checkpoint import save_checkpoint
 from mmqk.store import cli_main
 from mmqk.train import main
 
@@ -50,21 +47,3 @@ def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
         capsys, *fields, "--fork_skip_batches=1", f"--out={tmp_path / 'fork'}"
     )
     assert (tmp_path / "fork/metrics.jsonl").read_bytes() == before
-
-
-def test_a_checkpoint_that_was_written_over_since_is_refused(parent, tmp_path, capsys):
-    """The parent's checkpoint is overwritten after a first call, which failed before it wrote a checkpoint of the
-    fork."""
-    checkpoint, out = tmp_path / "step00000004.ckpt", tmp_path / "fork"
-    checkpoint.write_bytes((parent / "checkpoints/step00000004.ckpt").read_bytes())
-    fields = [f"--fork={checkpoint}", "--trainer.max_steps=6", "--quiet", f"--out={out}"]
-    assert main(fields) == 0
-    for path in (out / "checkpoints").iterdir():
-        path.unlink()
-    (out / "status.json").write_text(json.dumps({"status": "failed", "step": 4, "reason": ""}))
-    content = torch.load(checkpoint, weights_only=True)
-    content["mmqk_run"]["id"] = "another"
-    save_checkpoint(content, checkpoint)
-    assert "is no longer step 4 of run" in said(capsys, *fields)
-    checkpoint.unlink()
-    assert "of --fork does not exist" in said(capsys, *fields)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmqk.store import Alarm, read_metrics
-from mmqk.training.loggers import RunLogger
+from mmqk.store import read_metrics
 from mmqk.training.tensorboard import StoryLogger, over_layers
 
 
@@ -62,26 +60,3 @@ def test_reduction_over_layers():
         assert math.isnan(shown["q_norm/text/max"]) and math.isnan(shown["q_norm/text/median"])
     clip = {f"qk_clip_gamma/layer{i:02d}": v for i, v in enumerate((0.9, 0.4, 1.0))} | {"other/layer00": 1.0}
     assert over_layers(clip) == {"qk_clip_gamma/min": 0.4}
-
-
-def test_alarms_join_the_line_that_is_collected_or_have_their_own_and_are_counted(tmp_path):
-    logger = RunLogger(tmp_path / "metrics.jsonl")
-    for step in (1, 2, 3):
-        logger.log_metrics({"loss": float(step)}, step)
-    alarms = [
-        Alarm(name, step, "loss", 1.0, 1.0, "said") for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
-    ]
-    logger.log_alarms(alarms)
-    text = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before the logger is closed
-    assert [json.loads(line) for line in text[2:]] == [
-        {"step": 3, "loss": 3.0, "alarm/stall": 2.0},
-        {"step": 2, "alarm/spike": 1.0},
-    ]
-    logger.log_metrics({"val_loss/text": 5.0}, 3)
-    logger.log_alarms(alarms[2:])  # another alarm of step 3
-    logger.finalize("success")
-    assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 2.0, "alarm/spike": 1.0},
-        {"step": 3, "loss": 3.0, "val_loss/text": 5.0, "alarm/stall": 3.0},
-    ]

@@ -111,16 +111,6 @@ def test_parts_of_the_loss_add_up_over_one_denominator():
     assert abs(parts[0] - own) > 1e-2  # the control: the mean over its own targets differs
 
 
-def test_weight_zero_turns_off_a_modality_and_its_z_loss():
-    logits, targets, modality, mask = batch()
-    logits.requires_grad_()
-    sums = modality_losses(logits, targets, modality, mask, M)
-    weights = torch.tensor(LossConfig(weights={"image": 0.0}).weights_of(("text", "image", "sound")))
-    (grad,) = torch.autograd.grad(total_loss(sums, weights, 0.1, 1.0), logits)
-    assert (grad[modality == 1] == 0).all()
-    assert (grad[mask & (modality == 0)] != 0).any()
-
-
 @pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (2.0, 1e-2)])
 def test_the_compiled_form_equals_the_eager_one(softcap, z_loss):
     """The compiled form uses a different formula, without a gather."""

@@ -14,7 +14,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, Q
 from mmqk.training.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer
 from tests.training.toy import MODEL as TOY
-from tests.training.toy import Small, fit, module_of, set_gradients, toy_batch
+from tests.training.toy import fit, module_of, set_gradients, toy_batch
 
 ADAMW = Peer(
     ("adam_eps", "beta2", "decay_independent", "warmup", "decay_gains", "no_decay_embeddings"),
@@ -98,13 +98,6 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
         # The control: a parameter changes only if weight decay applies to it.
         assert torch.equal(p.detach(), before[name]) is not decays, name
     assert ("head.weight" in before) is not config.tie_embeddings
-
-
-def test_a_frozen_matrix_is_in_no_group():
-    model = Small()
-    model.matrix.requires_grad_(False)
-    [group] = make_optimizer(OptimConfig(), model).param_groups
-    assert {id(p) for p in group["params"]} == {id(model.gain), id(model.bias)}
 
 
 # Whole runs -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mmqk.store import is_locked, read_metrics, read_status
 from mmqk.train import main
 from mmqk.training.module import TrainingModule
 from tests.training.ranks import end, start, train
-from tests.training.runs import WHOLE, rewind, same, same_run, series, state
+from tests.training.runs import rewind, same, same_run, series, state
 
 pytestmark = pytest.mark.slow
 
@@ -244,12 +244,3 @@ def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
     one, two = (read_status(tmp_path / name) for name in ("one", "two"))
     assert two.status == one.status == "diverged" and two.step == one.step and " is " in two.reason
     assert not list((tmp_path / "two/checkpoints").glob("*.partial"))
-
-
-def test_dropout_resumes_exactly(tiny_args, tmp_path):
-    args = [*tiny_args, *WHOLE]
-    whole = tmp_path / "whole"
-    assert train([*args, f"--out={whole}"], tmp_path / "log") == [0, 0]
-    rewind(whole, tmp_path / "again", 4)
-    assert train([*args, f"--out={tmp_path / 'again'}"], tmp_path / "log") == [0, 0]
-    assert series(tmp_path / "again") == series(whole)

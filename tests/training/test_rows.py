@@ -167,16 +167,3 @@ def test_qk_clip_takes_them_and_clips_as_where_it_looks_itself(flex, variant):
             most = max(ours[f"attn_row_max/{name}/{layer}"] for name in NAMES)
             assert ours[f"qk_clip_logit/{layer}"] == pytest.approx(most, rel=1e-6)
     assert min(line["qk_clip_gamma/layer00"] for line in lines["flex"]) < 0.9
-
-
-def test_a_modality_that_a_step_lacks_has_no_row_and_other_backends_have_none(flex):
-    batches = [toy_batch(0), toy_batch(1, only="text")]
-    every = {f"attn_row_{what}/{name}/layer{i:02d}" for what in ("max", "lse") for name in NAMES for i in range(2)}
-    lines = fit(module_of(backend="flex", qk_clip=0.1), batches)
-    rows = [{name for name in line if name.startswith("attn_row")} for line in lines]
-    assert rows == [every, {name for name in every if "text" in name}]
-    # The control: backend sdpa logs no row statistics.
-    assert not any("row" in name for line in fit(module_of(backend="sdpa"), batches) for name in line)
-
-
-# The probe -------------------------------------------------------------------------------------------------

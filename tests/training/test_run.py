@@ -68,13 +68,6 @@ def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path,
     assert not same(before, weights(tmp_path / "straight"))
 
 
-def test_probing_changes_no_bit_of_training(whole, tiny_args, tmp_path):
-    for name, flags in (("never", ["--monitor.every_n_steps=0"]),
-                        ("current", ["--monitor.every_n_steps=1", "--monitor.probe_split=current"])):  # fmt: skip
-        assert main([*tiny_args, *WHOLE, *flags, f"--out={tmp_path / name}"]) == 0
-        assert same(weights(tmp_path / name), weights(whole))
-
-
 @pytest.mark.parametrize("step", [7, 11])  # each is followed by a checkpoint; step 11 is the last of the run
 def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(tiny_args, tmp_path, monkeypatch, step):
     """The gradients of the step are finite, but the updated weights are not; without a check, only the gradients of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from mmqk.config import LossConfig
 from mmqk.model import PerModalityConfig
 from mmqk.training.optimizers import SplitAdamW
 from tests.peers import Peer
-from tests.training.test_no_sync import Methods, Operations
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 TORCH = Peer(("split_second_moment",), "torch AdamW", 1e-12)
@@ -157,28 +155,3 @@ def test_micro_batches_equal_one_batch():
     alone = module_of(config, split_second_moment=True)
     fit(alone, [cut(batch, 2)[1] for batch in batches], clip=0.5)
     assert apart(weights(whole), weights(alone)) > 1e-3
-
-
-# Skipped steps ----------------------------------------------------------------------------------------------
-
-
-def stepped(found_inf: float | None, factor: float = 1.0) -> Three:
-    """Return the model after four steps that ask the host for nothing; ``found_inf`` is set unless it is None."""
-    model = Three()
-    optimizer = SplitAdamW(model.parameters(), **SETTING)
-    for step in range(4):
-        optimizer.zero_grad()
-        optimizer.backward([factor * loss for loss in model.losses(step)])
-        if found_inf is not None:
-            optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
-        with Operations(asked := Counter()), Methods(asked):
-            optimizer.step()
-        assert not asked
-    return model
-
-
-@pytest.mark.parametrize("factor", [1.0, float("nan"), float("inf")])
-def test_told_of_a_bad_gradient_no_parameter_changes(factor):
-    assert max(gaps(stepped(1.0, factor), Three()).values()) == 0
-    # The control: without `found_inf` the weights change.
-    assert gaps(stepped(None), Three())["both"] > 1e-2

@@ -148,15 +148,6 @@ def test_a_cap_and_a_bias_are_no_part_of_the_raw_logits():
     assert not same(values, {t: x for t, x in uncapped.items() if t.startswith("attn_entropy")})  # the control
 
 
-@pytest.mark.parametrize("function", [flat, heads_first])
-def test_as_many_sequences_as_heads_are_refused_only_where_the_order_is_unclear(function):
-    values, _, _, watch = measured(function, B=H)
-    if function is flat:
-        assert watch.layers.hidden == ["layers.0", "layers.1"] and "call attach with sequences=1" in summary(watch)
-    else:
-        assert same(values, measured(sdpa, B=H)[0])
-
-
 def test_sdpa_with_heads_outermost_is_not_read_as_sequences_outermost():
     def merged(heads_outermost):
         def function(q, k, v):

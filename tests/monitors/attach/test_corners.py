@@ -119,21 +119,3 @@ def test_a_mask_of_pairs_marks_the_padding_that_no_token_sees(kind, side):
         assert int(watch.prober.tokens_M.sum()) == int(keep.sum()) == 43
         whole = watch.probe(ids=ids, attention_mask=pairs_of(torch.ones_like(ids), kind)).flat()
     assert whole == watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat() != measured  # the control
-
-
-def test_padding_that_sees_itself_is_unclear_on_the_right_only():
-    net, (ids,) = Padded(["sdpa"]), batches(1, B=3)
-    keep = torch.ones_like(ids)
-    keep[0, 12:] = 0
-    watch = attach(net, modality=IMAGE)
-    with pytest.warns(UserWarning, match=r"attention_mask has shape \(3, 1, 16, 16\), and no other token sees some"):
-        watch.probe(ids=ids, attention_mask=pairs_of(keep, "padding sees itself"))
-    # Control: on the left such tokens see nothing else, and the last tokens of packed documents are no padding.
-    document = torch.tensor([[0] * 6 + [1] * 10, [0] * 16, [0] * 4 + [1] * 8 + [2] * 4])
-    packed = (document[:, :, None] == document[:, None])[:, None] & pairs_of(torch.ones_like(ids), "bool")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        watch.probe(ids=ids, attention_mask=pairs_of(keep.flip(1), "padding sees itself"))
-        assert int(watch.prober.tokens_M.sum()) == 44
-        watch.probe(ids=ids, attention_mask=packed)
-        assert int(watch.prober.tokens_M.sum()) == 48

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmqk.monitors import attach
 from mmqk.monitors.foreign.layers import layer_numbers, layer_of
 from mmqk.monitors.summary import summary_line
-from tests.monitors.attach.nets import D, H, Net, SelfAttention, V, batches
+from tests.monitors.attach.nets import D, H, Net, V, batches
 
 IMAGE = {"image": range(10, 40)}
 
@@ -55,31 +55,6 @@ def test_numbers_are_those_of_the_path_or_of_the_calls():
 
     values, layers, _ = probed(Shared(["sdpa"]))
     assert layers.numbers == list(range(8)) and values["q_norm/text/layer00"] != values["q_norm/text/layer07"]
-
-
-def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
-    """The eager attention of transformers is patched: it multiplies the keys of the measured call by 3."""
-    modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-
-    from tests.monitors.attach.test_exact import hugging_face
-
-    dense = modeling_llama.eager_attention_forward
-
-    def louder(module, query, key, value, attention_mask, **options):
-        return dense(module, query, 3 * key, value, attention_mask, **options)
-
-    model, (ids,) = hugging_face("llama", "LlamaForCausalLM", "LlamaConfig", {}), batches(1)
-    whole = probed(model, input_ids=ids)[0]
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", louder)
-    values, layers, line = probed(model, input_ids=ids)
-    assert "without entropy, mass and rank (its weights are not the softmax of its logits)" in line
-    assert {
-        name for name in whole if name.startswith(("attn_entropy", "attn_mass", "attn_rank"))
-    } == whole.keys() - values.keys()
-    assert (
-        layers.numbers == [0, 1]
-        and values["attn_logit_max/text-text/layer00"] == whole["attn_logit_max/text-text/layer00"]
-    )
 
 
 def exp_over_sum(z: Tensor) -> Tensor:
@@ -145,46 +120,6 @@ def test_however_it_is_written(weights, einsum):
     assert layers.hidden == ["layers.2"] * (not is_measured) and layers.total == 3
     assert layers.numbers == [0, 1, 2][: 2 + is_measured]
     assert layers_of(Mixer(), Mixer(), Other()).hidden == []
-
-
-def test_beside_one_that_is_seen():
-    """Attention that cannot be measured is reported even if its stage, layer or module has measured attention too."""
-
-    class Stage(nn.Module):
-        def __init__(self, weights):
-            super().__init__()
-            self.blocks = nn.Sequential(Mixer(), Mixer(weights))
-
-        def forward(self, x):
-            return self.blocks(x)
-
-    class Two(nn.Module):
-        def __init__(self, call):
-            super().__init__()
-            self.of_text, self.of_image = SelfAttention(), SelfAttention(call)
-
-        def forward(self, x):
-            return self.of_image(self.of_text(x))
-
-    class Both(Mixer):
-        def __init__(self, then):
-            super().__init__()
-            self.then = then
-
-        def forward(self, x):
-            self.weights = None
-            x = super().forward(x)
-            self.weights = self.then
-            return super().forward(x)
-
-    soft = WEIGHTS["log"]
-    assert layers_of(Stage(soft), Stage(soft)).hidden == ["layers.0.blocks.1", "layers.1.blocks.1"]
-    assert layers_of(Stage(None), Stage(None)).hidden == []
-    layers = layers_of(Two("by log"), Two("sdpa"))
-    assert layers.hidden == ["layers.0.of_image"] and layers.total == 4
-    assert layers_of(Two("sdpa"), Two("sdpa")).hidden == []
-    assert layers_of(Both(WEIGHTS["log"])).hidden == ["layers.0"]
-    assert layers_of(Both(None)).hidden == []
 
 
 def test_other_products_are_no_attention():

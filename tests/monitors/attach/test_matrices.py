@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mmqk.monitors import attach
-from tests.monitors.attach.nets import Net, batches
+from tests.monitors.attach.nets import batches
 from tests.monitors.attach.test_exact import IMAGE
 from tests.monitors.attach.test_sides import random_
 from tests.monitors.attach.test_stream import FAMILIES, L
@@ -35,21 +33,3 @@ def test_sizes_equal_those_of_the_singular_values(name, expected):
     # Control: another layer has another stable rank. By default no matrix is measured.
     assert values[2] != flat[f"{tag}_stable_rank/layer00"]
     assert not any("stable_rank" in tag for tag in attach(model, modality=IMAGE).probe(input_ids=ids).flat())
-
-
-@pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_wrapped_layers_have_the_tags_of_plain_layers():
-    """The names of checkpoint wrappers and of torch.compile are part of the paths of the modules that they wrap."""
-    (ids,), measured, paths = batches(1, B=2), [], []
-    for wrapped in (False, True):
-        model = Net(["sdpa"] * 3)
-        if wrapped:
-            model.layers[0] = checkpoint_wrapper(model.layers[0])
-            model.layers[1] = torch.compile(model.layers[1], backend="eager")
-            model.layers[2].mlp = checkpoint_wrapper(model.layers[2].mlp)
-        paths.append([path for path, _ in model.named_parameters()])
-        flat = attach(model, modality=IMAGE, matrices=True).probe(ids=ids).flat()
-        measured.append({tag: x for tag, x in flat.items() if "stable_rank" in tag})
-    assert measured[0] == measured[1] and len(measured[0]) == 3 * 6
-    assert {"attention_q_stable_rank/layer01", "mlp_0_stable_rank/layer02"} <= measured[0].keys()
-    assert paths[0] != paths[1]  # the control

@@ -58,22 +58,6 @@ def test_a_batch_that_is_an_object_is_cut_like_its_tensor(make, by_name):
     assert whole is ids
 
 
-def test_a_list_of_sequences_is_a_batch():
-    class OfList(Net):
-        def forward(self, sequences):
-            return super().forward(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True))
-
-    def modality(inputs):
-        numbers = [(x > 9).long() for x in inputs["sequences"]]
-        return torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=-1)
-
-    sequences = [torch.arange(n) + 5 for n in (9, 5, 12, 6, 7, 8)]
-    values = attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences).flat()
-    assert values["probe_sequences"] == 4
-    fewer = attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[:4]).flat()
-    assert values == fewer != attach(OfList(["sdpa"]), modality=modality).probe(sequences=sequences[1:5]).flat()
-
-
 TEXT = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128,

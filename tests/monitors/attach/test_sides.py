@@ -152,44 +152,6 @@ def test_norms_and_logits_of_cross_attention_equal_the_projections():
     assert not same(measured, {name.replace("cross_", ""): x for name, x in expected.items()})
 
 
-class Both(nn.Module):
-    """Wraps PyTorch's encoder-decoder transformer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(V, D)
-        self.inner = nn.Transformer(D, 4, LAYERS, LAYERS, 48, dropout=0.0, batch_first=True)
-
-    def forward(self, src, tgt):
-        return self.inner(self.embed(src), self.embed(tgt))
-
-
-@pytest.mark.parametrize(("watched", "other"), [("src", "tgt"), ("tgt", "src")])
-def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
-    model, (src, tgt) = Both(), batches(2, B=3)
-
-    def modality(inputs):
-        return ((inputs[watched] >= 10) & (inputs[watched] < 25)).long()
-
-    watch = attach(model, modality=modality)
-    measured = watch.probe(src=src, tgt=tgt).flat()
-    line = summary(watch)
-    assert f"attention over the tokens of {other}; modality describes {watched}" in line and "from tgt to src" in line
-    assert watch.layers.numbers == list(range(LAYERS))
-    stack = "encoder" if watched == "src" else "decoder"
-    paths = [s.path for s in watch.prober.records if s.is_call and s.not_measured is None]
-    assert paths == [f"inner.{stack}.layers.{n}.self_attn" for n in range(LAYERS)]
-    # Compare with inputs of different lengths, which cannot be confused.
-    longer = {"src": src, "tgt": tgt} | {other: torch.cat([{"src": src, "tgt": tgt}[other]] * 2, 1)}
-    apart = attach(model, modality=modality).probe(**longer).flat()
-    if watched == "src":
-        assert same(measured, {name: x for name, x in apart.items() if not name.startswith("out_")})
-    with_side = attach(model, modality=modality, sides={"other": other}).probe(src=src, tgt=tgt).flat()
-    assert any(name.startswith("cross_attn_logit_max/other-text" if watched == "src" else
-                               "cross_attn_logit_max/text-other") for name in with_side)  # fmt: skip
-
-
 class Unseen(torch.autograd.Function):
     """A function that a TorchFunctionMode does not intercept."""
 
@@ -246,36 +208,6 @@ def test_streams_that_are_put_together_are_one_side():
         watch = attach(Joined(before), modality=modality if before else IMAGE)
         measured = watch.probe(ids=ids, pixels=pixels).flat()
         assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
-    """A layer is in `hidden` if its attention over the tokens of `modality` is written with matmul and softmax. Such
-    attention in another tower, and such cross-attention, put no layer there."""
-
-    class CrossAttention(nn.Module):
-        def forward(self, x, context):
-            return x + (x @ context.mT).log_softmax(-1).exp() @ context
-
-    class Towers(Net):
-        def __init__(self, calls):
-            super().__init__(calls)
-            self.tower = nn.ModuleList(Layer(SelfAttention("by log")) for _ in range(2))
-            self.across = nn.ModuleList(CrossAttention() for _ in calls)
-
-        def forward(self, ids, pixels):
-            x = self.embed(ids)
-            for layer in self.tower:
-                pixels = layer(pixels)
-            for layer, across in zip(self.layers, self.across, strict=True):
-                x = across(layer(x), pixels)
-            return self.head(x)
-
-    model, (ids,) = Towers(["sdpa", "by log" if by_hand else "sdpa"]), batches(1, B=3)
-    watch = attach(model, modality=IMAGE)
-    watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
-    assert watch.layers.hidden == ["layers.1"] * by_hand
-    assert "not measured (cross-attention written with matmul and softmax): across.0 and 1 more" in summary(watch)
 
 
 @pytest.mark.parametrize("calls", [["sdpa", "sdpa"], ["sdpa", "by head"]])

@@ -219,25 +219,3 @@ def test_the_batch_that_the_step_saw_is_probed(way):
     assert torch.equal(fresh if isinstance(fresh, Tensor) else fresh["ids"], ids_of_step())
     edited = attach(model, modality=is_image).probe(batch=given).flat()
     assert "attn_mass/text-image/layer00" not in edited
-
-
-@pytest.mark.parametrize(
-    ("way", "whole"), [("in place", False), ("in a dictionary", True), ("the loop edits", False)]
-)
-def test_a_compiled_forward_that_edits_its_batch_is_probed_as_it_got_it(way, whole):
-    """The hook is in a compiled frame of its own, or, if the whole step is compiled, in the graph of the step."""
-    torch._dynamo.reset()
-    model, logged = Editing(way), []
-    watch = attach(model, modality=is_image, every_n_steps=1, log=lambda values, step: logged.append((step, values)))
-    called = (lambda batch: model(batch).sum()) if whole else model
-    compiled = torch.compile(called, backend="aot_eager", fullgraph=True)
-    for _ in range(3):
-        ids = ids_of_step()
-        compiled({"ids": ids} if way == "in a dictionary" else ids).sum().backward()
-        if way == "the loop edits":
-            ids.zero_()
-        watch.step()
-    assert [number for number, _ in logged] == [1, 2, 3]
-    batch = {"ids": ids_of_step()} if way == "in a dictionary" else ids_of_step()
-    expected = attach(model, modality=is_image).probe(batch=batch).flat()
-    assert all({tag: values[tag] for tag in expected} == expected for _, values in logged)

@@ -58,42 +58,6 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     assert lines[0]["attn_layers_seen"] == 3 and "q_raw_norm/image/layer02" in lines[0]
 
 
-def test_transformers_keeps_the_values_in_log_history_once_also_after_a_resume(tmp_path, capsys):
-    pytest.importorskip("accelerate")
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    from mmqk.monitors.transformers import NormCallback
-
-    def trained(max_steps: int, callbacks: list, resume: bool) -> list[dict]:
-        torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-                             num_attention_heads=2)  # fmt: skip
-        rows = [{"input_ids": ids, "labels": ids} for batch in batches(6, B=2) for ids in batch]
-        args = TrainingArguments(str(tmp_path / "trainer"), max_steps=max_steps, per_device_train_batch_size=2,
-                                 use_cpu=True, report_to="none", save_steps=4, logging_steps=3, seed=0)  # fmt: skip
-        trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=callbacks)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer.state.log_history
-
-    callback = NormCallback({"image": range(10, 40)}, every_n_steps=2, sequences=2, out=tmp_path / "run")
-    first = trained(4, [callback], resume=False)
-    again = NormCallback({"image": range(10, 40)}, every_n_steps=2, sequences=2, out=tmp_path / "again")
-    history = trained(8, [again], resume=True)
-    probes = [entry for entry in history if "attn_layers_seen" in entry]
-    before = [entry for entry in first if "attn_layers_seen" in entry]
-    assert before and probes[: len(before)] == before
-    steps = [entry["step"] for entry in probes]
-    assert steps == sorted(set(steps)) and steps[-1] == 8
-    lines = {x["step"]: x | over_layers(x) for x in read_metrics(tmp_path / "again/metrics.jsonl")}
-    later = [entry for entry in probes if entry["step"] > 4]
-    assert later and all(entry["epoch"] == entry["step"] / 6 for entry in later)
-    assert [{k: v for k, v in e.items() if k != "epoch"} for e in later] == [lines[e["step"]] for e in later]
-    assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]  # entries of the Trainer
-    # The Trainer prints its own entries. The values of a probe are not printed.
-    assert "attn_layers_seen" not in capsys.readouterr().out
-    assert not any("attn_layers_seen" in entry for entry in trained(4, [], resume=False))  # control
-
-
 class Recorded:
     """The norms of gradient and change of the weights, by step, from copies of the weights."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import random
 
 import numpy as np
@@ -159,20 +157,6 @@ def test_a_failing_forward_is_told_and_everything_put_back(capsys):
         watch.probe(ids=ids, size=7)
     assert model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
     assert not torch.nn.modules.module._global_forward_pre_hooks
-
-
-def test_copies_and_files_of_a_watched_model_do_not_watch():
-    model = Net()
-    watch = attach(model, modality=IMAGE)
-    model(batches(1)[0])
-    (hook,) = copy.deepcopy(model)._forward_pre_hooks.values()
-    assert hook.args is None and watch._last_call.args is not None
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    assert torch.load(file, weights_only=False)(batches(1)[0]).shape == (6, 16, 40)
-    watch.close()
-    watch.close()
-    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

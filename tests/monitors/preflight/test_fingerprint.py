@@ -18,12 +18,7 @@ SIZES = {
 HEAD_DIM = SIZES | {"head_dim": 16}
 WORDS = {
     "Llama": (SIZES, "QK-Norm: none"),
-    "Qwen2": (SIZES, "QK-Norm: none"),
     "Qwen3": (
-        HEAD_DIM,
-        "QK-Norm: RMS norm per head, before RoPE, gains q_norm.weight (16), k_norm.weight (16)",
-    ),
-    "Gemma3Text": (
         HEAD_DIM,
         "QK-Norm: RMS norm per head, before RoPE, gains q_norm.weight (16), k_norm.weight (16)",
     ),

@@ -76,28 +76,6 @@ def test_a_forward_that_fails_is_a_line():
     )
 
 
-@pytest.mark.parametrize("returns", ["loss", "logits and loss"])
-def test_a_model_that_returns_its_loss(returns):
-    """With a fused loss there are no logits; what needs them is one line for each part."""
-    case = sound("plain")
-    forward = case.model.forward
-
-    def called(input_ids, attention_mask=None, labels=None):
-        logits = forward(input_ids, attention_mask)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
-        return loss if returns == "loss" else (logits, loss)
-
-    case.model.forward = called
-    table = preflight(case.model, case.batch, modality=case.modality)
-    lines = [line for line in str(table).splitlines() if "cannot be done because" in line]
-    assert table.findings[0].number > 1 and not [f for f in table.failed if f.check.startswith("loss")]
-    if returns == "loss":
-        assert len(lines) == 2 and lines[0].startswith("leaks: ") and lines[1].startswith("loss: 8 checks ")
-        assert "cannot be done because the model returns no logits, as with a fused loss (shift, " in lines[1]
-    else:
-        assert lines == [] and "100.0 % of the targets are the next token" in str(table)
-
-
 MODULE = """
 from tests.monitors.preflight.families import sound
 from tests.monitors.preflight.violations import look_ahead
