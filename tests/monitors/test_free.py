@@ -34,16 +34,21 @@ def test_a_probe_fetches_before_its_end_only_what_it_needs_once(layers):
     """The pairs of the batch are listed for all layers together, and all statistics are transferred in `flat`."""
     model = EarlyFusionTransformer(replace(CONFIG, n_layers=layers))
     asked: Counter[str] = Counter()
+
+    def waits():
+        names = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "tolist", "cpu", "numpy")
+        return {name: asked[name] for name in names if asked[name]}
+
     with Operations(asked), Methods(asked):
         found = probe(model, batch_of(), heads=True)
     M = len(BLOCKS)
     # The pairs are listed twice, for all heads and for one head at a time. `nonzero` lists the pairs of each query
     # and key modality, and `tolist` reads their counts and `Pairs.reach`.
-    assert asked == {"nonzero": 2 * M**2, "tolist": 4}
+    assert waits() == {"nonzero": 2 * M**2, "tolist": 4}
     asked.clear()
     with Operations(asked), Methods(asked):
         assert found.flat()
-    assert asked == {"tolist": 1}
+    assert waits() == {"tolist": 1}
 
 
 @pytest.fixture

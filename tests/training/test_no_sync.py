@@ -140,7 +140,7 @@ def test_only_a_flush_asks_the_device_and_once(monkeypatch, model, loss, optim, 
 def test_between_two_probes_a_monitor_asks_nothing(monkeypatch, of):
     config = MonitorConfig(every_n_steps=FLUSH, probe_sequences=2, **of)
     asked = questions(monkeypatch, module_of(), callbacks=[RunMonitor(config)])
-    assert [asked[i] for i in (0, 1, 3, 4)] == [{}] * 4
+    assert not any(asked[i].keys() - MAKERS for i in (0, 1, 3, 4))
     assert asked[2]["nonzero"] > 0  # the control: a probe asks
 
 

@@ -13,7 +13,6 @@ from mmqk.model import PerModalityConfig
 from mmqk.training.guards import AdaGC
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
-GUARDS = {"adagc": 1.05, "skip_step": 6.0}
 OTHER_OPTIMIZERS = [{"matrices": "muon"}, {"matrices": "adamh"}, {"update_clip": True}, {"split_second_moment": True}]
 
 
