@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="needs /proc to check which processes run"
 )
 
+SLOW = pytest.mark.slow  # what another case shows too
+
 
 def goes_on(args: list[str], out: Path, whole: Path) -> None:
     """Resume with the same command, and check that the result equals the run without a signal."""
@@ -29,13 +31,9 @@ def goes_on(args: list[str], out: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "signum", "reached"),
-    [
-        ("data", signal.SIGINT, 0),
-        ("step", signal.SIGINT, 1),
-        ("step", signal.SIGTERM, 7),
-        ("step", signal.SIGUSR1, 6),
-    ],
-)
+    [("data", signal.SIGINT, 0), ("step", signal.SIGTERM, 7),
+     pytest.param("step", signal.SIGINT, 1, marks=SLOW), pytest.param("step", signal.SIGUSR1, 6, marks=SLOW)],
+)  # fmt: skip
 def test_a_signal_ends_the_run_at_once_before_training_and_later_at_the_next_step(
     tiny_args, tmp_path, whole, place, signum, reached
 ):
@@ -62,19 +60,17 @@ def test_a_signal_ends_the_run_at_once_before_training_and_later_at_the_next_ste
         goes_on(args, out, whole)
 
 
-@pytest.mark.parametrize(("place", "signum"), [("data", signal.SIGTERM), ("step", signal.SIGTERM)])
-def test_a_signal_before_training_or_a_second_one_ends_the_run_without_a_checkpoint(
-    tiny_args, tmp_path, whole, place, signum
-):
+@pytest.mark.parametrize("place", ["step", pytest.param("data", marks=SLOW)])
+def test_sigterm_before_training_or_a_second_one_ends_the_run_without_a_checkpoint(tiny_args, tmp_path, whole, place):
     out, args = tmp_path / "run", [*tiny_args, *WHOLE]
     run = start([*args, f"--out={out}"], tmp_path, place, step=6)
     wait_for((tmp_path / "at").exists)
     # The operating system merges two pending signals into one, so send signals until the process ends.
     until = time.monotonic() + SECONDS
     while run.is_alive() and time.monotonic() < until:
-        os.kill(run.pid, signum)
+        os.kill(run.pid, signal.SIGTERM)
         run.join(0.3)
-    assert run.exitcode == -signum and not is_locked(out)
+    assert run.exitcode == -signal.SIGTERM and not is_locked(out)
     if place == "step":
         assert sorted((out / "checkpoints").iterdir())[-1].name == "step00000004.ckpt"
     goes_on(args, out, whole)

@@ -161,6 +161,7 @@ def rank(number, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
 def test_two_ranks_measure_what_one_process_does(tmp_path):
     mp.spawn(rank, (tmp_path,), nprocs=2)
