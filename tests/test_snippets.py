@@ -4,15 +4,16 @@ every configuration can be read, and every import works."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import io
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mmqk.cli import main
 from mmqk.config import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -27,9 +28,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the calls of mmqk in the shell blocks of a page, as `mmqk NAME ...` or `python -m mmqk.NAME ...`."""
+    """Return the calls of mmqk in the shell blocks of a page."""
     lines = "\n".join(blocks(page, "")).replace("\\\n", " ").splitlines()
-    calls = [line for line in lines if re.match(r"(mmqk|python -m mmqk\.[\w.]+) \S", line)]
+    calls = [line for line in lines if re.match(r"mmqk \S", line)]
     return [shlex.split(line, comments=True) for line in calls]
 
 
@@ -40,13 +41,16 @@ ALL = [
 
 @functools.cache
 def help_of(*command: str) -> str:
-    call = [sys.executable, "-m", "mmqk", *command] if command[0] != "-m" else [sys.executable, *command]
-    return subprocess.run([*call, "--help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([*command, "--help"])
+    assert "usage: " in printed.getvalue(), command
+    return printed.getvalue()
 
 
 def split(call: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return the command without its arguments, and the arguments."""
-    words = 3 if call[0] == "python" or call[1] == "data" else 2
+    words = 3 if call[1] == "data" else 2
     return tuple(call[1:words]), call[words:]
 
 
@@ -54,7 +58,7 @@ def unknown(call: list[str]) -> list[str]:
     """Return the flags of a call that its help does not list."""
     command, args = split(call)
     flags = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
-    shown = help_of(*command) + (help_of("train") if command[-1].endswith("inspect") else "")  # it takes these fields
+    shown = help_of(*command) + (help_of("train") if command == ("inspect",) else "")  # it takes these fields
     fields = set(re.findall(r"^  ([\w.]+)=", shown, re.MULTILINE)) | {"config"}
     return [f for f in flags if not re.search(rf"(?<![\w-]){f}\b", shown) and f.removeprefix("--") not in fields]
 
@@ -76,7 +80,7 @@ def test_python_code_can_be_parsed_and_its_imports_work(page):
                 exec(ast.unparse(node), {})
 
 
-TRAINED = [case for case in ALL if split(case.values[1])[0] in (("train",), ("-m", "mmqk.train"))]
+TRAINED = [case for case in ALL if split(case.values[1])[0] == ("train",)]
 TRAINED = [case for case in TRAINED if not OF_THE_READER.search(" ".join(case.values[1]))]
 
 

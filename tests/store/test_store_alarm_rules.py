@@ -193,7 +193,7 @@ def test_growth_in_the_first_hundred_steps_is_that_of_every_model_and_a_line_nee
 # Collapse -----------------------------------------------------------------------------------------------------
 
 
-def test_collapse_comes_below_a_tenth_of_the_start_with_the_rank():
+def test_collapse_comes_below_a_tenth_of_the_start():
     rule = Collapse()
     steps = [(0, 3.0, 20.0), (1, 0.31, 5.0), (2, 0.29, 4.0), (3, 0.1, 3.0), (4, 0.5, 3.0), (5, 0.2, 2.0)]
     found = [rule.update(step, "attn_entropy/text/layer01", value, rank) for step, value, rank in steps]
