@@ -70,7 +70,7 @@ def test_links_lead_somewhere(page):
             assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in heads}
 
 
-def test_kept_report_is_whole_and_its_page_needs_no_network(tmp_path):
+def test_kept_report_is_whole_and_its_page_needs_no_network(tmp_path, without_figures):
     page = tmp_path / "page"
     write_report(EXAMPLE.with_suffix(".zip"), page)
     files = {p.relative_to(page).as_posix() for p in page.rglob("*") if p.is_file()}

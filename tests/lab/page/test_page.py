@@ -103,7 +103,7 @@ def test_every_number_of_a_claim_is_that_of_verdicts_json(demo):
         assert f"p: {html.unescape(p)}".replace("<", r"\<") in row
 
 
-def test_text_from_the_grid_is_escaped(tmp_path):
+def test_text_from_the_grid_is_escaped(tmp_path, without_figures):
     def change(grid):
         grid["report"]["question"] = "Does <it> grow?"
         grid["arms"]["mixed"]["label"] = "</script><b onclick=x>"
@@ -182,7 +182,7 @@ def test_a_grid_whose_runs_have_not_started_gets_a_page(tmp_path):
     assert "3 claims: 3 not run." in page and page.count("| not started |") == 13
 
 
-def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
+def test_two_other_modalities_and_arms_get_the_same_page(tmp_path, without_figures):
     """The page does not depend on the names of the demonstration: renamed arms and a renamed modality have the same
     verdicts."""
     folder = write_demo(tmp_path / "demo")
