@@ -27,7 +27,7 @@ help:
 	@echo "make late-rescue  remedies switched on before two runs fail (6 core hours)"
 	@echo "make test         lint, types and all tests that are not slow"
 	@echo "make test-training  the training tests, for example with ATEN_CPU_CAPABILITY=default"
-	@echo "make test-slow    the slow tests: several processes, kills, large pages, benchmarks"
+	@echo "make test-slow    the slow tests: several processes, kills, pairs of remedies, benchmarks"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
 	@echo "make soak         plant thousands of faults: kills, disk errors, crashes, bad files and numbers; continues"
 	@echo "make soak-quick   the same with a few faults of each kind"
