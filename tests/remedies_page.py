@@ -130,18 +130,17 @@ mmqk remedies                               # purpose, formula and source of eac
 ```
 
 Every published remedy is a switch that is off in the control. The values are those of the source or of its order of
-magnitude; choose your own. [remedies.yaml](../mmqk/lab/remedies.yaml) has the sources,
-[which_remedy.md](which_remedy.md) compares the remedies, and [add_a_norm.md](add_a_norm.md) adds one.
-`python -m tests.remedies_page` writes this page.
+magnitude; choose your own. [which_remedy.md](which_remedy.md) compares the remedies, and [add_a_norm.md](add_a_norm.md)
+adds one.
 
-- **Cost**: change in parameters and in floating-point operations of the matrix products of a training step, then
-  other costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,} parameters
+- **Cost**: change in parameters, in floating-point operations of the matrix products of a training step, and other
+  costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,} parameters
   and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads,
   {vocabulary:,} ids, {sequences} times {tokens} tokens).
 - **Equals**: the outside implementation, or the formula written out in a test, that values and gradients, updates or
   initial weights were compared with; in brackets the largest difference that the test allows, in fp64 unless named.
-- **Combinations.** Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip is
-  refused with QK-Norm or σReparam, which cancel its scaling.
+- **Combinations.** Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip with
+  QK-Norm or σReparam, which cancel its scaling.
 - **Two softmaxes.** Attention has a softmax over the keys, the output one over the vocabulary: z-loss does not act on
   attention logits, and QK-Norm does not bound log Z of the output.
 - **Untying.** The copy of a layer for one modality gets the gradient 0, not None, from a batch without that modality,
@@ -172,7 +171,7 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
     )
     lines = [head, row(COLUMNS), row(["---"] * len(COLUMNS))]
     for group in dict.fromkeys(remedy.group for remedy in REMEDIES):
-        lines.append(row([f"**{group[0].upper()}{group[1:]}**", "", ""]))
+        lines.append(row([f"**{group[0].upper()}{group[1:]}**"]))
         for r in (remedy for remedy in REMEDIES if remedy.group == group):
             switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)}"
             lines.append(row((switch, cost(r, control, sizes[r.key]), equals(peers[r.key]))))

@@ -79,7 +79,7 @@ No single curve is a diagnosis: norms can grow without harm in the direction tha
 
 ## Healthy ranges
 
-Ranges from other models, data and sizes are hints; what a value outside the range means follows after the semicolon.
+Ranges from other models, data and sizes are hints; after "else" is what other values mean.
 Numbers such as 2309.14322 are arXiv ids. Marks, how a source was read: {marks}.
 """
 
