@@ -112,7 +112,7 @@ def cost(remedy: Remedy, control: Size, its: Size) -> str:
     """Return the parameters and operations that the remedy adds to the control, and its other costs in words."""
     parts = []
     if its.parameters != control.parameters:
-        parts.append(f"{its.parameters - control.parameters:+,} parameters")
+        parts.append(f"{its.parameters - control.parameters:+,}")
     if its.flops != control.flops:
         share = f"{100 * (its.flops / control.flops - 1):+.1f} % FLOPs"
         parts.append("below 0.1 % FLOPs" if share[1:4] == "0.0" else share)
@@ -130,12 +130,12 @@ mmqk remedies                               # purpose, formula and source of eac
 ```
 
 Every published remedy is a switch that is off in the control. The values are those of the source or of its order of
-magnitude; choose your own. [which_remedy.md](which_remedy.md) compares the remedies, and [add_a_norm.md](add_a_norm.md)
-adds one.
+magnitude; choose your own. [which_remedy.md](which_remedy.md) compares the remedies, and
+[add_a_norm.md](add_a_norm.md) adds one.
 
-- **Cost**: change in parameters, in floating-point operations of the matrix products of a training step, and other
-  costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,} parameters
-  and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads,
+- **Parameters, other cost**: change in parameters, in floating-point operations of the matrix products of a training
+  step, and other costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,}
+  parameters and {gflops:.2f} GFLOP with dense attention (d_model {d_model}, {n_layers} layers, {n_heads} heads,
   {vocabulary:,} ids, {sequences} times {tokens} tokens).
 - **Equals**: the outside implementation, or the formula written out in a test, that values and gradients, updates or
   initial weights were compared with; in brackets the largest difference that the test allows, in fp64 unless named.
@@ -148,7 +148,7 @@ adds one.
 
 {rounding}
 """
-COLUMNS = ("remedy", "cost", "equals")
+COLUMNS = ("remedy", "parameters, other cost", "equals")
 
 
 def row(cells: Iterable[str]) -> str:
@@ -167,7 +167,7 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
         vocabulary=REFERENCE.vocab_size,
         sequences=SEQUENCES,
         tokens=TOKENS,
-        rounding="\n\n".join(norms.split("\n\n")[1:]),
+        rounding=norms.split("\n\n")[1],
     )
     lines = [head, row(COLUMNS), row(["---"] * len(COLUMNS))]
     for group in dict.fromkeys(remedy.group for remedy in REMEDIES):

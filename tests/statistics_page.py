@@ -53,9 +53,8 @@ sequences only: to compare runs, use the same ones with `--monitor.probe_split=h
 **What is counted.** Statistics of attention rows exclude queries that see fewer than {fewest} keys. Logits are raw:
 after scale and QK-Norm, before cap and mask. Padding is never counted. With `attach`, tokens without a modality count
 only as keys in `attn_rank` and, as one more modality, in attention entropies; `attn_mass` then sums to 1 minus their
-mass. If a token has a NaN or an infinity, its statistics and all means that include it are NaN; means of another
-modality stay finite unless one of its queries attends to this token. `grad_agreement`, `grad_signal` and `grad_noise`
-are estimates; all other statistics are exact.
+mass. If a token has a NaN or an infinity, its statistics and all means that include it are NaN. `grad_agreement`,
+`grad_signal` and `grad_noise` are estimates; all other statistics are exact.
 
 ## Drift, competition, sharpening
 

@@ -29,11 +29,11 @@ def verdicts() -> dict[str, dict]:
 
 
 def says(text: str, verdict: dict, log: bool) -> bool:
-    """Return whether the column "here" of a row prints the effect of the verdict and its interval, rounded.
+    """Return whether the column "this run" of a row prints the effect of the verdict and its interval, rounded.
 
     Log ratios are printed as ratios.
     """
-    cell = text.split("|")[4]
+    cell = text.split("|")[3]
     printed = re.findall(r"\d+(?:\.\d+)?", cell)[:3]
     values = [math.exp(n) if log else n for n in (verdict["effect"], *verdict["interval"])]
     return len(printed) == 3 and all(
