@@ -1,15 +1,13 @@
 """What a change does to runs that fail: the zoo, and the rescue map. ``mmqk bench RUNS --outcomes``.
 
-The grid has an arm ``healthy``, an arm ``none`` that is crossed with an axis of failures, and arms of changes, which
-are crossed with the same axis and may be forks of ``none``. A name such as ``qk_norm-200`` is the change ``qk_norm``
-from step 200 on.
+The grid has an arm ``healthy``; arms that fail, named ``none-FAILURE``; and arms with a change, named
+``CHANGE-FAILURE``, or ``CHANGE-FAILURE-STEP`` if they are forks.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -36,25 +34,29 @@ def outcomes(runs: Iterable[Run]) -> pd.DataFrame:
         UserError: a run of the arm ``healthy`` or ``none`` is missing.
     """
     found = [run for run in runs if run.status.finished]
-    named = {(run.family, _failure(run), run.seed): run for run in found}
+    named = {(*_parts(run), run.seed): run for run in found}
     tables = {run.name: metrics_table(run) for run in found}
     rows = []
-    for run in (run for run in found if run.family != HEALTHY):
-        healthy, parent = (named.get(key) for key in ((HEALTHY, "", run.seed), (NONE, _failure(run), run.seed)))
+    for run in (run for run in found if run.arm != HEALTHY):
+        change, failure, at = _parts(run)
+        healthy, parent = named.get((HEALTHY, "", 0, run.seed)), named.get((NONE, failure, 0, run.seed))
         if healthy is None or parent is None:
             raise UserError(f"{run.name} has no finished run of the arms {HEALTHY} and {NONE} beside it: train them")
         twin = tables[healthy.name]
         fails, would = (_failed(one, tables[one.name], twin) for one in (run, parent))
         late = fails is not None and would is not None and fails >= would + DELAYED * parent.planned_steps
-        change, _, at = re.fullmatch(r"(.*?)(-(\d+))?", run.family).groups()  # type: ignore[union-attr]
         cost = (_final(tables[run.name]) - _final(twin)).mean()
         outcome = "" if would is None else "saved" if fails is None else "delayed" if late else "lost"
-        rows.append((change, _failure(run), int(at or 0), run.seed, outcome, cost))
+        rows.append((change, failure, at, run.seed, outcome, cost))
     return pd.DataFrame(rows, columns=["change", "failure", "at", "seed", "outcome", "cost"])
 
 
-def _failure(run: Run) -> str:
-    return run.arm.removeprefix(run.family).removeprefix("-")
+def _parts(run: Run) -> tuple[str, str, int]:
+    """Return the change, the failure and the step of the fork that the name of an arm has."""
+    name, _, last = run.arm.rpartition("-")
+    at = int(last) if name and last.isdecimal() else 0
+    change, _, failure = (name if at else run.arm).rpartition("-")
+    return (change, failure, at) if change else (failure, "", 0)
 
 
 def _failed(run: Run, metrics: pd.DataFrame, healthy: pd.DataFrame) -> int | None:
