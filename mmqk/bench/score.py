@@ -15,6 +15,7 @@ from scipy import optimize, stats
 from mmqk.bench.rules import Rule
 from mmqk.bench.traces import Trace
 from mmqk.store import UserError
+from mmqk.store.alarms import NAMES
 
 FALSE_ALARMS = 1 / 20  # of the healthy runs, at which rules are compared
 WARMUP = 50  # steps at the start of every run without alarms of the candidates
@@ -128,11 +129,10 @@ def table(
         healthy = [scores[trace][name] for trace in develop if trace.healthy]
         threshold = known[name] if known else threshold_of(healthy)
         rows.append(score(name, chosen, [scores[trace][name] for trace in chosen], threshold))
-    present = [trace.alarms() for trace in chosen]
-    rows += [
-        score(f"alarm {name}", chosen, [of[name] for of in present], 0.5) for name in (present[0] if present else {})
-    ]
-    return rows
+    for name in NAMES:
+        rows.append(score(f"alarm {name}", chosen, [trace.alarms[name] for trace in chosen], 0.5))
+    every = [pd.DataFrame(trace.alarms).max(axis=1) for trace in chosen]
+    return [*rows, score("any alarm", chosen, every, 0.5)]
 
 
 def fitted(scores: Sequence[Mapping[str, pd.Series]], traces: Sequence[Trace]) -> Callable[..., pd.Series]:

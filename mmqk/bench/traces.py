@@ -11,7 +11,7 @@ import pandas as pd
 import yaml
 
 from mmqk.lab.runs import Run
-from mmqk.store import UserError, find_file, identity_hash
+from mmqk.store import AlarmRules, UserError, find_file, identity_hash
 from mmqk.store.alarms import NAMES
 
 LABELS = "configs/failures/bench/labels.yaml"
@@ -59,14 +59,18 @@ class Trace:
         """Everything that the run logged: a row per step, a column per tag; a fork begins with its parent's rows."""
         return metrics_table(self.run)
 
+    @cached_property
     def alarms(self) -> dict[str, pd.Series]:
-        """Return, for each rule of docs/alarms.md, 1 where one of its alarms began and 0 elsewhere, from the records
-        of the run and, up to the fork, of its parent."""
-        run, parent = self.run, self.run.parent
-        earlier = [] if parent is None else [a for a in parent.alarms if a.step <= (run.fork or {})["step"]]
+        """Return, for each rule of docs/alarms.md, 1 where one of its alarms begins and 0 elsewhere."""
+        off = {modality for modality, weight in (self.run.setting("loss.weights") or {}).items() if not weight}
+        trained = {tag.removeprefix("loss/") for tag in self.metrics if tag.startswith("loss/")} - off
+        rules = AlarmRules(self.run.warmup_steps, self.run.planned_steps, trained)
         scores = {name: pd.Series(0.0, index=self.metrics.index) for name in NAMES}
-        for alarm in (*earlier, *run.alarms):
-            scores[alarm.name][alarm.step] = 1.0
+        values, known = self.metrics.to_numpy(), self.metrics.notna().to_numpy()
+        tags = self.metrics.columns.to_numpy()
+        for step, row, has in zip(self.metrics.index, values, known, strict=True):
+            for alarm in rules.update(int(step), dict(zip(tags[has], row[has].tolist(), strict=True))):
+                scores[alarm.name][step] = 1.0
         return scores
 
     @cached_property

@@ -211,8 +211,8 @@ class CheckpointConfig:
 class AlarmConfig:
     """What a run does when an alarm begins, besides reporting it.
 
-    The alarms are spike, spike_median, stall, growth, collapse and non_finite (docs/alarms.md). Divergence has its
-    own field and cannot be listed in the others.
+    The alarms are spike, spike_median, rise, stall, growth, collapse and non_finite (docs/alarms.md). Divergence has
+    its own field and cannot be listed in the others.
 
     Args:
         checkpoint: alarms that write a permanent checkpoint ``alarm_<name>_step….ckpt`` when they first begin.

@@ -25,6 +25,7 @@ from mmqk.store.rules import (
     Alarm,
     Collapse,
     Growth,
+    Rise,
     Rule,
     RuleOfEach,
     Spike,
@@ -33,7 +34,7 @@ from mmqk.store.rules import (
 )
 
 ALARMS_NAME = "alarms.jsonl"
-NAMES = ("spike", "spike_median", "stall", "growth", "collapse", "divergence", "non_finite")
+NAMES = ("spike", "spike_median", "rise", "stall", "growth", "collapse", "divergence", "non_finite")
 
 
 class AlarmRules:
@@ -57,6 +58,7 @@ class AlarmRules:
         makers: dict[str, Callable[[], Rule]] = {
             "spike": Spike,
             "spike_median": SpikeOfMedian,
+            "rise": lambda: Rise(self.warmup_steps),
             "stall": lambda: Stall(self.warmup_steps, self.max_steps),
             "logits": lambda: Growth(self.warmup_steps, self.max_steps, GROWTH_LOGIT),
             "norms": lambda: Growth(self.warmup_steps, self.max_steps),
@@ -88,6 +90,7 @@ class AlarmRules:
             yield "spike", name, value
         if loss:
             yield "spike_median", name, value
+            yield "rise", name, value
         if loss and modality is not None:
             excess = tag("excess", modality)
             if excess in values:

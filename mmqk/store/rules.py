@@ -1,7 +1,7 @@
 """An alarm, and the rules that raise alarms over one series of a run.
 
-`Spike` (OLMo 2), `SpikeOfMedian` (Qwen) and `Stall` read losses and the gradient norm, with one value per step;
-`Growth` and `Collapse` read norms, attention logits and attention entropies, with one value per probe.
+`Spike` (OLMo 2), `SpikeOfMedian` (Qwen), `Rise` and `Stall` read losses and the gradient norm, with one value per
+step; `Growth` and `Collapse` read norms, attention logits and attention entropies, with one value per probe.
 The rules depend only on the logged numbers. Their state is plain data, and results after a resume from this state are
 bit-identical.
 """
@@ -9,6 +9,7 @@ bit-identical.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -138,6 +139,13 @@ ABOVE_MEDIAN_STDS = 6.0
 # Ratio of the interquartile range to the standard deviation of a normal distribution.
 QUARTILES_TO_STD = 1.349
 
+# Of the rules tried on the bench of failures (docs/bench.md), this one has no false alarm there, and at 6 standard
+# errors one in a hundred in 1,500 steps of noise around a constant loss. The bench alone would allow 2.1.
+RISE_MEDIAN = 50
+RISE_NOISE = 100
+RISE_BACK = 200
+RISE_ERRORS = 6.0
+
 # A run that improves by less than 0.05 nat in a fifth of its length has stalled (no published source).
 STALL_MEDIAN = 50
 STALL_SHARE = 0.2
@@ -229,6 +237,43 @@ class SpikeOfMedian(Rule):
         return Alarm("spike_median", step, tag, value, median + above, sentence)
 
 
+class Rise(Rule):
+    """Rule: the median of the last 50 losses is more than 6 standard errors above the lowest of the last 200 medians.
+
+    The standard error is that of a mean of 50 losses. It comes from the quartiles of the last 100 differences between
+    successive losses, because a trend of the loss hardly changes these. Losses of the warm-up do not count.
+    """
+
+    STATE = ("window", "medians", "on")
+
+    def __init__(self, warmup_steps: int):
+        self.warmup_steps = warmup_steps
+        self.window: list[float] = []
+        self.medians: list[float] = []
+
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        """Add a loss; return an alarm if a rise begins."""
+        if step <= self.warmup_steps or not math.isfinite(value):
+            return None
+        self.window = [*self.window, value][-RISE_NOISE - 1 :]
+        if len(self.window) < RISE_MEDIAN:
+            return None
+        median = statistics.median(self.window[-RISE_MEDIAN:])
+        self.medians = [*self.medians, median][-RISE_BACK:]
+        lowest = min(self.medians)
+        differences = sorted(b - a for a, b in itertools.pairwise(self.window))
+        quarter = len(differences) // 4
+        noise = (differences[-1 - quarter] - differences[quarter]) / QUARTILES_TO_STD
+        threshold = lowest + RISE_ERRORS * noise / math.sqrt(RISE_MEDIAN)
+        if not self.begins(median > threshold):
+            return None
+        sentence = (
+            f"{RISE_MEDIAN}-step median {median:.3f} of {tag} is {median - lowest:.3f} nat above its lowest"
+            f" {lowest:.3f}, more than the noise of the loss explains"
+        )
+        return Alarm("rise", step, tag, median, threshold, sentence)
+
+
 class Stall(Rule):
     """Rule: a loss no longer improves, and is still above a ceiling that any learning model falls below.
 
@@ -273,14 +318,14 @@ class Stall(Rule):
 
 
 # Series of the growth rule. Norms of queries and keys before QK-Norm are left out, because QK-Norm removes their
-# growth. Norms of sublayer outputs are left out, because the sum of the outputs is the residual stream.
+# growth. Norms inside the residual stream are left out: in 7 of 9 healthy runs of the bench of failures they double.
 LOGITS = "attn_logit_absmax"
-NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
+NORMS = ("q_norm", "k_norm", "final_norm")
 
 # Thresholds without a published source. In the first fifth of a run every norm grows many times over, most of all in
 # healthy runs, so the rule starts after the first fifth. The initial growth lasts about as many steps in a short run
-# as in a long run, so the rule never starts before step 100. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118),
-# raise no alarm.
+# as in a long run, so the rule never starts before step 100. Logits below 100 raise no alarm: with 50, the cap of
+# Gemma 2 (arXiv 2408.00118), 5 of 9 healthy runs of the bench had one, with 100 none.
 GROWTH_START_SHARE = 0.2
 GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5
@@ -289,7 +334,7 @@ GROWTH_SHARE = 0.05
 GROWTH_STEPS = 50
 GROWTH_ERRORS = 4.0
 GROWTH_FACTOR = 2.0
-GROWTH_LOGIT = 50.0
+GROWTH_LOGIT = 100.0
 
 # Threshold without a published source: at a tenth of the initial entropy, most queries attend to one or two keys.
 COLLAPSE_SHARE = 0.1

@@ -10,6 +10,8 @@ import random
 import statistics
 from unittest.mock import Mock
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from mmqk.store import (
@@ -21,7 +23,7 @@ from mmqk.store import (
     truncate_alarms,
 )
 from mmqk.store.alarms import NAMES
-from mmqk.store.rules import Collapse, Growth, Spike, SpikeOfMedian, Stall
+from mmqk.store.rules import Collapse, Growth, Rise, Spike, SpikeOfMedian, Stall
 
 
 def noise(n, seed=0, mean=3.0, std=0.02):
@@ -95,6 +97,31 @@ def test_noise_alone_spikes_at_most_once_in_sixteen_thousand_steps():
         assert sum(len(fed(rule(), noise(4000, seed, std=std))) for seed in range(4)) <= 1
 
 
+# Rise ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rise_above_the_noise_is_found_and_the_threshold_is_that_of_numpy():
+    values = noise(400, std=0.2)
+    values[300:] = [value + 0.5 for value in values[300:]]
+    found = fed(Rise(20), values)
+    assert [alarm.name for alarm in found] == ["rise"] and 310 < found[0].step < 350
+    seen = np.array(values[20 : found[0].step])  # the losses after the warm-up
+    medians = pd.Series(seen).rolling(50).median()
+    steps = np.sort(np.diff(seen[-101:]))
+    error = (steps[-26] - steps[25]) / 1.349 / math.sqrt(50)
+    assert found[0].threshold == pytest.approx(medians.iloc[-200:].min() + 6 * error)
+    assert found[0].value == pytest.approx(medians.iloc[-1]) and medians.iloc[-2] <= found[0].threshold
+
+
+def test_a_falling_loss_one_bad_batch_and_the_warmup_do_not_rise():
+    falling = [7.0 - 0.005 * i + e for i, e in enumerate(noise(600, mean=0.0, std=0.2))]
+    assert not fed(Rise(20), falling)
+    assert not fed(Rise(20), planted_spike(height=9.0))
+    assert sum(len(fed(Rise(20), noise(1500, seed))) for seed in range(10)) <= 1
+    warming = [3.0 - 0.1 * (i < 20) for i in range(200)]
+    assert not fed(Rise(20), warming) and fed(Rise(0), [3.0] * 60 + [3.1] * 60)  # the control
+
+
 # Stall --------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +191,7 @@ def test_noise_of_a_fifth_grows_once_in_a_hundred_runs_at_most_and_probes_of_eve
 def young(steps, every, doubles_every, until):
     """Return lines of a run whose norms double every `doubles_every` steps up to step `until` and then stay
     constant."""
-    names = ("q_norm/text/layer00", "resid_norm/image/layer01", "final_norm/text")
+    names = ("q_norm/text/layer00", "k_norm/image/layer01", "final_norm/text")
     names += ("attn_logit_absmax/text-text/layer00",)
     for step in range(0, steps + 1, every):
         yield {"step": step} | dict.fromkeys(names, 60.0 * 2 ** (min(step, until) / doubles_every))
@@ -222,7 +249,7 @@ def eventful_run(steps=1200, seed=0):
             line |= {
                 "q_norm/text/layer00": 4 * calm,
                 "q_norm/image/layer01": 4 * calm,
-                "attn_logit_absmax/image-text/layer01": 20 * calm * 2 ** (step / 150),
+                "attn_logit_absmax/image-text/layer01": 40 * calm * 2 ** (step / 150),
                 "attn_entropy/image/layer01": 3.0 * calm * (0.05 if step >= 800 else 1),
                 "attn_rank/layer01": 9.0,
                 "attn_entropy/text/layer00": 3.0 * calm,
@@ -254,8 +281,9 @@ def test_every_planted_event_is_named_with_its_step_series_and_nothing_else_ring
     stalled, diverged = by_event.pop(("stall", "loss/image")), by_event.pop(("divergence", "loss/image"))
     assert 100 + 240 <= stalled <= 600 and 1000 < diverged <= 1051
     # The rise of the image loss also counts as a spike at its start. Series without an event have no alarm.
+    assert 1000 < by_event.pop(("rise", "loss/image")) < 1050
     rest = {(name, tag) for name, tag in by_event}
-    assert rest <= {(name, tag) for name in ("spike", "spike_median") for tag in ("loss", "loss/image")}
+    assert rest <= {(name, tag) for name in ("spike", "spike_median", "rise") for tag in ("loss", "loss/image")}
     assert {alarm.name for alarm in found} == set(NAMES)
     image = next(alarm for alarm in found if alarm.name == "growth")
     assert image.where == "image to text, layer 1" and "layer01" in image.line()
