@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = score.table(traces, [*BASELINES, *CANDIDATES, *own], options.side, known)
         chosen = [trace for trace in traces if trace.side == options.side]
         head = f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}"
-        alarmed = [any(series.any() for series in trace.alarms.values()) for trace in chosen]
+        alarmed = [any(trace.alarms[name].any() for name in score.LASTING) for trace in chosen]
         text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), kinds.confusion(chosen, alarmed)])
         scores, figure = [asdict(row) for row in rows], lambda: drawing.draw(rows)
     print(text)
