@@ -205,11 +205,10 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     by_scale = [[k, *(_variance(at[v, k, 1])[1] for v in SCALES)] for k in widths]
     shown = [at[v, SHOWN_HEAD_DIM, n] for v in VARIANTS for n in (1, SIZE.n_layers)]
     by_variant = [
-        [r.variant, r.layer, *_variance(r), f"{r.in_row:.3g}", f"{r.entropy_predicted:.2f}", f"{r.entropy:.2f}",
-         f"{r.largest:.2f}"]
+        [r.variant, r.layer, *_variance(r), f"{r.in_row:.3g}", f"{r.entropy_predicted:.2f}", f"{r.entropy:.2f}"]
         for r in shown
     ]  # fmt: skip
-    more = "variant, layer, predicted, measured, within a row, entropy predicted, entropy, largest weight"
+    more = "variant, layer, predicted, measured, within a row, entropy predicted, entropy"
     return {"scales": _markdown(heads, by_scale), "variants": _markdown(more.split(", "), by_variant)}
 
 

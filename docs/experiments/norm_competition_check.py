@@ -54,7 +54,7 @@ def metrics_of(read, folder):
     return [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
 
 def diverged(rows, warmup, trained):
-    """Return whether a run diverged, by the rule of docs/metrics.md, from the excess loss if it is logged, else from
+    """Return whether a run diverged, by the rule of docs/alarms.md, from the excess loss if it is logged, else from
     the loss."""
     for m in trained:
         key = f"excess/{m}" if f"excess/{m}" in rows[-1] else f"loss/{m}"
