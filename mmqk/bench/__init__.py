@@ -24,11 +24,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--thresholds", type=Path, metavar="FILE", help="scores of another call (--json) whose thresholds to use")
     add("--json", type=Path, metavar="FILE", help="file for the scores as JSON")
     add("--outcomes", action="store_true", help="show instead what changes do to failing runs (zoo, rescue)")
+    add("--pack", type=Path, metavar="ZIP", help="pack the runs into this file, with what the rules here read")
     add("--figure", type=Path, metavar="PNG", help="file for the figure of the table")
     options = parser.parse_args(argv)
 
     from mmqk import load_runs
 
+    if options.pack is not None:
+        from mmqk.bench.traces import DIGITS, STATISTICS
+        from mmqk.store.pack import write_pack
+
+        write_pack(Path(options.runs), options.pack, small=True, only=STATISTICS, digits=DIGITS)
     runs = [*load_runs(options.runs)]
     if options.outcomes:
         from mmqk.bench.outcomes import heat_map, markdown, outcomes

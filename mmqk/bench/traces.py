@@ -17,6 +17,15 @@ from mmqk.store.alarms import NAMES
 LABELS = "configs/failures/bench/labels.yaml"
 WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
+# What the rules and the signs read, and so what a pack of the bench has, with this number of digits.
+DIGITS = 4
+STATISTICS = (
+    "loss", "grad_norm", "lr", "log_z", "attn_logit_absmax", "attn_entropy", "attn_rank", "q_norm", "k_norm",
+    "q_norm_max", "k_norm_max", "resid_norm", "final_norm", "embed_row_norm", "update_rms", "adam_below_eps",
+    "w_q_stable_rank", "w_k_stable_rank", "w_q_norm", "w_k_norm", "w_v_norm", "w_o_norm", "w_gate_norm",
+    "w_up_norm", "w_down_norm", "w_q_grad_over_v", "w_k_grad_over_v", "w_v_grad_over_v", "w_o_grad_over_v",
+    "w_gate_grad_over_v", "w_up_grad_over_v", "w_down_grad_over_v", "embed_grad_over_v", "head_grad_over_v",
+)  # fmt: skip
 Side = Literal["develop", "judge"]
 
 

@@ -56,11 +56,15 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 _LARGEST = 2**31  # bytes of all files of an unpacked pack
 
 
-def write_pack(folder: Path, out: Path, small: bool = False) -> None:
+def write_pack(
+    folder: Path, out: Path, small: bool = False, only: Iterable[str] = REPORTED, digits: int = FEW_DIGITS
+) -> None:
     """Write a pack of all runs under ``folder``.
 
     Args:
-        small: pack only the statistics in `REPORTED`, with 5 digits; losses of training steps with 3 decimals.
+        small: pack only some statistics, with few digits; losses of training steps with 3 decimals.
+        only: the statistics of a small pack, besides those of the validation.
+        digits: significant digits of a small pack.
 
     Raises:
         UserError: the folder has no runs.
@@ -79,7 +83,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> None:
             content[stored] = _without_paths(content[stored], "details", "command")
         path = str(PurePosixPath(name, METRICS_NAME))
         if small and path in content and not (run / THINNED).exists():
-            content[path], record = _small(content[path])
+            content[path], record = _small(content[path], set(only), digits)
             content[str(PurePosixPath(name, THINNED))] = json.dumps(record).encode()
         if path in content and (columns := to_columns(content[path])) is not None:
             content[str(PurePosixPath(name, COLUMNS_NAME))] = columns
@@ -111,29 +115,24 @@ def _without_paths(content: bytes, *keys: str) -> bytes:
     return json.dumps(record, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def _small(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file with only the series that a report reads, rounded, and a record of these changes."""
+def _small(metrics: bytes, statistics: set[str], digits: int) -> tuple[bytes, dict[str, Any]]:
+    """Return a metrics file with only the series of these statistics, rounded, and a record of these changes."""
     lines = []
     for line in metrics.splitlines(keepends=True):
         if record := parse_line(line):
             values = {
-                name: _rounded(name, value) if isinstance(value, float) else value
+                name: _rounded(name, value, digits) if isinstance(value, float) else value
                 for name, value in record.items()
-                if _reported(name)
+                if name == "step" or name.partition("/")[0] in statistics or name.startswith("val_")
             }
             line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         lines.append(line)
-    return b"".join(lines), {"digits": FEW_DIGITS, "loss_decimals": LOSS_DECIMALS, "only": sorted(REPORTED)}
+    return b"".join(lines), {"digits": digits, "loss_decimals": LOSS_DECIMALS, "only": sorted(statistics)}
 
 
-def _rounded(name: str, value: float) -> float:
+def _rounded(name: str, value: float, digits: int) -> float:
     of_step = name.partition("/")[0] in ("loss", "excess")
-    return round(value, LOSS_DECIMALS) if of_step else float(f"{value:.{FEW_DIGITS}g}")
-
-
-def _reported(name: str) -> bool:
-    statistic = name.partition("/")[0]
-    return name == "step" or statistic in REPORTED or statistic.startswith("val_")
+    return round(value, LOSS_DECIMALS) if of_step else float(f"{value:.{digits}g}")
 
 
 def damaged_files(folder: Path, is_grid: bool) -> list[str]:

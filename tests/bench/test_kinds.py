@@ -25,7 +25,7 @@ def log(**changes: np.ndarray) -> pd.DataFrame:
     for name, size in (
         ("attn_logit_absmax/text-image/layer01", 8.0), ("q_norm_max/text/layer01", 6.0),
         ("k_norm_max/image/layer01", 6.0), ("attn_rank/layer01", 10.0), ("w_q_norm/layer01", 9.0),
-        ("adam_below_eps/embed.weight", 0.1), ("embed_row_norm/image", 1.0), ("update_ratio/head.weight", 0.01),
+        ("adam_below_eps/embed.weight", 0.1), ("embed_row_norm/image", 1.0), ("update_rms/head.weight", 0.01),
     ):  # fmt: skip
         table[name] = np.where(PROBED, size * (1 + 0.02 * random.normal(size=600)), np.nan)
     return pd.DataFrame(table | changes, index=STEPS)
@@ -49,7 +49,7 @@ def from_300(tag: str, factor: float = 1.0, plus: float = 0.0) -> pd.DataFrame:
         (from_300("w_q_norm/layer01", 0.5), "decay"),
         (from_300("embed_row_norm/image", 10), "embedding"),
         (from_300("adam_below_eps/embed.weight", 1, 0.3), "moments"),
-        (from_300("update_ratio/head.weight", 0), "precision"),
+        (from_300("update_rms/head.weight", 0), "precision"),
         (from_300("loss/text", 1, 1), "data"),
         (from_300("loss/image", 0.2), "repeats"),
         (from_300("loss/text", 1, 0.2), NO_FAULT),
