@@ -132,8 +132,14 @@ def table(
         rows.append(score(name, chosen, [scores[trace][name] for trace in chosen], threshold))
     for name in NAMES:
         rows.append(score(f"alarm {name}", chosen, [trace.alarms[name] for trace in chosen], 0.5))
-    every = [pd.DataFrame(trace.alarms)[LASTING].max(axis=1) for trace in chosen]
-    return [*rows, score("any alarm but spikes", chosen, every, 0.5)]
+    lasting = [pd.DataFrame(trace.alarms)[LASTING].max(axis=1) for trace in chosen]
+    limits = {row.rule: row.threshold for row in rows}
+    some = [
+        pd.concat([lasting[i], *(of > limits[name] for name, of in scores[trace].items())], axis=1).max(axis=1)
+        for i, trace in enumerate(chosen)
+    ]
+    rows.append(score("any alarm but spikes", chosen, lasting, 0.5))
+    return [*rows, score("some rule", chosen, [found.astype(float) for found in some], 0.5)]
 
 
 def fitted(scores: Sequence[Mapping[str, pd.Series]], traces: Sequence[Trace]) -> Callable[..., pd.Series]:
