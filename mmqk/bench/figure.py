@@ -23,7 +23,8 @@ def draw(rows: Sequence[Score]) -> bytes:
     for y, row in enumerate(rows):
         for x, kind in enumerate(kinds):
             hits, runs = row.kinds[kind]
-            axes.text(x, y, f"{hits}/{runs}", ha="center", va="center", fontsize=7, color="#1b1f24")
+            color = "white" if hits > 0.6 * runs else "#1b1f24"
+            axes.text(x, y, f"{hits}/{runs}", ha="center", va="center", fontsize=7, color=color)
     names = [f"{row.rule}  {row.hits / row.faults:.0%}, false {row.accused}/{row.healthy}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set_xticks(range(len(kinds)), kinds, fontsize=8, rotation=45, ha="left")

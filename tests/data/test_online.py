@@ -178,6 +178,47 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
     assert not whole.skipped and not capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_path, capfd, workers):
+    from mmqk.store import cli_main, read_status
+    from mmqk.train import main as train
+
+    def run(name, broken, steps=12):
+        path = tiny_shard(tiny_data, tmp_path / f"{name}.tar", broken=broken)
+        argv = [
+            *tiny_args, "--data.read=shards", f"--data.pairs={path}", "--data.val_fraction=0.3",
+            f"--out={tmp_path / name}",
+            f"--data.cache={tmp_path / 'cache'}", f"--data.workers={workers}", "--data.val_sequences=4",
+            f"--trainer.max_steps={steps}", f"--data.text={tiny_data / 'text'}",
+        ]  # fmt: skip
+        return cli_main(train)(argv), capfd.readouterr().err
+
+    code, err = run("some", (0, 4, 30))
+    assert code == 0 and read_status(tmp_path / "some").status == "completed"
+    assert "Traceback" not in err and "3 samples were skipped" in err
+    named = json.loads((tmp_path / "some/skipped.json").read_text())
+    assert sorted(name.split()[1] for name in named) == ["k0", "k30", "k4"]
+    code, err = run("many", range(0, 40, 2))
+    assert code == 2 and "more than 10%" in err and "Traceback" not in err
+    code, err = run("none", ())
+    assert code == 0 and "skipped" not in err and not (tmp_path / "none/skipped.json").exists()
+
+
+def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_data, tmp_path):
+    image = index_tar(tiny_data / "pairs/train-00000.tar").read(0)["webp"]
+    used = {"webp": image, "txt": b"a"}
+    dotted = {f"{n:04d}.webp": image for n in range(9)}
+    samples = [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})]
+    path = write_samples(tmp_path / "a.tar", samples)
+    for _ in range(2):  # the second call reads the stored index
+        lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
+        assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]
+        assert any("with a second dot in the name: 9 (a.tar: photo.0000.webp" in line for line in lines)
+    path = write_samples(tmp_path / "b.tar", [(f"k{n}", used) for n in range(3)])
+    assert both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread() == []
+
+
 def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
     argv = (str(tiny_data / "pairs/train-00000.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
     expected = open_online(*argv)["val"].samples_N2

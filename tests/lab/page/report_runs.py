@@ -149,3 +149,37 @@ def write_sweep(folder: Path, *, seeds: tuple[int, ...] = (0, 1), widths: tuple[
     record = {"name": "sweep", "grid": grid, "runs": entries, "threads": 1}
     (folder / "ablation.json").write_text(json.dumps(record))
     return folder
+
+
+def write_forks(folder: Path) -> Path:
+    """Write a folder without a grid: a parent, two forks of it, a fork of a fork, and a fork whose parent is
+    elsewhere."""
+    write(folder / "plain", seed=0, id="aaaaaaaaaa", logit=400.0)
+
+    def fork(parent: str, id: str, step: int, changed: list[Any], **more: Any) -> dict[str, Any]:
+        said = {"id": id, "folder": parent, "checkpoint": f"{parent}/checkpoints/x.ckpt", "step": step}
+        changes = [dict(zip(("field", "from", "to"), change, strict=True)) for change in changed]
+        return {"parent": said, "changed": changes, **more}
+
+    late = [("model.qk_norm.kind", "none", "rms")]
+    write(
+        folder / "late",
+        id="bbbbbbbbbb",
+        settings={"model.qk_norm.kind": "rms"},
+        start=40,
+        logit=30.0,
+        fork=fork(
+            "runs/x/plain", "aaaaaaaaaa", 40, late, optimizer="carried over",
+            added=[{"name": name, "how": "0"} for name in ("g1", "g2")],
+            function={"logits_rms_relative": 0.013, "loss": {"text": [4.0, 4.1]}},
+        ),
+    )  # fmt: skip
+    cold = [("optim.lr", 0.01, 0.003)]
+    write(folder / "cold", id="cccccccccc", start=40, fork=fork("runs/x/plain", "aaaaaaaaaa", 40, cold))
+    hot = [("optim.lr", 0.003, 0.1)]
+    write(
+        folder / "hot", id="dddddddddd", start=70, end=90, status="diverged",
+        fork=fork("runs/x/cold", "cccccccccc", 70, hot),
+    )  # fmt: skip
+    write(folder / "lost", id="eeeeeeeeee", start=10, fork=fork("elsewhere/gone", "0123456789", 10, []))
+    return folder
