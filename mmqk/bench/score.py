@@ -120,7 +120,7 @@ def table(
     there; then the present rules of docs/alarms.md, which have their own thresholds."""
     develop = [] if known else [trace for trace in traces if trace.side == "develop"]
     chosen = [trace for trace in traces if trace.side == side]
-    scores = {trace: {r.__name__: r(trace.metrics).loc[WARMUP + 1 :] for r in rules} for trace in {*develop, *chosen}}
+    scores = {trace: {rule.__name__: scored(rule, trace) for rule in rules} for trace in {*develop, *chosen}}
     if develop:
         weigh = fitted([scores[trace] for trace in develop], develop)
         for of in scores.values():
@@ -140,6 +140,19 @@ def table(
     ]
     rows.append(score("any alarm but spikes", chosen, lasting, 0.5))
     return [*rows, score("some rule", chosen, [found.astype(float) for found in some], 0.5)]
+
+
+def scored(rule: Rule, trace: Trace) -> pd.Series:
+    """Return the scores of a run after the warm-up.
+
+    Raises:
+        UserError: the rule raised an error.
+    """
+    try:
+        return rule(trace.metrics).loc[WARMUP + 1 :]
+    except Exception as error:
+        name = f"{rule.__module__}:{rule.__name__}"
+        raise UserError(f"the rule {name} failed on {trace.run.name}: {error!r}") from error
 
 
 def fitted(scores: Sequence[Mapping[str, pd.Series]], traces: Sequence[Trace]) -> Callable[..., pd.Series]:

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from mmqk.bench import rules
-from mmqk.bench.score import begins, by_kind, fitted, score, threshold_of
+from mmqk.bench.score import begins, by_kind, fitted, score, scored, threshold_of
 from mmqk.bench.traces import Label, Trace, worse_from
-from mmqk.store import Status
+from mmqk.store import Status, UserError
 
 STEPS = np.arange(1, 601)
 
@@ -75,6 +75,17 @@ def test_a_run_that_recovers_or_is_better_has_not_failed():
     assert failed(np.full(600, 2.0)) is None and failed(np.full(600, 3.2)) is None
     assert failed(np.full(600, 4.0)) == 1 and failed(np.full(600, 4.0), begins=300) == 301
     assert failed(np.where(STEPS > 580, 4.0, 3.0)) is None  # too late to be judged
+
+
+def test_a_rule_that_fails_is_named_with_its_run():
+    one = trace(Label(), loss=np.ones(600))
+    one.run.name = "text-only-0123456789/seed1"
+    with pytest.raises(UserError, match=r"the rule .*:wrong failed on text-only-0123456789/seed1: KeyError"):
+        scored(wrong, one)
+
+
+def wrong(metrics: pd.DataFrame) -> pd.Series:
+    return metrics["loss/image"]
 
 
 def test_the_logistic_model_finds_what_tells_faults_apart_and_reads_no_later_step():
