@@ -139,8 +139,8 @@ ABOVE_MEDIAN_STDS = 6.0
 # Ratio of the interquartile range to the standard deviation of a normal distribution.
 QUARTILES_TO_STD = 1.349
 
-# Of the rules tried on the bench of failures (docs/bench.md), this one has no false alarm there. The bench alone would
-# allow 2.1 standard errors; with 6, 7 of 150 series of 1,500 steps of noise around a constant have an alarm.
+# Of the rules tried on the bench of failures (docs/bench.md), this one has no false alarm there. The bench alone
+# would allow 2.1 standard errors; with 6, 7 of 150 series of 1,500 steps of noise around a constant have an alarm.
 RISE_MEDIAN = 50
 RISE_NOISE = 100
 RISE_BACK = 200
