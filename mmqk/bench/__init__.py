@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mmqk.store import OneSentenceParser, UserError, write_atomic
 
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         from mmqk.bench.outcomes import heat_map, markdown, outcomes
 
         table = outcomes(runs)
-        text, scores, figure = markdown(table), table.to_dict("records"), lambda: heat_map(table)
+        records: list[Any] = table.to_dict("records")
+        text, scores, figure = markdown(table), records, lambda: heat_map(table)
     else:
         from mmqk.bench import figure as drawing
         from mmqk.bench import kinds, score

@@ -31,7 +31,7 @@ def cosine(values: pd.DataFrame) -> pd.DataFrame:
     layers = {parsed_tag(tag).layer for tag in row}
     parts = {
         f"attn_logit_absmax/layer{layer:02d}": [
-            row[[t for t in row if t.startswith(name) and t.endswith(f"/layer{layer:02d}")]].max(axis=1)
+            row.filter(regex=f"^{name}/.*/layer{layer:02d}$").max(axis=1)
             for name in ("attn_logit_absmax", "q_norm_max", "k_norm_max")
         ]
         for layer in sorted(layer for layer in layers if layer is not None)
@@ -154,7 +154,7 @@ def confusion(traces: Sequence[Trace], alarmed: Sequence[bool]) -> str:
     """
     said = [kind_of(trace.metrics, alarm) for trace, alarm in zip(traces, alarmed, strict=True)]
     table = pd.crosstab(np.array([trace.label.kind or NO_FAULT for trace in traces]), np.array(said))
-    columns = [*sorted(set(table) - {DONT_KNOW, NO_FAULT}), DONT_KNOW, NO_FAULT]
+    columns = [*sorted(set(said) - {DONT_KNOW, NO_FAULT}), DONT_KNOW, NO_FAULT]
     table = table.reindex(columns=columns, fill_value=0)
     lines = [f"| true kind | {' | '.join(columns)} |", "| --- |" + " --: |" * len(columns)]
     for kind, row in table.iterrows():

@@ -96,11 +96,11 @@ def heat_map(table: pd.DataFrame) -> bytes:
     changes, seeds = list(dict.fromkeys(table["change"])), sorted(set(table["seed"]))
     canvas = Figure(figsize=(2.2 + 0.75 * len(columns), 1.3 + 0.36 * len(changes)), layout="constrained")
     axes = canvas.subplots()
-    for row in table.itertuples():
-        x = columns.index((row.failure, row.at)) + seeds.index(row.seed) / len(seeds)
-        y = changes.index(row.change)
-        axes.add_patch(Rectangle((x, y), 1 / len(seeds), 1, color=COLORS[row.outcome], ec="white", lw=1.5))
-        text = f"{row.cost:+.1f}" if math.isfinite(row.cost) else "∞"
+    for row in table.to_dict("records"):
+        x = columns.index((row["failure"], row["at"])) + seeds.index(row["seed"]) / len(seeds)
+        y = changes.index(row["change"])
+        axes.add_patch(Rectangle((x, y), 1 / len(seeds), 1, fc=COLORS[row["outcome"]], ec="white", lw=1.5))
+        text = f"{row['cost']:+.1f}" if math.isfinite(row["cost"]) else "∞"
         axes.text(x + 0.5 / len(seeds), y + 0.5, text, ha="center", va="center", color="white", fontsize=7)
     names = [f"{failure}\n@{at}" if at else failure for failure, at in columns]
     axes.set(xlim=(0, len(columns)), ylim=(len(changes), 0))

@@ -72,7 +72,7 @@ class Trace:
     def alarms(self) -> dict[str, pd.Series]:
         """Return, for each rule of docs/alarms.md, 1 where one of its alarms begins and 0 elsewhere."""
         off = {modality for modality, weight in (self.run.setting("loss.weights") or {}).items() if not weight}
-        trained = {tag.removeprefix("loss/") for tag in self.metrics if tag.startswith("loss/")} - off
+        trained = {str(tag)[5:] for tag in self.metrics if str(tag).startswith("loss/")} - off
         rules = AlarmRules(self.run.warmup_steps, self.run.planned_steps, trained)
         scores = {name: pd.Series(0.0, index=self.metrics.index) for name in NAMES}
         values, known = self.metrics.to_numpy(), self.metrics.notna().to_numpy()
@@ -102,7 +102,7 @@ def worse_from(metrics: pd.DataFrame, twin: pd.DataFrame, begins: int = 0) -> in
     """Return the first step after ``begins`` from which on, to the end, the median of `SMOOTH` losses of a modality
     is more than `WORSE_NATS` above that of the twin; None if there is none before the last `SMOOTH` steps."""
     starts = []
-    for tag in [tag for tag in metrics if tag.startswith("loss/") and tag in twin]:
+    for tag in [tag for tag in metrics if str(tag).startswith("loss/") and tag in twin]:
         median, other = (table[tag].dropna().rolling(SMOOTH, 1).median() for table in (metrics, twin))
         better = median.index[~(median > other.reindex(median.index, method="ffill") + WORSE_NATS)]
         later = median.index[median.index > max([begins, *better])]
