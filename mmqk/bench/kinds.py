@@ -87,7 +87,7 @@ class Sign:
     statistic: str
     reading: Callable[[pd.DataFrame], pd.DataFrame]
     above: float
-    says: str
+    meaning: str
 
 
 # Of signs at the same step, the one that stands first here is used.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from mmqk.bench.traces import SMOOTH, WORSE_NATS, metrics_table, worse_from
+from mmqk.bench.traces import SMOOTH, WORSE_NATS, fails_from, metrics_table
 from mmqk.lab.runs import Run
 from mmqk.store import UserError
 
@@ -26,9 +26,9 @@ def outcomes(runs: Iterable[Run]) -> pd.DataFrame:
     """Return a row for each run of a change.
 
     Columns: ``change``; ``failure``; ``at``, the step of the fork, 0 for a run from the start; ``seed``;
-    ``outcome``: saved (it does not fail), delayed (it fails, but a tenth of the run later than the run without the
-    change) or lost, and empty if that run does not fail either; ``cost``: final loss minus that of the healthy run,
-    nats, mean of the modalities.
+    ``outcome``: saved (it does not fail), delayed (it fails, but later by a tenth of the run than without the
+    change) or lost; empty if the run without the change does not fail either; ``cost``: final loss minus that of the
+    healthy run, nats, mean of the modalities.
 
     Raises:
         UserError: a run of the arm ``healthy`` or ``none`` is missing.
@@ -43,7 +43,7 @@ def outcomes(runs: Iterable[Run]) -> pd.DataFrame:
         if healthy is None or parent is None:
             raise UserError(f"{run.name} has no finished run of the arms {HEALTHY} and {NONE} beside it: train them")
         twin = tables[healthy.name]
-        fails, would = (_failed(one, tables[one.name], twin) for one in (run, parent))
+        fails, would = (fails_from(one, tables[one.name], twin) for one in (run, parent))
         late = fails is not None and would is not None and fails >= would + DELAYED * parent.planned_steps
         cost = (_final(tables[run.name]) - _final(twin)).mean()
         outcome = "" if would is None else "saved" if fails is None else "delayed" if late else "lost"
@@ -57,10 +57,6 @@ def _parts(run: Run) -> tuple[str, str, int]:
     at = int(last) if name and last.isdecimal() else 0
     change, _, failure = (name if at else run.arm).rpartition("-")
     return (change, failure, at) if change else (failure, "", 0)
-
-
-def _failed(run: Run, metrics: pd.DataFrame, healthy: pd.DataFrame) -> int | None:
-    return run.status.step if run.status.status == "diverged" else worse_from(metrics, healthy)
 
 
 def _final(metrics: pd.DataFrame) -> pd.Series:

@@ -84,11 +84,9 @@ class Trace:
 
     @cached_property
     def failed_at(self) -> int | None:
-        """The first step after the fault began from which on the run is worse than its healthy twin (`worse_from`),
-        or at which it ended as diverged; None if it has not failed."""
-        if self.run.status.status == "diverged":
-            return self.run.status.step
-        return None if self.twin is None else worse_from(self.metrics, self.twin.metrics, self.label.begins)
+        """The first step after the fault began at which the run has failed (`fails_from`); None if it has not."""
+        twin = None if self.twin is None else self.twin.metrics
+        return fails_from(self.run, self.metrics, twin, self.label.begins)
 
 
 def metrics_table(run: Run) -> pd.DataFrame:
@@ -96,6 +94,14 @@ def metrics_table(run: Run) -> pd.DataFrame:
     tags = {**(run.parent.tags if run.parent is not None else {}), **run.tags}
     columns = {tag: pd.Series(values, index=steps) for tag in tags for steps, values in [run.history(tag)]}
     return pd.DataFrame(columns).sort_index()
+
+
+def fails_from(run: Run, metrics: pd.DataFrame, twin: pd.DataFrame | None, begins: int = 0) -> int | None:
+    """Return the step at which a run ended as diverged, or else the first step after ``begins`` from which on it is
+    worse than its healthy twin (`worse_from`); None if it has not failed."""
+    if run.status.status == "diverged":
+        return run.status.step
+    return None if twin is None else worse_from(metrics, twin, begins)
 
 
 def worse_from(metrics: pd.DataFrame, twin: pd.DataFrame, begins: int = 0) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmqk.store.divergence import DivergenceRule
+from mmqk.store.divergence import DivergenceRule, Rise
 from mmqk.store.files import as_json, naming, read_regular, write_atomic
 from mmqk.store.metrics import from_json, parsed_tag, tag
 from mmqk.store.rules import (
@@ -25,7 +25,6 @@ from mmqk.store.rules import (
     Alarm,
     Collapse,
     Growth,
-    Rise,
     Rule,
     RuleOfEach,
     Spike,

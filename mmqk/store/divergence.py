@@ -1,19 +1,27 @@
-"""The rule that ends a run: the loss of a modality has diverged."""
+"""Two rules about the median of 50 losses: `DivergenceRule` ends a run, and `Rise` raises an alarm earlier."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from mmqk.store.metrics import parsed_tag, tag
-from mmqk.store.rules import Alarm, Rule, RuleOfEach
+from mmqk.store.rules import QUARTILES_TO_STD, Alarm, Rule, RuleOfEach
 
 # Thresholds without a published source.
 DIVERGENCE_WINDOW = 50
 ABOVE_INITIAL_NATS = 0.1
 ABOVE_BEST_NATS = 0.5
+
+# Of the rules tried on the bench of failures (docs/bench.md), this one has no false alarm there. The bench alone
+# would allow 2.1 standard errors; with 6, 7 of 150 series of 1,500 steps of noise around a constant have an alarm.
+RISE_MEDIAN = 50
+RISE_NOISE = 100
+RISE_BACK = 200
+RISE_ERRORS = 6.0
 
 
 class Divergence(Rule):
@@ -92,3 +100,40 @@ class DivergenceRule(RuleOfEach[Divergence]):
         """Add the losses of ``step``; return the reason as a sentence if the run has diverged, else None."""
         alarms = [self[name].diverged(step, tag("loss", name), float(loss)) for name, loss in losses.items()]
         return next((alarm.sentence for alarm in alarms if alarm is not None), None)
+
+
+class Rise(Rule):
+    """Rule: the median of the last 50 losses is more than 6 standard errors above the lowest of the last 200 medians.
+
+    The standard error is that of a mean of 50 losses. It comes from the quartiles of the last 100 differences between
+    successive losses, because a trend of the loss hardly changes these. Losses of the warm-up do not count.
+    """
+
+    STATE = ("window", "medians", "on")
+
+    def __init__(self, warmup_steps: int):
+        self.warmup_steps = warmup_steps
+        self.window: list[float] = []
+        self.medians: list[float] = []
+
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        """Add a loss; return an alarm if a rise begins."""
+        if step <= self.warmup_steps or not math.isfinite(value):
+            return None
+        self.window = [*self.window, value][-RISE_NOISE - 1 :]
+        if len(self.window) < RISE_MEDIAN:
+            return None
+        median = statistics.median(self.window[-RISE_MEDIAN:])
+        self.medians = [*self.medians, median][-RISE_BACK:]
+        lowest = min(self.medians)
+        differences = sorted(b - a for a, b in itertools.pairwise(self.window))
+        quarter = len(differences) // 4
+        noise = (differences[-1 - quarter] - differences[quarter]) / QUARTILES_TO_STD
+        threshold = lowest + RISE_ERRORS * noise / math.sqrt(RISE_MEDIAN)
+        if not self.begins(median > threshold):
+            return None
+        sentence = (
+            f"{RISE_MEDIAN}-step median {median:.3f} of {tag} is {median - lowest:.3f} nat above its lowest"
+            f" {lowest:.3f}, more than the noise of the loss explains"
+        )
+        return Alarm("rise", step, tag, median, threshold, sentence)

@@ -1,7 +1,7 @@
 """An alarm, and the rules that raise alarms over one series of a run.
 
-`Spike` (OLMo 2), `SpikeOfMedian` (Qwen), `Rise` and `Stall` read losses and the gradient norm, with one value per
-step; `Growth` and `Collapse` read norms, attention logits and attention entropies, with one value per probe.
+`Spike` (OLMo 2), `SpikeOfMedian` (Qwen) and `Stall` read losses and the gradient norm, with one value per step;
+`Growth` and `Collapse` read norms, attention logits and attention entropies, with one value per probe.
 The rules depend only on the logged numbers. Their state is plain data, and results after a resume from this state are
 bit-identical.
 """
@@ -9,7 +9,6 @@ bit-identical.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -139,13 +138,6 @@ ABOVE_MEDIAN_STDS = 6.0
 # Ratio of the interquartile range to the standard deviation of a normal distribution.
 QUARTILES_TO_STD = 1.349
 
-# Of the rules tried on the bench of failures (docs/bench.md), this one has no false alarm there. The bench alone
-# would allow 2.1 standard errors; with 6, 7 of 150 series of 1,500 steps of noise around a constant have an alarm.
-RISE_MEDIAN = 50
-RISE_NOISE = 100
-RISE_BACK = 200
-RISE_ERRORS = 6.0
-
 # A run that improves by less than 0.05 nat in a fifth of its length has stalled (no published source).
 STALL_MEDIAN = 50
 STALL_SHARE = 0.2
@@ -235,43 +227,6 @@ class SpikeOfMedian(Rule):
             f" {MEDIAN_WINDOW} steps"
         )
         return Alarm("spike_median", step, tag, value, median + above, sentence)
-
-
-class Rise(Rule):
-    """Rule: the median of the last 50 losses is more than 6 standard errors above the lowest of the last 200 medians.
-
-    The standard error is that of a mean of 50 losses. It comes from the quartiles of the last 100 differences between
-    successive losses, because a trend of the loss hardly changes these. Losses of the warm-up do not count.
-    """
-
-    STATE = ("window", "medians", "on")
-
-    def __init__(self, warmup_steps: int):
-        self.warmup_steps = warmup_steps
-        self.window: list[float] = []
-        self.medians: list[float] = []
-
-    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
-        """Add a loss; return an alarm if a rise begins."""
-        if step <= self.warmup_steps or not math.isfinite(value):
-            return None
-        self.window = [*self.window, value][-RISE_NOISE - 1 :]
-        if len(self.window) < RISE_MEDIAN:
-            return None
-        median = statistics.median(self.window[-RISE_MEDIAN:])
-        self.medians = [*self.medians, median][-RISE_BACK:]
-        lowest = min(self.medians)
-        differences = sorted(b - a for a, b in itertools.pairwise(self.window))
-        quarter = len(differences) // 4
-        noise = (differences[-1 - quarter] - differences[quarter]) / QUARTILES_TO_STD
-        threshold = lowest + RISE_ERRORS * noise / math.sqrt(RISE_MEDIAN)
-        if not self.begins(median > threshold):
-            return None
-        sentence = (
-            f"{RISE_MEDIAN}-step median {median:.3f} of {tag} is {median - lowest:.3f} nat above its lowest"
-            f" {lowest:.3f}, more than the noise of the loss explains"
-        )
-        return Alarm("rise", step, tag, median, threshold, sentence)
 
 
 class Stall(Rule):

@@ -23,7 +23,8 @@ from mmqk.store import (
     truncate_alarms,
 )
 from mmqk.store.alarms import NAMES
-from mmqk.store.rules import Collapse, Growth, Rise, Spike, SpikeOfMedian, Stall
+from mmqk.store.divergence import Rise
+from mmqk.store.rules import Collapse, Growth, Spike, SpikeOfMedian, Stall
 
 
 def noise(n, seed=0, mean=3.0, std=0.02):
