@@ -101,8 +101,7 @@ class DataConfig:
         kinds = [kind for kind, weight in self.mix.items() if weight > 0]
         if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
             raise ValueError(
-                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have their own vocabularies; use each"
-                " alone."
+                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have their own vocabularies; use each alone."
             )
         for kind in kinds:
             folder = FOLDER_FIELDS.get(kind)

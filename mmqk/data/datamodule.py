@@ -183,9 +183,7 @@ class TokenDataModule(L.LightningDataModule):
                     )
             self.builder = SequenceBuilder(train, ids, config.seq_len)
             self.order = TrainingOrder(self.builder, config.mix, config.image_first_prob, self.seed, pack, dial)
-            self.val_rows = validation_rows(
-                SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial
-            )
+            self.val_rows = validation_rows(SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial)
         except ValueError as error:
             raise UserError(str(error)) from error
 

@@ -54,9 +54,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = OneSentenceParser(
-        prog="mmqk data tokenize",
-        description="Turn your shards into a folder of tokens to train on.",
-        epilog=EPILOG,
+        prog="mmqk data tokenize", description="Turn your shards into a folder of tokens to train on.", epilog=EPILOG
     )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--shards", nargs="+", metavar="PATTERN", help="tar archives")
@@ -128,9 +126,7 @@ def _readable(paths: list[Path], kind: str) -> Iterator[tuple[str, dict[str, byt
             yield from read_samples(path, kind)
 
 
-def _options(
-    args: argparse.Namespace, kind: str, paths: list[Path], begun: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _options(args: argparse.Namespace, kind: str, paths: list[Path], begun: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options that the documents depend on, by flag. Without --val-fraction, the share is that of the
     options ``begun``, with which the folder was made so far, or else the default.
 
@@ -166,9 +162,7 @@ def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, An
             was, now = shown(begun.get(name, "none")), shown(options.get(name, "none"))
             differing.append(f"{flag} ({was}, now {now})")
     if differing:
-        raise UserError(
-            f"{out} was made with other {' and '.join(differing)}: give the same again, or another --out"
-        )
+        raise UserError(f"{out} was made with other {' and '.join(differing)}: give the same again, or another --out")
 
 
 def _already_finished(args: argparse.Namespace, kind: str, paths: list[Path]) -> int:

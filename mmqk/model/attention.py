@@ -63,12 +63,7 @@ class Attention(nn.Module):
         self.head_scale = untied(lambda: LayerScale(H, 1.0), config, separate) if config.head_scale else None
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rope: Rope,
-        mask: Any,
-        modality_BT: Tensor | None = None,
-        observe: Observe = no_observer,
+        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, observe: Observe = no_observer
     ) -> tuple[Tensor, RowStats | None]:
         """Compute self-attention over `x_BTD`. `rope` comes from `rope_tables` and `mask` from `mask_of`, for T
         tokens.
@@ -114,9 +109,7 @@ class Attention(nn.Module):
             out_BTHK = gate_BTHK * out_BTHK
         return through(self.w_o, out_BTHK.flatten(2), modality_BT), row_stats
 
-    def _norm_and_rope(
-        self, x_BTHK: Tensor, norm: nn.Module, rope: Rope, modality_BT: Tensor | None
-    ) -> Tensor:
+    def _norm_and_rope(self, x_BTHK: Tensor, norm: nn.Module, rope: Rope, modality_BT: Tensor | None) -> Tensor:
         if self.norm_first:
             return apply_rope(through(norm, x_BTHK, modality_BT), rope)
         return through(norm, apply_rope(x_BTHK, rope), modality_BT)

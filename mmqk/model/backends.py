@@ -36,9 +36,7 @@ class RowStats(NamedTuple):
     lse_BHT: Tensor
 
 
-def kernel_name(
-    backend: str, device: str, dtype: torch.dtype, masked: bool = False, dropout: float = 0.0
-) -> str:
+def kernel_name(backend: str, device: str, dtype: torch.dtype, masked: bool = False, dropout: float = 0.0) -> str:
     """Return the name of the one kernel that computes attention: math, flex, or SDPA's flash, efficient, cudnn or
     math.
 
@@ -62,13 +60,9 @@ def kernel_name(
 def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: float) -> SDPBackend:
     if device != "cuda":
         if backend in ("sdpa_efficient", "sdpa_cudnn"):
-            raise ValueError(
-                f"backend {backend} needs a CUDA GPU, but the device is {device}; use sdpa or math."
-            )
+            raise ValueError(f"backend {backend} needs a CUDA GPU, but the device is {device}; use sdpa or math.")
         if dropout and backend == "sdpa_flash":
-            raise ValueError(
-                "backend sdpa_flash has no dropout on a CPU (model.attn_dropout); use sdpa or math."
-            )
+            raise ValueError("backend sdpa_flash has no dropout on a CPU (model.attn_dropout); use sdpa or math.")
         return SDPBackend.MATH if dropout else SDPBackend.FLASH_ATTENTION
     low = dtype in (torch.bfloat16, torch.float16)
     if backend == "sdpa":
@@ -83,9 +77,7 @@ def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: 
     return _KERNELS[backend]
 
 
-def mask_of(
-    backend: str, T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None
-) -> Any:
+def mask_of(backend: str, T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> Any:
     """Return the attention mask in the backend's format. Layers with equal windows and documents share a mask.
 
     Args:

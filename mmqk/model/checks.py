@@ -44,9 +44,7 @@ def _shape_conflicts(c: ModelConfig) -> Iterator[str]:
         yield f"model.n_heads {c.n_heads} cannot share model.n_kv_heads {c.n_kv_heads} key heads evenly."
     for name in c.vocab_sizes:
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
-            yield (
-                f"model.vocab_sizes has a modality {name!r}: use letters, digits and _, and no name like layer03."
-            )
+            yield (f"model.vocab_sizes has a modality {name!r}: use letters, digits and _, and no name like layer03.")
     for field, factors in (("embed_init", c.embed_init), ("embed_scale", c.embed_scale)):
         for name in factors:
             if c.vocab_sizes and name not in c.vocab_sizes:
@@ -79,9 +77,7 @@ def _field_conflicts(c: ModelConfig) -> Iterator[str]:
             " replaces it: remove model.attn_scale."
         )
     if c.attn_sink and c.attention != "softmax":
-        yield (
-            f"model.attn_sink is a logit of the softmax, but model.attention is {c.attention}: remove one of them."
-        )
+        yield (f"model.attn_sink is a logit of the softmax, but model.attention is {c.attention}: remove one of them.")
     if c.mlp_clamp is not None and c.mlp != "swiglu":
         yield f"model.mlp_clamp is for model.mlp 'swiglu', but model.mlp is '{c.mlp}': remove one of them."
     if c.depth_scale == "norm" and not c.pre_norm:
@@ -138,10 +134,7 @@ def check_backend(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but is {backend!r}.")
     uneven = tokens is not None and tokens % BLOCK != 0
     refused = [
-        (
-            backend != "math" and kind != "softmax",
-            f"cannot compute model.attention {kind}; use backend math.",
-        ),
+        (backend != "math" and kind != "softmax", f"cannot compute model.attention {kind}; use backend math."),
         (backend != "math" and sink, "cannot compute model.attn_sink; use backend math."),
         (
             backend not in ("math", "flex") and softcap is not None,

@@ -52,9 +52,7 @@ class QKNormConfig:
         elif self.gain == "none":
             _to_defaults(self, "scale_max")
         if self.bias and self.kind in ("rms", "l2"):
-            raise ValueError(
-                f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'."
-            )
+            raise ValueError(f"model.qk_norm.bias belongs to kind 'layer', but model.qk_norm.kind is '{self.kind}'.")
         if self.kind == "l2":
             if self.scope == "full":
                 raise ValueError(
@@ -269,9 +267,7 @@ class ModelConfig:
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
         """Return the configuration from its `dataclasses.asdict`. An unknown field raises TypeError."""
         nested = {"qk_norm": QKNormConfig, "per_modality": PerModalityConfig, "rope_scaling": RopeScalingConfig}
-        return cls(
-            **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
-        )
+        return cls(**{name: nested[name](**value) if name in nested else value for name, value in stored.items()})
 
     @property
     def modalities(self) -> tuple[str, ...]:

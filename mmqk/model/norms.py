@@ -202,11 +202,7 @@ def stream_norm(config: ModelConfig, gain_init: float = 1.0, width: int | None =
     """Return a norm over the model width, or over ``width``, of the kind `config.norm`."""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(
-        (width or config.d_model,),
-        config.norm_eps,
-        gain=config.norm_gain,
-        gain_init=gain_init,
-        bias=config.norm_bias,
+        (width or config.d_model,), config.norm_eps, gain=config.norm_gain, gain_init=gain_init, bias=config.norm_bias
     )
 
 
@@ -218,9 +214,7 @@ def qk_norm(config: QKNormConfig, heads: int, head_dim: int, role: str) -> nn.Mo
         if role != "q":  # only the queries have the scale
             return L2Norm(head_dim, config.eps)
         shape = {"none": None, "shared": (1,), "per_head": (heads, 1)}[config.gain]
-        return L2Norm(
-            head_dim, config.eps, scale=config.scale_init, scale_shape=shape, maximum=config.scale_max
-        )
+        return L2Norm(head_dim, config.eps, scale=config.scale_init, scale_shape=shape, maximum=config.scale_max)
     kind = RMSNorm if config.kind == "rms" else LayerNorm
     return kind(
         (head_dim,) if config.scope == "head" else (heads, head_dim),

@@ -130,9 +130,7 @@ def decimal_numbers(loader: Any) -> Any:
         "tag:yaml.org,2002:float": r"(?![^:]*:)",
     }
     resolvers = {
-        first: [
-            (tag, re.compile(f"{refused.get(tag, '')}(?:{known.pattern})", known.flags)) for tag, known in each
-        ]
+        first: [(tag, re.compile(f"{refused.get(tag, '')}(?:{known.pattern})", known.flags)) for tag, known in each]
         for first, each in loader.yaml_implicit_resolvers.items()
     }
     return type(loader.__name__, (loader,), {"yaml_implicit_resolvers": resolvers})

@@ -14,15 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import (
-    Attention,
-    Observe,
-    Rope,
-    no_observer,
-    output_init_scale,
-    rope_tables,
-    value_init_scale,
-)
+from .attention import Attention, Observe, Rope, no_observer, output_init_scale, rope_tables, value_init_scale
 from .backends import RowStats, allow_many_graphs, documents_of, mask_of
 from .config import ModelConfig
 from .linear import ByModality, init_weights, linear, through, untied
@@ -139,12 +131,7 @@ class Block(nn.Module):
         self.run: Callable[..., tuple[Tensor, RowStats | None]] = Block.compute
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rope: Rope,
-        mask: Any,
-        modality_BT: Tensor | None = None,
-        observe: Observe = no_observer,
+        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, observe: Observe = no_observer
     ) -> tuple[Tensor, RowStats | None]:
         """Return `x + dropout(scale(post(sublayer(pre(x)))))` for attention, then for the MLP.
 
@@ -153,9 +140,7 @@ class Block(nn.Module):
         Returns:
             x_BTD, and the `RowStats` of the attention or None.
         """
-        run = (
-            self.run if observe is no_observer else Block.compute
-        )  # a compiled block cannot call an observer
+        run = self.run if observe is no_observer else Block.compute  # a compiled block cannot call an observer
         return run(self, x_BTD, rope, mask, modality_BT, observe)
 
     def compute(
@@ -186,9 +171,7 @@ class Block(nn.Module):
     def _scaled(x_BTD: Tensor, scale: float | None) -> Tensor:
         return x_BTD if scale is None else scale * x_BTD
 
-    def _added(
-        self, gate: nn.Module | None, x_BTD: Tensor, out_BTD: Tensor, modality_BT: Tensor | None
-    ) -> Tensor:
+    def _added(self, gate: nn.Module | None, x_BTD: Tensor, out_BTD: Tensor, modality_BT: Tensor | None) -> Tensor:
         out_BTD = self.dropout(out_BTD)
         if gate is None:
             return self._scaled(x_BTD, self.stream_scale) + out_BTD
@@ -253,9 +236,7 @@ class EarlyFusionTransformer(nn.Module):
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
-        self.reads_modality = bool(config.embed_scale) or any(
-            isinstance(m, ByModality) for m in self.modules()
-        )
+        self.reads_modality = bool(config.embed_scale) or any(isinstance(m, ByModality) for m in self.modules())
         init_weights(self, seed)
         if config.patch:
             named_function(config.patch)(self)
@@ -296,9 +277,7 @@ class EarlyFusionTransformer(nn.Module):
         theta = c.local_rope_theta
         local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device, heads=c.n_heads)
         masks = {
-            (window, apart): mask_of(
-                self.backend, T, device, window, documents_of(c, apart, modality_BT, document_BT)
-            )
+            (window, apart): mask_of(self.backend, T, device, window, documents_of(c, apart, modality_BT, document_BT))
             for window, apart in {c.reach_of(layer) for layer in range(c.n_layers)}
         }
         # Recomputation would call an observer twice.

@@ -23,14 +23,7 @@ from mmqk.monitors.foreign.measurement import agreed
 from mmqk.monitors.foreign.probing import Prober
 from mmqk.monitors.foreign.sides import Modality, Sides, check_sides, modalities_of
 from mmqk.monitors.losses import LiveAlarms, Losses
-from mmqk.monitors.summary import (
-    WatchFolder,
-    missing_series,
-    restored_note,
-    summary_line,
-    warn_of_absent,
-    warn_of_mass,
-)
+from mmqk.monitors.summary import WatchFolder, missing_series, restored_note, summary_line, warn_of_absent, warn_of_mass
 from mmqk.monitors.updates import Optimizers, Updates
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError

@@ -147,8 +147,7 @@ def _notes(records: Sequence[SiteRecord]) -> list[str]:
             note = f"without entropy, mass and rank ({record.no_weights})"
             paths.setdefault(note, []).append(record.path)
     return [
-        f"{note}: {first}" + (f" and {len(others)} more" if others else "")
-        for note, (first, *others) in paths.items()
+        f"{note}: {first}" + (f" and {len(others)} more" if others else "") for note, (first, *others) in paths.items()
     ]
 
 

@@ -30,9 +30,7 @@ def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
     ):
         assert not {of(p) for p in train} & {of(p) for p in val}
     # The control: if every second image goes into the other split, both splits have images of many emoji.
-    both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {
-        p.meta["codepoint"] for p in [*train, *val][1::2]
-    }
+    both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {p.meta["codepoint"] for p in [*train, *val][1::2]}
     assert len(both) > 1000
 
 

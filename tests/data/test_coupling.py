@@ -38,9 +38,7 @@ def entropy(p: np.ndarray) -> float:
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "skew"), [(2, 0.0), (128, 0.7), (1000, 1.0), (65_536, 1.2), (512, 6.0)]
-)
+@pytest.mark.parametrize(("vocabulary", "skew"), [(2, 0.0), (128, 0.7), (1000, 1.0), (65_536, 1.2), (512, 6.0)])
 def test_a_unigram_is_zipf_and_adds_up_to_the_last_bit(vocabulary, skew):
     units = zipf(vocabulary, skew)
     assert int(units.sum()) == UNITS and units.min() >= 1
@@ -132,13 +130,7 @@ def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
     ends = np.cumsum(zipf(vocabulary, skew)[order])
     edges = ends[:-1] / UNITS
     places = np.concatenate(
-        [
-            [0.0, np.nextafter(1, 0), 1.0],
-            edges,
-            np.nextafter(edges, 0),
-            np.nextafter(edges, 1),
-            random.random(5000),
-        ]
+        [[0.0, np.nextafter(1, 0), 1.0], edges, np.nextafter(edges, 0), np.nextafter(edges, 1), random.random(5000)]
     )
     expected = order[np.minimum(np.searchsorted(edges, places, side="right"), vocabulary - 1)]
     quantile = Quantile(ends, order)

@@ -89,9 +89,7 @@ def test_counts_find_the_entropy_and_the_lag(order):
     config = chain(order=order)
     dial = Dial(config)
     for name, ids in by_modality(dial, dial.documents(1, 0, 20_000)).items():
-        by_distance = {
-            k: counted_entropy(ids[:, k:], ids[:, :-k]) - counted_entropy(ids[:, :-k]) for k in range(1, 7)
-        }
+        by_distance = {k: counted_entropy(ids[:, k:], ids[:, :-k]) - counted_entropy(ids[:, :-k]) for k in range(1, 7)}
         # With 4e5 pairs in 144 cells, the bias correction is 2e-4 and the remaining error is a few 1e-3.
         assert by_distance[config.lag[name]] == pytest.approx(config.entropy[name], abs=0.006)
         others = [h for k, h in by_distance.items() if k % config.lag[name]]
@@ -111,9 +109,7 @@ def test_counts_find_the_mutual_information(order):
     # Of the other tokens, only the children of tied roots depend on the other modality, but less than the roots.
     assert pairs[0, 1] < 0.002 and pairs[3, 3] < 0.002
     assert 0.002 < pairs[3, 0] < pairs[0, 0]
-    none = by_modality(
-        *(lambda d: (d, d.documents(3, 0, 60_000)))(Dial(replace(config, mutual_information=0.0)))
-    )
+    none = by_modality(*(lambda d: (d, d.documents(3, 0, 60_000)))(Dial(replace(config, mutual_information=0.0))))
     assert counted_information(none["text"][:, 0], none["image"][:, 0]) < 0.002
 
 
@@ -268,9 +264,7 @@ def test_the_loss_of_the_source_itself_is_its_floor():
 def test_a_gap_of_0_is_0_to_the_last_digit_and_moves_alone():
     floors = Dial(DialConfig()).floors()
     assert floors["text"] == floors["image"]
-    lo, mid, hi = (
-        Dial(DialConfig(entropy={"text": t, "image": i})) for t, i in ((1.5, 1.5), (2.75, 2.75), (1.5, 4.0))
-    )
+    lo, mid, hi = (Dial(DialConfig(entropy={"text": t, "image": i})) for t, i in ((1.5, 1.5), (2.75, 2.75), (1.5, 4.0)))
     assert lo.floors()["text"] == lo.floors()["image"] == hi.floors()["text"]
     gap = hi.floors()["image"] - hi.floors()["text"]
     assert gap == pytest.approx(2.5 * 44 / 48, abs=1e-12)  # 4 of 48 tokens have no parent
@@ -379,8 +373,7 @@ def test_parents_stand_where_the_configuration_says(tokens, lag, width):
         assert set(level.parent.tolist()) <= known | {-1}
         known |= set(level.child.tolist())
     assert (
-        parent != {int(c): int(p) for lv in forest(tokens, lag + 1, width) for c, p in zip(*lv, strict=True)}
-        or lag > 8
+        parent != {int(c): int(p) for lv in forest(tokens, lag + 1, width) for c, p in zip(*lv, strict=True)} or lag > 8
     )
 
 

@@ -129,9 +129,7 @@ def test_text_is_that_of_the_tokens(page, batch, tiny_data):
     assert len(set(read)) > 2 and not any(caption.startswith(read[0][::-1]) for caption in captions)
 
 
-def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(
-    page, batch, tiny_data, tiny_args
-):
+def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(page, batch, tiny_data, tiny_args):
     tokenizer = ImageTokenizer.load(tiny_data / "tokenizers")
     offset = layout_of(tiny_data / "tokenizers").vocab_sizes["text"]
     pairs, order = list(read_pairs(tiny_data / "pairs", "train")), data_of(tiny_args, *LONG[1:]).order

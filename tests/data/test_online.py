@@ -36,10 +36,7 @@ def test_documents_are_those_of_the_cache(tiny_data, tmp_path):
     online = open_online(str(tiny_data / "pairs"), tokenizers, tmp_path, 0.5)
     cached = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache")
     for split in ("train", "val"):
-        assert (
-            len(online[split]) == len(cached[split])
-            and online[split].image_tokens == cached[split].image_tokens
-        )
+        assert len(online[split]) == len(cached[split]) and online[split].image_tokens == cached[split].image_tokens
         # By rounding, an image can get other codes in a batch than alone. Here all codes are equal.
         assert all((online[split][i] == cached[split][i]).all() for i in range(len(cached[split])))
     assert online["train"][0].tolist() != online["train"][1].tolist()
@@ -68,12 +65,8 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
         for t in "xy"
     ]
     found = open_online(str(tmp_path / "{x,y}.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
-    split_by_key = {
-        store.shards[s].keys[i]: split for split, store in found.items() for s, i in store.samples_N2
-    }
-    expected = {
-        key: split_of(document_of(sample, "pair")[0], 0.3) for path in paths for key, sample in index_tar(path)
-    }
+    split_by_key = {store.shards[s].keys[i]: split for split, store in found.items() for s, i in store.samples_N2}
+    expected = {key: split_of(document_of(sample, "pair")[0], 0.3) for path in paths for key, sample in index_tar(path)}
     assert split_by_key == expected and 0 < len(found["val"]) < len(found["train"])
     by_image = [{split_by_key[f"{t}-{copy}-{n}"] for t in "xy" for copy in "ab"} for n in range(40)]
     assert all(len(splits) == 1 for splits in by_image)
@@ -136,8 +129,7 @@ def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
         seq_len=88, batch_size=4, val_sequences=8,
     )  # fmt: skip
     assert (
-        data_identity(config)["pairs"]
-        != data_identity(DataConfig(pairs=str(tiny_data / "pairs"), **fields))["pairs"]
+        data_identity(config)["pairs"] != data_identity(DataConfig(pairs=str(tiny_data / "pairs"), **fields))["pairs"]
     )
     data = TokenDataModule(config, seed=0)
     data.setup()
@@ -166,9 +158,7 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
     found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
     # An unusable sample is replaced by the next usable one, also when it is read again.
     assert [found[1].tolist(), found[1].tolist()] == [found[3].tolist()] * 2
-    assert found.skipped == dict.fromkeys(
-        (f"sample k{i} of shard {path}" for i in (1, 2)), "image cannot be decoded"
-    )
+    assert found.skipped == dict.fromkeys((f"sample k{i} of shard {path}" for i in (1, 2)), "image cannot be decoded")
     err = capsys.readouterr().err
     assert err.count("is skipped (image cannot be decoded)") == 2 and f"sample k2 of shard {path}" in err
     with pytest.raises(UserError, match=r"3 of the 4 samples read .* 10% .*sample k19 .*data\.tokenize"):

@@ -14,14 +14,7 @@ from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.sequences import SequenceBuilder, pieces
-from mmqk.data.tokenizers.files import (
-    BEGIN_IMAGE,
-    BOS,
-    END_IMAGE,
-    EOS,
-    TextTokenizer,
-    vocab_sizes_of,
-)
+from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, TextTokenizer, vocab_sizes_of
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import Layout, TokenStore, layout_of
@@ -62,10 +55,7 @@ def furthest(slots, weights, window):
     The maximum is over all kinds and all windows of this length.
     """
     return max(
-        max(
-            abs(sum(s == slot for s in slots[i : i + window]) - share * window)
-            for i in range(len(slots) - window)
-        )
+        max(abs(sum(s == slot for s in slots[i : i + window]) - share * window) for i in range(len(slots) - window))
         for slot, share in weights.items()
     )
 
@@ -88,14 +78,8 @@ def test_draws_count_each_source_without_gaps():
     nth: dict[str, list[int]] = {}
     for i in range(3 * CYCLE):
         draw = mixture.draw(i)
-        nth.setdefault({"image_first": "pair", "caption_first": "pair"}.get(draw.slot, draw.slot), []).append(
-            draw.nth
-        )
-    assert all(counts == list(range(len(counts))) for counts in nth.values()) and set(nth) == {
-        "pair",
-        "text",
-        "image",
-    }
+        nth.setdefault({"image_first": "pair", "caption_first": "pair"}.get(draw.slot, draw.slot), []).append(draw.nth)
+    assert all(counts == list(range(len(counts))) for counts in nth.values()) and set(nth) == {"pair", "text", "image"}
 
 
 def test_changing_one_weight_leaves_the_order_of_the_others():
@@ -138,8 +122,7 @@ def test_one_field_switches_a_modality_off(builder, first_code):
     image_only = TrainingOrder(builder, {"image": 1.0}, 0.5, seed=0)
     assert all((text_only.row(i).ids < first_code).all() for i in range(50))
     assert all(
-        ((image_only.row(i).ids >= first_code).sum() == 64) and len(image_only.row(i).ids) == 68
-        for i in range(50)
+        ((image_only.row(i).ids >= first_code).sum() == 64) and len(image_only.row(i).ids) == 68 for i in range(50)
     )
 
 
@@ -157,9 +140,7 @@ def test_global_batch_is_the_same_however_it_is_dealt(builder, accumulate, world
 def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
     builder = builder_of(tiny_data, "val")
     rows = [row.ids for row in validation_rows(builder, 8)]
-    forms = [
-        "text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows
-    ]
+    forms = ["text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows]
     assert forms == ["first", "last", "first", "text", "last", "first", "last", "text"]
 
 
@@ -238,9 +219,7 @@ def text_store(*sizes):
 def test_text_is_one_stream_over_all_parts():
     """The rows do not depend on the shards: 21 shards with 7,000 tokens give the rows of one shard with 7,000."""
     many, one = text_store(*[150] * 20, 4000), text_store(7000)
-    orders = [
-        TrainingOrder(SequenceBuilder({"text": s}, s.layout, 88), {"text": 1.0}, 0.5, 0) for s in (many, one)
-    ]
+    orders = [TrainingOrder(SequenceBuilder({"text": s}, s.layout, 88), {"text": 1.0}, 0.5, 0) for s in (many, one)]
     rows = [[order.row(i).ids.tolist() for i in range(200)] for order in orders]
     assert rows[0] == rows[1] and {len(row) for row in rows[0]} == {88}
     # An epoch leaves out less than two windows of tokens.
@@ -284,9 +263,7 @@ def test_pieces_without_a_first_token_lose_no_target():
     store = TokenStore("tokens", Layout({"a": 99}), [np.arange(45)], [np.array([20, 25])])
     cut = pieces(store, 19)
     targets = [store[d][s:e][1:].tolist() for d, s, e in cut.tolist()]
-    assert [t for piece in targets for t in piece] == [*range(1, 20), *range(21, 45)] and min(
-        map(len, targets)
-    ) > 0
+    assert [t for piece in targets for t in piece] == [*range(1, 20), *range(21, 45)] and min(map(len, targets)) > 0
     with pytest.raises(ValueError, match=r"document 1 of data\.tokens has one token"):
         pieces(TokenStore("tokens", Layout({"a": 99}), [np.arange(4)], [np.array([3, 1])]), 19)
 

@@ -23,9 +23,7 @@ def lengths(n, seed=0, mean=40, room=512):
 
 
 def store_of(documents):
-    return TokenStore(
-        "interleaved", LAYOUT, [np.concatenate(documents)], [np.array([len(d) for d in documents])]
-    )
+    return TokenStore("interleaved", LAYOUT, [np.concatenate(documents)], [np.array([len(d) for d in documents])])
 
 
 @pytest.mark.parametrize("room", [60, 512])
@@ -40,9 +38,7 @@ def test_rows_hold_every_length_once_and_none_overflows(room):
 def test_at_most_two_per_cent_is_padding(n, mean):
     given = lengths(n, mean=mean)
     packing = Packing(given, 512, seed=0, stream=9)
-    assert (
-        packing.padding == pytest.approx(1 - given.sum() / (512 * len(packing))) and packing.padding <= 0.02
-    )
+    assert packing.padding == pytest.approx(1 - given.sum() / (512 * len(packing))) and packing.padding <= 0.02
     one_a_row = 1 - given.sum() / (512 * n)
     assert one_a_row > 0.5
     # The control: rows of documents in their original order have more padding.
@@ -58,9 +54,7 @@ def test_rows_do_not_gather_documents_of_one_length():
     """Rows mix documents of different lengths. Best fit alone would fill most rows with documents of one length."""
     given = np.random.default_rng(0).integers(78, 98, 5000)
     rows = fit(given, 1024)
-    assert (
-        np.mean([len(set(row.tolist())) for row in rows]) > 5 and 1 - given.sum() / (1024 * len(rows)) < 0.05
-    )
+    assert np.mean([len(set(row.tolist())) for row in rows]) > 5 and 1 - given.sum() / (1024 * len(rows)) < 0.05
     ordered = np.sort(given)[::-1]
     assert np.mean([len(set(ordered[i : i + 11].tolist())) for i in range(0, 5000, 11)]) < 2
 
@@ -71,9 +65,7 @@ def test_an_epoch_is_every_document_once_and_the_next_is_another():
     for rows in epochs:
         assert sorted(d for row in rows for d in row) == list(range(700))
     assert epochs[0] != epochs[1]
-    assert epochs[0] != [
-        Packing(lengths(700), 512, seed=4, stream=9).items(i) for i in range(len(packing))
-    ]
+    assert epochs[0] != [Packing(lengths(700), 512, seed=4, stream=9).items(i) for i in range(len(packing))]
     # The first document of a row is not always its longest.
     sizes = lengths(700)
     first_is_longest = [sizes[row[0]] == sizes[row].max() for row in epochs[0] if len(row) > 3]
@@ -91,11 +83,7 @@ def order():
 def test_packed_rows_are_whole_documents(order):
     for i in range(CYCLE):
         row = order.row(i)
-        assert (
-            len(row.ids) <= 64
-            and (row.ids[list(row.starts)] == 0).all()
-            and (row.ids == 0).sum() == len(row.starts)
-        )
+        assert len(row.ids) <= 64 and (row.ids[list(row.starts)] == 0).all() and (row.ids == 0).sum() == len(row.starts)
         assert all(row.ids[s - 1] == 1 for s in row.starts[1:])
 
 

@@ -68,8 +68,7 @@ def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
     joint = {name: {row.tobytes() for row in of} for name, of in rows.items()}
     assert joint["matched"] != joint["shuffled"]
     assert joint["matched"] == {
-        module(tiny_data, mix={"pair": 1.0}, pack=pack).order.row(i).ids.tobytes()
-        for i in range(len(rows["matched"]))
+        module(tiny_data, mix={"pair": 1.0}, pack=pack).order.row(i).ids.tobytes() for i in range(len(rows["matched"]))
     }
     text = np.arange(5, layout.edges[1])  # without special tokens
     assert (counts["captions"][text] == counts["matched"][text]).all()

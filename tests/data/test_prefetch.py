@@ -86,14 +86,7 @@ def test_the_next_copy_begins_before_a_batch_is_handed_out_and_only_its_own_is_w
     at = {what: place for place, what in enumerate(told.happened)}
     assert len(at) == len(told.happened) == 6 * n  # no call is repeated
     for i in range(n):
-        own = [
-            ("loaded", i),
-            ("copied", i, "side"),
-            ("recorded", i),
-            ("waits", i),
-            ("keeps", i, "step"),
-            ("step", i),
-        ]
+        own = [("loaded", i), ("copied", i, "side"), ("recorded", i), ("waits", i), ("keeps", i, "step"), ("step", i)]
         assert [at[what] for what in own] == sorted(at[what] for what in own)
         if i + 1 < n:
             assert at["copied", i + 1, "side"] < at["step", i]  # one batch ahead
@@ -145,9 +138,7 @@ def test_the_position_counts_what_was_handed_out_not_what_was_copied(monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA GPU: streams, pinned memory, the allocator"
-)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: streams, pinned memory, the allocator")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_a_gpu_nothing_is_lost_however_long_a_step_takes(workers):
     loader, device = PositionedLoader(Few(40), workers, CUDA), CUDA  # type: ignore[arg-type]

@@ -209,11 +209,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     assert record["dropped"] == expected and next(iter(record["dropped"])) == NO_IMAGE
     assert len(documents(folder)) == 2
     for shard, samples, dropped in zip(record["about"]["shards"], (10, 8), (9, 7), strict=True):
-        kept = sum(
-            p["documents"]
-            for p in record["splits"]["train"]
-            if p["name"] == {10: "00000", 8: "00001"}[samples]
-        )
+        kept = sum(p["documents"] for p in record["splits"]["train"] if p["name"] == {10: "00000", 8: "00001"}[samples])
         assert shard["samples"] == samples == kept + sum(shard["dropped"].values()) == kept + dropped
     examples = record["about"]["examples"]
     assert examples[NO_IMAGE] == ["a.tar: b", "a.tar: c", "a.tar: ../../i\x1b[2J", "b.tar: z0", "b.tar: z1"]
@@ -272,9 +268,7 @@ def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers)
 
 def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> None:
     texts = [f"document {i}\nof two lines \u2028 größer" for i in range(30)]
-    lines = [
-        json.dumps({"text": t, "source": "s"}, ensure_ascii=i % 2 == 0).encode() for i, t in enumerate(texts)
-    ]
+    lines = [json.dumps({"text": t, "source": "s"}, ensure_ascii=i % 2 == 0).encode() for i, t in enumerate(texts)]
     odd = [b"", b"{", b"[1]", b'{"text": 3}', b'{"words": "x"}', b'{"text": " "}', b'{"text": "\xff"}',
            b'{"text": "\\ud800"}', b"[" * 100000]  # fmt: skip
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines[:10], *odd]))
@@ -285,11 +279,7 @@ def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> Non
     record = header(folder)
     assert record["kind"] == "text"
     assert record["dropped"] == {NOT_JSON: 3, NO_TEXT: 2, NOT_UNICODE: 2, EMPTY_DOCUMENT: 1}
-    assert record["about"]["examples"][NOT_JSON] == [
-        "a.jsonl: line 12",
-        "a.jsonl: line 13",
-        "a.jsonl: line 19",
-    ]
+    assert record["about"]["examples"][NOT_JSON] == ["a.jsonl: line 12", "a.jsonl: line 13", "a.jsonl: line 19"]
     assert sum(s["samples"] for s in record["about"]["shards"]) == 30 + 8
 
 
@@ -476,9 +466,7 @@ def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     assert content(folder) == expected and "continuing with 2 of 4" in printed
 
 
-def test_other_options_for_a_folder_that_was_begun(
-    run: Any, shards: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_other_options_for_a_folder_that_was_begun(run: Any, shards: Path, tiny_data: Path, tmp_path: Path) -> None:
     whole = cut_short(shards / "00001.tar")
     refused(run, *pattern(shards))
     other = tmp_path / "tokenizers"

@@ -160,9 +160,7 @@ def test_the_length_that_an_image_needs_is_the_least_that_works():
 def ids_of(n, length, seed):
     """Return n rows of text ids (0 to 99) that end with 6 image ids (100 to 149)."""
     random = np.random.default_rng(seed)
-    return np.concatenate(
-        [random.integers(0, 100, (n, length - 6)), random.integers(100, 150, (n, 6))], axis=1
-    )
+    return np.concatenate([random.integers(0, 100, (n, length - 6)), random.integers(100, 150, (n, 6))], axis=1)
 
 
 @pytest.fixture
@@ -179,9 +177,7 @@ def test_arrays_are_used_as_they_are(arrays, capsys):
     argv = ["--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
     assert main([f"--train={arrays}/train-*.npy", f"--val={arrays}/val-*.npy", *argv]) == 0
     assert "44 training and 9 held-out" in capsys.readouterr().out
-    config = DataConfig(
-        tokens=str(arrays / "t"), mix={"tokens": 1.0}, seq_len=20, batch_size=4, val_sequences=9
-    )
+    config = DataConfig(tokens=str(arrays / "t"), mix={"tokens": 1.0}, seq_len=20, batch_size=4, val_sequences=9)
     data = TokenDataModule(config, seed=0)
     data.setup()
     whole = {tuple(row) for row in np.load(arrays / "train-0.npy").tolist()}
@@ -209,9 +205,7 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
 def test_interleaved_documents_are_whole_rows(tmp_path):
     documents = some(40, high=25)
     store = open_tokens(write(tmp_path / "t", documents))["train"]
-    order = TrainingOrder(
-        SequenceBuilder({"interleaved": store}, LAYOUT, 32), {"interleaved": 1.0}, 0.5, seed=0
-    )
+    order = TrainingOrder(SequenceBuilder({"interleaved": store}, LAYOUT, 32), {"interleaved": 1.0}, 0.5, seed=0)
     found = sorted(order.row(i).ids.tolist() for i in range(40))
     assert found == sorted([0, *d.tolist()] for d in documents)
 

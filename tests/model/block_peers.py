@@ -36,9 +36,7 @@ def renamed(function, old, new):
 def first_gains(**fields):
     """Return the function of a block whose norms keep their initial gains instead of those in the leaves."""
     make, ours = block(**fields)
-    return lambda leaves: ours(
-        {**leaves, **{n: p for n, p in make().double().named_parameters() if "_norm" in n}}
-    )
+    return lambda leaves: ours({**leaves, **{n: p for n, p in make().double().named_parameters() if "_norm" in n}})
 
 
 def written(**fields):
@@ -66,9 +64,7 @@ def matrix_norm_2(leaves):
 
 def scaled_gains(factor, norms="_pre_norm", **fields):
     """Return the function of a block without depth scale whose norm gains are multiplied by `factor`."""
-    return lambda leaves: block(**fields)[1](
-        {n: factor * leaf if norms in n else leaf for n, leaf in leaves.items()}
-    )
+    return lambda leaves: block(**fields)[1]({n: factor * leaf if norms in n else leaf for n, leaf in leaves.items()})
 
 
 def normed_rows(leaves):

@@ -46,9 +46,7 @@ class Comparison(Peer):
     controls: Mapping[str, Function] = field(default_factory=dict)
 
 
-def leaves_of(
-    make: Callable[[], nn.Module], spread: float = 0.3, **inputs: tuple[int, ...]
-) -> Callable[[], Leaves]:
+def leaves_of(make: Callable[[], nn.Module], spread: float = 0.3, **inputs: tuple[int, ...]) -> Callable[[], Leaves]:
     """Return a function that draws fp64 values for the parameters of a module and for inputs of these shapes.
 
     Gains, biases and scales vary around their initial values, because unit gains hide errors.
@@ -62,9 +60,7 @@ def leaves_of(
         matrices = {f"{name}.weight" for name, m in module.named_modules() if isinstance(m, nn.Linear)}
         for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            size, first = (
-                (1.5 * parameter.shape[-1] ** -0.5, 0) if name in matrices else (spread, parameter.detach())
-            )
+            size, first = (1.5 * parameter.shape[-1] ** -0.5, 0) if name in matrices else (spread, parameter.detach())
             leaves[name] = first + size * noise
         for name, shape in inputs.items():
             leaves[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -246,7 +242,7 @@ def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
     value = function(inputs)
     if not inputs:
         return [value]
-    upstream = torch.randn(
-        value.shape, generator=torch.Generator().manual_seed(12), dtype=value.dtype
-    ) / math.sqrt(value[0].numel())
+    upstream = torch.randn(value.shape, generator=torch.Generator().manual_seed(12), dtype=value.dtype) / math.sqrt(
+        value[0].numel()
+    )
     return [value.detach(), *torch.autograd.grad(value, list(inputs.values()), upstream)]

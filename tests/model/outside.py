@@ -282,9 +282,7 @@ def torch_attention(scale: float, kv_heads: int = H) -> Function:
     def forward(leaves: Leaves) -> Tensor:
         from timm.layers import apply_rot_embed_cat
 
-        q, k, v = (
-            (leaves["x"] @ leaves[f"w_{n}.weight"].T).unflatten(-1, (-1, K)).transpose(1, 2) for n in "qkv"
-        )
+        q, k, v = ((leaves["x"] @ leaves[f"w_{n}.weight"].T).unflatten(-1, (-1, K)).transpose(1, 2) for n in "qkv")
         cos, sin = _tables()
         q, k = (apply_rot_embed_cat(x, torch.cat((sin, cos), -1), half=True) for x in (q, k))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=kv_heads != H)

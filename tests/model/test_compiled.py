@@ -103,12 +103,7 @@ def counted(model):
 
 @pytest.mark.parametrize(
     ("dropped", "and_compiled"),
-    [
-        ({}, False),
-        ({"residual_dropout": 0.3}, False),
-        ({"attn_dropout": 0.2}, False),
-        (DROPPED, True),
-    ],
+    [({}, False), ({"residual_dropout": 0.3}, False), ({"attn_dropout": 0.2}, False), (DROPPED, True)],
 )
 def test_recomputed_blocks_give_the_same_step_to_the_bit(dropped, and_compiled, monkeypatch):
     captured_by(monkeypatch, "aot_eager")

@@ -28,9 +28,7 @@ def rope_angles(T, c, local):
         elif s.kind == "linear" or wavelength > s.original_length / s.low_freq_factor:
             frequency = frequency / s.factor
         elif wavelength > s.original_length / s.high_freq_factor:
-            smooth = (s.original_length / wavelength - s.low_freq_factor) / (
-                s.high_freq_factor - s.low_freq_factor
-            )
+            smooth = (s.original_length / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
             frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
         frequencies.append(frequency)
     return torch.arange(T)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
@@ -60,9 +58,7 @@ class WrittenOut:
             ends = layer < c.separate_first or layer >= c.n_layers - c.separate_last
             x = (self.stacks if ends else self.block)(f"blocks.{layer}", layer, x)
         head = self.state["embed.weight" if c.tie_embeddings else "head.weight"]
-        return torch.stack(
-            [capped(head @ self.norm("final_norm", y, t), c.final_softcap) for t, y in enumerate(x)]
-        )
+        return torch.stack([capped(head @ self.norm("final_norm", y, t), c.final_softcap) for t, y in enumerate(x)])
 
     def stacks(self, at, layer, x):
         """Compute a separated layer: for each modality, a layer with that modality's weights over its tokens only."""
@@ -131,9 +127,7 @@ class WrittenOut:
         heads = c.n_heads // (c.n_kv_heads or c.n_heads)
         everything = c.window == 0 or (c.global_every and (layer + 1) % c.global_every == 0)
         angle_TP = rope_angles(self.T, c, local=not everything)[self.place]
-        q, k, v = (
-            [self.matrix(f"{at}.w_{n}", y, t).view(-1, c.head_dim) for t, y in enumerate(x)] for n in "qkv"
-        )
+        q, k, v = ([self.matrix(f"{at}.w_{n}", y, t).view(-1, c.head_dim) for t, y in enumerate(x)] for n in "qkv")
         v = [self.qk_norm(f"{at}.v_norm", y, t) for t, y in enumerate(v)]
         for n, rows in (("q", q), ("k", k)):
             for t in range(T):
@@ -149,9 +143,7 @@ class WrittenOut:
             seen = [s for s in range(t + 1) if everything or self.place[t] - self.place[s] < c.window]
             mixed = []
             for h in range(c.n_heads):
-                logits = capped(
-                    scale * torch.stack([q[t][h] @ k[s][h // heads] for s in seen]), c.attn_softcap
-                )
+                logits = capped(scale * torch.stack([q[t][h] @ k[s][h // heads] for s in seen]), c.attn_softcap)
                 weights = torch.softmax(logits, 0)
                 if c.attention == "sigmoid":
                     weights = 1 / (1 + self.T * torch.exp(-logits))

@@ -53,8 +53,7 @@ def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not()
     everywhere[..., -1] += 3.0
     one_block[..., -1] += 3.0 * (modality_BT == 1)[:, None]
     before, gauge, moved = (
-        flat(attention_statistics(q, x, 1.0, Pairs(modality_BT, visible_BTS, M, H)))
-        for x in (k, everywhere, one_block)
+        flat(attention_statistics(q, x, 1.0, Pairs(modality_BT, visible_BTS, M, H))) for x in (k, everywhere, one_block)
     )
     for place, value in before.items():
         shift = 6.0 if place[0] == "mean" else 0.0

@@ -80,9 +80,7 @@ def test_agreement_equals_two_backward_passes_written_out(tied):
     assert all(p.grad is None for p in model.parameters())
     # Control: other halves of the batch give other numbers.
     order = [0, 2, 1, 3, 4]
-    other = gradient_agreement(
-        model, batch._map(lambda t: t[order] if t.ndim else t), lambda half: parts(model, half)
-    )
+    other = gradient_agreement(model, batch._map(lambda t: t[order] if t.ndim else t), lambda half: parts(model, half))
     assert other["grad_noise/text"] != pytest.approx(found["grad_noise/text"], rel=1e-3)
 
 

@@ -1,6 +1,5 @@
 """Compares statistics of the output softmax with known answers; `test_probe` compares them with brute force."""
 
-
 import pytest
 import torch
 

@@ -179,9 +179,7 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
     document_BT = (torch.arange(T) // 13).expand(B, T).clone()
     trained_BT = valid_BT & valid_BT.roll(-1, 1)
     trained_BT[:, -1] = False
-    batch = TokenBatch(
-        ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), document_BT if documents else None
-    )
+    batch = TokenBatch(ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), document_BT if documents else None)
     vocab_sizes = dict(zip(names, sizes.tolist(), strict=True))
     model = EarlyFusionTransformer(ModelConfig(vocab_sizes=vocab_sizes, d_model=16, n_layers=2, n_heads=2), "math")
     with torch.no_grad():
@@ -206,9 +204,7 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
     assert measured.keys() == expected.keys()
     assert measured == {k: pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
     # Control: the result depends on whether tokens see other documents.
-    whole = TokenBatch(
-        ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), None if documents else document_BT
-    )
+    whole = TokenBatch(ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), None if documents else document_BT)
     first = f"attn_entropy/{names[present[0]]}/layer00"
     assert probe(model.float(), whole).flat()[first] != pytest.approx(expected[first], rel=1e-2)
 

@@ -153,9 +153,7 @@ def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
     for path, shard in checked_shards(folder, split):
         index = index_tar(path)
         if len(index) != shard.samples:
-            raise UserError(
-                f"shard {path} has {len(index)} samples, but the manifest lists {shard.samples}: {RESTORE}"
-            )
+            raise UserError(f"shard {path} has {len(index)} samples, but the manifest lists {shard.samples}: {RESTORE}")
         yield from (checked_pair(path, key, sample) for key, sample in index)
 
 
@@ -195,9 +193,7 @@ def read_text(folder: Path | str, split: str) -> Iterator[str]:
             try:
                 yield text_of(line)
             except Dropped as dropped:
-                raise UserError(
-                    f"line {count} of {path} cannot be used ({dropped.reason}): {RESTORE}"
-                ) from None
+                raise UserError(f"line {count} of {path} cannot be used ({dropped.reason}): {RESTORE}") from None
         if count != shard.samples:
             raise UserError(f"{path} has {count} documents, but the manifest lists {shard.samples}: {RESTORE}")
 

@@ -19,14 +19,7 @@ import numpy as np
 
 from mmqk.data.shards.archives import TarIndex, expand, index_tar, read_samples
 from mmqk.data.shards.images import MAX_PIXELS, Dropped, Fit, load_image
-from mmqk.data.shards.manifest import (
-    MANIFEST,
-    SHARE,
-    checked_shards,
-    default_share,
-    fractions_of,
-    split_of,
-)
+from mmqk.data.shards.manifest import MANIFEST, SHARE, checked_shards, default_share, fractions_of, split_of
 from mmqk.data.shards.samples import LINE, NO_IMAGE, document_of, text_of
 from mmqk.model.ranges import BELOW_ONE, check_fields, number
 from mmqk.progress import track

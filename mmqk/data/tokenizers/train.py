@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 
 from mmqk.data.shards.manifest import SHARE, small_set_sentence
 from mmqk.data.tokenizers.files import IMAGE_FILE, TEXT_FILE, ImageTokenizerConfig, TextTokenizer
-from mmqk.data.tokenizers.source import (
-    Documents,
-    Images,
-    Source,
-    add_data_arguments,
-    flags_named,
-    selection_of,
-)
+from mmqk.data.tokenizers.source import Documents, Images, Source, add_data_arguments, flags_named, selection_of
 from mmqk.store import OneSentenceParser, UserError, write_atomic
 from mmqk.store.files import writing
 

@@ -191,11 +191,7 @@ class VQModule(L.LightningModule):
 
 
 def train_image_tokenizer(
-    train_BCHW: Tensor,
-    val_BCHW: Tensor,
-    config: ImageTokenizerConfig,
-    training: VQTrainingConfig,
-    **trainer_flags: Any,
+    train_BCHW: Tensor, val_BCHW: Tensor, config: ImageTokenizerConfig, training: VQTrainingConfig, **trainer_flags: Any
 ) -> ImageTokenizer:
     """Train on uint8 images. On a CPU, the weights depend only on the images, the settings and the number of threads.
 

@@ -118,6 +118,7 @@ class DocumentEncoder:
 # Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
 
+
 @dataclass(frozen=True)
 class TokenizeJob:
     """Settings that all shards share.

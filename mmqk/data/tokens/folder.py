@@ -147,9 +147,7 @@ class TokenWriter:
                 raise ValueError(f"document {place} of part {name} is empty")
             if ids.min() < 0 or ids.max() >= self.layout.size:
                 wrong = int(ids[(ids < 0) | (ids >= self.layout.size)][0])
-                raise ValueError(
-                    f"document {place} of part {name} has id {wrong}: ids are 0 to {self.layout.size - 1}"
-                )
+                raise ValueError(f"document {place} of part {name} has id {wrong}: ids are 0 to {self.layout.size - 1}")
         ids = np.concatenate(documents) if len(documents) else np.zeros(0)
         lengths = np.array([len(d) for d in documents], dtype=np.uint32)
         (self.folder / split).mkdir(parents=True, exist_ok=True)
@@ -311,9 +309,7 @@ def load_array(path: Path) -> np.ndarray:
     return np.lib.format.open_memmap(path, mode="r")  # numpy.load would also take an archive of arrays
 
 
-def _read_part(
-    stem: Path, part: Part, layout: Layout, matched: MatchedFiles | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _read_part(stem: Path, part: Part, layout: Layout, matched: MatchedFiles | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids and lengths of a part, after a comparison with tokens.json."""
     paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
     try:
@@ -352,9 +348,7 @@ def read_header(folder: Path | str) -> Header:
     try:
         splits = {split: [Part(**part) for part in parts] for split, parts in record["splits"].items()}
         layout = Layout(**record["layout"])
-        header = Header(
-            record["kind"], layout, record["tokenizers"], splits, record["dropped"], record["about"]
-        )
+        header = Header(record["kind"], layout, record["tokenizers"], splits, record["dropped"], record["about"])
         known = record["format"] == FORMAT and header.kind in KINDS
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(path, f"it is not the record of a token folder: {error!r}", "make it again.") from None

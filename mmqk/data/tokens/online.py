@@ -22,14 +22,7 @@ import numpy as np
 
 from mmqk.data.shards.archives import TarIndex, expand, index_tar
 from mmqk.data.shards.images import Dropped, load_image
-from mmqk.data.shards.manifest import (
-    MANIFEST,
-    SHARE,
-    checked_shards,
-    default_share,
-    load_manifest,
-    manifest_hash,
-)
+from mmqk.data.shards.manifest import MANIFEST, SHARE, checked_shards, default_share, load_manifest, manifest_hash
 from mmqk.data.shards.samples import IMAGE_FIELDS, REASONS, Unread, count_unread, pair_of, printable
 from mmqk.data.tokenizers.files import read_config
 from mmqk.data.tokens.encode import DocumentEncoder
@@ -66,9 +59,7 @@ class Account:
         """
         self.state_N[number] = 2 + REASONS.index(reason)
         tried, bad = int((self.state_N > 0).sum()), int((self.state_N > 1).sum())
-        if bad > max(1, MOST_UNUSABLE * self.total) or (
-            bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried
-        ):
+        if bad > max(1, MOST_UNUSABLE * self.total) or (bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried):
             raise UserError(
                 f"{bad} of the {tried} samples read so far cannot be used, more than {MOST_UNUSABLE:.0%}"
                 f" (the last one is {name}: {reason}): repair the shards, or tokenize them with python -m"
@@ -102,12 +93,7 @@ class OnlinePairs:
     tokens = None
 
     def __init__(
-        self,
-        shards: Sequence[TarIndex],
-        samples_N2: np.ndarray,
-        tokenizers: Path,
-        account: Account,
-        number: int = 0,
+        self, shards: Sequence[TarIndex], samples_N2: np.ndarray, tokenizers: Path, account: Account, number: int = 0
     ) -> None:
         self.shards, self.samples_N2, self.tokenizers = shards, samples_N2, tokenizers
         self.account, self._number = account, number
@@ -174,9 +160,7 @@ class OnlinePairs:
         return self._encoder.take()[0].astype(np.int64)
 
 
-def open_online(
-    shards: str, tokenizers: Path, cache: Path, val_fraction: float | None
-) -> dict[str, OnlinePairs]:
+def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float | None) -> dict[str, OnlinePairs]:
     """Open the pairs of shards by split.
 
     A manifest lists the shards of each split. With a pattern, a pair is held out if `mmqk.store.hash_fraction` of the

@@ -76,9 +76,7 @@ class Capture(TorchFunctionMode):
         self.paths = {module: path for path, module in innermost.items()}
         self.rows, self.tokens, self.measurement = rows, measurement.modality_BT.shape[1], measurement
         self.origins = origins
-        self.stream = Stream(
-            origins, lambda x: measurement.is_stream(x, origins.of(x)), lambda: measurement.main_calls
-        )
+        self.stream = Stream(origins, lambda x: measurement.is_stream(x, origins.of(x)), lambda: measurement.main_calls)
         self.layout = Layout(rows)
         self.by_hand = ByHand(self.layout, self._may_be_tokens)
         self.modules: dict[str, nn.Module] = {}

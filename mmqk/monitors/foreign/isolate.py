@@ -179,9 +179,7 @@ class _CopyingTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copied(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], root: nn.Module
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def copied(args: tuple[Any, ...], kwargs: Mapping[str, Any], root: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a copy of the arguments of a model: tensors, containers and objects such as a cache of keys.
 
     The model's own modules and parameters are not copied, nor is an object in a container that cannot be copied.

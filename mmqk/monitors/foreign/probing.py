@@ -241,9 +241,7 @@ class Prober:
         others = sides_of_batch(self.sides, inputs, main, modality_BT.device)
         return Measurement(main, others, self.adapter, collective)
 
-    def _output(
-        self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins
-    ) -> None:
+    def _output(self, measurement: Measurement, output: Any, inputs: Inputs, root: nn.Module, origins: Origins) -> None:
         """Add statistics of the output softmax if the model returns logits and the target ids are known.
 
         The targets are the next tokens, so a model in which every token sees all others has none.

@@ -100,9 +100,7 @@ class Modalities:
         return number
 
 
-def modalities_of(
-    model: nn.Module, modality: Modality | None, names: Sequence[str] = ("text", "image")
-) -> Modalities:
+def modalities_of(model: nn.Module, modality: Modality | None, names: Sequence[str] = ("text", "image")) -> Modalities:
     """Return the modalities that the user gives or, if ``modality`` is None, those in the model's config.
 
     The config of a model of transformers names the id of the placeholder of an image, a video or a sound
@@ -239,9 +237,7 @@ def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Moda
     for name, value in sides.items():
         source, modality = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if not isinstance(source, str):
-            raise UserError(
-                f"sides: {name} is {value!r}: give the name of an input of the model, or (name, modality)"
-            )
+            raise UserError(f"sides: {name} is {value!r}: give the name of an input of the model, or (name, modality)")
         if name in names:
             raise UserError(f"sides: '{name}' is already the name of a modality: rename the side")
         _check_name("sides", name)

@@ -16,9 +16,7 @@ from mmqk.model.transformer import Observer
 from mmqk.monitors.formulas.reduce import selection, visible_pairs
 
 
-def first_bad_site(
-    model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Observer], Tensor]
-) -> str | None:
+def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Observer], Tensor]) -> str | None:
     """Return a description of the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image
     tokens, is infinite``.
 

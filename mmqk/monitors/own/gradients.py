@@ -280,9 +280,7 @@ def _half(batch: TokenBatch, start: int) -> TokenBatch:
 def _gradients(parts_M: Tensor, present: list[int], parameters: list[Tensor]) -> list[Gradients]:
     gradients: list[Gradients] = []
     for m in present:
-        of_modality = torch.autograd.grad(
-            parts_M[m], parameters, retain_graph=m != present[-1], materialize_grads=True
-        )
+        of_modality = torch.autograd.grad(parts_M[m], parameters, retain_graph=m != present[-1], materialize_grads=True)
         gradients.append([summed(g) for g in of_modality])
     return gradients
 

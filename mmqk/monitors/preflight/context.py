@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.foreign.inputs import (
-    by_name,
-    find_ids,
-    named_inputs,
-    named_tensors,
-    padding_mask,
-    visible_of,
-)
+from mmqk.monitors.foreign.inputs import by_name, find_ids, named_inputs, named_tensors, padding_mask, visible_of
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.probing import find_logits
 from mmqk.monitors.foreign.sides import Modality, modalities_of

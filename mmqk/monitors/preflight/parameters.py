@@ -63,10 +63,7 @@ def no_gradient(context: Context) -> Finding:
             return Finding("ok", 0, text)
     acting = [name for name in silent if _acts(context, [name])] if _acts(context, silent) else []
     inert = [name for name in silent if name not in acting]
-    parts = {
-        "are inert, the output does not depend on them": inert,
-        "change the output but are cut off": acting,
-    }
+    parts = {"are inert, the output does not depend on them": inert, "change the output but are cut off": acting}
     words = "; ".join(f"{len(names)} {what}{bracketed(names)}" for what, names in parts.items() if names)
     text = f"{len(silent)} of {len(gradients)} parameters get no gradient from this batch: {words}"
     advice = "use or remove inert parameters; look for detach(), no_grad or .data before those that are cut off"

@@ -22,14 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.foreign.calls import Call, NotMeasured, OtherTokens
 from mmqk.monitors.foreign.capture import Capture, watching
-from mmqk.monitors.foreign.inputs import (
-    UncuttableError,
-    batch_size,
-    find_ids,
-    first_rows,
-    named_inputs,
-    padding_mask,
-)
+from mmqk.monitors.foreign.inputs import UncuttableError, batch_size, find_ids, first_rows, named_inputs, padding_mask
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.measurement import CallOrigins, Measurement
 from mmqk.monitors.foreign.sides import Modalities, Side
@@ -147,9 +140,7 @@ class CallReader(Measurement):
             seen.reason, seen.other_tokens = str(reason), isinstance(reason, OtherTokens)
             return self.n_calls
         module = self.root.get_submodule(path)
-        seen.call = replace(
-            call, q_BHTK=call.q_BHTK.detach(), k_BGSK=call.k_BGSK.detach(), v_BGSK=call.v_BGSK.detach()
-        )
+        seen.call = replace(call, q_BHTK=call.q_BHTK.detach(), k_BGSK=call.k_BGSK.detach(), v_BGSK=call.v_BGSK.detach())
         if isinstance(module, nn.MultiheadAttention):
             seen.q = seen.k = Normalization("none", factor=1.0)
         else:

@@ -42,12 +42,7 @@ def reason(content: bytes, **options: Any) -> str:
 
 def png(header: tuple[int, ...], data: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
     """Return a PNG made from its raw parts."""
-    parts = [
-        (b"IHDR", struct.pack(">IIBBBBB", *header)),
-        *chunks,
-        (b"IDAT", zlib.compress(data)),
-        (b"IEND", b""),
-    ]
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", *header)), *chunks, (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
     body = (struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in parts)
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
@@ -336,9 +331,7 @@ def test_cut_short_anywhere(file_format: str) -> None:
 def test_flipped_bytes_never_raise_anything_else(seed: int) -> None:
     random = np.random.default_rng(seed)
     for file_format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
-        whole = np.frombuffer(
-            encoded(noise(40, 40, 4 if file_format == "PNG" else 3), file_format), dtype=np.uint8
-        )
+        whole = np.frombuffer(encoded(noise(40, 40, 4 if file_format == "PNG" else 3), file_format), dtype=np.uint8)
         for _ in range(40):
             damaged = whole.copy()
             damaged[random.integers(0, len(whole), 4)] = random.integers(0, 256, 4)

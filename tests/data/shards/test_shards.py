@@ -53,8 +53,7 @@ def remanifest(folder: Path) -> None:
     shards = load_manifest(folder).splits
     new = {
         split: tuple(
-            manifest_module.Shard(s.file, s.samples, manifest_module.sha256_file(folder / s.file))
-            for s in those
+            manifest_module.Shard(s.file, s.samples, manifest_module.sha256_file(folder / s.file)) for s in those
         )
         for split, those in shards.items()
     }

@@ -51,9 +51,7 @@ def test_the_grid_is_row_major(shipped_image):
     changed = (shipped_image.encode(white) != shipped_image.encode(spot))[0]
     assert changed[1 * 8 + 6]
     assert not changed[6 * 8 + 1]
-    difference = shipped_image.decode(shipped_image.encode(spot)) - shipped_image.decode(
-        shipped_image.encode(white)
-    )
+    difference = shipped_image.decode(shipped_image.encode(spot)) - shipped_image.decode(shipped_image.encode(white))
     strength = difference.abs().sum(1)[0]
     assert strength[8:16, 48:56].mean() > 10 * strength[48:56, 8:16].mean()
 

@@ -6,10 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
 from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.tokenizers.files import (
-    TextTokenizer,
-    tokenizers_hash,
-)
+from mmqk.data.tokenizers.files import TextTokenizer, tokenizers_hash
 from mmqk.store import UserError
 
 SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[3] / "data" / "tokenizers")
@@ -24,9 +21,7 @@ def test_any_text_comes_back(text):
 
 
 def test_shipped_vocabulary_has_1024_entries_and_covers_captions():
-    captions = [
-        pair.caption for pair in read_pairs(Path(__file__).resolve().parents[3] / "data/emoji", "val")
-    ]
+    captions = [pair.caption for pair in read_pairs(Path(__file__).resolve().parents[3] / "data/emoji", "val")]
     tokens = sum(len(SHIPPED.encode(caption)) for caption in captions)
     assert SHIPPED.size == 1024
     # a vocabulary that learned nothing would give one token per byte
@@ -41,9 +36,7 @@ def test_same_texts_give_the_same_entries(tmp_path):
     assert one == two
     assert one != TextTokenizer.train([text[::-1] for text in texts], 280).to_json()
     (tmp_path / "text.json").write_text(one)
-    assert TextTokenizer.load(tmp_path).encode("the heart") == TextTokenizer.train(texts, 280).encode(
-        "the heart"
-    )
+    assert TextTokenizer.load(tmp_path).encode("the heart") == TextTokenizer.train(texts, 280).encode("the heart")
 
 
 def own(folder: Path, change) -> Tokenizer:

@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 
@@ -21,13 +20,7 @@ def trained(data, seed: int = 0, steps: int = 2, **flags):
     from mmqk.data.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
     images = Source(data / "pairs").images(64)
-    flags = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "val_check_interval": 1,
-        **flags,
-    }
+    flags = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "val_check_interval": 1, **flags}
     training = VQTrainingConfig(steps=steps, batch_size=8, seed=seed)
     return train_image_tokenizer(images.train_BCHW, images.val_BCHW, SMALL, training, **flags)
 
@@ -53,9 +46,7 @@ def test_the_exported_tokenizer_is_the_trained_one(tiny_data):
         reconstructed, codes, _ = module.reconstruct(images)
     assert torch.equal(plain.encode(images), codes.flatten(1))
     assert codes.unique().numel() > 1
-    torch.testing.assert_close(
-        plain.decode(codes.flatten(1)), reconstructed.clamp(0, 1), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(plain.decode(codes.flatten(1)), reconstructed.clamp(0, 1), rtol=1e-4, atol=1e-4)
     # control: the same architecture untrained gives other codes
     assert not torch.equal(ImageTokenizer(SMALL).eval().encode(images), codes.flatten(1))
 

@@ -1,6 +1,5 @@
 """Codebooks and grids other than the shipped ones: 16x16 codes and a codebook of 8,192, at 64 px and at 256 px."""
 
-
 import pytest
 import torch
 

@@ -30,10 +30,7 @@ def llava_batch():
 CASES = {
     "qwen2.5-vl": (PLACEHOLDER, f"image is id {IMAGE_TOKEN}, video is id 1"),
     "llava": (PLACEHOLDER, f"image is id {IMAGE_TOKEN}"),
-    "chameleon": (
-        {"image": [*PLACEHOLDER.values(), IMAGE]},
-        f"image is id {IMAGE_TOKEN} and {len(IMAGE)} more",
-    ),
+    "chameleon": ({"image": [*PLACEHOLDER.values(), IMAGE]}, f"image is id {IMAGE_TOKEN} and {len(IMAGE)} more"),
 }
 
 

@@ -292,8 +292,6 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     expected = brute_force.streams(sites, modality, np.ones((2, 17), bool), names)
     assert len(expected) == 14 * len(names) and same(measured, expected)
     both = brute_force.attention(q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True, names, 3)
-    logits = {
-        name: x for name, x in both.items() if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
-    }
+    logits = {name: x for name, x in both.items() if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name}
     assert len(logits) == 2 * len(names) ** 2 and same(measured, logits)
     assert watch.layers.total == len(watch.layers.numbers) == 4 and watch.layers.hidden == [] and H == 4

@@ -137,9 +137,7 @@ def test_a_cache_among_the_inputs_is_left_alone(name, capsys):
     def run(is_watched: bool) -> tuple[list[float], int]:
         model = Cached(["sdpa"]) if name == "memory" else llama()
         cache = Cache() if name == "memory" else transformers.DynamicCache(config=model.config)
-        watch = attach(
-            model, modality=IMAGE, every_n_steps=is_watched, log=lambda values, step: logged.append(values)
-        )
+        watch = attach(model, modality=IMAGE, every_n_steps=is_watched, log=lambda values, step: logged.append(values))
         optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-2), []
         for ids in text.split(8, 1):  # segments of one document
             out = model(input_ids=ids, **{name: cache})

@@ -43,13 +43,7 @@ class Case:
         return next(m for m in self.model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == V)
 
 
-ATTENTION = (
-    "PlainAttention",
-    "LlamaAttention",
-    "Gemma3Attention",
-    "ChameleonAttention",
-    "Qwen2_5_VLAttention",
-)
+ATTENTION = ("PlainAttention", "LlamaAttention", "Gemma3Attention", "ChameleonAttention", "Qwen2_5_VLAttention")
 
 
 def rotated(x_BHTK: Tensor) -> Tensor:
@@ -65,9 +59,7 @@ class PlainAttention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(K, eps=1e-6), nn.RMSNorm(K, eps=1e-6)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (H, K)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (f(x).unflatten(-1, (H, K)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotated(self.q_norm(q)).to(v), rotated(self.k_norm(k)).to(v)
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
@@ -95,16 +87,12 @@ class Plain(nn.Module):
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Any = None, document_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, document_ids: Tensor | None = None) -> Tensor:
         mask = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).tril()[None, None]
         if attention_mask is not None and attention_mask.ndim == 4:
             mask = attention_mask
         elif attention_mask is not None:
-            mask = mask & attention_mask.bool()[:, None, None] | torch.eye(
-                input_ids.shape[1], dtype=torch.bool
-            )
+            mask = mask & attention_mask.bool()[:, None, None] | torch.eye(input_ids.shape[1], dtype=torch.bool)
         if document_ids is not None:
             mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
         x = self.embed(input_ids)
@@ -123,9 +111,7 @@ def logits_and_labels(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, 
 def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the mean cross-entropy over the targets; a family with an image encoder uses it in every batch."""
     logits, labels = logits_and_labels(model, batch)
-    loss = (
-        F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / (labels >= 0).sum()
-    )
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / (labels >= 0).sum()
     return loss + encoder_of(model)
 
 
@@ -147,9 +133,7 @@ def model_of(family: str) -> nn.Module:
         sizes = TEXT | {"head_dim": K, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
         return t.Gemma3ForCausalLM(t.Gemma3TextConfig(**sizes, **window))
     if family == "chameleon":
-        codes = {
-            f"IMGIMG{''.join(chr(65 + int(c)) for c in str(n))}Z": IMAGE.start + n for n in range(len(IMAGE))
-        }
+        codes = {f"IMGIMG{''.join(chr(65 + int(c)) for c in str(n))}Z": IMAGE.start + n for n in range(len(IMAGE))}
         vq = {"base_channels": 32, "channel_multiplier": [1, 2], "num_embeddings": 48, "embed_dim": 8,
               "latent_channels": 8}  # fmt: skip
         config = t.ChameleonConfig(**TEXT, vocabulary_map={"<image>": IMAGE_TOKEN} | codes, vq_config=vq)

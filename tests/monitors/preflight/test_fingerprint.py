@@ -18,10 +18,7 @@ SIZES = {
 HEAD_DIM = SIZES | {"head_dim": 16}
 WORDS = {
     "Llama": (SIZES, "QK-Norm: none"),
-    "Qwen3": (
-        HEAD_DIM,
-        "QK-Norm: RMS norm per head, before RoPE, gains q_norm.weight (16), k_norm.weight (16)",
-    ),
+    "Qwen3": (HEAD_DIM, "QK-Norm: RMS norm per head, before RoPE, gains q_norm.weight (16), k_norm.weight (16)"),
     "Olmo2": (
         SIZES,
         "QK-Norm: RMS norm over the full width, before RoPE, gains q_norm.weight (64), k_norm.weight (32)",

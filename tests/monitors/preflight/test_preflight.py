@@ -71,9 +71,7 @@ def test_a_forward_that_fails_is_a_line():
     case = sound("plain")
     case.batch["input_ids"] = case.batch["input_ids"] + 90
     (finding,) = preflight(case.model, case.batch, case.loss).failed
-    assert finding.check == "forward and backward" and finding.text.startswith(
-        "IndexError: index out of range"
-    )
+    assert finding.check == "forward and backward" and finding.text.startswith("IndexError: index out of range")
 
 
 MODULE = """

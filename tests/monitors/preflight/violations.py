@@ -49,9 +49,7 @@ class Violation:
 
 def look_ahead(case: Case) -> Case:
     """Each embedding contains a part of the next one."""
-    case.embedding.register_forward_hook(
-        lambda module, args, x: x + 0.1 * torch.cat([x[:, 1:], x[:, :1] * 0], 1)
-    )
+    case.embedding.register_forward_hook(lambda module, args, x: x + 0.1 * torch.cat([x[:, 1:], x[:, :1] * 0], 1))
     return case
 
 
@@ -97,8 +95,7 @@ def finite_mask(case: Case) -> Case:
     padding = case.batch["attention_mask"][:, None, None] == 0
     if case.family == "qwen2.5-vl":  # without images, because the positions of images need a mask (B, T)
         return replace(
-            case,
-            batch=case.packed | {"attention_mask": mask, "position_ids": torch.arange(T).expand(4, 4, T)},
+            case, batch=case.packed | {"attention_mask": mask, "position_ids": torch.arange(T).expand(4, 4, T)}
         )
     return replace(case, batch=case.batch | {"attention_mask": mask.masked_fill(padding, -1e4)})
 
@@ -192,9 +189,7 @@ def window_ignored(case: Case) -> Case:
     """The layers have a window of 8 tokens, and the mask shows all tokens."""
     for attention in case.attention:
         attention.config, attention.sliding_window = copy.copy(config_of(attention)), 8
-        if hasattr(
-            attention.config, "layer_types"
-        ):  # the config of the model, which builds the mask, is another one
+        if hasattr(attention.config, "layer_types"):  # the config of the model, which builds the mask, is another one
             attention.config.layer_types, attention.config.sliding_window = ["sliding_attention"] * 2, 8
     return case
 
@@ -286,9 +281,7 @@ def with_loss(case: Case, reduce: Reduce) -> Case:
 
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits, labels = logits_and_labels(model, batch)
-        nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(
-            labels.shape
-        )
+        nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
         return reduce(logits, labels, nll) + encoder_of(model)
 
     return replace(case, loss=loss)
