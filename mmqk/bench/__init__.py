@@ -38,11 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         write_pack(Path(options.runs), options.pack, small=True, only=STATISTICS, digits=DIGITS)
     runs = [*load_runs(options.runs)]
     if options.outcomes:
-        from mmqk.bench.outcomes import heat_map, markdown, outcomes
+        from mmqk.bench.outcomes import heat_map, markdown, outcomes, what_fails_first
 
         table = outcomes(runs)
         records: list[Any] = table.to_dict("records")
-        text, scores, figure = markdown(table), records, lambda: heat_map(table)
+        text = f"{markdown(table)}\n\n{what_fails_first(runs)}"
+        scores, figure = records, lambda: heat_map(table)
     else:
         from mmqk.bench import figure as drawing
         from mmqk.bench import kinds, score
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [trace for trace in traces if trace.side == options.side]
         head = f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}"
         alarmed = [any(trace.alarms[name].any() for name in score.LASTING) for trace in chosen]
-        text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), kinds.confusion(chosen, alarmed)])
+        text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), kinds.confusion(chosen, alarmed), kinds.places(chosen)])
         scores, figure = [asdict(row) for row in rows], lambda: drawing.draw(rows)
     print(text)
     if options.json is not None:

@@ -161,3 +161,14 @@ def confusion(traces: Sequence[Trace], alarmed: Sequence[bool]) -> str:
         cells = [f"**{n}**" if kind == name and n else str(n or "") for name, n in row.items()]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def places(traces: Sequence[Trace]) -> str:
+    """Return how often the first sign stands in the layer or the modality of the label: of the runs
+    whose label has one and whose kind is right."""
+    right = []
+    for label, found in [(trace.label, findings(trace.metrics)[:1]) for trace in traces]:
+        if found and found[0].sign.kind == label.kind and (label.layer, label.modality) != (None, None):
+            tag = parsed_tag(found[0].series)
+            right.append(tag.layer == label.layer if label.modality is None else tag.modality == label.modality)
+    return f"layer or modality of the first sign: right in {sum(right)} of {len(right)} runs"

@@ -13,7 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from mmqk.bench.traces import SMOOTH, WORSE_NATS, fails_from, metrics_table
+from mmqk.bench.kinds import findings
+from mmqk.bench.score import LASTING
+from mmqk.bench.traces import SMOOTH, WORSE_NATS, Label, Trace, fails_from, metrics_table
 from mmqk.lab.runs import Run
 from mmqk.store import UserError
 
@@ -79,6 +81,21 @@ def markdown(table: pd.DataFrame) -> str:
             said = said or ("lost" if len(judged) else "did not fail" if len(cell) else "")
             cells.append(f"{said} {cell['cost'].mean():+.2f}" if len(cell) else "")
         lines.append(f"| {change} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def what_fails_first(runs: Iterable[Run]) -> str:
+    """Return a row for each failing run without a change: the first sign of `mmqk.bench.kinds`, the first lasting
+    alarm, and the step from which the run is worse than the healthy run of its seed, as a table in Markdown."""
+    finished = [run for run in runs if run.status.finished]
+    twins = {run.seed: Trace(run, Label(), "judge") for run in finished if run.arm == HEALTHY}
+    lines = ["| failure | seed | first sign | its series | first alarm | fails from |", "| --- |" + " --- |" * 5]
+    for run in (run for run in finished if _parts(run)[0] == NONE):
+        trace = Trace(run, Label(_parts(run)[1]), "judge", twins.get(run.seed))
+        sign = next((f"{one.sign.kind} @{one.step} | {one.series}" for one in findings(trace.metrics)), "none | ")
+        alarms = [(int(at.idxmax()), name) for name in LASTING for at in [trace.alarms[name]] if at.any()]
+        alarm = next((f"{name} @{step}" for step, name in sorted(alarms)), "none")
+        lines.append(f"| {trace.label.kind} | {run.seed} | {sign} | {alarm} | {trace.failed_at or ''} |")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mmqk.bench.kinds import DONT_KNOW, NO_FAULT, confusion, findings, kind_of
+from mmqk.bench.kinds import DONT_KNOW, NO_FAULT, confusion, findings, kind_of, places
 from mmqk.bench.traces import Label, Trace
 
 STEPS = np.arange(1, 601)
@@ -87,3 +87,17 @@ def test_an_alarm_without_a_sign_is_not_a_guess():
         "| no fault | 1 |  |  |",
         "| rate | **1** |  |  |",
     ]
+
+
+def test_places_of_the_right_kind_are_counted():
+    def trace(table: pd.DataFrame, **label: object) -> Trace:
+        made = Trace(SimpleNamespace(seed=1), Label(**label), "develop")
+        made.__dict__["metrics"] = table
+        return made
+
+    shrinks = log(**{"w_q_norm/layer01": np.where(STEPS >= 300, 4.0, 9.0)})
+    runs = [trace(shrinks, kind="decay", layer=1), trace(shrinks, kind="decay", layer=0)]
+    others = [trace(shrinks, kind="decay"), trace(shrinks, kind="data", layer=1), trace(log(), kind="decay", layer=1)]
+    assert places([*runs, *others]).endswith("right in 1 of 2 runs")
+    images = from_300("embed_row_norm/image", 5)
+    assert places([trace(images, kind="embedding", modality=name) for name in ("image", "text")]).endswith("1 of 2 runs")

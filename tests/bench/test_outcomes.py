@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
-from mmqk.bench.outcomes import markdown, outcomes
+from mmqk.bench.outcomes import markdown, outcomes, what_fails_first
+from mmqk.lab.grid import load_grid
 from mmqk.store import Status, UserError
 
+GRIDS = ("bench", "rescue", "zoo")
 STEPS = np.arange(1, 601)
 HEALTHY = np.full(600, 3.0)
 
@@ -51,3 +56,24 @@ def test_outcomes_and_costs():
 def test_a_change_without_its_failing_run_is_refused():
     with pytest.raises(UserError, match=r"qk_norm-rate/seed1 has no finished run"):
         outcomes([run("healthy", HEALTHY), run("qk_norm-rate", HEALTHY)])
+
+
+def test_what_fails_first():
+    """A loss that rises at step 300: the sign of the data, the divergence alarm, and the failure, in this order."""
+    rises = HEALTHY + np.where(STEPS < 300, 0.0, 2.0) + 0.01 * np.sin(STEPS)
+    runs = [run("healthy", HEALTHY), run("none-corrupted", rises), run("none-fine", HEALTHY)]
+    for one in runs:
+        one.warmup_steps, one.setting = 50, {}.get
+    (found,) = [row for row in what_fails_first(runs).splitlines() if "corrupted" in row]
+    assert re.fullmatch(r"\| corrupted \| 1 \| data @30\d \| loss/text \| rise @3\d\d \| 32\d \|", found)
+    assert "| fine | 1 | none |  | none |  |" in what_fails_first(runs)
+
+
+def test_every_arm_of_the_bench_has_a_label_and_every_failure_its_run():
+    labels = yaml.safe_load(Path("configs/failures/bench/labels.yaml").read_text())
+    arms = {grid: {job.arm for job in load_grid(f"configs/failures/{grid}.yaml").jobs} for grid in GRIDS}
+    assert arms["bench"] == labels["faults"].keys() | labels["healthy"].keys()
+    for grid in ("rescue", "zoo"):
+        failures = {name.removeprefix("none-") for name in arms[grid] if name.startswith("none-")}
+        changed = arms[grid] - {"healthy"}
+        assert failures and all(any(f"-{failure}" in name for failure in failures) for name in changed)
