@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [trace for trace in traces if trace.side == options.side]
         head = f"{len(chosen)} runs of side {options.side}; split {split_hash(labels)}"
         alarmed = [any(trace.alarms[name].any() for name in score.LASTING) for trace in chosen]
-        text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), kinds.confusion(chosen, alarmed), kinds.places(chosen)])
+        which = [kinds.confusion(chosen, alarmed), kinds.places(chosen)]
+        text = "\n\n".join([head, score.markdown(rows), score.by_kind(rows), *which])
         scores, figure = [asdict(row) for row in rows], lambda: drawing.draw(rows)
     print(text)
     if options.json is not None:

@@ -93,7 +93,7 @@ def what_fails_first(runs: Iterable[Run]) -> str:
     for run in (run for run in finished if _parts(run)[0] == NONE):
         trace = Trace(run, Label(_parts(run)[1]), "judge", twins.get(run.seed))
         sign = next((f"{one.sign.kind} @{one.step} | {one.series}" for one in findings(trace.metrics)), "none | ")
-        alarms = [(int(at.idxmax()), name) for name in LASTING for at in [trace.alarms[name]] if at.any()]
+        alarms = [(at.index[at > 0][0], name) for name, at in trace.alarms.items() if name in LASTING and at.any()]
         alarm = next((f"{name} @{step}" for step, name in sorted(alarms)), "none")
         lines.append(f"| {trace.label.kind} | {run.seed} | {sign} | {alarm} | {trace.failed_at or ''} |")
     return "\n".join(lines)

@@ -100,4 +100,5 @@ def test_places_of_the_right_kind_are_counted():
     others = [trace(shrinks, kind="decay"), trace(shrinks, kind="data", layer=1), trace(log(), kind="decay", layer=1)]
     assert places([*runs, *others]).endswith("right in 1 of 2 runs")
     images = from_300("embed_row_norm/image", 5)
-    assert places([trace(images, kind="embedding", modality=name) for name in ("image", "text")]).endswith("1 of 2 runs")
+    runs = [trace(images, kind="embedding", modality=name) for name in ("image", "text")]
+    assert places(runs).endswith("right in 1 of 2 runs")
