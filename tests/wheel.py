@@ -31,6 +31,7 @@ mmqk init project
 mmqk train project/config.yaml trainer.max_steps=20 data.val_sequences=16 --quiet
 mmqk ablate project/grid.yaml --dry-run
 mmqk ablate demo --dry-run
+mmqk bench reports/bench/zoo.zip --outcomes
 mmqk data tokenize --shards {data}/emoji/val-00000.tar --out project/tokens --val-fraction 0.1 --workers 0
 mmqk train project/config.yaml data.pairs=project/tokens trainer.max_steps=5 data.val_sequences=8 --quiet
 mypy typed.py

@@ -32,6 +32,7 @@ from mmqk.store.files import read_regular, write_atomic
 from mmqk.store.folder import find_runs
 from mmqk.store.formatting import without_roots
 from mmqk.store.metrics import METRICS_NAME, parse_line
+from mmqk.store.shipped import find_file
 
 TAR = "runs.tar"
 ABLATION = "ablation.json"
@@ -156,12 +157,13 @@ def damaged_files(folder: Path, is_grid: bool) -> list[str]:
 
 
 def unpacked(path: Path) -> Path:
-    """Unpack a pack into a folder that exists until this process ends; return the folder. A path that is not a file
-    is returned unchanged.
+    """Unpack a pack, also a shipped one, into a folder that exists until this process ends; return the folder. A path
+    that is not a file is returned unchanged.
 
     Raises:
         UserError: the file is not a pack, or is damaged.
     """
+    path = find_file(path)
     if not path.is_file():
         return path
     files = _read(path)

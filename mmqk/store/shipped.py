@@ -1,4 +1,4 @@
-"""The files that ship with mmqk: configs/ and data/.
+"""The files that ship with mmqk: configs/, data/ and reports/bench/.
 
 In a checkout they are beside the package. In an installed package they are in ``mmqk/shipped``.
 """
@@ -14,7 +14,7 @@ from mmqk.store.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else PACKAGE.parent
-FOLDERS = ("configs", "data")
+FOLDERS = ("configs", "data", "reports")
 
 # Folders in which the name of a config or a grid is looked up.
 CONFIGS = ("configs",)

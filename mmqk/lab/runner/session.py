@@ -17,7 +17,7 @@ from mmqk.lab.grid.claims import claims_hash
 from mmqk.lab.grid.grid import Grid
 from mmqk.lab.runner.plan import Plan, Resolver, Wait, checkpoint_of, plan
 from mmqk.lab.runner.state import Task, TaskOutcome, standing
-from mmqk.store import UserError, new_folder, read_run, read_status, write_json
+from mmqk.store import UserError, find_file, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
 from mmqk.store.pack import unpacked
 
@@ -163,6 +163,7 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
     Raises:
         UserError: the file is not a pack of this grid, or ``out`` cannot be written.
     """
+    pack = find_file(pack)
     if not pack.exists():
         raise UserError(f"{pack} does not exist: --from takes a pack of the grid's runs (mmqk pack)")
     source = unpacked(pack)
