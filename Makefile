@@ -16,7 +16,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	lab/grid/test_language.py lab/stats/test_exact.py \
 	lab/metrics/test_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims late late-rehearsal late-rescue check test test-training test-slow soak soak-quick wheel-test golden pages test-oldest test-oldest-torch tensorboard clean
+.PHONY: cluster-test help setup demo claims late late-rehearsal late-rescue check test test-training test-slow soak soak-quick wheel-test golden pages test-oldest test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
@@ -28,6 +28,7 @@ help:
 	@echo "make test         lint, types and all tests that are not slow"
 	@echo "make test-training  the training tests, for example with ATEN_CPU_CAPABILITY=default"
 	@echo "make test-slow    the slow tests: several processes, kills, pairs of remedies, benchmarks"
+	@echo "make cluster-test  grids on a SLURM node and a Ray cluster on this machine (slurm-wlm and munge from Debian)"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
 	@echo "make soak         plant thousands of faults: kills, disk errors, crashes, bad files and numbers; continues"
 	@echo "make soak-quick   the same with a few faults of each kind"
@@ -86,6 +87,11 @@ check: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 $(BY_FILE) $(CHECKED)
+
+cluster-test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	command -v slurmctld > /dev/null || apt-get install -y -qq slurm-wlm munge
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[slurm,ray]'
+	$(PYTHON) -m pytest tests/cluster
 
 wheel-test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m tests.wheel

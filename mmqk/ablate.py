@@ -20,11 +20,14 @@ from typing import Any
 from mmqk.lab.ablation import read_ablation
 from mmqk.lab.grid.claims import check_arms
 from mmqk.lab.grid.grid import Grid, load_grids
+from mmqk.lab.runner.local import PRELOAD, TRAIN, Local, cores, gpus, start_server
 from mmqk.lab.runner.plan import Resolver
-from mmqk.lab.runner.pool import LOG_NAME, PRELOAD, TRAIN, Pool, cores, gpus, start_server
+from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
 from mmqk.lab.runner.session import Session, check_out, take_runs
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
 from mmqk.store.formatting import plural
+
+CLUSTER_JOBS = 16
 
 DESCRIPTION = """\
 Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
@@ -54,15 +57,17 @@ def main(argv: list[str] | None = None) -> int:
     until = time.monotonic()
     options = _parse(argv)
     until += options.max_minutes * 60
-    devices = gpus()
-    jobs = options.jobs or len(devices) or min(2, cores())
-    threads = max(1, cores() // jobs)
+    local = options.executor == "local"
+    devices = gpus() if local else ()
+    jobs = options.jobs or (len(devices) or min(2, cores()) if local else CLUSTER_JOBS)
+    of_job = {name: value for name, value in options.job.items() if name in ("cpus-per-task", "num_cpus")}
+    threads = max(1, cores() // jobs) if local else int(next(iter(of_job.values()), "1"))
     session = _session(options, threads)
     if options.pack is not None:
         new = take_runs(options.pack, session.out, session.grid)
         copied = plural(len(new), "finished run")
         print(f"{options.pack}: copied {copied} that {session.out} did not have", flush=True)
-    if not options.dry_run:
+    if not options.dry_run and local:
         # Without this variable, every run with compiled blocks would compile on all cores. torch reads the variable
         # at its first compilation.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
@@ -83,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     runs = f"{part}{plural(len(session.tasks) + len(session.waiting), 'run')} in {session.out}"
     print(f"{session.grid.title}: {runs}, {todo} to train, {jobs} at a time", flush=True)
     with contextlib.closing(PoolProgress(to_come=session.to_come)) as progress:
-        pool = Pool(tasks, jobs, TRAIN, PRELOAD, tick=progress, more=session.more, devices=devices, until=until)
+        executor = Local(TRAIN, PRELOAD, devices) if local else _executor(options, session.out)
+        pool = Pool(tasks, jobs, executor, tick=progress, more=session.more, until=until)
         pool.run()
     session.more(ended=True)
     outcomes = session.outcomes(pool.outcomes)
@@ -104,6 +110,25 @@ def main(argv: list[str] | None = None) -> int:
     if sentence:
         print(sentence, file=sys.stderr)
     return code
+
+
+def _executor(options: argparse.Namespace, out: Path) -> Executor:
+    """Return the executor of a cluster.
+
+    Raises:
+        UserError: its extra is not installed.
+    """
+    name = options.executor
+    try:
+        if name == "slurm":
+            from mmqk.lab.runner.slurm import Slurm
+
+            return Slurm(out, options.job)
+        from mmqk.lab.runner.ray import Ray
+
+        return Ray(options.job)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--executor {name} needs {error.name}: pip install 'mmqk[{name}]'") from error
 
 
 def _session(options: argparse.Namespace, threads: int) -> Session:
@@ -160,7 +185,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", metavar="DIR", help="folder of all runs (default: runs/NAME with the name of the grids)")
     text = "a pack of this grid (mmqk pack); finished runs that --out does not have are first copied from it"
     add("--from", dest="pack", type=Path, metavar="ZIP", help=text)
-    text = "runs at a time (default: one per GPU, or 2 without a GPU)"
+    text = "where runs train: local, slurm (mmqk[slurm]) or ray (mmqk[ray]); docs/cluster.md"
+    add("--executor", choices=("local", "slurm", "ray"), default="local", help=text)
+    text = "an option of the job of a run, by the name in sbatch or in Ray: partition=gpu, time=60, num_gpus=1"
+    add("--job", type=_setting, action="append", default=[], metavar="OPTION=VALUE", help=text)
+    text = f"runs at a time (default: one per GPU, or 2 without a GPU; {CLUSTER_JOBS} on a cluster)"
     add("--jobs", type=_count, metavar="N", help=text)
     add("--dry-run", action="store_true", help="list the runs and how long they will take; train nothing")
     text = "stop after M minutes; runs write a checkpoint"
@@ -171,7 +200,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="train the arms that the grid lists under `quick`")
     text = "add an arm that sets this field, with the name given by --only; repeat the flag for several fields"
     add("--set", dest="settings", type=_setting, action="append", default=[], metavar="FIELD=VALUE", help=text)
-    return parser.parse_args(with_configs(sys.argv[1:] if argv is None else argv, GRIDS))
+    options = parser.parse_args(with_configs(sys.argv[1:] if argv is None else argv, GRIDS))
+    options.job = dict(options.job)
+    if options.job and options.executor == "local":
+        raise UserError("--job is for --executor slurm or ray")
+    return options
 
 
 def _count(text: str) -> int:

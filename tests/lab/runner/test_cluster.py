@@ -11,7 +11,8 @@ import pytest
 import mmqk.lab.runner.pool as pools
 import mmqk.lab.runner.table as tables
 from mmqk import ablate
-from mmqk.lab.runner.pool import Pool, cores, gpus
+from mmqk.lab.runner.local import Local, cores, gpus
+from mmqk.lab.runner.pool import Pool
 from mmqk.lab.runner.state import Task, TaskOutcome
 from mmqk.lab.runner.table import time_left
 from mmqk.store import RunFolder, identity_hash, read_status
@@ -109,7 +110,7 @@ def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(
             held.set_status("completed", 4)
             held.close()
 
-    (outcome,) = Pool([task], 1, entry="fake_train:main", preload=("fake_train",), tick=tick).run().values()
+    (outcome,) = Pool([task], 1, Local("fake_train:main", ("fake_train",)), tick=tick).run().values()
     assert "running" in seen and "failed" not in seen
     assert (outcome.status, outcome.step) == ("completed", 4)
 
@@ -135,7 +136,7 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
     seen = []
 
     def tick(pool):
-        seen.append(sorted(run.device for run in pool.running.values()))
+        seen.append(sorted(running.run.device for running in pool.running.values()))
         if seen[-1] == ["3", "5"]:
             for path in Path("runs/toy").glob("*-*"):
                 (path / "let-go").touch()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.runner.pool import PRELOAD, Pool
+from mmqk.lab.runner.local import PRELOAD, Local
+from mmqk.lab.runner.pool import Pool
 from mmqk.lab.runner.state import Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
@@ -27,7 +28,7 @@ def make_task(out, act, seed=0, arm=None):
 
 
 def make_pool(tasks, jobs=2, **more):
-    return Pool(tasks, jobs, entry="fake_train:main", preload=("fake_train",), **more)
+    return Pool(tasks, jobs, Local("fake_train:main", ("fake_train",)), **more)
 
 
 def alive(pid):
@@ -148,11 +149,12 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 from fake_train import identity_of
+from mmqk.lab.runner.local import Local
 from mmqk.lab.runner.pool import Pool, Task
 from mmqk.store import identity_hash
 
 def tick(pool):
-    pids = {task.arm: run.process.pid for task, run in pool.running.items()}
+    pids = {task.arm: running.run.process.pid for task, running in pool.running.items()}
     Path(out, "pids.tmp").write_text(json.dumps(pids))
     os.replace(Path(out, "pids.tmp"), Path(out, "pids"))
 
@@ -162,7 +164,7 @@ if __name__ == "__main__":
     for act in acts:
         args, id = ("--act", act, "--seed", "0"), identity_hash(identity_of(act, 0))
         tasks.append(Task(act, 0, args, Path(out, act, "seed0"), id))
-    pool = Pool(tasks, 2, entry="fake_train:main", preload=("fake_train",), tick=tick, grace=grace)
+    pool = Pool(tasks, 2, Local("fake_train:main", ("fake_train",)), tick=tick, grace=grace)
     outcomes = pool.run()
     print(json.dumps({task.arm: [o.status, o.reason] for task, o in outcomes.items()}))
     sys.exit(128 + pool.signal_received if pool.signal_received else 0)
