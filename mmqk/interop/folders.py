@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +124,12 @@ def _to_huggingface(source: Path, out: Path) -> None:
         print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")
 
 
-def read_huggingface(folder: Path) -> PreTrainedModel:
+def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreTrainedModel:
     """Return the model that `save_pretrained` wrote to a folder, in the widest dtype of its weights.
+
+    Args:
+        folder: the folder.
+        known: the architectures to accept; None for all models of transformers.
 
     Raises:
         UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
@@ -134,9 +138,11 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
     if config is None:
         raise UserError(f"{folder / 'config.json'} cannot be read: download the model again.")
     named = config.get("architectures") or ["none"]
-    if named[0] not in READ:
-        raise UserError(f"{folder} has the architecture {named[0]}: mmqk reads {', '.join(READ)}.")
+    if known is not None and named[0] not in known:
+        raise UserError(f"{folder} has the architecture {named[0]}: mmqk reads {', '.join(known)}.")
     transformers = import_transformers()
+    if not hasattr(getattr(transformers, str(named[0]), None), "config_class"):
+        raise UserError(f"{folder} has the architecture {named[0]}, which this version of transformers does not have.")
     kind = getattr(transformers, named[0]).config_class.model_type
     if config.get("model_type", kind) != kind:
         raise UserError(

@@ -1,0 +1,305 @@
+"""What the weights of a checkpoint say without a batch: `describe`; which numbers grow, and by which law: `grew`.
+
+Shapes: D model width, H query heads, G key heads, K head_dim, E D + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from mmqk.diagnose.checkpoints import Weights
+from mmqk.diagnose.projections import Projections, Side, is_centered, projections
+from mmqk.monitors.formulas.weights import matrix_sizes
+from mmqk.store.metrics import tag
+
+_EMBED = re.compile(r"(.*\.)?(embed_tokens|embed|wte|tok_embeddings|word_embeddings|embed_in)\.weight")
+_HEAD = re.compile(r"(.*\.)?(lm_head|head|embed_out|output|output_layer)\.weight")
+_NORM = re.compile(r"(.*[._])?(norm\w*|\w*norm|layernorm\w*|ln\w*|\w+_ln)(\.copies\.\d+)?\.(weight|gain|scale)")
+_LARGEST_SVD = 1024  # the spectral norm of larger matrices comes from a Lanczos iteration
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the weights of one checkpoint say.
+
+    Attributes:
+        layers: a row per layer: layer, qk_norm (in words), heads, key_heads, head_dim, layout, scale, softcap;
+            w_q_norm, w_q_spectral, w_q_stable_rank, and the same of w_k; bounded_by, where the bound comes from.
+        heads: a row per query head: layer, head, key_head, qk_spectral, attn_logit_unrotated and attn_logit_bound
+            (see `bounds`).
+        gains: a row per norm: name, dtype, min, median and max of the gains, and the share that is exactly 1.
+        rows: a row per matrix (embed, head) and vocabulary block: number of rows, mean and maximum of their L2 norms.
+        faults: a row per tensor with a problem: tensor, problem.
+        notes: a sentence on each thing that could not be read.
+    """
+
+    layers: pd.DataFrame
+    heads: pd.DataFrame
+    gains: pd.DataFrame
+    rows: pd.DataFrame
+    faults: pd.DataFrame
+    notes: list[str]
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers by tag."""
+        values: dict[str, float] = {}
+        for name in _HEAD_COLUMNS:
+            for row in self.heads.to_dict("records"):
+                values[tag(name, layer=row["layer"], head=row["head"])] = row[name]
+            for layer, largest in self.heads.groupby("layer")[name].max().items():
+                values[tag(name, layer=int(str(layer)))] = largest
+        for row in self.layers.to_dict("records"):
+            values |= {tag(name, layer=row["layer"]): row[name] for name in _MATRIX_COLUMNS}
+        for row in self.rows.to_dict("records"):
+            values[tag(f"{row['matrix']}_row_norm", row["block"])] = row["mean"]
+        return values | {f"norm_gain_max/{row['name']}": row["max"] for row in self.gains.to_dict("records")}
+
+
+_HEAD_COLUMNS = ("qk_spectral", "attn_logit_unrotated", "attn_logit_bound")
+_MATRIX_COLUMNS = tuple(f"{w}_{size}" for w in ("w_q", "w_k") for size in ("norm", "spectral", "stable_rank"))
+
+
+def bounds(layer: Projections) -> tuple[Tensor, Tensor, Tensor]:
+    """Return by head the spectral norm of W_q^T W_k, and the largest logit between tokens at equal positions and at
+    any positions, in fp64, (H,) each; NaN if the input of the projections has no norm.
+
+    Without QK-Norm the input is x = g u + b with gain g, bias b and |u|^2 <= D (RMSNorm or LayerNorm). With A = W g,
+    and the biases as one more column and u as one more 1, a logit is scale u^T A_q^T R A_k u', and R rotates by the
+    distance of the two tokens (RoPE). So it is at most scale (D + 1) |A_q^T A_k|_2 if R = 1, and scale (D + 1)
+    |A_q|_2 |A_k|_2 for every R; D instead of D + 1 without biases.
+
+    With QK-Norm, a head's vector is g n + b with |n| <= sqrt(head_dim), or sqrt(H head_dim) over the full width. The
+    bound is that of `mmqk.monitors.probe.logit_bound`, by head: scale times the largest lengths of q and k. RoPE
+    mixes channels with different gains, so head_dim max |g_q g_k| bounds the logits of equal positions only.
+    """
+    q, k, repeat = layer.q, layer.k, len(layer.q.raw[0]) // len(layer.k.raw[0])
+    spectral = torch.stack([_product(a, b.repeat_interleave(repeat, 0))[0] for a in q.raw for b in k.raw]).amax(0)
+    if q.stretch_NK is not None and k.stretch_NK is not None:
+        stretch_HK, shift_H = k.stretch_NK.repeat_interleave(repeat, 0), k.shift_N.repeat_interleave(repeat)
+        longest = (q.stretch_NK.amax(-1) + q.shift_N) * (stretch_HK.amax(-1) + shift_H)
+        has_bias = bool(q.shift_N.any() or shift_H.any())
+        unrotated = longest if has_bias else (q.stretch_NK * stretch_HK).amax(-1)
+        return spectral, layer.scale * unrotated.double(), layer.scale * longest.double()
+    if not q.folded or not k.folded or q.stretch_NK is not None or k.stretch_NK is not None:
+        return spectral, spectral * torch.nan, spectral * torch.nan
+    radii = [w.shape[-1] - 1 + bool(w[..., -1].any()) for side in (q, k) for w in side.folded]
+    pairs = [_product(a, b.repeat_interleave(repeat, 0)) for a in q.folded for b in k.folded]
+    largest = [torch.stack(norms).amax(0) for norms in zip(*pairs, strict=True)]
+    return spectral, layer.scale * max(radii) * largest[0], layer.scale * max(radii) * largest[1]
+
+
+def _product(a_HKE: Tensor, b_HKE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return |A^T B|_2 and |A|_2 |B|_2 by head, from the Gram matrices A A^T and B B^T."""
+    gram_a, gram_b = (w.double() @ w.double().mT for w in (a_HKE, b_HKE))
+    values, vectors = torch.linalg.eigh(gram_a)
+    root = vectors * values.clamp_min(0).sqrt()[:, None]
+    product = torch.linalg.eigvalsh(root.mT @ gram_b @ root)[:, -1]
+    return product.clamp_min(0).sqrt(), (values[:, -1] * torch.linalg.eigvalsh(gram_b)[:, -1]).clamp_min(0).sqrt()
+
+
+def describe(weights: Weights, blocks: Mapping[str, range | Sequence[range]] | None = None) -> Description:
+    """Return what the weights say without a batch.
+
+    Args:
+        weights: a checkpoint.
+        blocks: id ranges by modality; other ids are text. By default those of an mmqk checkpoint, else all are text.
+    """
+    layers, heads = [], []
+    read, notes = projections(weights)
+    for layer in read:
+        is_finite = all(bool(w.isfinite().all()) for side in (layer.q, layer.k) for w in (*side.raw, *side.folded))
+        if not is_finite:
+            notes.append(f"The projections of layer {layer.layer} are not finite: no bounds are computed for it.")
+            continue
+        spectral, unrotated, bound = bounds(layer)
+        H, G = len(layer.q.raw[0]), len(layer.k.raw[0])
+        of_heads = zip(spectral.tolist(), unrotated.tolist(), bound.tolist(), strict=True)
+        heads += [(layer.layer, h, h * G // H, *numbers) for h, numbers in enumerate(of_heads)]
+        source = "QK-Norm" if layer.q.stretch_NK is not None else "norm before attention" if layer.q.folded else "none"
+        layout = (H, G, layer.q.raw[0].shape[1], layer.layout, layer.scale, layer.softcap)
+        layers.append((layer.layer, layer.qk_norm, *layout, *_sizes(layer.q), *_sizes(layer.k), source))
+    columns = ["layer", "qk_norm", "heads", "key_heads", "head_dim", "layout", "scale", "softcap"]
+    gains, rows, faults = _by_tensor(weights, _ranges(weights, blocks))
+    return Description(
+        pd.DataFrame(layers, columns=[*columns, *_MATRIX_COLUMNS, "bounded_by"]),
+        pd.DataFrame(heads, columns=["layer", "head", "key_head", *_HEAD_COLUMNS]),
+        pd.DataFrame(gains, columns=["name", "dtype", "min", "median", "max", "exactly_1"]),
+        pd.DataFrame(rows, columns=["matrix", "block", "rows", "mean", "max"]),
+        pd.DataFrame(faults, columns=["tensor", "problem"]),
+        notes,
+    )
+
+
+def _sizes(side: Side) -> tuple[float, float, float]:
+    """Return Frobenius norm, spectral norm and stable rank of a projection."""
+    from scipy.sparse.linalg import svds
+
+    matrix = side.raw[0][..., :-1].flatten(0, 1)
+    if min(matrix.shape) <= _LARGEST_SVD:
+        frobenius, spectral, rank = (float(x) for x in matrix_sizes(matrix))
+        return frobenius, spectral, rank
+    spectral = float(svds(matrix.numpy(), k=1, tol=1e-4, return_singular_vectors=False, rng=0)[0])
+    frobenius = float(matrix.norm())
+    return frobenius, spectral, (frobenius / spectral) ** 2
+
+
+def _ranges(weights: Weights, blocks: Mapping[str, range | Sequence[range]] | None) -> dict[str, list[range]]:
+    if blocks is None and weights.format == "mmqk checkpoint":
+        sizes = weights.config["vocab_sizes"]
+        ends = np.cumsum(list(sizes.values())).tolist()
+        return {name: [range(end - size, end)] for (name, size), end in zip(sizes.items(), ends, strict=True)}
+    return {name: [parts] if isinstance(parts, range) else list(parts) for name, parts in (blocks or {}).items()}
+
+
+def _by_tensor(weights: Weights, ranges: Mapping[str, list[range]]) -> tuple[list[tuple], list[tuple], list[tuple]]:
+    """Return the rows of `Description.gains`, `rows` and `faults`, in one pass over the tensors."""
+    gains: list[tuple] = []
+    rows: list[tuple] = []
+    faults: list[tuple] = []
+    for name, tensor in weights.tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        bad = tensor.numel() - int(tensor.isfinite().sum())
+        if bad:
+            faults.append((name, f"{bad:,} of {tensor.numel():,} elements are not finite"))
+        elif tensor.ndim > 1 and not tensor.any():
+            faults.append((name, "all zero"))
+        if _NORM.fullmatch(name) and (tensor.ndim == 1 or re.search(r"[qk]_\w*norm", name)):
+            gain = tensor.float() + is_centered(weights.config, name)
+            ones = float((gain == 1).float().mean())
+            sizes = (float(f(gain)) for f in (torch.min, torch.median, torch.max))
+            gains.append((name, str(tensor.dtype).removeprefix("torch."), *sizes, ones))
+            if tensor.dtype == torch.bfloat16 and ones == 1:
+                faults.append((name, "all gains are exactly 1 in bf16: updates below 2^-9 are lost in rounding"))
+        matrix = "embed" if _EMBED.fullmatch(name) else "head" if _HEAD.fullmatch(name) else ""
+        if matrix and tensor.ndim == 2:
+            norm_V = torch.linalg.vector_norm(tensor, dim=1, dtype=torch.float32)
+            block_V = np.full(len(norm_V), "text", dtype=object)
+            for block, parts in ranges.items():
+                for part in parts:
+                    block_V[part.start : part.stop] = block
+            by_block = pd.Series(norm_V.numpy()).groupby(block_V, sort=False)
+            rows += [(matrix, block, len(x), float(x.mean()), float(x.max())) for block, x in by_block]
+    return gains, rows, faults
+
+
+Array = np.ndarray
+
+
+class Law(NamedTuple):
+    """A law of growth that is a line in other coordinates: ``of_y(y) = a + b of_step(step)``."""
+
+    of_y: Callable[[Array], Array]
+    y_of: Callable[[Array], Array]
+    of_step: Callable[[Array], Array]
+    step_of: Callable[[float], float]
+    weight: Callable[[Array], Array]  # makes the residuals those of log y
+
+
+def _saturating(tau: float) -> Law:
+    """Return y = a - b exp(-step / tau) for one tau."""
+    return Law(
+        np.asarray, np.asarray, lambda x: -np.exp(-x / tau), lambda z: -tau * np.log(-z) if z < 0 else np.inf,
+        np.reciprocal,
+    )  # fmt: skip
+
+
+LAWS: dict[str, Callable[[float], list[Law]]] = {
+    "exponential": lambda _: [Law(np.log, np.exp, np.asarray, float, np.ones_like)],
+    "linear": lambda _: [Law(np.asarray, np.asarray, np.asarray, float, np.reciprocal)],
+    "square root": lambda _: [
+        Law(np.square, lambda z: np.sqrt(np.maximum(z, 0)), np.asarray, float, lambda y: 0.5 / y**2)
+    ],
+    "power": lambda _: [Law(np.log, np.exp, np.log, np.exp, np.ones_like)],
+    "saturating": lambda span: [_saturating(tau) for tau in span * np.geomspace(0.1, 2, 14)],
+}
+LEAST_GROWTH = 1.02  # a series whose largest value is below this multiple of its smallest does not grow
+CAVEAT = (
+    "A law that fits past checkpoints need not hold later: a new learning rate, a cap, QK-Norm or the instability"
+    " itself ends it. Read the step as an order of magnitude."
+)
+
+
+def grew(series: pd.DataFrame, limit: float) -> pd.DataFrame:
+    """Return which numbers grew between checkpoints, by which law, and when each law reaches a limit.
+
+    The laws are exponential, linear, square root (y^2 is linear in the step, as for a matrix whose updates are at
+    right angles to it), power (y = a step^b; from step 1 on), and from 5 checkpoints on saturating (y approaches a
+    plateau exponentially). They are fitted by least squares of the relative error. The law is the one with the least
+    squared error at checkpoints that were left out of its fit, one at a time, so that a flexible law has no
+    advantage; saturating has a third number and must also be clearly better. Clearly means by a factor of 4, or 16
+    with fewer than 5 checkpoints. A series grows if a law is clearly better than a constant and it changed by
+    `LEAST_GROWTH`. With two checkpoints no law is chosen.
+
+    Args:
+        series: a row per checkpoint, indexed by step, and a column per tag. Only positive columns are used.
+        limit: the limit, in the unit of the columns.
+
+    Returns:
+        A row per tag: first, last, ratio, law ("" with two checkpoints, "does not grow", "falls", or a law), also
+        (laws that are not clearly worse), error (the law's relative error at checkpoints left out), per_1000_linear
+        and per_1000_log (change, and change of the logarithm, per 1,000 steps), and a column for each law with the
+        step at which it reaches the limit: infinite if never, the last step if the last value is beyond it.
+    """
+    steps = series.index.to_numpy(dtype=float)
+    with np.errstate(over="ignore"):
+        rows = {name: _growth(steps, series[name].to_numpy(dtype=float), limit) for name in series}
+    return pd.DataFrame.from_dict({name: row for name, row in rows.items() if row}, orient="index")
+
+
+def _growth(steps: Array, y: Array, limit: float) -> dict[str, object]:
+    if len(y) < 2 or not (np.isfinite(y) & (y > 0)).all():
+        return {}
+    names = [n for n in LAWS if (n != "power" or steps[0] > 0) and (n != "saturating" or len(y) >= 5)]
+    clearly, ratio, span = 4 if len(y) >= 5 else 16, y[-1] / y[0], (steps[-1] - steps[0]) / 1000
+    row: dict[str, object] = {"first": y[0], "last": y[-1], "ratio": ratio, "law": "", "also": "", "error": np.nan}
+    row |= {"per_1000_linear": (y[-1] - y[0]) / span, "per_1000_log": np.log(ratio) / span}
+    for name in names:
+        law, a, b = _fit(name, steps, y)
+        never = b <= 0 or (name == "saturating" and a <= limit)
+        at = np.inf if never else law.step_of((float(law.of_y(np.array(limit))) - a) / b)
+        row[name] = steps[-1] if y[-1] >= limit else at
+    if len(y) == 2:
+        return row
+    kept = [np.arange(len(y)) != i for i in range(len(y))]
+    errors = {name: _mean_square([_left_out(name, steps, y, k) for k in kept]) for name in names}
+    constant = _mean_square([np.log(y[~k][0]) - np.log(y[k]).mean() for k in kept])
+    handicap = {name: errors[name] * (clearly if name == "saturating" else 1) + 1e-12 for name in names}  # + rounding
+    best = min(names, key=lambda name: handicap[name])
+    row["error"] = errors[best] ** 0.5
+    if y.max() < LEAST_GROWTH * y.min() or errors[best] * clearly > constant:
+        return row | {"law": "does not grow"}
+    also = [name for name in names if name != best and errors[name] < clearly * (errors[best] + 1e-12)]
+    return row | ({"law": best, "also": ", ".join(also)} if ratio > 1 else {"law": "falls"})
+
+
+def _mean_square(residuals: Sequence[float]) -> float:
+    return float(np.mean(np.square(residuals)))
+
+
+def _fit(name: str, steps: Array, y: Array) -> tuple[Law, float, float]:
+    """Return the law with its a and b."""
+    fits = []
+    for law in LAWS[name](steps[-1] - steps[0]):
+        x, z, square = law.of_step(steps), law.of_y(y), law.weight(y) ** 2
+        x_mean, z_mean = x @ square / square.sum(), z @ square / square.sum()
+        b = (square * (x - x_mean)) @ (z - z_mean) / ((square * (x - x_mean)) @ (x - x_mean))
+        a = z_mean - b * x_mean
+        fits.append((square @ (a + b * x - z) ** 2, law, a, b))
+    _, law, a, b = min(fits, key=lambda fit: fit[0])
+    return law, float(a), float(b)
+
+
+def _left_out(name: str, steps: Array, y: Array, kept: Array) -> float:
+    """Return the error of log y at the checkpoint that is not kept."""
+    law, a, b = _fit(name, steps[kept], y[kept])
+    predicted = float(law.y_of(a + b * law.of_step(steps[~kept]))[0])
+    return np.log(max(predicted, 1e-30)) - np.log(y[~kept][0])

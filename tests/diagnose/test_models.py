@@ -1,0 +1,124 @@
+"""Checkpoints with a batch: a planted change is found at its module, and a probe has the numbers of mmqk's probe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.checkpoint import PREFIX, save_checkpoint
+from mmqk.data.batch import TokenBatch
+from mmqk.diagnose.models import first_difference, load, probe_with, read_batch
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.model.transformer import modality_of_ids
+from mmqk.monitors import probe
+from mmqk.store import UserError
+
+CONFIG = ModelConfig(
+    vocab_sizes={"text": 20, "image": 12}, d_model=16, n_layers=4, n_heads=2, qk_norm=QKNormConfig("rms")
+)
+IDS = torch.arange(48).view(2, 24) * 7 % 32
+
+
+def saved(folder, name: str, edit=None):
+    model = EarlyFusionTransformer(CONFIG)
+    with torch.no_grad():
+        if edit is not None:
+            edit(model)
+    state = {PREFIX + name: x for name, x in model.state_dict().items()}
+    path = folder / f"{name}.ckpt"
+    save_checkpoint({"mmqk_model": asdict(CONFIG), "state_dict": state}, path)
+    return path
+
+
+def one_weight(model) -> None:
+    model.blocks[2].mlp.w_up.weight[3, 5] += 0.5
+
+
+def one_tiny_weight(model) -> None:
+    model.blocks[2].mlp.w_up.weight[3, 5] *= 1 + 1e-5
+
+
+def test_one_changed_weight_is_found_at_its_module_and_not_earlier(tmp_path):
+    a, b, tiny = saved(tmp_path, "a"), saved(tmp_path, "b", one_weight), saved(tmp_path, "c", one_tiny_weight)
+    table = first_difference(a, b, {"input_ids": IDS})
+    place = int((table.fp32 > 0).to_numpy().argmax())
+    assert table.module[place] == "blocks.2.mlp.w_up"
+    assert (table.bf16 > 0).to_numpy().argmax() == place
+    before, after = table[:place], table[place:]
+    assert (before.fp32 == 0).all() and (before.bf16 == 0).all() and (before.ratio.fillna(0) == 0).all()
+    assert after.ratio.iloc[0] > 1 and len(before) > 10
+    assert table.rounding[1:].between(1e-4, 0.1).all()  # bf16 has 8 bits
+    table = first_difference(a, tiny, {"input_ids": IDS})
+    assert table.module[(table.fp32 > 0).to_numpy().argmax()] == "blocks.2.mlp.w_up"
+    assert (table.ratio.fillna(0) < 0.01).all()  # far below rounding
+
+
+def test_equal_checkpoints_have_no_difference(tmp_path):
+    table = first_difference(saved(tmp_path, "a"), saved(tmp_path, "b"), {"input_ids": IDS})
+    assert (table[["fp32", "bf16"]] == 0).all(axis=None) and (table.rounding > 0).any()
+
+
+def test_a_probe_has_the_numbers_of_the_probe_of_training(tmp_path):
+    modality_BT = modality_of_ids(IDS, CONFIG.vocab_sizes)
+    seen = torch.ones_like(IDS, dtype=torch.bool)
+    expected = probe(EarlyFusionTransformer(CONFIG), TokenBatch(IDS, modality_BT, seen, seen, torch.tensor(1.0))).flat()
+    found = probe_with(saved(tmp_path, "a"), {"input_ids": IDS})
+    for name in ("attn_logit_absmax/text-image/layer02", "attn_entropy/image/layer01", "q_norm/text/layer03"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4)
+    other = probe_with(tmp_path / "a.ckpt", {"input_ids": IDS}, {"image": range(10, 32)})
+    assert abs(other[name := "attn_entropy/image/layer01"] - expected[name]) > 1e-3
+
+
+def test_hugging_face_folders_and_functions_are_probed_and_compared(tmp_path, monkeypatch):
+    import transformers
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=40, **size)).eval()
+    model.save_pretrained(tmp_path / "a")
+    with torch.no_grad():
+        model.gpt_neox.layers[1].attention.query_key_value.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "b")
+    (tmp_path / "mine.py").write_text(
+        "import transformers\n"
+        "def a():\n    return transformers.GPTNeoXForCausalLM.from_pretrained('a')\n"
+        "def name():\n    return 'a'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    batch = {"input_ids": IDS}
+    table = first_difference("mine:a", tmp_path / "b", batch)
+    assert table.module[(table.fp32 > 0).to_numpy().argmax()] == "gpt_neox.layers.1.attention.query_key_value"
+    found = probe_with(tmp_path / "a", batch, {"image": range(20, 40)})
+    assert found["attn_logit_absmax/text-image/layer01"] > 0
+    with pytest.raises(UserError, match="returned a str"):
+        load("mine:name")
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    (tmp_path / "a/config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
+    with pytest.raises(UserError, match="pipeline"):
+        load(tmp_path / "a")
+
+
+def test_batches_of_each_format_are_equal(tmp_path):
+    torch.save({"input_ids": IDS, "pixel_values": torch.ones(2, 3)}, tmp_path / "a.pt")
+    np.savez(tmp_path / "a.npz", input_ids=IDS.numpy())
+    (tmp_path / "a.json").write_text(json.dumps(IDS.tolist()))
+    for name in ("a.pt", "a.npz", "a.json"):
+        assert torch.equal(read_batch(tmp_path / name)["input_ids"], IDS)
+    assert read_batch(tmp_path / "a.pt")["pixel_values"].shape == (2, 3)
+    (tmp_path / "ragged.json").write_text("[[1, 2], [3]]")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "object.pt")
+    np.save(tmp_path / "object.npy", np.array([{}], dtype=object), allow_pickle=True)
+    for name in ("ragged.json", "object.pt", "object.npy"):
+        with pytest.raises(UserError, match=name):
+            read_batch(tmp_path / name)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+    with pytest.raises(UserError, match="id 32"):
+        probe_with(saved(tmp_path, "a"), {"input_ids": IDS + 1})
