@@ -108,11 +108,15 @@ def read(source: str | Path) -> Weights:
     except UserError:
         raise
     except Exception as error:  # torch, safetensors, zip and pickle raise different errors
-        reason = " ".join(str(error).split()).partition(". ")[0][:160].rstrip(".:") or type(error).__name__
-        raise UserError(f"{source} cannot be read ({reason}): check that its files are complete.") from error
+        raise UserError(f"{source} cannot be read ({reason_of(error)}): check that its files are complete.") from error
     if not weights.tensors:
         raise UserError(f"{source} has no weights: give a file or folder with the parameters of a model.")
     return weights
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first sentence of an error, without its end."""
+    return " ".join(str(error).split()).partition(". ")[0][:160].rstrip(".:") or type(error).__name__
 
 
 def call(source: str) -> Any:
@@ -130,23 +134,20 @@ def call(source: str) -> Any:
 
 def _of_object(source: str, kind: str, content: Any, config: dict[str, Any]) -> Weights:
     """Return the weights of a model, a state dict or the content of a training checkpoint."""
-    step = next((content[k] for k in _STEPS if type(content.get(k)) is int), None) if _is_dict(content) else None
+    step = None
     if isinstance(content, nn.Module):
         config = _fields(getattr(content, "config", {}))
         content = content.state_dict()
-    if _is_dict(content):
+    if isinstance(content, Mapping):
+        step = next((content[k] for k in _STEPS if type(content.get(k)) is int), None)
         kind = "mmqk checkpoint" if "mmqk_model" in content else kind
         config = next((found for k in _CONFIGS if (found := _fields(content.get(k)))), config)
-        content = next((content[k] for k in _STATES if _is_dict(content.get(k))), content)
+        content = next((content[k] for k in _STATES if isinstance(content.get(k), dict)), content)
     flat = _flat(content)
     if kind == "mmqk checkpoint":
         flat = {name.removeprefix(PREFIX): tensor for name, tensor in flat.items()}
     readers = {clean(name): partial(lambda x: x, tensor) for name, tensor in flat.items()}
     return Weights(source, kind, Tensors(readers), config, _step(source) if step is None else step)
-
-
-def _is_dict(content: Any) -> bool:
-    return isinstance(content, Mapping)
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -174,12 +175,16 @@ def _step(source: str | Path) -> int | None:
     return next((int(found[1]) for part in reversed(parts) if (found := _STEP_NAME.search(part))), None)
 
 
+def _config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "config.json", advice="restore it from a copy.") or {}
+
+
 def _file(path: Path) -> Weights:
-    config = read_json(path.parent / "config.json", advice="restore it from a copy.") or {}
+    config = _config(path.parent)
     if path.suffix == ".safetensors":
         return Weights(str(path), "safetensors", Tensors(_safetensors([path])), config, _step(path))
     content = _load(path)
-    if _is_dict(content) and "mmqk_model" in content:
+    if isinstance(content, Mapping) and "mmqk_model" in content:
         check_digest(path)
     return _of_object(str(path), "PyTorch file", content, config)
 
@@ -219,10 +224,9 @@ def _folder(folder: Path) -> Weights:
         lost = next((name for name in shard_of if clean(name) not in readers), None)
         if lost is not None:
             raise UserError(f"{folder} has no {lost}, which {index.name} lists in {shard_of[lost]}: add that file.")
-    config = read_json(folder / "config.json", advice="restore it from a copy.") or {}
     state = read_json(folder / "trainer_state.json", {"global_step": int}, "restore it from a copy.") or {}
     step = state.get("global_step", _step(folder))
-    return Weights(str(folder), "Hugging Face folder", Tensors(readers), config, step)
+    return Weights(str(folder), "Hugging Face folder", Tensors(readers), _config(folder), step)
 
 
 class _Index(pickle.Unpickler):
@@ -260,5 +264,4 @@ def _distributed(folder: Path) -> Weights:
         if isinstance(entry, TensorStorageMetadata) and not name.startswith("optim")
     }
     readers = {clean(name): partial(tensor, name, entry) for name, entry in entries.items()}
-    config = read_json(folder / "config.json", advice="restore it from a copy.") or {}
-    return Weights(str(folder), "torch.distributed checkpoint", Tensors(readers), config, _step(folder))
+    return Weights(str(folder), "torch.distributed checkpoint", Tensors(readers), _config(folder), _step(folder))

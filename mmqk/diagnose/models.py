@@ -1,4 +1,6 @@
-"""Checkpoints with a batch: `probe_with` measures a model, `first_difference` compares the outputs of two models.
+"""Checkpoints: `tables_of` is all that ``mmqk diagnose --model`` shows.
+
+With a batch, `probe_with` measures a model, and `first_difference` compares the outputs of two models.
 
 Shapes: B batch, T tokens.
 """
@@ -6,7 +8,9 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, newest_checkpoint
-from mmqk.diagnose.checkpoints import call
+from mmqk.diagnose.checkpoints import call, read, reason_of
+from mmqk.diagnose.weights import CAVEAT, LAWS, describe, grew
 from mmqk.interop.folders import read_huggingface
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.transformer import evaluation_mode
@@ -51,8 +56,8 @@ def read_batch(path: Path) -> Batch:
         named = dict(content) if hasattr(content, "keys") else {"input_ids": content}
         batch = {str(name): torch.as_tensor(value) for name, value in named.items()}
     except Exception as error:  # numpy, pickle and JSON raise different errors
-        reason = " ".join(str(error).split()).partition(". ")[0][:160].rstrip(".:") or type(error).__name__
-        raise UserError(f"{path} is not a batch ({reason}): give token ids in rows of equal length.") from error
+        advice = "give token ids in rows of equal length"
+        raise UserError(f"{path} is not a batch ({reason_of(error)}): {advice}.") from error
     return {name: x[None] if x.ndim == 1 else x for name, x in batch.items()}
 
 
@@ -135,7 +140,7 @@ def probe_with(source: str | Path, batch: Batch, modality: Blocks | None = None)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{source} cannot read the batch ({' '.join(str(error).split())[:160]}).") from error
+        raise UserError(f"{source} cannot read the batch ({reason_of(error)}): give its own batch.") from error
     finally:
         watch.close()
 
@@ -208,6 +213,68 @@ def _outputs(source: str | Path, batch: Batch) -> list[dict[str, Tensor]]:
             try:
                 model(**typed)
             except Exception as error:
-                raise UserError(f"{source} cannot read the batch ({' '.join(str(error).split())[:160]}).") from error
+                raise UserError(f"{source} cannot read the batch ({reason_of(error)}): give its own batch.") from error
         both.append(outputs)
     return both
+
+
+def blocks_of(texts: Sequence[str]) -> dict[str, range]:
+    """Return the id ranges of ``--modality image=4:8196``.
+
+    Raises:
+        UserError: a text has another form.
+    """
+    blocks = {}
+    for text in texts:
+        name, _, ends = text.partition("=")
+        first, _, end = ends.partition(":")
+        if not (name.isidentifier() and first.isdigit() and end.isdigit() and int(first) < int(end)):
+            raise UserError(f"--modality {text} is not NAME=FIRST:END: give its ids, as in --modality image=4:8196.")
+        blocks[name] = range(int(first), int(end))
+    return blocks
+
+
+def tables_of(
+    sources: Sequence[str | Path], batch: Batch | None = None, blocks: Blocks | None = None, limit: float = 1000.0
+) -> tuple[dict[str, pd.DataFrame], list[str], bool]:
+    """Return what checkpoints of one run, the oldest first, say.
+
+    Args:
+        sources: as in `mmqk.diagnose.checkpoints.read`.
+        batch: inputs for a probe of each checkpoint.
+        blocks: as in `probe_with`.
+        limit: a limit of the attention logits.
+
+    Returns:
+        The tables by their titles; sentences on what could not be read and on what the tables cannot say; and whether
+        there is a finding: a fault, a measured logit beyond the limit, or logits or their bound that grow by a law.
+    """
+    checkpoints = [read(source) for source in sources]
+    found = [describe(weights, blocks) for weights in checkpoints]
+    last, numbers = found[-1], [description.numbers() for description in found]
+    notes = list(dict.fromkeys(note for description in found for note in description.notes))
+    tables = {"tensors with a fault": last.faults, "layers": last.layers}
+    tables["largest logits that the weights allow, by head"] = last.heads.sort_values("attn_logit_bound")[::-1]
+    tables |= {"gains of norms": last.gains, "norms of rows by vocabulary block": last.rows}
+    if "none" in set(last.layers.qk_norm):
+        notes.append("A QK-Norm without gains has no weights: with one, the bounds are too large.")
+    if batch is not None:
+        probes = [probe_with(source, batch, blocks or None) for source in sources]
+        numbers = [{**a, **b} for a, b in zip(numbers, probes, strict=True)]
+        tables["probe"] = pd.DataFrame(probes[-1].items(), columns=["tag", "value"])
+    is_logit = ("attn_logit_bound", "attn_logit_absmax")
+    is_finding = bool(len(last.faults)) or any(
+        abs(value) > limit for name, value in numbers[-1].items() if name.startswith("attn_logit_absmax")
+    )
+    if len(sources) > 1:
+        steps = [math.nan if weights.step is None else weights.step for weights in checkpoints]
+        if not all(a < b for a, b in itertools.pairwise(steps)):
+            steps = list(range(len(steps)))
+            notes.append("The steps of the checkpoints are not known or do not rise: they are counted 0, 1, 2, ...")
+        growth = grew(pd.DataFrame(numbers, index=steps), limit).rename_axis("tag").reset_index()
+        tables["growth"] = growth.sort_values("ratio", ascending=False)
+        is_finding |= bool((growth.tag.str.startswith(is_logit) & growth.law.isin(list(LAWS))).any())
+        notes.append(CAVEAT)
+    if batch is not None and len(sources) == 2:
+        tables["outputs of modules that differ"] = first_difference(sources[0], sources[1], batch).query("fp32 > 0")
+    return tables, notes, is_finding

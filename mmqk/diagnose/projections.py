@@ -106,9 +106,14 @@ def projections(weights: Weights) -> tuple[list[Projections], list[str]]:
     if rope.get("rope_type", rope.get("type")) in _STRETCHED:
         notes.append("RoPE of this model multiplies the logits by attention_factor^2, which the bounds leave out.")
     try:
-        return [_Named(weights, names, n).projections() for n, names in sorted(stack.items())], notes
+        read = [_Named(weights, names, n).projections() for n, names in sorted(stack.items())]
     except UserError as error:
         return [], [*notes, f"{error}: no bounds are computed."]
+    if any(math.isnan(layer.scale) for layer in read):
+        notes.append(
+            "No configuration has the number of heads (config.json): all heads are taken as one, without bounds."
+        )
+    return read, notes
 
 
 def field(config: Mapping[str, Any], *names: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from mmqk.checkpoint import PREFIX, save_checkpoint
 from mmqk.data.batch import TokenBatch
-from mmqk.diagnose.models import first_difference, load, probe_with, read_batch
+from mmqk.diagnose.models import blocks_of, first_difference, load, probe_with, read_batch, tables_of
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.transformer import modality_of_ids
 from mmqk.monitors import probe
@@ -122,3 +122,34 @@ def test_batches_of_each_format_are_equal(tmp_path):
 def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     with pytest.raises(UserError, match="id 32"):
         probe_with(saved(tmp_path, "a"), {"input_ids": IDS + 1})
+
+
+def test_tables_of_checkpoints_have_findings_only_where_something_is_planted(tmp_path):
+    def scaled(factor):
+        def edit(model):
+            for block in model.blocks:
+                block.attention.q_norm.weight *= factor
+
+        return edit
+
+    for step in range(1, 5):
+        saved(tmp_path, f"same_step{step}")
+        saved(tmp_path, f"grows_step{step}", scaled(3.0**step))
+    batch, blocks = {"input_ids": IDS}, blocks_of(["image=20:32"])
+    same = [tmp_path / f"same_step{step}.ckpt" for step in (1, 2, 3)]
+    tables, _, found = tables_of(same, batch, blocks)
+    assert not found and (tables["growth"].law == "does not grow").all()
+    tables, _, found = tables_of([tmp_path / f"grows_step{step}.ckpt" for step in (1, 2, 3, 4)], batch, blocks)
+    growth = tables["growth"].set_index("tag")
+    for name in ("attn_logit_bound/layer03", "attn_logit_absmax/text-image/layer03"):
+        assert growth.law[name] == "exponential" and found
+    assert growth.law["w_q_norm/layer03"] == "does not grow"
+    tables, _, found = tables_of(same[:2], batch)
+    assert tables["outputs of modules that differ"].empty and not found
+
+
+def test_a_modality_has_a_name_and_two_ids():
+    assert blocks_of(["image=4:8196", "audio=9000:9100"]) == {"image": range(4, 8196), "audio": range(9000, 9100)}
+    for text in ("image", "image=4", "image=9:4", "=4:8"):
+        with pytest.raises(UserError, match="image=4:8196"):
+            blocks_of([text])
