@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mmqk.model.config import ModelConfig
-from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
+from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number, shortened
 from mmqk.store import UserError, read_run
 
 # Fields of `ForkConfig` that change the state at the start of a fork; on the command line they begin with fork_.
-CHANGES = ("skip_batches", "noise", "seed", "new_moments")
+CHANGES = ("skip_batches", "noise", "seed", "new_moments", "skip")
+MOST_SKIPPED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class ForkConfig:
         noise: RMS of the noise added to each weight matrix, divided by the RMS of the matrix.
         seed: seed of the noise.
         new_moments: whether the optimizer starts without the moments of the parent.
+        skip: sequence numbers to leave out, such as ``26,27`` or ``26-57``.
     """
 
     parent: Parent
@@ -51,24 +54,44 @@ class ForkConfig:
     noise: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
     seed: int = number(0, 0, MOST_SEED)
     new_moments: bool = False
+    skip: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, "fork", "_")
+        _ = self.skipped
         if self.seed and not self.noise:
             raise ValueError("fork_seed has no effect while fork_noise is 0: set fork_noise.")
 
     @property
     def identity(self) -> dict[str, Any]:
         """The fields of the fork that are part of the run's identity."""
-        return {"parent": self.parent.id, "step": self.parent.step, **self._changes()}
+        skipped = {"skip": list(self.skipped)} if self.skip else {}
+        return {"parent": self.parent.id, "step": self.parent.step, **self._changes(), **skipped}
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The sequence numbers of `skip`, ascending.
+
+        Raises:
+            ValueError: `skip` has another form.
+        """
+        parts = [part.strip() for part in self.skip.strip().removeprefix("[").removesuffix("]").split(",")]
+        found = [re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", part) for part in parts if part]
+        ends = [(int(match[1]), int(match[2] or match[1])) for match in found if match]
+        if None in found or any(b < a for a, b in ends) or sum(b - a + 1 for a, b in ends) > MOST_SKIPPED:
+            raise ValueError(
+                f"fork_skip is {shortened(self.skip)}: give sequence numbers such as 26,27 or 26-57, at most"
+                f" {MOST_SKIPPED:,}."
+            )
+        return tuple(sorted({n for a, b in ends for n in range(a, b + 1)}))
 
     def flags(self) -> dict[str, Any]:
         """Return the fork's fields by their names on the command line."""
         return {"fork": self.given, **self._changes("fork_")} if self.given else {}
 
     def _changes(self, prefix: str = "") -> dict[str, Any]:
-        """Return the changes; new_moments only if it is set, so that the ids of older forks stay valid."""
-        names = (name for name in CHANGES if name != "new_moments" or self.new_moments)
+        """Return the changes; the newer ones only if they are set, so that the ids of older forks stay valid."""
+        names = (name for name in CHANGES if name not in ("new_moments", "skip") or getattr(self, name))
         return {f"{prefix}{name}": getattr(self, name) for name in names}
 
 

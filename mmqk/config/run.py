@@ -145,6 +145,7 @@ class Given:
             matrix.
         fork_seed: seed of that noise.
         fork_new_moments: start the optimizer of the fork without the moments of the parent.
+        fork_skip: leave out these sequences, such as 26,27 or 26-57; mmqk inspect RUN --step N lists their numbers.
     """
 
     out: str | None = None
@@ -160,6 +161,7 @@ class Given:
     fork_noise: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
     fork_seed: int = number(0, 0, MOST_SEED)
     fork_new_moments: bool = False
+    fork_skip: str = ""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmqk.data.batch import TokenBatch, prefetched
 from mmqk.data.config import DataConfig, layout
-from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.order import TrainingOrder, sequence_numbers, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder
 from mmqk.data.statistics import count_targets, describe, floors, unigram_loss
 from mmqk.data.synthetic.dial import Dial
@@ -38,7 +39,8 @@ class MicroBatches(Dataset):
 
     Attributes:
         ahead: number that is added to ``step * batch_size`` to get the first sequence of a step. It is not 0 if a
-            fork skipped sequences, or if its parent had another batch size. Set before the first micro-batch is read.
+            fork skipped batches, or if its parent had another batch size. Set before the first micro-batch is read.
+        skip: numbers of the sequences that a fork leaves out, ascending. Set before the first micro-batch is read.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class MicroBatches(Dataset):
         self.documents, self.patch = documents, patch
         # Keep the rows of the latest step: each of its micro-batches needs the number of targets of the whole step.
         self._step, self._rows = -1, list[Row]()
-        self.ahead = 0
+        self.ahead, self.skip = 0, list[int]()
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
         self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
 
@@ -70,12 +72,17 @@ class MicroBatches(Dataset):
         """Return the first ``n`` sequences of micro-batch ``i`` over all ranks."""
         return self._batch(i, i % self.accumulate * self.world * self.size, n)
 
+    def numbers(self, step: int) -> list[int]:
+        """Return the numbers of the sequences of a step, the first step being 0."""
+        start = step * self.batch_size + self.ahead
+        numbers: list[int] = sequence_numbers(np.arange(start, start + self.batch_size), self.skip).tolist()
+        return numbers
+
     def _batch(self, i: int, first: int, n: int) -> TokenBatch:
         """Return ``n`` sequences of the step of micro-batch ``i``, starting at sequence ``first``."""
         step = i // self.accumulate
         if self._step != step:
-            start = step * self.batch_size + self.ahead
-            rows = [self.order.row(n) for n in range(start, start + self.batch_size)]
+            rows = [self.order.row(n) for n in self.numbers(step)]
             self._step, self._rows = step, rows if self.patch is None else self.patch(rows, step, self.order)
         step_targets = sum(row.targets for row in self._rows)
         return self.order.builder.batch(self._rows[first : first + n], step_targets, self.documents)
@@ -119,11 +126,12 @@ class PositionedLoader:
             # A loader worker puts a traceback into the message; the original message follows the class name.
             raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         step = {name: getattr(self.dataset, name) for name in _OF_STEP}
-        return {"position": self.position, "ahead": self.dataset.ahead, **step}
+        skip = {"skip": self.dataset.skip} if self.dataset.skip else {}
+        return {"position": self.position, "ahead": self.dataset.ahead, **skip, **step}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _OF_STEP:  # forks and older checkpoints do not have them
             if state.get(name, getattr(self.dataset, name)) != getattr(self.dataset, name):
                 raise UserError(
@@ -131,6 +139,7 @@ class PositionedLoader:
                     " give the same number, because the position in the data depends on it."
                 )
         self.position, self.dataset.ahead = state["position"], state.get("ahead", 0)
+        self.dataset.skip = state.get("skip", [])
 
 
 class TokenDataModule(L.LightningDataModule):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -27,6 +27,12 @@ class Content:
     item: int
     start: int
     end: int
+
+
+def sequence_numbers(places_N: np.ndarray, left_out: Sequence[int]) -> np.ndarray:
+    """Return the numbers of the sequences at places of the order without the sequences ``left_out``, ascending."""
+    kept_before = np.asarray(left_out, dtype=np.int64) - np.arange(len(left_out))
+    return places_N + np.searchsorted(kept_before, places_N, side="right")
 
 
 class Windows(IndexedCache):

@@ -30,7 +30,7 @@ LR = "optim.lr"
 LrChoice = Literal["matched", "own_best"]
 # Fields that an arm cannot set, because the grid sets them.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
-_OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments")
+_OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments", "fork_skip")
 # YAML reads 1e-3 as text, because it has no decimal point. On an axis, such text is converted to a number.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")

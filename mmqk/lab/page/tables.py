@@ -31,7 +31,7 @@ LOGIT = METRICS["largest_attention_logit"].measure
 # Fields that do not change what a run computes.
 PLACES = ("out", "data.cache", "quiet")
 # Fields of a fork that change its run, besides those of its parent.
-OWN_CHANGES = ("skip_batches", "new_moments", "noise")
+OWN_CHANGES = ("skip_batches", "skip", "new_moments", "noise")
 ROLES = {"verdict": "", "parent": "parent of forks", "selection": "selects a learning rate, not in a verdict"}
 
 

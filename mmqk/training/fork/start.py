@@ -81,18 +81,20 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     sizes = parent["data"]["batch_size"], run.data.batch_size, run.trainer["accumulate_grad_batches"]
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     touched += ["fork_new_moments"] * fork.new_moments
+    loops = loops_state(saved["loops"], fork.parent.step, *sizes, fork.skip_batches, fork.skipped)
     checkpoint = {
         **saved,
         "state_dict": {PREFIX + name: value.cpu() for name, value in new.state_dict().items()},
         "optimizer_states": [optimizer],
         "lr_schedulers": [saved["lr_schedulers"][0] | rates],
-        "loops": loops_state(saved["loops"], fork.parent.step, *sizes, fork.skip_batches),
+        "loops": loops,
         "callbacks": callback_state(saved["callbacks"], touched, change),
         "mmqk_guards": guards_state(saved.get("mmqk_guards", {}), old, new, carried),
         "mmqk_model": own["model"],
         "mmqk_run": run.record(),
     }
-    write_json(folder / FORK_NAME, _record(run, changed, carried, moments, change))
+    position = loops["fit_loop"]["state_dict"]["combined_loader"][0]
+    write_json(folder / FORK_NAME, {**_record(run, changed, carried, moments, change), "data": position})
     save_checkpoint(checkpoint, folder / "checkpoints" / checkpoint_name(fork.parent.step))
     return sentence(run, changed, change)
 
@@ -158,6 +160,7 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
     assert fork is not None
     parts = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
     parts += [f"the next {fork.skip_batches} batches skipped"] if fork.skip_batches else []
+    parts += [f"{len(fork.skipped)} sequences left out"] if fork.skipped else []
     parts += [f"weights perturbed by {fork.noise:g} of their RMS"] if fork.noise else []
     parts += ["new moments of the optimizer"] if fork.new_moments else []
     losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
@@ -192,6 +195,7 @@ def _record(
         "parent": parent,
         "changed": changed,
         "skip_batches": fork.skip_batches,
+        "skip": list(fork.skipped),
         "noise": fork.noise,
         "seed": fork.seed,
         "new_moments": fork.new_moments,

@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmqk.config.training import OptimConfig
+from mmqk.data.order import sequence_numbers
 from mmqk.model import EarlyFusionTransformer
+from mmqk.store import UserError
 from mmqk.training.fork.measure import Change
 from mmqk.training.fork.weights import Carried
 from mmqk.training.optimizers import make_optimizer
@@ -126,7 +129,13 @@ def guards_state(
 
 
 def loops_state(
-    saved: Mapping[str, Any], step: int, before: int, sequences: int, micro_batches: int, skip: int
+    saved: Mapping[str, Any],
+    step: int,
+    before: int,
+    sequences: int,
+    micro_batches: int,
+    skip: int,
+    skipped: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the state of Lightning's loops for the fork: step counters and the position in the data.
 
@@ -137,11 +146,25 @@ def loops_state(
         sequences: Sequences per optimizer step of the fork.
         micro_batches: Micro-batches per optimizer step of the fork.
         skip: Number of optimizer steps whose sequences are skipped.
+        skipped: Numbers of single sequences to leave out, beside those that the parent leaves out.
+
+    Raises:
+        UserError: the parent has read one of them.
     """
     loops = copy.deepcopy(dict(saved))
     fit, position = loops["fit_loop"], step * micro_batches
-    read = step * before + fit["state_dict"]["combined_loader"][0].get("ahead", 0)
-    fit["state_dict"]["combined_loader"] = [{"position": position, "ahead": read + (skip - step) * sequences}]
+    loader = fit["state_dict"]["combined_loader"][0]
+    read, left_out = step * before + loader.get("ahead", 0), loader.get("skip", [])
+    first = int(sequence_numbers(np.array([read]), left_out)[0])
+    if skipped and min(skipped) < first:
+        raise UserError(
+            f"fork_skip names sequence {min(skipped)}, but at step {step} the next sequence is {first}: name later"
+            " sequences, or fork at an earlier step."
+        )
+    state = {"position": position, "ahead": read + (skip - step) * sequences}
+    if left_out := sorted({*left_out, *skipped}):
+        state["skip"] = left_out
+    fit["state_dict"]["combined_loader"] = [state]
     progress = fit["epoch_loop.batch_progress"]
     progress["is_last_batch"] = False  # True in the checkpoint of a finished parent
     for counts in (progress["total"], progress["current"]):
