@@ -171,7 +171,11 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
         UserError: the run has no checkpoint, or the newest one cannot be used.
     """
     path = newest_checkpoint(Path(run))
-    checkpoint = load_checkpoint(path, "remove it to use the one before, or name another run")
+    return model_of(load_checkpoint(path, "remove it to use the one before, or name another run"), backend)
+
+
+def model_of(checkpoint: Mapping[str, Any], backend: str = "math") -> EarlyFusionTransformer:
+    """Return the model of a checkpoint that `load_checkpoint` has read, in fp32 and evaluation mode."""
     config = ModelConfig.from_dict(checkpoint["mmqk_model"])
     with torch.device("meta"):
         model = EarlyFusionTransformer(config, backend)

@@ -29,8 +29,10 @@ from mmqk.store import (
     write_atomic,
     write_json,
 )
+from mmqk.store.alarms import read_alarms
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
+from mmqk.store.formatting import inspect_command
 from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -250,6 +252,8 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
     if status.status == "diverged":
         _say(f"diverged at step {status.step}: {status.reason}")
     print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
+    if not run.quiet and (alarms := read_alarms(folder.path)):
+        print(f"data of the first alarm: {inspect_command(folder.path, alarms[0].step)}", flush=True)
     if not run.quiet and "tensorboard" in run.logging:
         print(dashboards(folder.path), flush=True)
     return EXIT_CODES[status.status]

@@ -59,8 +59,24 @@ class Windows(IndexedCache):
         return int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
 
     def row(self, nth: int) -> Row:
+        return self.builder.window(self.kind, self._start(nth))
+
+    def _start(self, nth: int) -> int:
         epoch, item = self._epochs.item(nth)
-        return self.builder.window(self.kind, self._kept(epoch) + item * self.length)
+        start: int = self._kept(epoch) + item * self.length
+        return start
+
+    def contents(self, nth: int) -> list[Content]:
+        """Return the documents of row ``nth``; the first and the last may be cut."""
+        start, lengths_N = self._start(nth), self.builder.stores[self.kind].lengths_N
+        ends_N = np.cumsum(lengths_N)
+        first, last = np.searchsorted(ends_N, [start, start + self.length - 1], side="right").tolist()
+        found = []
+        for n in range(first, last + 1):
+            begin = int(ends_N[n] - lengths_N[n])
+            end = min(int(ends_N[n]), start + self.length) - begin
+            found.append(Content(self.kind, n, max(0, start - begin), end))
+        return found
 
 
 class DialRows(IndexedCache):
@@ -91,6 +107,10 @@ class DialRows(IndexedCache):
         ids, surprise, targets = self._kept(chunk)
         starts = tuple(range(0, self.per_row * self.dial.length, self.dial.length))
         return Row(ids[place], starts, surprise[place], targets[place] if self.dial.config.target_noise else None)
+
+    def contents(self, nth: int) -> list[Content]:
+        """Return the documents of row ``nth``."""
+        return [Content("dial", nth * self.per_row + n, 0, self.dial.length) for n in range(self.per_row)]
 
 
 class TrainingOrder:
@@ -177,6 +197,12 @@ class TrainingOrder:
         if kind in self._pieces:
             return [Content(kind, *self._pieces[kind][item].tolist()) for item in items]
         return [Content(kind, item, 0, len(self.builder.stores["pair"][item])) for item in items]
+
+    def samples(self, index: int) -> list[Content]:
+        """Return `contents`, also of text windows and the dial."""
+        slot, nth = self.mixture.draw(index)
+        source = self._sources.get(kind_of(slot))
+        return self.contents(index) if source is None else source.contents(nth)
 
     def row(self, index: int) -> Row:
         """Return sequence ``index`` of the order, of at most ``seq_len`` tokens."""

@@ -6,25 +6,40 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mmqk.store import OneSentenceParser, UserError, relative_word, with_configs, write_folder
+from mmqk.store import (
+    OneSentenceParser,
+    UserError,
+    differing_fields,
+    read_run,
+    relative_word,
+    with_configs,
+    write_folder,
+)
 from mmqk.store.files import writing
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
 
 DESCRIPTION = """\
 Show the training data of a configuration and seed: its first sequences with text, images, modalities, targets and
-documents, and statistics of the tokens. Takes every flag of mmqk.train."""
+documents, and statistics of the tokens. Takes every flag of mmqk.train. With --step, show the sequences of one
+optimizer step: their numbers, shards and keys, and their losses by modality."""
 
 EPILOG = """\
 files in --out:
   index.html        the page, in one file without external resources
-  statistics.json   the numbers of the page
+  statistics.json   the numbers of the page (with --step: step.json)
 
 examples:
   mmqk inspect --config configs/demo.yaml
   mmqk inspect --config configs/demo.yaml --data.pack documents --seed 1
-  mmqk inspect --config configs/demo.yaml --data.mix '{"dial": 1}'"""
+  mmqk inspect --config configs/demo.yaml --data.mix '{"dial": 1}'
+  mmqk inspect runs/demo/0123456789 --step 300"""
 
 MOST_SEQUENCES = 64
+TOKENS = 300_000
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,39 +50,77 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = OneSentenceParser(
         prog="mmqk inspect",
-        usage="%(prog)s [--config YAML] [--sequences N] [--out DIR] [--FIELD VALUE ...]",
+        usage="%(prog)s [RUN | --config YAML] [--step N] [--sequences N] [--out DIR] [--FIELD VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--sequences", type=int, default=8, help="sequences to show (default: 8)")
-    add("--tokens", type=int, default=300_000, help="tokens to read for the statistics (default: 300000)")
-    add("--out", type=Path, default=Path("reports/data"), help="folder of the page (default: reports/data)")
+    add("--step", type=int, metavar="N", help="show the sequences of this step of metrics.jsonl")
+    text = "checkpoint for the losses of --step (default: the newest one of the run before the step)"
+    add("--from", dest="weights", type=Path, metavar="CKPT", help=text)
+    add("--sequences", type=int, help=f"most sequences to show (default: 8; with --step {MOST_SEQUENCES})")
+    add("--tokens", type=int, default=TOKENS, help=f"tokens to read for the statistics (default: {TOKENS})")
+    add("--out", type=Path, help="folder of the page (default: reports/data; with --step reports/stepN)")
     options, rest = parser.parse_known_args(argv)
+    if options.sequences is None:
+        options.sequences = 8 if options.step is None else MOST_SEQUENCES
     if not 1 <= options.sequences <= MOST_SEQUENCES:
         raise UserError(f"--sequences is {options.sequences}: give 1 to {MOST_SEQUENCES}.")
     if options.tokens < 1:
         raise UserError(f"--tokens is {options.tokens}: give at least 1.")
 
     from mmqk.config import resolve
-    from mmqk.inspection.page import inspect
 
-    rest = with_configs(rest)
-    run = resolve(rest)
-    command = "mmqk inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))
+    folder = Path(rest[0]) if rest and (Path(rest[0]) / "run.json").is_file() else None
+    given = rest if folder else with_configs(rest)
+    run = resolve(given) if folder is None else _run_of(folder, rest[1:])
+    command = "mmqk inspect " + shlex.join(map(relative_word, _as_given(options, given)))
     name = run.out.parent.name  # runs/NAME/<id>
-    files, lines = inspect(run, options.sequences, options.tokens, command, name)
-    numbers = json.dumps(files["statistics.json"], indent=1, ensure_ascii=False) + "\n"
-    with writing(options.out):
-        write_folder(options.out, {**files, "statistics.json": numbers})
+    if options.step is None:
+        from mmqk.inspection.page import inspect
+
+        files, lines = inspect(run, options.sequences, options.tokens, command, name)
+    else:
+        from mmqk.inspection.step import inspect_step
+
+        files, lines = inspect_step(run, folder, options.step, options.weights, options.sequences, command)
+    out = options.out or Path("reports") / ("data" if options.step is None else f"step{options.step}")
+    for file, content in files.items():
+        if not isinstance(content, str):
+            files[file] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    with writing(out):
+        write_folder(out, files)
     print("\n".join(lines))
-    print(options.out / "index.html")
+    print(out / "index.html")
     return 0
 
 
-def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:
+def _run_of(folder: Path, words: list[str]) -> RunConfig:
+    """Return the configuration of a run folder.
+
+    Raises:
+        UserError: the run names code that ``words`` does not name, or its data have changed.
+    """
+    from mmqk.config import resolve
+
+    record = read_run(folder) or {}
+    config = (record.get("details") or {}).get("config") or {}
+    for section in ("model", "data"):
+        patch = (config.get(section) or {}).get("patch")
+        if patch and not any(patch in word for word in words):
+            again = f"{section}.patch={patch}"
+            raise UserError(f"{folder} has {again}, which is code that runs only if you name it too: add {again}.")
+    run = resolve(["--config", str(folder / "config.yaml"), f"--out={folder}", *words])
+    if differing := differing_fields(record.get("identity") or {}, run.identity):
+        raise UserError(f"{folder} was trained with another {differing[0]}: restore it, or name another run.")
+    return run
+
+
+def _as_given(options: argparse.Namespace, rest: list[str]) -> list[str]:
     """Return the command line without --out. The flags of mmqk inspect itself come last, and only if they differ from
     their defaults."""
-    given = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
-    return [*rest, *(w for n, v in given if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
+    shown = 8 if options.step is None else MOST_SEQUENCES
+    given = [("step", options.step, None), ("from", options.weights, None), ("sequences", options.sequences, shown)]
+    given.append(("tokens", options.tokens, TOKENS))
+    return [*rest, *(w for name, value, default in given if value != default for w in (f"--{name}", str(value)))]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order import Content
@@ -75,6 +76,8 @@ def inspect(
     data.setup()
     plain = without_roots(read(run, data, tokens))
     rows, targets, length = statistics_rows(plain), plain["targets"], plain["data"]["seq_len"]
+    shown = min(sequences, plain["run_sequences"])
+    batch = data.builder.batch([data.order.row(i) for i in range(shown)], documents=True)
     total = sum(targets.values())
     shares = listed([f"{percent(count / total)} {name}" for name, count in targets.items()])
     summary = (
@@ -91,7 +94,7 @@ def inspect(
         "command": command,
         "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
         "css": (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip(),
-        **_sequences(run, data, plain, min(sequences, plain["run_sequences"])),
+        **sequence_views(run, data, plain["loss_weights"], batch, range(shown), range(shown)),
     }
     files = {"index.html": report.render("inspect.html", content, TEMPLATES, FILTERS), "statistics.json": plain}
     cells = text_table([["", *plain["modalities"]], *([label, *cells] for label, _, cells in rows)], {0})
@@ -119,23 +122,32 @@ def statistics_rows(plain: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     return [(label, note, [cell(m, s) for m, s in plain["modalities"].items()]) for label, note, cell in table]
 
 
-def _sequences(run: RunConfig, data: TokenDataModule, plain: dict[str, Any], shown: int) -> dict[str, Any]:
-    """Return the sequences of the page, from a batch made with the batch builder that training uses."""
+def sequence_views(
+    run: RunConfig,
+    data: TokenDataModule,
+    weights: Mapping[str, float],
+    batch: TokenBatch,
+    numbers: Sequence[int],
+    places: Sequence[int],
+) -> dict[str, Any]:
+    """Return the sequences of a page: those at ``places`` of a batch, whose numbers in the order are ``numbers``;
+    ``weights`` has the loss weight of each modality."""
     layout, order = data.builder.layout, data.order
     decoder = IdDecoder(run.data.tokenizers_folder) if "pair" in run.data.family else None
     widths = run.data.dial.grid if "dial" in run.data.family else {}
-    viewer = Viewer(layout, plain["loss_weights"], decoder, widths)
+    viewer = Viewer(layout, weights, decoder, widths)
     originals = Originals(find_file(run.data.pairs)) if decoder and run.data.pairs else None
-    batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
     sequences = []
-    for index in range(shown):
+    for index, place in zip(numbers, places, strict=True):
         contents = order.contents(index)
         images = {}
         if originals is not None and decoder is not None:
             pictured = ((n, c.item) for n, c in enumerate(contents) if c.kind in ("pair", "image"))
             images = {n: originals.image(item, decoder.image_size) for n, item in pictured}
-        view = viewer.view(batch, index, images)
-        heads = [_head(data, c) for c in contents] or [""] * len(view["documents"])
+        view = viewer.view(batch, place, images)
+        heads = [_head(data, c) for c in contents]
+        if len(heads) != len(view["documents"]):  # a text window, the dial, or rows that data.patch has changed
+            heads = [""] * len(view["documents"])
         view["facts"] = _facts(view, run.data.seq_len)
         view["documents"] = list(zip(heads, view["documents"], strict=True))
         sequences.append({"index": index, "slot": SLOT_WORDS[order.mixture.draw(index).slot], **view})

@@ -85,6 +85,11 @@ def relative_word(word: str) -> str:
     return f"{flag}{equals}{relative(value) if value.startswith('/') else without_roots(value)}"
 
 
+def inspect_command(run: str | os.PathLike[str], step: int) -> str:
+    """Return the command that shows the sequences of a step of a run."""
+    return f"mmqk inspect {relative(run)} --step {step}"
+
+
 def without_roots(value: Any) -> Any:
     """Return the plain data with every absolute path in its strings shortened by `relative`. SVG and data URLs are
     not changed."""

@@ -80,7 +80,7 @@ def test_identity_and_refusals(whole, tmp_path):
     assert one.id == two.id == ranges.id != none.id
     assert "skip" not in none.identity["fork"] and one.identity["fork"]["skip"] == [40, 41]
     for wrong in ("a", "5-3", "1,,x", "1-2000000"):
-        with pytest.raises(UserError, match="fork_skip is .*: give sequence numbers"):
+        with pytest.raises(UserError, match=r"fork_skip is .*: give sequence numbers"):
             resolve([from_8, f"--fork_skip={wrong}"])
     with pytest.raises(UserError, match="fork_skip belongs to a fork"):
         resolve([*command(whole), "--fork_skip=3"])

@@ -242,7 +242,7 @@ class Encoder:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
         """
         job, index = self.job, None if self.job.kind == "text" else index_tar(path)
-        dropped, unread, splits = ReasonCounts(), Unread() if index is None else index.unread, list[str]()
+        dropped, unread, kept = ReasonCounts(), Unread() if index is None else index.unread, list[tuple[str, str]]()
         counts, samples, files = dict.fromkeys(SPLITS, 0), 0, 0
         self.documents.clear()  # drop documents of an earlier shard that was not read to its end
         for key, sample in read_samples(path, job.kind) if index is None else index:
@@ -250,16 +250,16 @@ class Encoder:
             try:
                 identity, places = document_of(sample, job.kind, job.caption_field)
                 self.documents.add([self._loaded(place) for place in places])
-                splits.append(split_of(identity, job.val_fraction))
-                counts[splits[-1]] += 1
+                kept.append((split_of(identity, job.val_fraction), key))
+                counts[kept[-1][0]] += 1
             except Dropped as fault:
                 dropped.add(fault.reason, key)
             if index is not None:
                 count_unread(unread, job.kind, key, sample)
             if self.documents.tokens >= TOKENS_A_FILE:
-                self._write(part, files, splits)
+                self._write(part, files, kept)
                 files += 1
-        self._write(part, files, splits)
+        self._write(part, files, kept)
         return {
             "file": path.name,
             "size": path.stat().st_size,
@@ -272,15 +272,16 @@ class Encoder:
             "unread": asdict(unread),
         }
 
-    def _write(self, part: str, files: int, splits: list[str]) -> None:
-        """Write the pending documents of a part that has ``files`` files already; ``splits`` has their splits."""
+    def _write(self, part: str, files: int, kept: list[tuple[str, str]]) -> None:
+        """Write the pending documents of a part that has ``files`` files already; ``kept`` has the split and the key
+        of each."""
         # "_" sorts after ".", so the files are read in the order in which they were written.
         name = f"{part}_{files:06d}" if files else part
         documents = self.documents.take()
         for split in SPLITS:
-            if of_split := [ids for ids, of in zip(documents, splits, strict=True) if of == split]:
-                self.writer.add_part(split, name, of_split)
-        splits.clear()
+            if of_split := [(ids, key) for ids, (of, key) in zip(documents, kept, strict=True) if of == split]:
+                self.writer.add_part(split, name, [ids for ids, _ in of_split], [key for _, key in of_split])
+        kept.clear()
 
     def _loaded(self, place: bytes | str) -> str | Image.Image:
         """Return a text unchanged, or an image decoded."""

@@ -4,6 +4,7 @@
 FOLDER/tokens.json                    kind, layout, parts with counts and sha256, counts of dropped samples
 FOLDER/train/00000.ids.npy            ids of all documents of a part, concatenated, uint16 or uint32
 FOLDER/train/00000.lengths.npy        tokens of each document, uint32
+FOLDER/train/00000.keys.json          key of each document in its shard; not part of the folder's hash
 FOLDER/val/...
 ```
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -30,6 +32,7 @@ import numpy as np
 from mmqk.data.shards.manifest import sha256_file
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, vocab_sizes_of
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
+from mmqk.store.files import read_regular
 
 TOKENS = "tokens.json"
 FORMAT = 2
@@ -136,8 +139,10 @@ class TokenWriter:
     def __init__(self, folder: Path, kind: str, layout: Layout, tokenizers: str = "") -> None:
         self.folder, self.kind, self.layout, self.tokenizers = folder, kind, layout, tokenizers
 
-    def add_part(self, split: str, name: str, documents: Sequence[np.ndarray]) -> None:
-        """Write one part.
+    def add_part(
+        self, split: str, name: str, documents: Sequence[np.ndarray], keys: Sequence[str] | None = None
+    ) -> None:
+        """Write one part, and the keys of its documents in their shard, if known.
 
         Raises:
             ValueError: a document is empty or has an id outside the layout. OSError: the folder cannot be written.
@@ -152,6 +157,8 @@ class TokenWriter:
         lengths = np.array([len(d) for d in documents], dtype=np.uint32)
         (self.folder / split).mkdir(parents=True, exist_ok=True)
         _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.layout.dtype))
+        if keys is not None:
+            write_json(self.folder / split / f"{name}.keys.json", list(keys))
         _save(self.folder / split / f"{name}.lengths.npy", lengths)
 
     def finish(self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None) -> None:
@@ -355,6 +362,15 @@ def read_header(folder: Path | str) -> Header:
     if not known:
         raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
     return header
+
+
+def read_keys(folder: Path, split: str, part: str) -> list[str] | None:
+    """Return the keys of the documents of a part in their shard; None if the folder has none."""
+    path = folder / split / f"{part}.keys.json"
+    if not path.exists():
+        return None
+    keys: list[str] = json.loads(read_regular(path))
+    return keys
 
 
 def is_token_folder(folder: Path | str) -> bool:

@@ -149,6 +149,14 @@ class OnlinePairs:
             " repair the shards"
         )
 
+    def place(self, n: int) -> tuple[str, str]:
+        """Return the shard and the key of document n, or of the next document that can be used."""
+        self[n]  # finds out which documents cannot be used
+        state_N = self.account.state_N[self._number : self._number + len(self)]
+        i = next(i for i in itertools.chain(range(n, len(self)), range(n)) if state_N[i] == 1)
+        s, sample = self.samples_N2[i]
+        return str(self.shards[s].path), self.shards[s].keys[sample]
+
     def _name(self, i: int, shown: Callable[[str], str] = str) -> str:
         s, sample = self.samples_N2[i]
         return f"sample {shown(self.shards[s].keys[sample])} of shard {self.shards[s].path}"

@@ -26,6 +26,7 @@ from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.measure import middle
 from mmqk.lab.verdicts.study import Study
 from mmqk.store import flatten, without_roots
+from mmqk.store.formatting import inspect_command
 
 LOGIT = METRICS["largest_attention_logit"].measure
 # Fields that do not change what a run computes.
@@ -317,6 +318,10 @@ def single(study: Study) -> dict[str, Any] | None:
         "grown": table("Sorted by step", heads, grown, 2),
         "watched": bool(statistics & {*probed, "loss", "grad_norm"} or alarms),
         "alarms": table("Alarms of the run", ["Step", "Alarm", "Where", "Message"], alarms, 4),
+        # A pack has no checkpoints, and its folder is a temporary one.
+        "inspect": inspect_command(run.path, run.alarms[0].step)
+        if run.alarms and (run.path / "checkpoints").is_dir()
+        else "",
         "settings": settings(run),
     }
 

@@ -1,0 +1,245 @@
+"""Experiments on a run that failed: forks from before the event, each with one change. Is the event gone, or does it
+remain?
+
+`run` writes a grid of forks, trains it with ``mmqk ablate`` and compares all forks by one rule, on the series of the
+event: ``before`` is its median over the last `SMOOTH` values up to the fork, ``most`` its largest later median of
+`Event.values` values, up to a little past the event. The event *remains* if ``most`` exceeds ``before`` by at least
+half as much as in the control; a value that is not finite counts as infinite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from mmqk.bench.score import LASTING
+from mmqk.bench.traces import SMOOTH, metrics_table
+from mmqk.inspection.position import Position
+from mmqk.lab.runs import Run, read_runs
+from mmqk.store import UserError
+from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.formatting import plain, text_table
+
+SHORT = 5  # values of a median that shows an event of more than one step
+NOT_FINITE = 1e30  # stands for a value that is not finite
+PAST = 50  # steps that the forks train past the event, if the run is as long
+# These rules compare medians of 50 losses, so their alarms come late.
+LATE = {"rise": 50, "divergence": 50}
+BATCHES_BEFORE, MOST_BATCHES = 4, 50
+CONTROL = "same"
+# Arm: what changes, what it means if the event is gone, what it means if it remains.
+ARMS = {
+    CONTROL: ("nothing", "the event does not repeat: nothing to compare with", "the event repeats"),
+    "batches": ("other batches", "it needs these batches", "it comes with other batches too"),
+    "sequences": ("sequences left out", "it needs these sequences", "it comes without these sequences too"),
+    "precision": ("precision", "it depends on the precision", "the precision does not decide"),
+    "moments": ("new moments", "it needs the optimizer's moments", "it comes with new moments too"),
+    "slower": ("learning rate / 3", "it needs this learning rate", "it comes at a third of the learning rate too"),
+    "noise": ("noise of 1e-6", "it hangs on rounding: repeat with other seeds", "it does not hang on rounding"),
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the experiments ask about: ``tag`` left its range at ``step``, in the words of ``sentence``."""
+
+    step: int
+    tag: str
+    sentence: str
+    alarm: str = ""
+
+    @property
+    def values(self) -> int:
+        """Number of values of the median that shows the event."""
+        return 1 if self.alarm.startswith("spike") or self.alarm == "non_finite" else SHORT
+
+    @property
+    def sign(self) -> int:
+        """-1 for a series that falls at the event."""
+        return -1 if self.tag.startswith(("attn_entropy", "attn_rank")) else 1
+
+
+@dataclass(frozen=True)
+class Experiments:
+    """The answer.
+
+    Attributes:
+        run: the folder of the run.
+        event: the event.
+        start, end: the steps of the fork and of the end of the forks.
+        left_out: the sequences of the arm ``sequences``, as in ``--fork_skip``.
+        table: a row per arm. Columns: ``change``, ``before``, ``most`` and ``final`` (values of the event's series),
+            ``outcome`` (gone, remains or unknown) and ``means``.
+        out: the folder of the forks.
+    """
+
+    run: Path
+    event: Event
+    start: int
+    end: int
+    left_out: str
+    table: pd.DataFrame
+    out: Path
+
+    def lines(self) -> list[str]:
+        """Return the text."""
+        cells = [
+            [r["change"], r["outcome"], *(plain(r[c], 4) for c in ("before", "most", "final")), r["means"]]
+            for r in self.table.to_dict("records")
+        ]
+        heads = ["change", "event", "before", "most", "final", "meaning"]
+        return [
+            f"event: {self.event.sentence}",
+            f"forks of {self.run} from step {self.start} to {self.end}, in {self.out}; series: {self.event.tag}",
+            f"sequences left out: {self.left_out}",
+            "",
+            *text_table([heads, *cells], {0, 1, 5}),
+        ]
+
+
+def run(
+    folder: Path, step: int | None = None, fields: Mapping[str, Any] | None = None, jobs: int | None = None
+) -> Experiments:
+    """Train the forks of a run around an event, and say in which of them the event is gone. The same call continues
+    an interrupted one. The forks are in ``FOLDER-experiments/step<event>``.
+
+    Args:
+        folder: a run folder of mmqk.
+        step: step of the event; None for the first alarm that is not a spike or, without one, the first alarm.
+        fields: fields that all forks set too, such as ``data.patch`` of the run, which a fork must name again.
+        jobs: forks to train at a time; None as in ``mmqk ablate``.
+
+    Raises:
+        UserError: the folder is no run with an event, has no checkpoint before the event, or a fork failed.
+    """
+    from mmqk.ablate import main as ablate
+
+    one, metrics = _read(folder)
+    event = _event(one, step)
+    start, checkpoint = _start(folder, event)
+    end = min(one.planned_steps, event.step + PAST)
+    left_out = _sequences(one, metrics, event, start)
+    settings = _settings(one, checkpoint, end - start, left_out)
+    common = {
+        "trainer.max_steps": end,
+        "optim.schedule_steps": one.setting("optim.schedule_steps") or one.planned_steps,
+        "checkpoint.every_n_steps": 0,
+        "checkpoint.at": [],
+        "logging": [],
+        **(fields or {}),
+    }
+    arms = {
+        name: {"label": ARMS[name][0], "fork": {"checkpoint": str(checkpoint.resolve())}, "set": common | changed}
+        for name, changed in settings.items()
+    }
+    grid = {"name": "experiments", "title": f"Experiments on {folder.name}", "base": [], "seeds": [one.seed]}
+    out = folder.parent / f"{folder.name}-experiments" / f"step{event.step}"
+    file = out.with_suffix(".yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump({**grid, "arms": arms}, sort_keys=False), encoding="utf-8")
+    with contextlib.redirect_stdout(sys.stderr):
+        code = ablate([str(file), "--out", str(out), *([] if jobs is None else ["--jobs", str(jobs)])])
+    if code:
+        raise UserError(f"a fork in {out} failed or was interrupted: run the same command again.")
+    found = {fork.arm: metrics_table(fork).loc[start + 1 :] for fork in read_runs(out)}
+    return Experiments(folder, event, start, end, left_out, _table(found, event, _before(metrics, event, start)), out)
+
+
+def _before(metrics: pd.DataFrame, event: Event, start: int) -> float:
+    return float(_loud(metrics[event.tag].loc[:start], event).iloc[-SMOOTH:].median())
+
+
+def _sequences(one: Run, metrics: pd.DataFrame, event: Event, start: int) -> str:
+    """Return the sequences of the steps from which the series is above half of its rise until it is below a quarter,
+    and of a few steps before."""
+    loud = _loud(metrics[event.tag].loc[: event.step + PAST], event).loc[start + 1 :]
+    before = _before(metrics, event, start)
+    rise = loud.max() - before
+    above = loud >= before + rise / 2
+    first = int(above.idxmax()) if above.any() else event.step
+    below = [int(step) for step in loud.index[loud < before + rise / 4] if step > first]
+    last = min([first + MOST_BATCHES, *below]) - 1
+    position = Position.of(one.path)
+    return f"{position.numbers(max(start + 1, first - BATCHES_BEFORE))[0]}-{position.numbers(last)[-1]}"
+
+
+def _table(found: Mapping[str, pd.DataFrame], event: Event, before: float) -> pd.DataFrame:
+    """Return `Experiments.table`."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in (name for name in ARMS if name in found):
+        loud = _loud(found[name].get(event.tag, pd.Series(dtype=float)), event)
+        final = loud.iloc[-SHORT:].median()
+        rows[name] = {"change": ARMS[name][0], "before": before, "most": loud.max(), "final": final}
+    control = rows[CONTROL]["most"] - before
+    for name, row in rows.items():
+        remains = control > 0 and row["most"] - before >= control / 2
+        row["outcome"] = "unknown" if math.isnan(row["most"] - control) else "remains" if remains else "gone"
+        row["means"] = {"gone": ARMS[name][1], "remains": ARMS[name][2]}.get(row["outcome"], "nothing was logged")
+        for value in ("before", "most", "final"):
+            row[value] = math.inf if row[value] >= NOT_FINITE else row[value] * event.sign
+    return pd.DataFrame(rows).T
+
+
+def _loud(series: pd.Series, event: Event) -> pd.Series:
+    """Return the series of an event as numbers that rise at the event, each the median of `Event.values` values."""
+    rising = (series.dropna() * event.sign).replace([np.inf, -np.inf], NOT_FINITE)
+    return rising.rolling(event.values, 1).median()
+
+
+def _read(folder: Path) -> tuple[Run, pd.DataFrame]:
+    found = read_runs(folder)
+    if len(found) != 1 or not (folder / "config.yaml").exists():
+        raise UserError(f"{folder} is not the folder of one run of mmqk train: name one that has a config.yaml.")
+    return found[0], metrics_table(found[0])
+
+
+def _event(one: Run, step: int | None) -> Event:
+    """Return the event at ``step``, or the first one of the run."""
+    alarms = sorted(one.alarms, key=lambda alarm: alarm.step)
+    if step is not None:
+        if not 0 < step <= one.last_step:
+            raise UserError(f"{one.path} has no step {step}: name one from 1 to {one.last_step}.")
+        at = next((alarm for alarm in alarms if alarm.step == step), None)
+        return Event(step, "loss", f"step {step}") if at is None else Event(step, at.tag, at.line(), at.name)
+    lasting = [alarm for alarm in alarms if alarm.name in LASTING] or alarms
+    if not lasting:
+        raise UserError(f"{one.path} has no alarm: name the step of the event with --step.")
+    first = lasting[0]
+    return Event(first.step, first.tag, first.line(), first.name)
+
+
+def _start(folder: Path, event: Event) -> tuple[int, Path]:
+    """Return the newest checkpoint before the event and its step."""
+    late = LATE.get(event.alarm, 1)
+    earlier = [path for path in checkpoints_in(folder / "checkpoints") if step_of(path) <= event.step - late]
+    if not earlier:
+        at = max(1, event.step - max(late, 20))
+        raise UserError(
+            f"{folder} has no checkpoint before step {event.step - late}: write one with mmqk train --config"
+            f' {folder / "config.yaml"} --checkpoint.at "[{at}]" --out {folder}-again, which repeats the run, then name'
+            f" {folder}-again."
+        )
+    return step_of(earlier[-1]), earlier[-1]
+
+
+def _settings(one: Run, checkpoint: Path, steps: int, left_out: str) -> dict[str, dict[str, Any]]:
+    """Return the fields that each arm sets."""
+    wide = not str(one.setting("trainer.precision", "32-true")).startswith("bf16")
+    return {
+        CONTROL: {},
+        "batches": {"fork_skip_batches": steps},
+        "sequences": {"fork_skip": left_out},
+        "precision": {"trainer.precision": "bf16-mixed" if wide else "32-true"},
+        "moments": {"fork_new_moments": True},
+        "slower": {"optim.lr": one.setting("optim.lr") / 3},
+        "noise": {"fork_noise": 1e-6},
+    }

@@ -1,0 +1,156 @@
+"""The sequences of one optimizer step: where each comes from, and its loss by modality. ``mmqk inspect RUN --step N``.
+
+Step N is the line of metrics.jsonl with this number. It used the weights of the checkpoint of step N - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from mmqk.checkpoint import load_checkpoint, model_of
+from mmqk.data.batch import TokenBatch
+from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.inspection.page import FILTERS, SLOT_WORDS, TEMPLATES, sequence_views
+from mmqk.inspection.position import Position
+from mmqk.inspection.samples import places_of, samples_of
+from mmqk.lab import formatting as report
+from mmqk.model import EarlyFusionTransformer
+from mmqk.model.patch import named_function
+from mmqk.store import UserError
+from mmqk.store.checkpoints import checkpoints_in, step_of
+from mmqk.store.formatting import plain, text_table
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
+
+LOGITS_AT_ONCE = 2**26
+
+
+def inspect_step(
+    run: RunConfig, folder: Path | None, step: int, given: Path | None, shown: int, command: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Describe the sequences of an optimizer step.
+
+    Args:
+        run: configuration of the run.
+        folder: the run folder; None for a run from the start that needs no folder.
+        step: number of the step in metrics.jsonl.
+        given: checkpoint whose weights give the losses; None for the newest one of the run before the step.
+        shown: most sequences on the page; of more, those with the largest loss.
+        command: the command that reproduces the page.
+
+    Returns:
+        Files by name (text, or plain data for JSON), and the lines to print.
+
+    Raises:
+        UserError: the run has no such step, or its data or the checkpoint cannot be read.
+    """
+    position = Position(run.data.batch_size) if folder is None else Position.of(folder)
+    numbers = position.numbers(step)
+    if step > (last := run.trainer["max_steps"]):
+        raise UserError(f"The run ends with step {last} and has no step {step}: name an earlier one.")
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    batch = step_batch(run, data, position, step)
+    own = [] if folder is None else [p for p in checkpoints_in(folder / "checkpoints") if step_of(p) < step]
+    path = given or (own[-1] if own else None)
+    names = list(run.model.vocab_sizes)
+    losses, weights = [dict[str, float]() for _ in numbers], "losses need a checkpoint: name one with --from"
+    if path is not None:
+        content = load_checkpoint(path, "name another one after --from")
+        model = model_of(content)
+        if list(model.config.vocab_sizes.items()) != list(run.model.vocab_sizes.items()):
+            raise UserError(f"The vocabulary of {path} is not that of the run: name another one after --from.")
+        losses = losses_of(model.eval(), batch, run.data.documents_apart)
+        at = content.get("global_step", "?")
+        weights = f"losses (nats per token, fp32, no dropout) with the weights of step {at}"
+    places, modality_BT = places_of(data), batch.modality_BT.where(batch.valid_BT, -1)
+    micro = run.data.batch_size // run.trainer["accumulate_grad_batches"]
+    record = [
+        {
+            "sequence": number,
+            "slot": data.order.mixture.draw(number).slot,
+            "micro_batch": place // micro,
+            "rank": place % micro // (micro // run.processes),
+            "samples": samples_of(data, places, number),
+            "tokens": {name: int((modality_BT[place] == m).sum()) for m, name in enumerate(names)},
+            "loss": losses[place],
+        }
+        for place, number in enumerate(numbers)
+    ]
+    loudest = sorted(range(len(numbers)), key=lambda b: -max(losses[b].values(), default=0))[:shown]
+    chosen = sorted(loudest)
+    weighted = dict(zip(names, run.loss.weights_of(run.model.modalities), strict=True))
+    views = sequence_views(run, data, weighted, batch, [numbers[b] for b in chosen], chosen)
+    for view, b in zip(views["sequences"], chosen, strict=True):
+        where = [f"{sample['shard']} {sample['key']}" for sample in record[b]["samples"]]
+        loss = [f"loss {name} {plain(value, 4)}" for name, value in losses[b].items()]
+        view["facts"] = " · ".join([view["facts"], *loss, *where])
+    spread = run.processes > 1 or micro < run.data.batch_size
+    rows = _rows(record, names, path is not None, spread)
+    title = f"Step {step} reads sequences {numbers[0]} to {numbers[-1]}"
+    page = {
+        "name": "" if folder is None else folder.parent.name,
+        "title": title,
+        "summary": f"{weights[:1].upper()}{weights[1:]}.",
+        "rows": [],
+        "samples": rows,
+        "plain": {"seed": run.seed, "data": {"seq_len": run.data.seq_len, "pack": run.data.pack,
+                                             "document_mask": run.data.document_mask}},
+        "words": SLOT_WORDS,
+        "command": command,
+        "css": (report.TEMPLATES / "page.css").read_text(encoding="utf-8").strip(),
+        **views,
+    }  # fmt: skip
+    plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
+    files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
+    return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
+
+
+def step_batch(run: RunConfig, data: TokenDataModule, position: Position, step: int) -> TokenBatch:
+    """Return all sequences of a step over all micro-batches and ranks, in order, with document numbers."""
+    patch = named_function(run.data.patch) if run.data.patch else None
+    size, accumulate = run.data.batch_size, run.trainer["accumulate_grad_batches"]
+    micro = MicroBatches(data.order, size, accumulate, 0, run.processes, run.trainer["max_steps"], True, patch)
+    micro.ahead, micro.skip = position.ahead, list(position.skip)
+    return micro.first_rows((step - 1) * accumulate, size)
+
+
+@torch.inference_mode()
+def losses_of(model: EarlyFusionTransformer, batch: TokenBatch, documents_apart: bool) -> list[dict[str, float]]:
+    """Return the mean loss of each sequence by modality of the target, nats; a modality without targets is absent."""
+    names = model.config.modalities
+    chunk = max(1, LOGITS_AT_ONCE // (batch.ids_BT.shape[1] * model.config.vocab_size))
+    found = []
+    for at in range(0, len(batch.ids_BT), chunk):
+        part = slice(at, at + chunk)
+        documents_BT = batch.document_BT[part] if documents_apart and batch.document_BT is not None else None
+        logits_BTV = model(batch.ids_BT[part], batch.modality_BT[part], documents_BT)
+        ce_BT = F.cross_entropy(logits_BTV.float().transpose(1, 2), batch.targets_BT[part], reduction="none")
+        for ce_T, mask_T, modality_T in zip(
+            ce_BT, batch.target_mask_BT[part], batch.target_modality_BT[part], strict=True
+        ):
+            means = {name: float(ce_T[mask_T & (modality_T == m)].mean()) for m, name in enumerate(names)}
+            counts = {name: int((mask_T & (modality_T == m)).sum()) for m, name in enumerate(names)}
+            found.append({name: mean for name, mean in means.items() if counts[name]})
+    return found
+
+
+def _rows(record: list[dict[str, Any]], names: list[str], has_losses: bool, spread: bool) -> list[list[str]]:
+    """Return the table: a row per sample; the numbers of a sequence stand in the row of its first sample."""
+    heads = ["sequence", *["micro-batch", "rank"] * spread, "sample", "shard", "key", *names]
+    rows = [[*heads, *([f"loss {name}" for name in names] if has_losses else [])]]
+    for entry in record:
+        place = [str(entry["sequence"]), *[str(entry["micro_batch"]), str(entry["rank"])] * spread]
+        losses = [plain(entry["loss"].get(name, math.nan), 4) if name in entry["loss"] else "–" for name in names]
+        counts = [*(str(entry["tokens"][name]) for name in names), *(losses if has_losses else [])]
+        for n, sample in enumerate(entry["samples"]):
+            first = n == 0
+            rows.append([*(place if first else [""] * len(place)), sample["kind"], sample["shard"], sample["key"],
+                         *(counts if first else [""] * len(counts))])  # fmt: skip
+    return rows
