@@ -21,12 +21,13 @@ from benchmarks.others import needs
 from benchmarks.setups import toy
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
+from mmqk.data.coupling import DialConfig
 from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
+from mmqk.data.dial import Dial
 from mmqk.data.shards.archives import index_tar
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
 from mmqk.data.shards.samples import pair_of
-from mmqk.data.synthetic.dial import Dial, DialConfig
 from mmqk.data.tokens.encode import Encoder, TokenizeJob
 from mmqk.data.tokens.online import open_online
 

@@ -6,11 +6,11 @@ shards/samples, images    a sample: its texts and images, or the reason why it i
 shards/manifest           which samples are in which split; the shipped shards
 tokenizers/files, image   texts and images to ids; train and vq train the tokenizers on the data of source
 tokens/encode             documents to ids, and shards to the parts of a token folder (`tokenize`)
-tokens/folder             the folder that stores them; `ids` makes one from arrays of ids; pairings: other captions
+tokens/folder             the folder that stores them; `ids` makes one from arrays of ids
 tokens/cache, online      token folders of shards, made at the first run; pairs that are encoded during training
-synthetic/                documents with known entropies, instead of a token folder
+coupling, dial            documents with known entropies, instead of a token folder
 mixture, order            which document is in which sequence: a function of (config, seed, index)
 sequences, batch          documents to sequences, and sequences to a TokenBatch
-datamodule                the batches of a run, by rank and worker; config: its fields; statistics: its tokens
+datamodule                the batches of a run, by rank and worker; config: its fields
 ```
 """

@@ -1,8 +1,8 @@
-"""TokenBatch, the batch that every part of mmqk uses, and its copy to a GPU. B sequences, T tokens."""
+"""TokenBatch, the batch that every part of mmqk uses. B sequences, T tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -62,34 +62,6 @@ class TokenBatch:
     def pin_memory(self) -> TokenBatch:
         return self._map(Tensor.pin_memory)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that ``stream`` uses the tensors too, so that it does not reuse their memory early."""
-        for f in fields(self):
-            if (tensor := getattr(self, f.name)) is not None:
-                tensor.record_stream(stream)
-
     def first(self, n: int) -> TokenBatch:
         """Return the first ``n`` sequences; `step_targets` is unchanged."""
         return self._map(lambda t: t[:n] if t.ndim else t)
-
-
-def prefetched(batches: Iterable[TokenBatch], device: torch.device) -> Iterator[TokenBatch]:
-    """Yield the batches on a GPU, in order; each is copied from pinned memory while the model trains on the previous
-    batch."""
-    beside = torch.cuda.Stream(device)
-    ahead: tuple[TokenBatch, torch.cuda.Event] | None = None
-    for batch in batches:
-        with torch.cuda.stream(beside):
-            ready, ahead = ahead, (batch.to(device, non_blocking=True), beside.record_event())
-        if ready is not None:
-            yield _arrived(*ready, device)
-    if ahead is not None:
-        yield _arrived(*ahead, device)
-
-
-def _arrived(batch: TokenBatch, copied: torch.cuda.Event, device: torch.device) -> TokenBatch:
-    """Make the device, not the host, wait for the copy. Keep the memory of the batch until the step has read it."""
-    step = torch.cuda.current_stream(device)
-    step.wait_event(copied)
-    batch.record_stream(step)
-    return batch

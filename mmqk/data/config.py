@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mmqk.data.coupling import DialConfig
+from mmqk.data.dial import Dial
 from mmqk.data.mixture import Mixture
-from mmqk.data.synthetic.dial import Dial, DialConfig
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import source_hash
 from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash

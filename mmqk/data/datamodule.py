@@ -14,16 +14,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mmqk.data.batch import TokenBatch, prefetched
+from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig, layout
+from mmqk.data.dial import Dial
 from mmqk.data.order import TrainingOrder, sequence_numbers, validation_rows
-from mmqk.data.sequences import Row, SequenceBuilder
-from mmqk.data.statistics import count_targets, describe, floors, unigram_loss
-from mmqk.data.synthetic.dial import Dial
-from mmqk.data.tokens.cache import open_source
+from mmqk.data.sequences import Row, SequenceBuilder, count_targets, describe, floors, unigram_loss
+from mmqk.data.tokens.cache import Captions, ShuffledPairs, open_source
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.data.tokens.online import open_online
-from mmqk.data.tokens.pairings import Captions, ShuffledPairs
 from mmqk.model.patch import named_function
 from mmqk.store import UserError
 
@@ -117,11 +115,10 @@ class PositionedLoader:
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
         )
-        batches = prefetched(loader, self.device) if self.device.type == "cuda" else loader
         try:
-            for batch in batches:
+            for batch in loader:
                 self.position += 1
-                yield batch
+                yield batch.to(self.device, non_blocking=True)  # from pinned memory: the host does not wait
         except UserError as error:
             # A loader worker puts a traceback into the message; the original message follows the class name.
             raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
@@ -311,5 +308,5 @@ class TokenDataModule(L.LightningDataModule):
         return {name: count / n for name, count in count_targets(rows, self.builder.layout).items()}
 
     def unigram_loss(self) -> dict[str, float]:
-        """Return `mmqk.data.statistics.unigram_loss` of the first training sequences."""
+        """Return `mmqk.data.sequences.unigram_loss` of the first training sequences."""
         return unigram_loss(self.sample, self.val_rows, self.builder.layout)

@@ -8,9 +8,9 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from mmqk.data.dial import Dial
 from mmqk.data.mixture import Epochs, IndexedCache, Mixture, Packing, kind_of, random_stream
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
-from mmqk.data.synthetic.dial import Dial
 
 DIAL_CHUNK = 64
 # The order of each kind of row uses its own random stream: `random_stream(seed, number, epoch)` with this number.

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from mmqk.data.shards.archives import expand, read_samples
 from mmqk.data.shards.manifest import SHARE, default_share, fractions_of, sha256_file, small_set_sentence
-from mmqk.data.shards.samples import ReasonCounts, Unread
+from mmqk.data.shards.samples import ReasonCounts
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokenizers.source import add_sample_arguments
 from mmqk.data.tokens.encode import TokenizeJob, run_shards
@@ -146,23 +146,11 @@ def _options(args: argparse.Namespace, kind: str, paths: list[Path], begun: Mapp
         "max_pixels": args.max_pixels,
         "caption_field": args.caption_field,
     }
-    if begun is not None:
-        _refuse_others(args.out, begun, options)
+    was = options if begun is None else begun
+    if differing := [name for name in {**options, **was} if was.get(name) != options.get(name)]:
+        flags = " and ".join("documents" if name == "kind" else f"--{name.replace('_', '-')}" for name in differing)
+        raise UserError(f"{args.out} was made with other {flags}: give the same again, or another --out")
     return options
-
-
-def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    def shown(value: Any) -> str:
-        return f"{len(value)} files up to {value[-1]}" if isinstance(value, list) else str(value)
-
-    differing = []
-    for name in dict.fromkeys([*options, *begun]):
-        if begun.get(name) != options.get(name):
-            flag = "documents" if name == "kind" else f"--{name.replace('_', '-')}"
-            was, now = shown(begun.get(name, "none")), shown(options.get(name, "none"))
-            differing.append(f"{flag} ({was}, now {now})")
-    if differing:
-        raise UserError(f"{out} was made with other {' and '.join(differing)}: give the same again, or another --out")
 
 
 def _already_finished(args: argparse.Namespace, kind: str, paths: list[Path]) -> int:
@@ -259,14 +247,14 @@ def _remove_parts(out: Path, parts: set[str]) -> None:
 
 
 def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
-    dropped, unread = ReasonCounts(), Unread()
+    dropped, unread = ReasonCounts(), ReasonCounts()
     for record in records:
         source = f"{record['file']}: "
         dropped.take(ReasonCounts(record["dropped"], record["examples"]), source)
-        unread.take(Unread(**record["unread"]), source)
+        unread.take(ReasonCounts(**record["unread"]), source)
     samples = sum(record["samples"] for record in records)
     files = sum(record.get("files", 0) for record in records)
-    reasons = [*dropped.reason_lines(), *unread.lines(files)]
+    reasons = [*dropped.reason_lines(), *unread.unread_lines(files)]
     if dropped.total == samples:
         shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options
         why = "; ".join(line.strip() for line in reasons) or "the shards are empty"

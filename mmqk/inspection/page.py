@@ -16,10 +16,10 @@ import yaml
 
 from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.dial import Dial
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order import Content
-from mmqk.data.statistics import count_targets, describe, floors
-from mmqk.data.synthetic.dial import Dial
+from mmqk.data.sequences import count_targets, describe, floors
 from mmqk.data.tokens.folder import is_token_folder, read_header
 from mmqk.inspection.views import IdDecoder, Originals, Viewer
 from mmqk.lab import formatting as report

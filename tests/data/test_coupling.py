@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mmqk.data.synthetic.coupling import UNITS, Coupling, Edge, Quantile, coupling, unigram_entropy, zipf
+from mmqk.data.coupling import UNITS, Coupling, Edge, coupling, unigram_entropy, zipf
 
 SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
 
@@ -121,21 +121,3 @@ def test_a_vocabulary_of_65536_takes_no_table_of_pairs():
         gain = edge.gain(np.full(len(p), parent), np.arange(len(p)))
         assert (p * np.exp(gain)).sum() == pytest.approx(1, abs=1e-10)
         assert (p * np.exp(gain * 1.01)).sum() != pytest.approx(1, abs=1e-3)
-
-
-@pytest.mark.parametrize(("vocabulary", "skew"), [(2, 0.0), (5, 0.3), (128, 0.7), (1000, 3.0), (70_000, 1.0)])
-def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
-    random = np.random.default_rng(0)
-    order = random.permutation(vocabulary)
-    ends = np.cumsum(zipf(vocabulary, skew)[order])
-    edges = ends[:-1] / UNITS
-    places = np.concatenate(
-        [[0.0, np.nextafter(1, 0), 1.0], edges, np.nextafter(edges, 0), np.nextafter(edges, 1), random.random(5000)]
-    )
-    expected = order[np.minimum(np.searchsorted(edges, places, side="right"), vocabulary - 1)]
-    quantile = Quantile(ends, order)
-    assert (quantile(places) == expected).all()
-    assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
-    # The control: ``places`` includes the numbers at which one interval ends and the next begins. For these numbers a
-    # search with side="left" gives another token.
-    assert (order[np.searchsorted(edges, places, side="left")] != expected).any()

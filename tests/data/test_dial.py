@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.data.synthetic.dial import Dial, DialConfig, forest
+from mmqk.data.coupling import DialConfig, forest
+from mmqk.data.dial import Dial
 
 THREE = DialConfig(
     vocabulary={"text": 12, "image": 16, "audio": 8},
@@ -280,26 +281,6 @@ def test_a_gap_of_0_is_0_to_the_last_digit_and_moves_alone():
     assert not np.allclose(hi.log_prob(ids), hi.log_prob(swapped), atol=0.01)
 
 
-def test_no_other_predictor_beats_the_source():
-    config = chain(mutual_information=1.0)
-    others = {
-        "entropy": replace(config, entropy={"text": 1.25, "image": 2.0}),
-        "information": replace(config, mutual_information=0.8),
-        "orders": replace(config, language=1),
-        "lag": replace(config, lag={"text": 3, "image": 3}),
-        "skew": replace(config, skew={"text": 0.8, "image": 0.85}),
-    }
-    ids = Dial(config).documents(8, 0, 30_000)
-    own = Dial(config).log_prob(ids).sum(1)
-    for name, other in others.items():
-        loss = own - Dial(other).log_prob(ids).sum(1)
-        error = loss.std() / math.sqrt(len(loss))
-        assert loss.mean() > 5 * error, name
-        # On its own documents, the other dial has the lower loss.
-        theirs = Dial(other).documents(8, 0, 30_000)
-        assert (Dial(other).log_prob(theirs) - Dial(config).log_prob(theirs)).mean() > 0, name
-
-
 # Refusals
 
 
@@ -375,20 +356,3 @@ def test_parents_stand_where_the_configuration_says(tokens, lag, width):
     assert (
         parent != {int(c): int(p) for lv in forest(tokens, lag + 1, width) for c, p in zip(*lv, strict=True)} or lag > 8
     )
-
-
-def test_occurrences_are_what_counting_finds():
-    config = chain(order="forward", entropy={"text": 1.5, "image": 2.0})
-    dial = Dial(config)
-    ids = dial.documents(0, 0, 2_000)[:, :24]
-    row = dial.describe(2_000 * 48)[0]
-    pairs = np.bincount(ids[:, :-3].ravel() * 12 + ids[:, 3:].ravel(), minlength=144)
-    p = np.bincount(ids.ravel(), minlength=12) / ids.size
-    by_chance = np.outer(p, p).ravel()
-    tied = pairs / pairs.sum() > by_chance
-    # A share ρ of the pairs is drawn from the coupling. The others are drawn independently, and some of these are
-    # pairs of the coupling by chance.
-    rho = (pairs[tied].sum() / pairs.sum() - by_chance[tied].sum()) / (1 - by_chance[tied].sum())
-    assert row["transitions"] == 23 and pairs.sum() == 2_000 * 21
-    assert rho * pairs.sum() / 23 == pytest.approx(row["seen"], rel=0.05)
-    assert pairs.sum() / 23 > row["seen"] * 1.2

@@ -16,8 +16,8 @@ from PIL import Image
 
 from mmqk.config import resolve
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.dial import Dial
 from mmqk.data.shards.manifest import read_pairs
-from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer
 from mmqk.data.tokens.folder import TokenWriter, layout_of

@@ -195,20 +195,6 @@ def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_pa
     assert code == 0 and "skipped" not in err and not (tmp_path / "none/skipped.json").exists()
 
 
-def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_data, tmp_path):
-    image = index_tar(tiny_data / "pairs/train-00000.tar").read(0)["webp"]
-    used = {"webp": image, "txt": b"a"}
-    dotted = {f"{n:04d}.webp": image for n in range(9)}
-    samples = [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})]
-    path = write_samples(tmp_path / "a.tar", samples)
-    for _ in range(2):  # the second call reads the stored index
-        lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
-        assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]
-        assert any("with a second dot in the name: 9 (a.tar: photo.0000.webp" in line for line in lines)
-    path = write_samples(tmp_path / "b.tar", [(f"k{n}", used) for n in range(3)])
-    assert both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread() == []
-
-
 def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
     argv = (str(tiny_data / "pairs/train-00000.tar"), tiny_data / "tokenizers", tmp_path, 0.3)
     expected = open_online(*argv)["val"].samples_N2

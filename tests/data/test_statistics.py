@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.build.predictability import predictability
-from mmqk.data import statistics
+from mmqk.data import sequences as statistics
 from mmqk.data.sequences import Row
 from mmqk.data.tokens.folder import Layout
 
@@ -154,39 +154,3 @@ def test_the_ngram_model_is_the_one_of_the_textbook(transitions):
     other = [np.mean(brute_force(train, val, 16, 8, c)) for c in range(5)]
     assert list(found.values()) != pytest.approx(other, abs=1e-4)
     assert list(means(8).values()) == pytest.approx(other)
-
-
-def test_the_standard_error_is_of_documents_that_are_independent():
-    random = np.random.default_rng(0)
-    train = random.integers(8, size=(200, 50))
-    val = random.choice(8, (100, 40), p=np.arange(1, 9) / 36)
-    spread = [one(train, random.choice(8, (100, 40), p=np.arange(1, 9) / 36), 8).model for _ in range(60)]
-    assert one(train, val, 8).model_error == pytest.approx(np.std(spread), rel=0.35)
-    # Documents that repeat their tokens four times have no more information than the originals.
-    assert one(train, np.tile(val, 4), 8).model_error == pytest.approx(
-        2 * one(train, np.concatenate([val] * 4), 8).model_error, rel=0.1
-    )
-
-
-def test_three_modalities_by_their_blocks(transitions):
-    random, n = np.random.default_rng(5), 600
-    # The two halves of a text use different words.
-    text = random.choice(20, (n, 20), p=zipf(20, 1.0, random)) + np.repeat([0, 20], 10)
-    image = 40 + chain(transitions, n, 30, lag=1, seed=6)
-    sound = 104 + text[:, :10] % 8  # determined by the words 20 tokens earlier
-    rows = np.concatenate([text, sound, image], axis=1)
-    vocab_sizes = {"text": 40, "image": 64, "sound": 8, "smell": 5}
-    found = describe(rows[:500], rows[500:], vocab_sizes, contexts=[(1, 2), (20,)])
-    assert list(found) == ["text", "image", "sound"]
-    assert {m: s.tokens for m, s in found.items()} == {"text": 9500, "image": 15000, "sound": 5000}
-    assert {m: s.block for m, s in found.items()} == {"text": 40, "image": 64, "sound": 8}
-    assert found["sound"].used == len(np.unique(sound[:500]))
-    assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # the context is of another modality
-    assert found["sound"].compressed > 0.5  # the compressor sees one modality only
-    # Without a context, the model knows only the frequencies of the words.
-    nothing = found["text"].model_by_context["none"]
-    assert found["text"].unigram - 0.1 < nothing < found["text"].unigram + 0.3
-    alone = describe([row - 104 for row in sound[:500]], [], {"sound": 8})["sound"]
-    assert alone.unigram == pytest.approx(found["sound"].unigram, abs=0.1)
-    assert found["image"].model < 0.8 * found["image"].unigram
-    assert alone.model is alone.model_error is None

@@ -11,10 +11,7 @@ import pytest
 from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.ids import main
-from mmqk.data.order import TrainingOrder
 from mmqk.data.sequences import SequenceBuilder, pieces
-from mmqk.data.shards import manifest
-from mmqk.data.shards.archives import expand
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
 from mmqk.store import UserError, cli_main
 
@@ -202,14 +199,6 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
     assert not train & val and len(train) + len(val) == 60 and 5 < len(val) < 35
 
 
-def test_interleaved_documents_are_whole_rows(tmp_path):
-    documents = some(40, high=25)
-    store = open_tokens(write(tmp_path / "t", documents))["train"]
-    order = TrainingOrder(SequenceBuilder({"interleaved": store}, LAYOUT, 32), {"interleaved": 1.0}, 0.5, seed=0)
-    found = sorted(order.row(i).ids.tolist() for i in range(40))
-    assert found == sorted([0, *d.tolist()] for d in documents)
-
-
 # Errors of `mmqk.data.ids`, and the files that it leaves --------------------------------------------------
 
 
@@ -224,14 +213,3 @@ def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
     assert len(open_tokens(arrays / "t")["train"]) == 40
     assert {p.name for p in arrays.iterdir()} == {p.name for p in before} | {"t"}
     assert (arrays / "t").stat().st_mode == (arrays / "t/train").stat().st_mode
-
-
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
-    pipe = tmp_path / "train-0.tar"
-    os.mkfifo(pipe)
-    folder = write(tmp_path / "tokens", some(9))
-    (folder / "train/00001.ids.npy").unlink()
-    os.mkfifo(folder / "train/00001.ids.npy")
-    for do in (lambda: expand([str(pipe)]), lambda: manifest.main([str(tmp_path)]), lambda: open_tokens(folder)):
-        with pytest.raises(UserError, match=r"is a pipe and not a regular file|it is not a file"):
-            do()

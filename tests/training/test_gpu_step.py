@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from mmqk.config import LossConfig
-from mmqk.data.batch import prefetched
 from mmqk.model import EarlyFusionTransformer, ModelConfig, transformer
 from mmqk.training import losses as chunked_loss
 from mmqk.training.loop import StepLog
@@ -197,7 +196,7 @@ class Batches:
         self.parts = [part.pin_memory() for batch in batches for part in cut(batch, ACCUMULATE)]
 
     def __iter__(self):
-        return prefetched(self.parts, torch.device(DEVICE, 0))
+        return (part.to(DEVICE, non_blocking=True) for part in self.parts)
 
 
 def fit_without_waiting(module, documents, *callbacks) -> tuple[StepLog, NobodyWaits]:

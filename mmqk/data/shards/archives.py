@@ -13,7 +13,6 @@ import glob
 import gzip
 import lzma
 import os
-import re
 import sys
 import tarfile
 import zlib
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from braceexpand import braceexpand
 
-from mmqk.data.shards.samples import IGNORED, LINE, LONGEST_LINE, Unread, printable
+from mmqk.data.shards.samples import IGNORED, LINE, LONGEST_LINE, ReasonCounts, printable
 from mmqk.store import UserError, check_local, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
@@ -55,7 +54,7 @@ class TarIndex:
     extent_M2: np.ndarray = field(repr=False)
     first: np.ndarray = field(repr=False)
     files: int = 0
-    unread: Unread = field(default_factory=Unread, repr=False)
+    unread: ReasonCounts = field(default_factory=ReasonCounts, repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -101,12 +100,12 @@ def index_tar(path: Path | str) -> TarIndex:
     keys: dict[str, None] = {}
     fields: list[str] = []
     extent: list[tuple[int, int]] = []
-    first, unread = [0], Unread()
+    first, unread = [0], ReasonCounts()
     try:
         with open(path, "rb") as file:
             if file.peek(6).startswith(_COMPRESSED):
                 raise UserError(f"shard {path} is compressed and cannot be read by offset: unpack it")
-            for sample in group_by_keys(_files(path, file, unread), _key_and_field):
+            for sample in group_by_keys(_files(path, file, unread)):
                 key = sample.pop("__key__")
                 if key in keys:
                     raise UserError(
@@ -130,7 +129,7 @@ def index_tar(path: Path | str) -> TarIndex:
     return TarIndex(path, length, list(keys), fields, extent_M2, first_N, len(fields) + unread.total, unread)
 
 
-def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
+def _files(path: Path, file: BinaryIO, unread: ReasonCounts) -> Iterator[dict[str, Any]]:
     """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
     for info in _headers(path, file):
         base = info.name.rpartition("/")[2]
@@ -138,13 +137,6 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
             yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
         elif not info.isdir():
             unread.add(IGNORED, info.name)
-
-
-def _key_and_field(name: str) -> tuple[str, str]:
-    # webdataset's own function does not match names in a folder that has a dot and a line break in its name.
-    folder, slash, base = name.rpartition("/")
-    stem, _, rest = base.partition(".")
-    return folder + slash + stem, rest
 
 
 def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
@@ -196,8 +188,6 @@ def expand(patterns: Sequence[str]) -> list[Path]:
 
 def _files_of(pattern: str) -> Iterator[Path]:
     check_local(pattern)
-    if re.search(r"\.\.[0-9]{8,}\}", pattern):
-        raise UserError(f"{pattern} has too long a range: give the numbers of files that exist")
     whole = os.path.expanduser(pattern)
     try:
         names = [whole] if os.path.exists(whole) else list(braceexpand(whole, escape=False))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmqk.data.shards.archives import index_tar, read_lines
 from mmqk.data.shards.images import Dropped, load_image, open_image
-from mmqk.data.shards.samples import Unread, count_unread, document_of, json_of, pair_of, printable, text_of
+from mmqk.data.shards.samples import ReasonCounts, count_unread, document_of, json_of, pair_of, printable, text_of
 from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="the folder with the shards")
     folder: Path = parser.parse_args(argv).folder
-    unread, files = Unread(), 0
+    unread, files = ReasonCounts(), 0
     splits: dict[str, tuple[Shard, ...]] = {}
     for path in sorted(folder.glob("*-*.tar")):
         check_regular(path)
@@ -269,6 +269,6 @@ def main(argv: list[str] | None = None) -> int:
     with writing(folder, "make it writable"):
         write_manifest(folder, manifest)
     print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
-    for line in unread.lines(files):
+    for line in unread.unread_lines(files):
         print(line)
     return 0

@@ -20,7 +20,7 @@ LONGEST_SHOWN = 200  # characters of a name
 
 IGNORED = "in no sample: the name has no dot or begins with one, or the file is a link or a device"
 UNUSED = "in a sample that does not use them"
-DOTTED = "with a second dot in the name"
+DOTTED = "with a second dot in the name, while the key of a sample ends at the first dot"
 
 # Longest text of a document, in bytes of UTF-8; the tokenizer needs about 150 times this size in memory.
 MAX_TEXT = 2**22
@@ -34,7 +34,6 @@ TEXT_MEMBER = "txt"
 LINE = "line"  # the field of a line of JSON, which is a sample of kind text
 
 NO_IMAGE = "no image file"
-FURTHER_DOT = "no image file, only files with a second dot in their names"
 NO_CAPTION = "no caption"
 EMPTY_CAPTION = "caption is empty"
 TOO_LONG = "text is longer than 4 MiB, or its json is longer than 16 MiB"
@@ -47,10 +46,9 @@ NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
 # Reasons for which a pair cannot be used.
-REASONS = (NO_IMAGE, FURTHER_DOT, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, TOO_LONG, *IMAGE_REASONS)
+REASONS = (NO_IMAGE, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, TOO_LONG, *IMAGE_REASONS)
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
-_DOTTED = {(".", field) for field in IMAGE_FIELDS}
 
 
 @dataclass
@@ -93,31 +91,11 @@ class ReasonCounts:
         for reason, count in self.by_count().items():
             yield f"  {reason}: {count:,} ({', '.join(map(printable, self.examples[reason]))})"
 
-
-@dataclass
-class Unread(ReasonCounts):
-    """Counts by reason of files that were not read from their archives, because no document uses them."""
-
-    def lines(self, total: int) -> Iterator[str]:
-        """Yield the lines to print, given the total number of files; none if all files were read."""
-        if not self.total:
-            return
-        yield f"{self.total:,} of {total:,} files were not read:"
-        yield from self.reason_lines()
-        if DOTTED in self.counts:
-            yield self.key_rule()
-
-    def key_rule(self) -> str:
-        """Return a sentence that explains the key of a file with a second dot in its name and suggests another
-        name."""
-        path = printable(self.examples[DOTTED][0].rpartition(": ")[2])
-        folder, slash, name = path.rpartition("/")
-        key, _, rest = name.partition(".")
-        return (
-            f"the key of a sample is the name up to its first dot, so {name} is the file {rest} of the sample"
-            f" {folder}{slash}{key}: name it {name.replace('.', '_', name.count('.') - 1)}"
-            " to make it a separate sample"
-        )
+    def unread_lines(self, total: int) -> Iterator[str]:
+        """Yield the lines to print if these files were not read out of ``total``; none if all files were read."""
+        if self.total:
+            yield f"{self.total:,} of {total:,} files were not read:"
+            yield from self.reason_lines()
 
 
 def printable(text: str) -> str:
@@ -128,7 +106,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def count_unread(unread: Unread, kind: str, key: str, fields: Collection[str]) -> None:
+def count_unread(unread: ReasonCounts, kind: str, key: str, fields: Collection[str]) -> None:
     """Count those files of a sample that no document of a kind (pair or interleaved) uses. The json and txt of a pair
     count as used."""
     numbered = {field for field in fields if kind == "interleaved" and _NUMBERED.fullmatch(field)}
@@ -152,8 +130,7 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
     """
     image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
     if image is None:
-        dotted = any(field.rpartition(".")[1:] in _DOTTED for field in sample)
-        raise Dropped(FURTHER_DOT if dotted else NO_IMAGE)
+        raise Dropped(NO_IMAGE)
     caption = None
     if caption_field != TEXT_MEMBER:
         caption = json_of(sample).get(caption_field or CAPTION_FIELD)

@@ -156,18 +156,12 @@ def _images(source: Source, args: argparse.Namespace) -> Images:
         print(f"image: {small_set_sentence(source.val_fraction)}", flush=True)
     if images.summary:
         print(f"image: {images.summary}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)
-    n, codes = config.grid**2, config.codes
-    if codes > len(train) * n:
-        args.codes = codes = len(train) * n
+    n = config.grid**2
+    if config.codes > len(train) * n:
+        args.codes = len(train) * n
         print(
             f"image: {len(train):,} training images of {config.grid}x{config.grid} codes cannot fill more codes:"
-            f" the codebook has {codes:,}, not {config.codes:,}",
-            flush=True,
-        )
-    if codes > args.batch_size * n:
-        print(
-            f"image: a batch has {args.batch_size * n:,} vectors for {codes:,} codes; the other codes start in later"
-            f" batches; --batch-size {-(-codes // n)} starts all codes in the first batch",
+            f" the codebook has {args.codes:,}, not {config.codes:,}",
             flush=True,
         )
     return images

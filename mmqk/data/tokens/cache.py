@@ -2,6 +2,7 @@
 
 A run opens its sources here (`open_source`): a token folder as it is, and a folder of shards with a manifest through
 the cache. The cache is made in one process; `mmqk.data.tokenize` is the command for sets that need several.
+`ShuffledPairs` and `Captions` are the documents of ``data.pairing`` shuffled and captions.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 from PIL import Image
 
+from mmqk.data.mixture import random_stream
 from mmqk.data.shards.manifest import IMAGE_SIZE, MANIFEST, manifest_hash, read_pairs, read_text
 from mmqk.data.tokenizers.files import read_config, tokenizers_hash
 from mmqk.data.tokens.encode import DocumentEncoder
@@ -34,6 +37,8 @@ from mmqk.store import UserError, new_folder
 from mmqk.store.files import writing
 
 FORMAT = 3
+# Seed of the permutation of `ShuffledPairs`, which is the same for every run.
+SHUFFLE_SEED = 26
 
 
 def source_hash(folder: Path, kind: str) -> str:
@@ -127,3 +132,60 @@ def _documents(kind: str, folder: Path, split: str) -> Iterator[list[str | Image
     if kind == "pair":
         return ([pair.image, pair.caption] for pair in read_pairs(folder, split))
     return ([text] for text in read_text(folder, split))
+
+
+class ShuffledPairs:
+    """Pairs in which every image has the caption of another pair of its split.
+
+    The captions are permuted in one cycle, so each image and each caption occurs once and no pair keeps its caption.
+    The permutation depends on the number of pairs only.
+
+    Args:
+        pairs: the documents of a split.
+
+    Raises:
+        ValueError: there is only one pair.
+    """
+
+    def __init__(self, pairs: TokenStore) -> None:
+        n = len(pairs)
+        if n == 1:
+            raise ValueError("data.pairing 'shuffled' needs two pairs in each split: hold out more, or none.")
+        self.image_tokens = pairs.image_tokens if n else 0
+        self._pairs = pairs
+        order = random_stream(SHUFFLE_SEED, n).permutation(n)
+        self.caption_of_N = np.empty(n, dtype=np.int64)
+        self.caption_of_N[order] = np.roll(order, 1)
+        self.lengths_N = pairs.lengths_N[self.caption_of_N]  # all images have the same length
+        self.tokens = int(self.lengths_N.sum())
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Return the ids of document n, int64."""
+        caption = self._pairs[int(self.caption_of_N[n])][self.image_tokens :]
+        return np.concatenate([self._pairs[n][: self.image_tokens], caption])
+
+
+class Captions:
+    """The captions of pairs, without their images.
+
+    Args:
+        pairs: the documents of a split.
+    """
+
+    image_tokens = 0
+
+    def __init__(self, pairs: TokenStore) -> None:
+        self._pairs = pairs
+        self._removed = pairs.image_tokens if len(pairs) else 0
+        self.lengths_N = pairs.lengths_N - self._removed
+        self.tokens = int(self.lengths_N.sum())
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Return the ids of document n, int64."""
+        return self._pairs[n][self._removed :]

@@ -26,7 +26,7 @@ from PIL import Image
 from mmqk.data.shards.archives import index_tar, read_samples
 from mmqk.data.shards.images import Dropped, Fit, load_image
 from mmqk.data.shards.manifest import sha256_file, split_of
-from mmqk.data.shards.samples import EMPTY_DOCUMENT, ReasonCounts, Unread, count_unread, document_of
+from mmqk.data.shards.samples import EMPTY_DOCUMENT, ReasonCounts, count_unread, document_of
 from mmqk.data.tokenizers.files import SPECIALS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, layout_of
 from mmqk.store import UserError
@@ -242,7 +242,8 @@ class Encoder:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
         """
         job, index = self.job, None if self.job.kind == "text" else index_tar(path)
-        dropped, unread, kept = ReasonCounts(), Unread() if index is None else index.unread, list[tuple[str, str]]()
+        dropped, kept = ReasonCounts(), list[tuple[str, str]]()
+        unread = ReasonCounts() if index is None else index.unread
         counts, samples, files = dict.fromkeys(SPLITS, 0), 0, 0
         self.documents.clear()  # drop documents of an earlier shard that was not read to its end
         for key, sample in read_samples(path, job.kind) if index is None else index:

@@ -23,7 +23,7 @@ import numpy as np
 from mmqk.data.shards.archives import TarIndex, expand, index_tar
 from mmqk.data.shards.images import Dropped, load_image
 from mmqk.data.shards.manifest import MANIFEST, SHARE, checked_shards, default_share, load_manifest, manifest_hash
-from mmqk.data.shards.samples import IMAGE_FIELDS, REASONS, Unread, count_unread, pair_of, printable
+from mmqk.data.shards.samples import IMAGE_FIELDS, REASONS, ReasonCounts, count_unread, pair_of, printable
 from mmqk.data.tokenizers.files import read_config
 from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.store import UserError, identity_hash, replacing
@@ -116,10 +116,10 @@ class OnlinePairs:
 
     def unread(self) -> list[str]:
         """Return the lines to print about files in the shards that belong to no pair; empty if there are none."""
-        unread = Unread()
+        unread = ReasonCounts()
         for shard in self.shards:
             unread.take(shard.unread, f"{shard.path.name}: ")
-        return list(unread.lines(sum(shard.files for shard in self.shards)))
+        return list(unread.unread_lines(sum(shard.files for shard in self.shards)))
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -315,7 +315,7 @@ def _load(path: Path, cache: Path) -> _StoredIndex | None:
     try:
         with np.load(_place(path, cache)) as arrays:
             about = json.loads(arrays["about"].tobytes())
-            extent_M2, first, unread = arrays["extent"], arrays["first"], Unread(**about["unread"])
+            extent_M2, first, unread = arrays["extent"], arrays["first"], ReasonCounts(**about["unread"])
             names = about["keys"], about["fields"]
             index = TarIndex(path, path.stat().st_size, *names, extent_M2, first, about["files"], unread)
             return _StoredIndex(index, arrays["digests"], about["content"], about["sha256"])

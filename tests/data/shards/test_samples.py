@@ -110,32 +110,3 @@ def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
         with pytest.raises(Dropped, match="longer than 4 MiB"):
             made(101, how)
         assert made(90 if how.startswith("padded") else 100, how)
-
-
-def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
-    """If the limit for a line is 1 MiB, reading a line of 256 MiB from a compressed file of 250 kB takes less than
-    32 MiB of memory."""
-    import gzip
-    import tracemalloc
-
-    from mmqk.data.shards import archives
-
-    monkeypatch.setattr(archives, "LONGEST_LINE", 2**20)
-    path = tmp_path / "x.jsonl.gz"
-    with gzip.open(path, "wb") as file:
-        for _ in range(256):
-            file.write(b" " * 2**20)
-        file.write(b'\n{"text": "after"}\n')
-
-    def peak(read):
-        tracemalloc.start()
-        try:
-            read()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    assert peak(lambda: list(archives.read_lines(path))) < 2**25
-    with gzip.open(path) as whole:
-        assert peak(whole.readline) > 2**28  # the control
-    assert [text_of(line) for _, line in archives.read_lines(path) if line.strip()] == ["after"]

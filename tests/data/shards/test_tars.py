@@ -68,8 +68,6 @@ def test_keys_and_fields_are_those_of_webdataset(tmp_path: Path) -> None:
     assert got == expected and len(got) == 11
     # macOS writes extra files beside the real ones; webdataset skips them only at the top level, mmqk everywhere.
     assert index_tar(write_tar(tmp_path / "b.tar", [("a/._b.jpg", b"x")])).keys == []
-    # webdataset skips names in a folder that has a dot and a line break in its name, mmqk does not.
-    assert index_tar(write_tar(tmp_path / "c.tar", [("a.\nb/c.jpg", b"x")])).keys == ["a.\nb/c"]
     assert ("a/0", "jpg") in got and ("./d/e", "0.webp") in got and ("../../up", "txt") in got
 
 

@@ -8,20 +8,11 @@ import pytest
 import torch
 from scipy import stats
 
-from data.build.caption_gain import caption_gain, partners, summary
+from data.build.caption_gain import caption_gain, summary
 from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig
-from mmqk.store import UserError
-
-
-def test_partners_have_another_caption():
-    captions = ["a", "a", "b", "c", "c", "c", "d"]
-    found = partners(captions)
-    assert all(captions[i] != captions[j] for i, j in enumerate(found))
-    with pytest.raises(UserError):
-        partners(["a", "a"])
 
 
 class Oracle(torch.nn.Module):

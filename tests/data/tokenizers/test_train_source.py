@@ -94,23 +94,6 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
         assert reason in images.summary
 
 
-def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
-    pattern = write_shards(tmp_path / "s", 5, 8)
-    place = {noise(1000 * s + k).tobytes(): (s, k) for s in range(5) for k in range(8)}
-
-    def chosen(most: int) -> list[tuple[int, int]]:
-        images = Source([pattern], Selection(images=most, val_fraction=0.5)).images(64)
-        assert images.summary == f"{most} of 40 samples read"
-        return sorted(place[row] for split in (images.train_BCHW, images.val_BCHW) for row in rows(split))
-
-    first = chosen(10)
-    assert first == chosen(10)
-    assert [s for s, _ in first] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    # the places differ between shards, unlike with a fixed step
-    assert len({tuple(k for t, k in first if t == s) for s in range(5)}) > 1
-    assert len(chosen(39)) == 39
-
-
 def test_captions_of_tars_are_those_of_training_images(tmp_path):
     pattern = write_shards(tmp_path / "s", 2, 10)
     numbers = [1000 * s + k for s in range(2) for k in range(10)]

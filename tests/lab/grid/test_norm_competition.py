@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqk.config import RunConfig
-from mmqk.data.synthetic.dial import Dial
+from mmqk.data.dial import Dial
 from tests.lab.grid.resolved import resolved, unequal
 
 STUDY = "configs/claims/norm_competition.yaml"

@@ -1,1 +1,0 @@
-"""The entropy dial: synthetic documents with known statistics."""
