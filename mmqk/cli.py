@@ -5,11 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mmqk import __version__
+
+if TYPE_CHECKING:
+    from mmqk.lab.runner.state import Follow
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
@@ -17,10 +25,10 @@ COMMANDS = {
     "ablate": ("mmqk.ablate:main", "demo", "train a grid of runs with seeds"),
     "report": ("mmqk.report:main", "runs/demo", "write the page of a grid or of a run"),
     "pack": ("mmqk.cli:pack", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
-    "watch": ("mmqk.watch:main", "runs/demo", "show runs in a terminal while they train"),
+    "watch": ("mmqk.cli:watch", "runs/demo", "show runs in a terminal while they train"),
     "init": ("mmqk.lab.project:main", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspection:main", "demo", "show the training data of a configuration on one page"),
-    "preflight": ("mmqk.preflight:main", "train:checked", "check your own model and batch before training"),
+    "preflight": ("mmqk.cli:preflight", "train:checked", "check your own model and batch before training"),
     "bench": ("mmqk.bench:main", "runs/bench --rule mine:score", "score alarms on runs whose fault is known"),
     "remedies": ("mmqk.lab.remedies:main", "", "list every remedy, its field and its source"),
     "data tokenize": (
@@ -128,6 +136,156 @@ def pack(argv: list[str] | None = None) -> int:
     size = out.stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
     return 0
+
+
+WATCH = """\
+Show runs while they train: losses by modality, the largest attention logits and norms with their layers, alarms,
+speed and time left. Waits for the first run of a folder. Ends when every run has ended, or on Ctrl-C."""
+
+WATCH_EXAMPLES = """\
+examples:
+  mmqk watch runs/demo                     every run of a grid
+  mmqk watch runs/demo/mixed-0123456789    one arm
+  mmqk watch --once runs/cpu/0123456789    print one run once"""
+
+SHORTEST_SECONDS = 0.2
+NARROWEST = 60
+
+
+def watch(argv: list[str] | None = None) -> int:
+    """Show runs until all of them have ended, or show them once.
+
+    Raises:
+        UserError: a path is not a folder; or, if the runs are shown once, a folder does not exist or has no run.
+    """
+    from mmqk.store import OneSentenceParser, UserError
+
+    parser = OneSentenceParser(prog="mmqk watch", description=WATCH, epilog=WATCH_EXAMPLES, allow_abbrev=False)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of grids, of arms or of runs")
+    text = "print one frame and end (the default without a terminal or on a dumb terminal)"
+    parser.add_argument("--once", action="store_true", help=text)
+    text = "seconds between updates (default: 1)"
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help=text)
+    options = parser.parse_args(argv)
+    if not options.every >= SHORTEST_SECONDS:
+        raise UserError(f"--every is {options.every}: give at least {SHORTEST_SECONDS} seconds")
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from mmqk.lab.runner.state import follow
+    from mmqk.lab.runner.table import runs_table
+
+    console = Console()
+    if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
+        views = [run.look() for run in follow(options.runs)]
+        console.print(runs_table(views, max(NARROWEST, console.width)), soft_wrap=True)
+        return 0
+    followed: dict[tuple[Path, str, str], Follow] = {}
+    with contextlib.suppress(KeyboardInterrupt):
+        for folder in options.runs:
+            _wait_for_run(folder, options.every)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                # A grid adds runs, and changes the folder of a run when it selects its learning rate.
+                with contextlib.suppress(UserError):
+                    now = {(run.folder, run.name, run.never): run for run in follow(options.runs)}
+                    followed = {key: followed.get(key, run) for key, run in now.items()}
+                views = [run.look() for run in followed.values()]
+                live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
+                if all(view.ended for view in views):
+                    break
+                time.sleep(options.every)
+    return 0
+
+
+def _wait_for_run(folder: Path, every: float) -> None:
+    """Wait until the folder has a run; look every ``every`` seconds.
+
+    Raises:
+        UserError: the path is not a folder, or its ablation.json cannot be read.
+    """
+    from mmqk.lab.runner.state import follow
+    from mmqk.store import NoRun
+
+    sentence = f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)\n"
+    while True:
+        with contextlib.suppress(NoRun):
+            follow([folder])
+            return
+        print(sentence, end="", flush=True)
+        sentence = ""
+        time.sleep(every)
+
+
+PREFLIGHT = """\
+Check a model and a batch before training: leaks between tokens, attention, loss and parameters. Prints a line for
+each check. The exit code is 1 if a check failed."""
+
+PREFLIGHT_EXAMPLES = """\
+The function takes no arguments. It returns a dictionary with model and batch, and optionally loss, optimizer and
+modality, or a tuple in this order (docs/check_your_model.md).
+
+examples:
+  mmqk preflight train:checked                     the function checked() in train.py
+  mmqk preflight train:checked --json checks.json  also write the lines as JSON"""
+
+NAMES = ("model", "batch", "loss", "optimizer", "modality")
+
+
+def preflight(argv: list[str] | None = None) -> int:
+    """Check what the function returns; return 1 if a check failed.
+
+    Raises:
+        UserError: the function does not exist or returns something else.
+    """
+    from mmqk.store import OneSentenceParser
+    from mmqk.store.errors import FAILED_EXIT
+
+    parser = OneSentenceParser(
+        prog="mmqk preflight", description=PREFLIGHT, epilog=PREFLIGHT_EXAMPLES, allow_abbrev=False
+    )
+    parser.add_argument("function", metavar="module:function", help="a function without arguments")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the lines as JSON")
+    options = parser.parse_args(argv)
+    arguments = _called(options.function)
+
+    from mmqk.monitors import preflight as check
+
+    table = check(**arguments)
+    print(table)
+    if options.json is not None:
+        options.json.write_text(table.to_json() + "\n", encoding="utf-8")
+    return FAILED_EXIT if table.failed else 0
+
+
+def _called(name: str) -> dict[str, Any]:
+    """Call module:function and return its result as the arguments of `mmqk.monitors.preflight`, by name."""
+    from mmqk.store import UserError
+
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise UserError(f"{name} is not module:function: give both, as in train:checked for checked() in train.py")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"there is no module {module}: give a module that Python can import from here") from error
+    if not callable(function):
+        raise UserError(f"{module} has no function {attribute}: give the name of a function without arguments")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise UserError(f"{name} takes arguments: give a function without arguments") from error
+    result = function()
+    if isinstance(result, tuple):
+        result = dict(zip(NAMES, result, strict=False))
+    if not isinstance(result, Mapping) or not {"model", "batch"} <= set(result) <= set(NAMES):
+        keys = ", ".join(map(str, result)) if isinstance(result, Mapping) else type(result).__name__
+        raise UserError(f"{name} returns {keys}: return a dictionary with model and batch, and optionally {NAMES[2:]}")
+    return dict(result)
 
 
 def run() -> None:

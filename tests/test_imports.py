@@ -156,7 +156,7 @@ RULES = {
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "analysis": Rule(
-        ("mmqk.watch", "mmqk.lab.runner.state", "mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics",
+        ("mmqk.lab.runner.state", "mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics",
          "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.formatting", "mmqk.lab.remedies"),
         never=("torch", "lightning", "matplotlib"),
     ),
