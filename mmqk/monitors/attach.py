@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.distributed import rank, summed, world_size
+from mmqk.distributed import agreed, rank, summed, world_size
+from mmqk.monitors import summary
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.collect import Probe, over_layers
+from mmqk.monitors.collect import Probe
 from mmqk.monitors.foreign.inputs import LastCall, find_ids, named_inputs
 from mmqk.monitors.foreign.isolate import copied, unwrapped
 from mmqk.monitors.foreign.layers import Layers
-from mmqk.monitors.foreign.measurement import agreed
 from mmqk.monitors.foreign.probing import Prober
 from mmqk.monitors.foreign.sides import Modality, Sides, check_sides, modalities_of
-from mmqk.monitors.losses import LiveAlarms, Losses
-from mmqk.monitors.summary import WatchFolder, missing_series, restored_note, summary_line, warn_of_absent, warn_of_mass
-from mmqk.monitors.updates import Optimizers, Updates
+from mmqk.monitors.updates import Losses, Optimizers, Updates
 from mmqk.store import Alarm, AlarmRules
 from mmqk.store.errors import UserError
 
@@ -94,7 +92,7 @@ def attach(
     adapter = adapter or adapter_for(unwrapped(model))
     prober = Prober(model, modalities, sequences, adapter, checked_sides, matrices)
     updates = None if optimizer is None else Updates(model, optimizer)
-    alarms = LiveAlarms(AlarmRules(warmup_steps, max_steps), on_alarm)
+    alarms = summary.LiveAlarms(AlarmRules(warmup_steps, max_steps), on_alarm)
     folder = None if out is None else Path(out)
     return Watch(model, prober, every_n_steps, folder, log, alarms, Losses(modalities), strict, updates)
 
@@ -122,13 +120,13 @@ class Watch:
     every_n_steps: int
     out: Path | None
     log: Log | None
-    alarms: LiveAlarms
+    alarms: summary.LiveAlarms
     losses: Losses
     strict: bool = False
     updates: Updates | None = None
     steps: int = 0
     _last_call: LastCall = field(default_factory=LastCall)
-    _folder: WatchFolder | None = None
+    _folder: summary.WatchFolder | None = None
     _started: int = 0  # value of ``steps`` before the first step
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
@@ -168,7 +166,7 @@ class Watch:
             resumed = self.steps  # as the caller has set it; 0 for a new run
             self.steps = self._started = self.steps if number is None else number - 1
             if self.out is not None and self.every_n_steps and rank() == 0:
-                self._folder = WatchFolder(self.out, resumed)
+                self._folder = summary.WatchFolder(self.out, resumed)
                 self.alarms.folder = self.out
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._step_times is not None and not self._tried:
@@ -283,11 +281,11 @@ class Watch:
         if values:
             lines[self.steps] = lines.get(self.steps, {}) | values
         for step, line in lines.items() if rank() == 0 else ():
-            warn_of_mass(line, step, self._warned)
+            summary.warn_of_mass(line, step, self._warned)
             if self._folder is not None:
                 self._folder.write(step, line)
             if self.log is not None and step == self.steps:
-                self.log(line | over_layers(line), step=step)
+                self.log(line | summary.over_layers(line), step=step)
             self.alarms.update(step, line, lambda: self._bad_site(call))
 
     def _bad_site(self, call: Call | None) -> str | None:
@@ -340,10 +338,12 @@ class Watch:
         if rank() == 0:
             tokens = dict(zip(self.prober.names, tokens_M.tolist(), strict=True))
             step_seconds = [end - start for start, end in itertools.pairwise(self._step_times)]
-            line = summary_line(self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps)
-            line += restored_note(self.prober.changed) + self._attention_note(call)
+            line = summary.summary_line(
+                self.layers, tokens, self.prober.records, seconds, step_seconds, self.every_n_steps
+            )
+            line += summary.restored_note(self.prober.changed) + self._attention_note(call)
             origin = self.prober.modalities.origin
             line += f" · {origin}" if origin else ""
-            print(line + missing_series(values, self.prober.modalities.names), flush=True)
+            print(line + summary.missing_series(values, self.prober.modalities.names), flush=True)
             if not origin:
-                warn_of_absent(tokens)
+                summary.warn_of_absent(tokens)

@@ -8,9 +8,7 @@ Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statist
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -32,7 +30,6 @@ from mmqk.monitors.formulas.attention import (
     participation,
 )
 from mmqk.monitors.formulas.reduce import FEWEST_KEYS, Pairs, Sums, output_statistics, selection, sums
-from mmqk.store.metrics import parsed_tag
 from mmqk.store.metrics import tag as uncached_tag
 
 # Computes the value of each tag, and the number of values in its mean, from the merged tensors of a part.
@@ -105,46 +102,6 @@ class Probe:
         values, counts = both.tolist()
         tags = [t for part in self.parts for t in part.tags]
         return {t: v for t, v, n in zip(tags, values, counts, strict=True) if n}
-
-
-def _all(reducer: Callable[[Sequence[float]], float]) -> Callable[[Sequence[float]], float]:
-    """Return a reducer that gives NaN if any value is NaN; Python's max would depend on the order of values."""
-    return lambda values: math.nan if any(map(math.isnan, values)) else reducer(values)
-
-
-REDUCERS = {"max": _all(max), "min": _all(min), "median": _all(statistics.median)}
-# The reducers of each statistic by layer.
-BY_LAYER = {
-    "attn_logit_absmax": ("max",),
-    "attn_entropy": ("median", "min"),
-    "q_norm": ("max", "median"),
-    "k_norm": ("max", "median"),
-    "v_norm": ("max",),
-    "attn_logit_mean": ("median",),
-    "attn_logit_offset_var": ("max",),
-    "attn_logit_spread_var": ("max",),
-    "logit_alignment": ("max",),
-    "resid_norm": ("max",),
-    "attn_out_norm": ("max",),
-    "mlp_out_norm": ("max",),
-    "attn_rank": ("min",),
-    "qk_clip_logit": ("max",),
-    "qk_clip_gamma": ("min",),
-}
-
-
-def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the reductions over layers of the statistics in `BY_LAYER`; values by head are ignored."""
-    layers: dict[str, list[float]] = {}
-    for name, value in metrics.items():
-        parsed = parsed_tag(name)
-        if parsed.head is None and parsed.layer is not None and parsed.statistic in BY_LAYER:
-            layers.setdefault(name.rpartition("/")[0], []).append(value)
-    return {
-        f"{series}/{reducer}": float(REDUCERS[reducer](values))
-        for series, values in layers.items()
-        for reducer in BY_LAYER[series.split("/")[0]]
-    }
 
 
 # Sites whose L2 norms are measured, as ``q_norm`` (mean) and ``q_norm_max``.

@@ -1,14 +1,19 @@
-"""What `attach` prints and writes: the line after the first probe, warnings, and the run folder."""
+"""What `attach` prints and writes: the line after the first probe, warnings, alarms, reductions and the run folder."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from mmqk.distributed import rank, world_size
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import SiteRecord
+from mmqk.store import Alarm, AlarmRules, append_alarms
 from mmqk.store.alarms import truncate_alarms
 from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
@@ -194,3 +199,82 @@ class WatchFolder:
 
     def _status(self, status: str, step: int) -> None:
         write_json(self.path / STATUS_NAME, {"status": status, "step": step})
+
+
+@dataclass
+class LiveAlarms:
+    """Applies the rules of docs/alarms.md to the numbers of a watch; prints each kind of alarm once.
+
+    Args:
+        rules: the rules, with the length of the run and of its warm-up.
+        on_alarm: called with each alarm; or None.
+        folder: the run folder, which gets ``alarms.jsonl``; or None.
+    """
+
+    rules: AlarmRules
+    on_alarm: Callable[[Alarm], Any] | None = None
+    folder: Path | None = None
+    _printed: set[tuple[str, str, str | None]] = field(default_factory=set)
+
+    def update(self, step: int, values: Mapping[str, float], bad_site: Callable[[], str | None]) -> None:
+        """Add the numbers of a step, on the first rank.
+
+        Args:
+            step: optimizer step.
+            values: all numbers of the step, by tag.
+            bad_site: returns the first place with a value that is not finite.
+        """
+        if rank() > 0:
+            return
+        for alarm in self.rules.update(step, values):
+            if alarm.name == "non_finite" and world_size() == 1 and (site := bad_site()):
+                alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
+            if self.folder is not None:
+                append_alarms(self.folder, [alarm])
+            parsed = parsed_tag(alarm.tag)
+            kind = (alarm.name, parsed.statistic, parsed.modality)
+            if kind not in self._printed:
+                self._printed.add(kind)
+                print(f"mmqk: alarm at {alarm.line()}", flush=True)
+            if self.on_alarm is not None:
+                self.on_alarm(alarm)
+
+
+def _all(reducer: Callable[[Sequence[float]], float]) -> Callable[[Sequence[float]], float]:
+    """Return a reducer that gives NaN if any value is NaN; Python's max would depend on the order of values."""
+    return lambda values: math.nan if any(map(math.isnan, values)) else reducer(values)
+
+
+REDUCERS = {"max": _all(max), "min": _all(min), "median": _all(statistics.median)}
+# The reducers of each statistic by layer.
+BY_LAYER = {
+    "attn_logit_absmax": ("max",),
+    "attn_entropy": ("median", "min"),
+    "q_norm": ("max", "median"),
+    "k_norm": ("max", "median"),
+    "v_norm": ("max",),
+    "attn_logit_mean": ("median",),
+    "attn_logit_offset_var": ("max",),
+    "attn_logit_spread_var": ("max",),
+    "logit_alignment": ("max",),
+    "resid_norm": ("max",),
+    "attn_out_norm": ("max",),
+    "mlp_out_norm": ("max",),
+    "attn_rank": ("min",),
+    "qk_clip_logit": ("max",),
+    "qk_clip_gamma": ("min",),
+}
+
+
+def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the reductions over layers of the statistics in `BY_LAYER`; values by head are ignored."""
+    layers: dict[str, list[float]] = {}
+    for name, value in metrics.items():
+        parsed = parsed_tag(name)
+        if parsed.head is None and parsed.layer is not None and parsed.statistic in BY_LAYER:
+            layers.setdefault(name.rpartition("/")[0], []).append(value)
+    return {
+        f"{series}/{reducer}": float(REDUCERS[reducer](values))
+        for series, values in layers.items()
+        for reducer in BY_LAYER[series.split("/")[0]]
+    }

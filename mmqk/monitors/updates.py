@@ -1,11 +1,15 @@
-"""Measures the steps of an optimizer: sizes of gradients and updates by matrix and layer, and gradient clipping."""
+"""Measures the steps of training: the losses by target modality, and the sizes of gradients and updates by matrix and
+layer with gradient clipping.
+
+Shapes: B batch, T tokens, V vocabulary, M modalities.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from mmqk.distributed import summed
 from mmqk.monitors.foreign.isolate import unwrapped
 from mmqk.monitors.foreign.layers import clean, layer_of
+from mmqk.monitors.foreign.sides import Modalities
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
-from mmqk.store.errors import UserError
+from mmqk.store import UserError, tag
 
 Optimizers = Optimizer | Sequence[Optimizer]
+MOST_PENDING = 100  # steps whose losses stay on the device at most
+_IGNORED = -100  # a target that torch's cross_entropy leaves out
 
 
 @dataclass
@@ -239,3 +247,84 @@ class _Clips:
 
 
 _CLIPS = _Clips()
+
+
+@dataclass
+class Losses:
+    """Losses and log Z by target modality, as sums and counts on the device until `lines` transfers them.
+
+    Args:
+        modalities: maps the ids of targets to modalities.
+    """
+
+    modalities: Modalities
+    _sums_3M: Tensor | None = None  # of this step: count, sum of the losses, sum of log Z
+    _has_log_z: bool = False
+    _pending: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    @torch.no_grad()
+    def add(self, values: Tensor, targets_BT: Tensor) -> None:
+        """Add a micro-batch: logits (B, T, V) or losses in nats (B, T), and the target ids (B, T), -100 for none."""
+        if self.modalities.ranges is None:
+            raise UserError("watch.loss needs the id ranges of the modalities: call attach with modality={...}")
+        if values.shape[: targets_BT.ndim] != targets_BT.shape or values.ndim - targets_BT.ndim not in (0, 1):
+            raise UserError(
+                f"watch.loss got values of shape {tuple(values.shape)} and targets of shape "
+                f"{tuple(targets_BT.shape)}: give logits (B, T, V) or losses (B, T), and targets (B, T)"
+            )
+        is_target = targets_BT != _IGNORED
+        values = values.detach() if values.dtype == torch.float64 else values.detach().float()
+        log_z_BT = None
+        if values.ndim > targets_BT.ndim:
+            self._has_log_z, log_z_BT = True, values.logsumexp(-1)
+            values = log_z_BT - values.gather(-1, targets_BT.masked_fill(~is_target, 0)[..., None])[..., 0]
+        modality_BT, M = self.modalities.of_ids(targets_BT), len(self.modalities.names)
+        selected_M = [(modality_BT == m) & is_target for m in range(M)]
+        counts_M = torch.stack([of.sum() for of in selected_M]).double()
+        losses_M = _sums(values, selected_M)
+        log_zs_M = torch.zeros_like(losses_M) if log_z_BT is None else _sums(log_z_BT, selected_M)
+        sums_3M = torch.stack([counts_M, losses_M, log_zs_M])
+        self._sums_3M = sums_3M if self._sums_3M is None else self._sums_3M + sums_3M
+
+    @torch.no_grad()
+    def end_step(self, step: int, loss: Any, device: torch.device) -> None:
+        """Keep the sums of a step, and its loss (a number, a tensor or None)."""
+        sums, self._sums_3M = self._sums_3M, None
+        if sums is None and loss is None:
+            return
+        M = len(self.modalities.names)
+        sums = torch.zeros(3, M, dtype=torch.float64, device=device) if sums is None else sums.to(device)
+        given = [0.0, 0.0] if loss is None else [1.0, loss.detach().double() if isinstance(loss, Tensor) else loss]
+        row = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in given])
+        self._pending.append((step, torch.cat([row, sums.flatten()])))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `lines` is due."""
+        return len(self._pending) >= MOST_PENDING
+
+    def lines(self) -> dict[int, dict[str, float]]:
+        """Return and forget the losses by step and tag, merged over ranks. Every rank must call this."""
+        if not self._pending:
+            return {}
+        steps = [step for step, _ in self._pending]
+        rows = summed(torch.stack([row for _, row in self._pending])).tolist()  # one transfer
+        self._pending = []
+        return {step: self._line(row) for step, row in zip(steps, rows, strict=True)}
+
+    def _line(self, row: list[float]) -> dict[str, float]:
+        n_given, given, *sums = row
+        names, M = self.modalities.names, len(self.modalities.names)
+        counts, losses, log_zs = sums[:M], sums[M : 2 * M], sums[2 * M :]
+        line = {"loss": given / n_given} if n_given else {"loss": sum(losses) / sum(counts)} if sum(counts) else {}
+        for name, n, loss, log_z in zip(names, counts, losses, log_zs, strict=True):
+            if n:
+                line[tag("loss", name)] = loss / n
+                if self._has_log_z:
+                    line[tag("log_z", name)] = log_z / n
+        return line
+
+
+def _sums(x_BT: Tensor, selected_M: list[Tensor]) -> Tensor:
+    """Return the sum over each selection. A product with the selection would spread a NaN to other modalities."""
+    return torch.stack([torch.where(of, x_BT, 0.0).sum() for of in selected_M]).double()

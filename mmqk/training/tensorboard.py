@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.monitors import collect
+from mmqk.monitors import summary
 from mmqk.store import Alarm, flatten, naming, parsed_tag, read_alarms, read_run, read_status
 from mmqk.store.folder import HASH_DIGITS
 
@@ -84,7 +84,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
         parsed = parsed_tag(name)
         if parsed.statistic in _WHOLE and parsed.head is None and parsed.layer is None:
             kept[name] = value
-    return kept | collect.over_layers(metrics)
+    return kept | summary.over_layers(metrics)
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:

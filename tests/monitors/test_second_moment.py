@@ -3,35 +3,15 @@ torch."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from mmqk.config import MonitorConfig
-from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.monitors.own.callback import RunMonitor
 from tests.training.toy import fit, module_of, toy_batch
 
 STEPS, CLIP, LR, BETAS, EPS = 5, 0.05, 0.01, (0.9, 0.95), 1e-8
 MONITOR = MonitorConfig(every_n_steps=2, probe_sequences=2, second_moment=True)
-
-
-def random_gradients(n: int, steps: int) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(n)
-    sizes = (10.0 ** torch.randn(steps, generator=random)).tolist()
-    return [size * torch.randn(n, generator=random) for size in sizes]
-
-
-def test_it_equals_a_loop_over_elements():
-    gradients, moment = random_gradients(6, 4), [0.0] * 6
-    gradients[-1][2] = 0.0
-    for gradient in gradients:
-        moment = [0.95 * v + 0.05 * g * g for v, g in zip(moment, gradient.tolist(), strict=True)]
-    moment[0] = 1e-30  # epsilon determines this ratio
-    found = gradient_over_second_moment(gradients[-1], torch.tensor(moment), 4, 0.95, 1e-3)
-    ratios = [g * g / max(v / (1 - 0.95**4), 1e-6) for v, g in zip(moment, gradients[-1].tolist(), strict=True)]
-    assert float(found) == pytest.approx(math.sqrt(sum(ratios) / 6), rel=1e-5)
 
 
 @pytest.fixture

@@ -136,6 +136,15 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(part, name if isinstance(key, int) else str(key))
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
 def _parts(value: Any) -> dict[Any, Any]:
     """Return the parts of a mapping or sequence, or the attributes of an object of a user's class that are or may
     contain tensors, such as those of a batch; empty for other values."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from mmqk.distributed import rank, world_size
+from mmqk.distributed import ProbeError, agreed, failed_here, rank, world_size
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.collect import Probe
 from mmqk.monitors.foreign.capture import Capture, watching
@@ -27,13 +28,14 @@ from mmqk.monitors.foreign.inputs import (
     named_tensors,
     packed_documents,
     padding_mask,
+    tensors_in,
 )
 from mmqk.monitors.foreign.isolate import copied, isolated, unwrapped
 from mmqk.monitors.foreign.layers import Layers, add_matrices, clean
-from mmqk.monitors.foreign.measurement import Measurement, ProbeError, SiteRecord, agreed, failed_here
+from mmqk.monitors.foreign.measurement import Measurement, SiteRecord
 from mmqk.monitors.foreign.sides import Modalities, Side, sides_of_batch
-from mmqk.monitors.foreign.trace import Origins, Tracing, tensors_in
-from mmqk.monitors.losses import kind_of
+from mmqk.monitors.foreign.trace import Origins
+from mmqk.monitors.formulas.reduce import kind_of
 from mmqk.store.errors import UserError
 
 
@@ -258,6 +260,19 @@ class Prober:
         if logits_BTV is None or not measurement.may_be_main(origins.of(logits_BTV)):
             return
         measurement.output(logits_BTV, targets_of(output, inputs, measurement.valid_BT))
+
+
+class Tracing(TorchFunctionMode):
+    """Traces the origins of every torch function inside the context."""
+
+    def __init__(self, origins: Origins):
+        super().__init__()
+        self.origins = origins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.origins.trace(func, args, kwargs, out)
+        return out
 
 
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:

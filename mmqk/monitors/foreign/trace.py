@@ -14,17 +14,16 @@ Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.foreign.calls import MASKED, Call, NotMeasured, set_mask
-from mmqk.monitors.foreign.inputs import Inputs, named_tensors
+from mmqk.monitors.foreign.inputs import Inputs, named_tensors, tensors_in
 
 # Inputs with these words in their names are not tokens: they describe the tokens of other inputs.
 _DESCRIPTIONS = {"mask", "masks", "position", "positions", "type", "types"}
@@ -138,28 +137,6 @@ class Origins:
         calls = [origin.call for origin in full]
         # x + attention(x) is still the residual stream, so an addition keeps the earlier call.
         return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
-
-
-class Tracing(TorchFunctionMode):
-    """Traces the origins of every torch function inside the context."""
-
-    def __init__(self, origins: Origins):
-        super().__init__()
-        self.origins = origins
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.origins.trace(func, args, kwargs, out)
-        return out
 
 
 _MERGES = {"reshape", "view", "flatten", "_unsafe_view", "contiguous"}

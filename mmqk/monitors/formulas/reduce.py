@@ -62,6 +62,13 @@ def sum_of_squares(matrices: Tensor) -> Tensor:
     return torch.linalg.vector_norm(matrices, dim=-1).square().sum(-1)
 
 
+def kind_of(x: Tensor) -> str | None:
+    """Return "NaN" or "infinite"; None if all values are finite."""
+    if not x.is_floating_point() or torch.isfinite(x).all():
+        return None
+    return "NaN" if torch.isnan(x).any() else "infinite"
+
+
 @dataclass(frozen=True)
 class OutputStatistics:
     """Statistics by modality of the target.

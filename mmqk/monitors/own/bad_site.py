@@ -13,7 +13,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import documents_of
 from mmqk.model.linear import through
 from mmqk.model.transformer import Observer
-from mmqk.monitors.formulas.reduce import selection, visible_pairs
+from mmqk.monitors.formulas.reduce import kind_of, selection, visible_pairs
 
 
 def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Observer], Tensor]) -> str | None:
@@ -34,7 +34,7 @@ def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Calla
         The description, or None if everything is finite.
     """
     for name, p in model.named_parameters():
-        if kind := _bad_kind(p.detach()):
+        if kind := kind_of(p.detach()):
             return f"the weight {name} is {kind}"
     sites = _Sites(model, batch)
     with torch.enable_grad():
@@ -42,14 +42,14 @@ def first_bad_site(model: EarlyFusionTransformer, batch: TokenBatch, loss: Calla
         sites.check_missing_logits()
         if sites.first_bad is not None:
             return sites.first_bad
-        if kind := _bad_kind(value.detach()):
+        if kind := kind_of(value.detach()):
             return f"the loss is {kind} though all logits are finite"
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         gradients = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
     if sites.first_bad is not None:
         return sites.first_bad
     for (name, _), gradient in zip(named, gradients, strict=True):
-        if gradient is not None and (kind := _bad_kind(gradient)):
+        if gradient is not None and (kind := kind_of(gradient)):
             return f"the gradient of {name} is {kind}"
     return None
 
@@ -68,14 +68,7 @@ def first_bad_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | 
                     named.append((f"the optimizer's {key} of {names.get(p, 'a weight')}", value))
     if torch.stack([torch.isfinite(x).all().to(named[0][1].device) for _, x in named]).all():
         return None
-    return next(f"{name} is {kind}" for name, x in named if (kind := _bad_kind(x)))
-
-
-def _bad_kind(tensor: Tensor) -> str | None:
-    """Return "NaN" or "infinite"; None if all values are finite."""
-    if torch.isfinite(tensor).all():
-        return None
-    return "NaN" if torch.isnan(tensor).any() else "infinite"
+    return next(f"{name} is {kind}" for name, x in named if (kind := kind_of(x)))
 
 
 class _Sites:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from mmqk.config.training import MonitorConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.collect import Probe
 from mmqk.monitors.formulas.reduce import Pairs
 from mmqk.monitors.formulas.weights import below_epsilon, gradient_over_second_moment, update_size
 from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
@@ -310,18 +309,13 @@ class RunMonitor(L.Callback):
         if self.config.precision:
             with trainer.precision_plugin.val_step_context():
                 probes.append(residual_absorption(model, batch))
-        return numbers_of(probes)
+        return {name: value for one in probes for name, value in one.flat().items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._step_monitor is None else self._step_monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
-
-
-def numbers_of(probes: list[Probe]) -> dict[str, float]:
-    """Return the numbers of all probes by tag."""
-    return {name: value for one in probes for name, value in one.flat().items()}
 
 
 def _log(trainer: L.Trainer, values: dict[str, float]) -> None:

@@ -248,7 +248,11 @@ def gradient_agreement(model: EarlyFusionTransformer, batch: TokenBatch, loss_pa
         raise ValueError("monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size.")
     names = model.config.modalities
     before = rank() * len(batch.ids_BT)  # number of sequences on the ranks before this one
-    halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
+
+    def every_other(start: int) -> TokenBatch:
+        return batch._map(lambda t: t[(before + start) % 2 :: 2] if t.ndim else t)
+
+    halves = [every_other(0), every_other(1)]
     counts_2M = [
         summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2))) for half in halves
     ]
@@ -263,7 +267,7 @@ def gradient_agreement(model: EarlyFusionTransformer, batch: TokenBatch, loss_pa
         ]
     groups: dict[int | None, list[int]] = {}
     for i, (name, _) in enumerate(parameters):
-        groups.setdefault(_layer(name), []).append(i)
+        groups.setdefault(int(name.split(".")[1]) if name.startswith("blocks.") else None, []).append(i)
     products = {
         layer: half_products(
             [tuple([half[m][i] for i in group] for half in gradients) for m in range(len(present))]  # type: ignore[misc]
@@ -273,21 +277,12 @@ def gradient_agreement(model: EarlyFusionTransformer, batch: TokenBatch, loss_pa
     return _by_tag(products, [names[m] for m in present])
 
 
-def _half(batch: TokenBatch, start: int) -> TokenBatch:
-    return batch._map(lambda t: t[start::2] if t.ndim else t)
-
-
 def _gradients(parts_M: Tensor, present: list[int], parameters: list[Tensor]) -> list[Gradients]:
     gradients: list[Gradients] = []
     for m in present:
         of_modality = torch.autograd.grad(parts_M[m], parameters, retain_graph=m != present[-1], materialize_grads=True)
         gradients.append([summed(g) for g in of_modality])
     return gradients
-
-
-def _layer(name: str) -> int | None:
-    first, _, rest = name.partition(".")
-    return int(rest.split(".")[0]) if first == "blocks" else None
 
 
 def _by_tag(products: dict[int | None, HalfProducts], names: list[str]) -> dict[str, float]:

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.monitors.foreign.sides import Modality
-from mmqk.monitors.preflight import attention, leaks, parameters
+from mmqk.monitors.preflight import attention, parameters
 from mmqk.monitors.preflight import loss as losses
 from mmqk.monitors.preflight.context import Context, Finding, NotChecked, Table
 
 __all__ = ["Finding", "Table", "preflight"]
 
 CHECKS: dict[str, Callable[[Context], Finding]] = {
-    "leaks: causality": leaks.causality,
-    "leaks: other sequences": leaks.sequences,
-    "leaks: documents": leaks.documents,
-    "leaks: id of padding": leaks.padding_ids,
-    "leaks: padding on the right": leaks.padding_right,
-    "leaks: padding on the left": leaks.padding_left,
+    "leaks: causality": attention.causality,
+    "leaks: other sequences": attention.sequences,
+    "leaks: documents": attention.documents,
+    "leaks: id of padding": attention.padding_ids,
+    "leaks: padding on the right": attention.padding_right,
+    "leaks: padding on the left": attention.padding_left,
     "leaks: finite mask": attention.finite_masks,
     "attention: QK-Norm": attention.qk_norm,
     "attention: scale": attention.scale,

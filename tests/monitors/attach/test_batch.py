@@ -131,17 +131,3 @@ def test_a_probe_keeps_nothing_of_the_batch():
     assert elements_after_a_step() - before < 100  # a mask has 64 * 64 elements
     held = model(ids)  # the control
     assert elements_after_a_step() - before > 1000 and held is not None
-
-
-def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
-    seen = []
-
-    class Pictured(Net):
-        def forward(self, ids, images, others=None):
-            seen.append((len(ids), [x.shape[0] for x in images], others and len(others)))
-            return super().forward(ids)
-
-    model, (ids,) = Pictured(["sdpa"]), batches(1)
-    images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
-    attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
-    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of tensors that each have the whole batch is not cut

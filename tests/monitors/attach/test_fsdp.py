@@ -67,14 +67,3 @@ def test_a_probe_that_fails_on_one_rank_is_skipped_on_both(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2, 8]
     weights = json.loads((tmp_path / "weights.json").read_text())
     assert weights["on"] == weights["off"]
-
-
-@pytest.mark.parametrize("way", ["lightning", "transformers"])
-def test_the_callbacks_under_fsdp(way, tmp_path):
-    pytest.importorskip("accelerate" if way == "transformers" else "lightning")
-    printed = two_processes(way, tmp_path)
-    assert printed.count("mmqk: attention measured in 3 of 3 layers") == 1
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [10, 20]
-    assert all(line["probe_sequences"] == 4 and line["attn_layers_seen"] == 3 for line in lines)
-    assert lines[0]["q_norm/text/layer00"] != lines[1]["q_norm/text/layer00"]

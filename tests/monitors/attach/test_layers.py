@@ -33,14 +33,6 @@ def test_layers_whose_attention_is_not_seen_are_named():
     assert layers.hidden == [] and "not in" not in line and "attn_entropy/image/layer02" in all_values
 
 
-def test_a_mask_that_differs_between_heads_is_left_out_and_said():
-    values, layers, line = probed(Net(["sdpa", "by head", "by head"]))
-    assert layers.numbers == [0] and layers.hidden == ["layers.1", "layers.2"] and layers.total == 3
-    assert not any("layer01" in name for name in values)
-    assert "attention measured in 1 of 3 layers, not in layers.1, layers.2 (maxima over layers" in line
-    assert "not measured (its mask differs between heads): layers.1.attention and 1 more" in line
-
-
 def test_numbers_are_those_of_the_path_or_of_the_calls():
     assert layer_of("model.layers.12.self_attn") == ("model.layers", 12) and layer_of("attn") is None
     assert layer_numbers(["a.layers.1.x", "a.layers.3.x"]) == [1, 3]

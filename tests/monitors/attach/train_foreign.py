@@ -1,6 +1,6 @@
 """Trains a watched model under FSDP or DDP in one of two processes. torch.distributed.run starts it.
 
-Usage: train_foreign.py WAY OUT, where WAY is plain, failing, lightning or transformers.
+Usage: train_foreign.py WAY OUT, where WAY is plain or failing.
 """
 
 from __future__ import annotations
@@ -99,18 +99,9 @@ def failing(out: Path) -> None:
 
 def main(way: str, out: Path) -> None:
     torch.set_num_threads(1)
-    if way in ("plain", "failing"):
-        dist.init_process_group("gloo")
-        plain(out) if way == "plain" else failing(out)
-        dist.destroy_process_group()
-    elif way == "lightning":
-        from tests.monitors.attach.trainers import lightning_run
-
-        lightning_run(out / "run", fsdp=True)
-    else:
-        from tests.monitors.attach.trainers import transformers_run
-
-        transformers_run(out / "run", fsdp=True)
+    dist.init_process_group("gloo")
+    plain(out) if way == "plain" else failing(out)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from mmqk.monitors import preflight
+from mmqk.monitors.preflight.attention import documents
 from mmqk.monitors.preflight.context import Context
-from mmqk.monitors.preflight.leaks import documents
 from tests.monitors.preflight.families import FAMILIES, Case, D, T, sound
 from tests.monitors.preflight.violations import VIOLATIONS, with_new_optimizer
 
