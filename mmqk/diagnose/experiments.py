@@ -13,7 +13,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,17 @@ class Experiments:
             "",
             *text_table([heads, *cells], {0, 1, 5}),
         ]
+
+    @property
+    def found(self) -> bool:
+        """Whether the event repeats in the control."""
+        return bool(self.table["outcome"][CONTROL] == "remains")
+
+    def record(self) -> dict[str, Any]:
+        """Return the answer as plain data."""
+        rows = self.table.reset_index(names="experiment").to_dict("records")
+        places = {"run": str(self.run), "out": str(self.out), "start": self.start, "end": self.end}
+        return {**places, "event": asdict(self.event), "left_out": self.left_out, "experiments": rows}
 
 
 def run(

@@ -99,7 +99,7 @@ def test_losses_are_those_of_the_weights(whole):
         first_image = run.model.vocab_sizes["text"]
         for name, mask_T in (("text", ids[1:] < first_image), ("image", ids[1:] >= first_image)):
             if mask_T.any():
-                assert entry["loss"][name] == pytest.approx(float(loss_T[mask_T].mean()), abs=1e-4)
+                assert entry["loss"][name] == pytest.approx(loss_T[mask_T].mean().item(), abs=1e-4)
             else:
                 assert name not in entry["loss"]
         counts = [int((ids < first_image).sum()), int((ids >= first_image).sum())]
@@ -145,13 +145,13 @@ def test_shard_and_key_name_the_sample(tiny_args, tiny_data, tmp_path, how):
     for entry in record["sequences"]:
         ids = data.order.row(entry["sequence"]).ids
         words = tokenizer.decode([int(i) - 5 for i in ids if 5 <= i < run.model.vocab_sizes["text"]])
-        for sample in entry["samples"]:
-            text = texts[Path(sample["shard"]).name, sample["key"]]
-            if sample["kind"] == "text":
-                assert words in " ".join(texts.values()) or any(part in text for part in (words[:40], words[-40:]))
-            elif sample["kind"] == "caption" or (sample["kind"] == "pair" and how != "shuffled"):
-                assert words.strip() == text, entry
-                checked += 1
+        written = [texts[Path(s["shard"]).name, s["key"]] for s in entry["samples"] if s["kind"] != "image"]
+        if words.strip():
+            assert len(words) > 12 and words.strip() in "".join(written), entry  # a caption may be cut
+            checked += 1
+        # The control: the samples of other sequences have other texts.
+        others = [text for text in texts.values() if text not in written]
+        assert not words.strip() or sum(words.strip() in text for text in others) < len(others) / 4
     assert checked >= 4
     assert isinstance(data.stores["pair"]["val"], TokenStore) or how in ("shards", "shuffled")
 
