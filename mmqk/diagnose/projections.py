@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmqk.diagnose.checkpoints import Weights
+from mmqk.diagnose.checkpoints import Weights, reason_of
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import ByModality, SigmaLinear
 from mmqk.model.norms import L2Norm, Norm
@@ -77,17 +77,26 @@ class Projections:
 
 
 @torch.no_grad()
-def projections(weights: Weights) -> tuple[list[Projections], list[str]]:
-    """Return the queries and keys of each layer, and a sentence on each thing that could not be read."""
-    if weights.format == "mmqk checkpoint":
-        config = replace(ModelConfig.from_dict(weights.config), patch="")
-        with torch.device("meta"):
-            model = EarlyFusionTransformer(config, "math")
-        try:
-            model.load_state_dict(dict(weights.tensors), assign=True)
-        except RuntimeError:  # model.patch added or removed parameters
-            return [], ["The parameters are not those of the configuration (model.patch): no bounds are computed."]
-        return [_own(model, layer) for layer in range(config.n_layers)], []
+def projections(weights: Weights, notes: list[str]) -> Iterator[Projections]:
+    """Yield the queries and keys of each layer, which are read one layer at a time.
+
+    A sentence on each thing that cannot be read is added to ``notes``.
+    """
+    try:
+        yield from _own_layers(weights) if weights.format == "mmqk checkpoint" else _named_layers(weights, notes)
+    except (UserError, RuntimeError, TypeError) as error:  # of load_state_dict after model.patch, of a newer config
+        notes.append(f"{reason_of(error)}: no bounds are computed.")
+
+
+def _own_layers(weights: Weights) -> Iterator[Projections]:
+    config = replace(ModelConfig.from_dict(weights.config), patch="")
+    with torch.device("meta"):
+        model = EarlyFusionTransformer(config, "math")
+    model.load_state_dict(dict(weights.tensors), assign=True)
+    yield from (_own(model, layer) for layer in range(config.n_layers))
+
+
+def _named_layers(weights: Weights, notes: list[str]) -> Iterator[Projections]:
     layers: dict[str, dict[int, dict[tuple[str, str], str]]] = {}
     for name in weights.tensors:
         place = layer_of(name)
@@ -98,22 +107,19 @@ def projections(weights: Weights) -> tuple[list[Projections], list[str]]:
         for role, pattern in _ROLES.items():
             if found := pattern.fullmatch(rest):
                 layers.setdefault(prefix, {}).setdefault(number, {})[role, found[1]] = name
-    stacks = [{n: names for n, names in stack.items() if {("q", "weight"), ("qkv", "weight")} & names.keys()}
-              for stack in layers.values()]  # fmt: skip
+    needed = {("q", "weight"), ("qkv", "weight")}
+    stacks = [{n: names for n, names in stack.items() if needed & names.keys()} for stack in layers.values()]
     stack = max(stacks, key=len, default={})
-    notes = [] if stack else ["No projections of queries and keys are known by these names: no bounds are computed."]
+    if not stack:
+        raise UserError("No projections of queries and keys are known by these names")
     rope = field(weights.config, "rope_scaling", "rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) in _STRETCHED:
         notes.append("RoPE of this model multiplies the logits by attention_factor^2, which the bounds leave out.")
-    try:
-        read = [_Named(weights, names, n).projections() for n, names in sorted(stack.items())]
-    except UserError as error:
-        return [], [*notes, f"{error}: no bounds are computed."]
-    if any(math.isnan(layer.scale) for layer in read):
-        notes.append(
-            "No configuration has the number of heads (config.json): all heads are taken as one, without bounds."
-        )
-    return read, notes
+    for number, names in sorted(stack.items()):
+        layer = _Named(weights, names, number).projections()
+        if math.isnan(layer.scale) and number == min(stack):
+            notes.append("No config.json has the number of heads: all heads are taken as one, without bounds.")
+        yield layer
 
 
 def field(config: Mapping[str, Any], *names: str) -> Any:

@@ -77,7 +77,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_no_logit_is_above_the_bound(name):
     model, weights = own(**CASES[name])
-    layers, _ = projections(weights)
+    layers = list(projections(weights, []))
     for layer in range(2):
         _, unrotated, bound = bounds(layers[layer])
         rotated, equal = (largest_logits(model, layer, at) for at in (False, True))
@@ -105,7 +105,7 @@ def test_rotation_breaks_the_bounds_for_equal_positions():
                 attention.w_q.weight.zero_(), attention.w_k.weight.zero_()
                 attention.w_q.weight[0, 0] = attention.w_k.weight[2, 0] = 1.0
         weights = weights_of(model.state_dict(), asdict(model.config), "mmqk checkpoint")
-        _, unrotated, bound = bounds(projections(weights)[0][0])
+        _, unrotated, bound = bounds(next(projections(weights, [])))
         logits = largest_logits(model, 0, False)
         assert logits[0] > 2 * unrotated[0]
         assert logits[0] <= bound[0]
@@ -113,7 +113,7 @@ def test_rotation_breaks_the_bounds_for_equal_positions():
 
 def test_a_larger_weight_breaks_the_bound_of_the_smaller_one():
     model, weights = own()
-    bound = bounds(projections(weights)[0][0])[2]
+    bound = bounds(next(projections(weights, [])))[2]
     with torch.no_grad():
         model.blocks[0].attention.w_q.weight *= 5
     assert (largest_logits(model, 0, False) > bound).any()
@@ -134,7 +134,7 @@ def test_copies_of_modalities_are_bounded_together():
             norms = [torch.linalg.matrix_norm(x.unflatten(0, (4, 4)), 2) for x in (a, b)]
             largest.append(norms[0] * norms[1] * 16 * 4**-0.5)
     expected = torch.stack(largest).amax(0).detach()
-    torch.testing.assert_close(bounds(projections(weights)[0][0])[2].float(), expected)
+    torch.testing.assert_close(bounds(next(projections(weights, [])))[2].float(), expected)
 
 
 # transformers
@@ -198,7 +198,7 @@ def test_bounds_and_projections_are_those_of_transformers(architecture, calls):
     calls.clear()
     with torch.no_grad():
         hidden = model(torch.randint(1, 40, (4, 24)), output_hidden_states=True).hidden_states
-    layers, notes = projections(weights)
+    layers = list(projections(weights, notes := []))
     assert len(layers) == 2 and not notes
     for layer, (q, k, scale), x in zip(layers, calls, hidden, strict=False):
         assert layer.qk_norm == WORDS.get(architecture, "none")
@@ -220,8 +220,23 @@ def test_the_wrong_layout_has_other_queries(calls):
     """Negative control: GPT-NeoX's matrix, read as all q, all k, all v."""
     _, weights = hugging_face("GPTNeoXForCausalLM")
     renamed = {name.replace("query_key_value", "qkv_proj"): x for name, x in weights.tensors.items()}
-    right, wrong = (projections(w)[0][0].q.raw[0] for w in (weights, weights_of(renamed, weights.config)))
+    right, wrong = (next(projections(w, [])).q.raw[0] for w in (weights, weights_of(renamed, weights.config)))
     assert right.shape == wrong.shape and not torch.equal(right, wrong)
+
+
+def test_layers_are_read_one_at_a_time():
+    """A large model need not fit into memory."""
+    _, weights = hugging_face("LlamaForCausalLM")
+    seen = []
+
+    class Counted(Tensors):
+        def __getitem__(self, name):
+            seen.append(name)
+            return weights.tensors[name]
+
+    counted = Weights("", "", Counted({name: None for name in weights.tensors}), weights.config, 0)
+    next(projections(counted, []))
+    assert seen and all(".layers.0." in name for name in seen)
 
 
 def test_what_cannot_be_read_is_said():
