@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -256,7 +255,7 @@ def tables_of(
     tables = {"tensors with a fault": last.faults, "layers": last.layers}
     tables["largest logits that the weights allow, by head"] = last.heads.sort_values("attn_logit_bound")[::-1]
     tables |= {"gains of norms": last.gains, "norms of rows by vocabulary block": last.rows}
-    if "none" in set(last.layers.qk_norm):
+    if checkpoints[-1].format != "mmqk checkpoint" and "none" in set(last.layers.qk_norm):
         notes.append("A QK-Norm without gains has no weights: with one, the bounds are too large.")
     if batch is not None:
         probes = [probe_with(source, batch, blocks or None) for source in sources]
@@ -266,11 +265,13 @@ def tables_of(
     is_finding = bool(len(last.faults)) or any(
         abs(value) > limit for name, value in numbers[-1].items() if name.startswith("attn_logit_absmax")
     )
-    if len(sources) > 1:
-        steps = [math.nan if weights.step is None else weights.step for weights in checkpoints]
-        if not all(a < b for a, b in itertools.pairwise(steps)):
-            steps = list(range(len(steps)))
-            notes.append("The steps of the checkpoints are not known or do not rise: they are counted 0, 1, 2, ...")
+    steps = [weights.step for weights in checkpoints if weights.step is not None]
+    if len(steps) < len(sources) > 1:
+        steps = list(range(len(sources)))
+        notes.append("The steps of the checkpoints are not known: they are counted 0, 1, 2, ...")
+    if not all(a < b for a, b in itertools.pairwise(steps)):
+        notes.append("The steps of the checkpoints do not rise, so that no growth is computed: give the earlier first.")
+    elif len(sources) > 1:
         growth = grew(pd.DataFrame(numbers, index=steps), limit).rename_axis("tag").reset_index()
         tables["growth"] = growth.sort_values("ratio", ascending=False)
         is_finding |= bool((growth.tag.str.startswith(is_logit) & growth.law.isin(list(LAWS))).any())
