@@ -2,7 +2,7 @@
 remain?
 
 `run` writes a grid of forks, trains it with ``mmqk ablate`` and compares all forks by one rule, on the series of the
-event: ``before`` is its median over the last `SMOOTH` values up to the fork, ``most`` its largest later median of
+event: ``before`` is its median over the last `SMOOTH` values up to the forks, ``most`` its largest later median of
 `Event.values` values, up to a little past the event. The event *remains* if ``most`` exceeds ``before`` by at least
 half as much as in the control; a value that is not finite counts as infinite.
 """
@@ -166,7 +166,10 @@ def run(
 
 
 def _before(metrics: pd.DataFrame, event: Event, start: int) -> float:
-    return float(_loud(metrics[event.tag].loc[:start], event).iloc[-SMOOTH:].median())
+    loud = _loud(metrics[event.tag], event)
+    earlier = loud.loc[:start].iloc[-SMOOTH:]
+    # A fork that begins at the event has no earlier values of its own.
+    return float(earlier.median() if len(earlier) else loud.iloc[0])
 
 
 def _sequences(one: Run, metrics: pd.DataFrame, event: Event, start: int) -> str:

@@ -13,6 +13,7 @@ from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.shards.archives import index_tar
 from mmqk.data.shards.manifest import load_manifest
 from mmqk.data.tokens.folder import is_token_folder, read_header, read_keys
+from mmqk.store.formatting import relative
 
 Place = Callable[[int], tuple[str, str]]  # of a training document: its shard and its key there
 
@@ -47,7 +48,7 @@ def samples_of(data: TokenDataModule, places: dict[str, Place], number: int) -> 
             parts = [("image", content.item), ("caption", int(other[content.item]))]
         for name, item in parts:
             shard, key = places[kind](item)
-            found.append({"kind": name, "shard": shard, "key": key, "start": content.start, "end": content.end})
+            found.append({"kind": name, "shard": relative(shard), "key": key, "start": content.start, "end": content.end})
     return found
 
 
