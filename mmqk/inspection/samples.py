@@ -48,7 +48,8 @@ def samples_of(data: TokenDataModule, places: dict[str, Place], number: int) -> 
             parts = [("image", content.item), ("caption", int(other[content.item]))]
         for name, item in parts:
             shard, key = places[kind](item)
-            found.append({"kind": name, "shard": relative(shard), "key": key, "start": content.start, "end": content.end})
+            tokens = {"start": content.start, "end": content.end}
+            found.append({"kind": name, "shard": relative(shard), "key": key, **tokens})
     return found
 
 
