@@ -1,0 +1,134 @@
+"""Two runs: a planted parting is found at its step, layer and modality, and two seeds of one series do not part."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.signal import lfilter
+
+from mmqk.diagnose.logs import Log
+from mmqk.diagnose.pair import differing, gradient_growth, part, radial_budget
+from mmqk.store import UserError
+
+STEPS, PROBES = 400, 10
+PLANTED = "attn_logit_absmax/image-image/layer02"
+
+
+def log(metrics: pd.DataFrame, **config) -> Log:
+    return Log("run", "simulated", metrics, {}, [], [], config)
+
+
+def simulated(seed: int, planted: int | None = None) -> Log:
+    """A healthy run: slowly varying noise (AR(1)), norms with a growth rate of their own; from ``planted`` on, one
+    statistic of one layer grows, and 60 steps later the loss."""
+    random, step = np.random.default_rng(seed), np.arange(1, STEPS + 1)
+
+    def noise(size: float, memory: float = 0.9) -> np.ndarray:
+        start = [memory * random.normal()]
+        return size * lfilter([np.sqrt(1 - memory**2)], [1, -memory], random.normal(size=STEPS), zi=start)[0]
+
+    table = {"loss": 3 + 4 * np.exp(-step / 80) + noise(0.03) + noise(0.05, 0.0), "grad_norm": np.exp(noise(0.2, 0.3))}
+    for modality in ("text-text", "image-image"):
+        for layer in range(3):
+            rate = 1 + 0.1 * random.normal()
+            table[f"attn_logit_absmax/{modality}/layer{layer:02d}"] = 5 * np.exp(rate * step / STEPS + noise(0.1, 0.95))
+    metrics = pd.DataFrame(table, index=pd.Index(step, name="step"))
+    if planted is not None:
+        metrics[PLANTED] *= np.exp(np.clip((step - planted) / 30, 0, 3))
+        metrics["loss"] += np.clip((step - planted - 60) / 40, 0, 2)
+    metrics.loc[step % PROBES != 0, [tag for tag in metrics if "layer" in tag]] = np.nan
+    return log(metrics)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_planted_parting_is_found_at_its_step_layer_and_modality(seeds):
+    for seed in range(5):
+        references = [simulated(100 * seed + k) for k in range(seeds)]
+        found = part(simulated(100 * seed + 50, planted=200), references)
+        first = found[0]
+        assert (first.tag, first.statistic, first.modality, first.layer) == (
+            PLANTED, "attn_logit_absmax", "image-image", 2,
+        )  # fmt: skip
+        assert 200 < first.step <= 280 and first.run > first.reference and first.spreads >= 6
+        assert [parting.tag for parting in found[1:]] == ["loss"]
+
+
+@pytest.mark.parametrize("pairs", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_two_seeds_of_a_healthy_run_do_not_part(seeds, pairs):
+    parted = [part(simulated(10 * i), [simulated(10 * i + k) for k in range(1, seeds + 1)]) for i in range(pairs)]
+    assert sum(map(bool, parted)) <= 0.03 * pairs
+
+
+def test_a_loss_that_is_not_finite_parts_at_once_and_a_constant_difference_does_not():
+    run, reference = simulated(0), simulated(0)
+    run.metrics.loc[STEPS, "loss"] = np.inf  # the last line of the log
+    run.metrics["grad_norm"] *= 3
+    found = part(run, [reference])
+    assert [(parting.tag, parting.step, parting.spreads) for parting in found] == [("loss", STEPS, np.inf)]
+    both = simulated(0)
+    both.metrics.loc[STEPS, "loss"] = np.inf
+    assert part(both, [both]) == []
+    with pytest.raises(UserError, match="no series with a step in common"):
+        part(run, [log(reference.metrics.set_index(reference.metrics.index + 10_000))])
+
+
+def test_differing_fields():
+    table = differing(
+        log(pd.DataFrame(), **{"optim.lr": 0.1, "seed": 1}), log(pd.DataFrame(), **{"optim.lr": 0.2, "seed": 1})
+    )
+    assert table.to_dict("index") == {"optim.lr": {"run": 0.1, "reference": 0.2}}
+
+
+def test_growth_of_the_gradient_is_that_of_the_head():
+    """The numbers of a public report: grad_norm doubles, and 95 % of the growth of its square is the head's."""
+    step = np.arange(0, 1001, 10)
+    grown = 1 + 3 * step / 1000  # of grad_norm²
+    names = {
+        "lm_head.weight": 0.95, "model.embed_tokens.weight": 0.01, "model.layers.0.self_attn.q_proj.weight": 0.01,
+        "model.layers.0.mlp.gate_proj.weight": 0.01, "model.layers.0.self_attn.q_norm.weight": 0.01,
+        "blocks.1.attention.w_g.weight": 0.01,
+    }  # fmt: skip
+    squares = {f"grad_norm/{name}": 0.2 + share * (grown - 1) for name, share in names.items()}
+    metrics = pd.DataFrame({name: np.sqrt(square) for name, square in squares.items()}, index=step)
+    metrics["grad_norm"] = np.sqrt(sum(squares.values()))
+    growth = gradient_growth(log(metrics))
+    assert growth.before == (100, 200) and growth.after == (900, 1000)
+    assert growth.groups["share"].round(6).to_dict() == {
+        "head": 0.95, "embedding": 0.01, "attention": 0.01, "MLP": 0.01, "norms": 0.01, "gates": 0.01,
+    }  # fmt: skip
+    assert growth.parameters.index[0] == "lm_head.weight" and growth.covered == pytest.approx(1)
+    mean = (1.2 + 3 * np.arange(0.9, 1.01, 0.01)).mean() / (1.2 + 3 * np.arange(0.1, 0.201, 0.01)).mean()
+    assert growth.ratio == pytest.approx(mean)
+    # a parameter that was not logged is missing from `covered`
+    assert gradient_growth(log(metrics.drop(columns="grad_norm/lm_head.weight"))).covered < 0.5
+    with pytest.raises(UserError, match="no gradient norms of parameters"):
+        gradient_growth(log(metrics[["grad_norm"]]))
+
+
+def test_radial_budget_is_a_share_of_the_squared_norm():
+    parts = {
+        "/text": 1.0,
+        "/image": 2.0,
+        "_decay": -2.0,
+        "_step": 0.5,
+        "_unattributed": 0.2,
+        "_rest": 0.1,
+        "_total": 1.8,
+    }
+    metrics = pd.DataFrame(
+        {f"w_q_growth{part}/layer01": [value, value] for part, value in parts.items()}, index=[50, 100]
+    )
+    metrics["w_q_sq/layer01"] = [10.0, 10.0]
+    table = radial_budget(log(metrics))
+    assert list(table.index) == [("q", 1)]
+    assert table.iloc[0].round(9).to_dict() == {
+        "radial": 0.3,
+        "decay": -0.2,
+        "step": 0.05,
+        "other": 0.03,
+        "total": 0.18,
+    }
+    assert table.iloc[0][["radial", "decay", "step", "other"]].sum() == pytest.approx(table.iloc[0]["total"])
+    assert radial_budget(log(pd.DataFrame({"loss": [1.0]}))).empty
