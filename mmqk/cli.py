@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmqk import __version__
 
 if TYPE_CHECKING:
-    from mmqk.lab.runner.state import Follow
+    from mmqk.lab.runner.table import Follow
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
@@ -113,9 +113,9 @@ def pack(argv: list[str] | None = None) -> int:
         UserError: the folder has no runs, its ablation.json is damaged, or --out is not a file name that ends in
             .zip.
     """
-    from mmqk.lab.ablation import read_ablation
     from mmqk.store import OneSentenceParser, UserError
-    from mmqk.store.pack import FEW_DIGITS, damaged_files, write_pack
+    from mmqk.store.folder import read_ablation
+    from mmqk.store.pack import FEW_DIGITS, write_pack
 
     parser = OneSentenceParser(prog="mmqk pack", description=PACK, allow_abbrev=False)
     parser.add_argument("runs", type=Path, help="folder of a grid, an arm or a run")
@@ -129,10 +129,8 @@ def pack(argv: list[str] | None = None) -> int:
     out = options.out or Path(f"{options.runs.resolve().name}.zip")
     if out.suffix != ".zip" or out.is_dir():
         raise UserError(f"--out {out} is not the name of a zip file: let it end in .zip")
-    grid = read_ablation(options.runs)  # no command can read a pack with a damaged registration
+    read_ablation(options.runs)  # no command can read a pack with a damaged registration
     write_pack(options.runs, out, options.small)
-    if damaged := damaged_files(options.runs, is_grid=grid is not None):
-        print(f"the runs are packed as they are, with these damaged files: {', '.join(damaged)}")
     size = out.stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
     return 0
@@ -173,8 +171,7 @@ def watch(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from mmqk.lab.runner.state import follow
-    from mmqk.lab.runner.table import runs_table
+    from mmqk.lab.runner.table import follow, runs_table
 
     console = Console()
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
@@ -205,7 +202,7 @@ def _wait_for_run(folder: Path, every: float) -> None:
     Raises:
         UserError: the path is not a folder, or its ablation.json cannot be read.
     """
-    from mmqk.lab.runner.state import follow
+    from mmqk.lab.runner.table import follow
     from mmqk.store import NoRun
 
     sentence = f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)\n"

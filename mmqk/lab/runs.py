@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mmqk.lab.ablation import ABLATION_NAME, read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,
@@ -32,12 +31,11 @@ from mmqk.store import (
     read_alarms,
     read_json,
     read_metrics,
-    read_regular,
     read_run,
     read_status,
 )
 from mmqk.store.alarms import ALARMS_NAME
-from mmqk.store.folder import RUN_NAME
+from mmqk.store.folder import ABLATION_NAME, RUN_NAME, read_ablation
 from mmqk.store.metrics import NOT_FINITE, is_record, parse_line
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
@@ -84,7 +82,7 @@ class Columns:
 def read_columns(path: str | os.PathLike[str]) -> Columns:
     """Return the columns of a metrics file without the lines that cannot be read; empty if there is no file."""
     try:
-        lines = read_regular(path).splitlines()
+        lines = Path(path).read_bytes().splitlines()
     except OSError:
         return Columns((), truncated=os.path.lexists(path))
     try:

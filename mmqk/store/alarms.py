@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.store.divergence import DivergenceRule, Rise
-from mmqk.store.files import as_json, naming, read_regular, write_atomic
+from mmqk.store.files import as_json, naming, write_atomic
 from mmqk.store.metrics import from_json, parsed_tag, tag
 from mmqk.store.rules import (
     GROWTH_LOGIT,
@@ -194,7 +194,7 @@ def truncate_alarms(folder: Path, step: int) -> None:
 
 
 def _read(path: Path) -> list[Alarm]:
-    return [alarm for line in read_regular(path).splitlines() if (alarm := alarm_of_line(line)) is not None]
+    return [alarm for line in path.read_bytes().splitlines() if (alarm := alarm_of_line(line)) is not None]
 
 
 def _encode(alarm: Alarm) -> bytes:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ from mmqk.store.errors import UserError
 
 TEMPORARY_SUFFIX = ".mmqk-tmp"
 
-MOST_READ = 2**31  # bytes; all of metrics.jsonl is read at once
 RESTORE = "restore it from a copy, or remove it"
 
 
@@ -189,31 +187,6 @@ def check_regular(path: Path) -> None:
         raise UserError(f"{path} is a {kind} and not a regular file: give a file.")
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading without blocking: a pipe or a device raises an error at once.
-
-    Raises:
-        OSError: the path cannot be opened, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(None, "it is a folder" if stat.S_ISDIR(mode) else "it is not a file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file of at most 2 GiB; see `open_regular`."""
-    with naming(Path(path)), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST_READ:
-            raise OSError(None, f"it has more than {MOST_READ // 2**20} MiB")
-        return file.read()
-
-
 def read_utf8(path: Path, advice: str = RESTORE) -> str:
     """Return the text of a user's file.
 
@@ -221,7 +194,7 @@ def read_utf8(path: Path, advice: str = RESTORE) -> str:
         DamagedFile: the path is missing or not a regular file, or the file is not UTF-8.
     """
     try:
-        return read_regular(path).decode()
+        return path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise DamagedFile(path, "it is not UTF-8 text", advice) from error
     except OSError as error:
@@ -242,7 +215,7 @@ def read_json(
         DamagedFile: the path is not a regular file with a JSON object of these types.
     """
     try:
-        record = json.loads(read_regular(path))
+        record = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -63,7 +63,6 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "Metric": claim.metric,
             "Estimand": claim.estimand,
             "Would contradict": claim.would_contradict,
-            "Exclusions": claim.exclusions,
         }
         row = {
             "id": claim.id,
@@ -116,9 +115,8 @@ def p_values(verdict: Verdict) -> dict[str, str]:
     values = {"p": first}
     if second != first:
         values["adjusted p"] = second
-    if adjusted.claims > 1 or claim.stopping:
-        looks = f", {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
-        values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}{looks}"
+    if adjusted.claims > 1:
+        values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}"
         decides = " to ".join(interval_text(claim, *effect.interval(adjusted.alpha)))
         values["interval that decides"] = f"{decides} ({percent(1 - adjusted.alpha, 3)})"
     return values

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmqk.lab.grid import Grid
 from mmqk.lab.grid.arms import LR, Job, LrRule, parts_of
-from mmqk.lab.grid.grid import Grid
-from mmqk.lab.runner.state import Task, standing
+from mmqk.lab.runner.pool import Task, standing
 from mmqk.store import UserError, identity_hash, read_run
 from mmqk.store.checkpoints import checkpoints_in, step_of
 
@@ -361,7 +361,7 @@ class _Planner:
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
-    """Return the best learning rate by the rule of `mmqk.lab.verdicts.learning_rates`. If every run diverged,
+    """Return the best learning rate by the rule of `mmqk.lab.verdicts.measure`. If every run diverged,
     return the smallest learning rate.
 
     Args:
@@ -371,7 +371,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
         UserError: the metric is unknown, or no run has a finite value.
     """
     from mmqk.lab.runs import read_runs
-    from mmqk.lab.verdicts.learning_rates import choose as best_of
+    from mmqk.lab.verdicts.measure import choose as best_of
 
     runs = [
         replace(run, point={LR: lr})

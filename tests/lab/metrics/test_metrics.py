@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 import mmqk
-from mmqk.lab.metrics import (
-    METRICS,
-    best_loss,
-    final_loss,
-    initial_loss,
-    is_trained,
-    learned,
-    unigram_entropy,
-)
+from mmqk.lab.metrics import METRICS
+from mmqk.lab.metrics.outcomes import best_loss, final_loss, initial_loss, is_trained, learned, unigram_entropy
 from mmqk.lab.runs import read_runs
 from tests.lab.fake_runs import UNIGRAM, Planted, write_run
 from tests.lab.small_runs import small_run

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.lab.metrics import divergence_step, find_metric
+from mmqk.lab.metrics import find_metric
+from mmqk.lab.metrics.outcomes import divergence_step
 from tests.lab.small_runs import config, small_run
 
 
