@@ -145,8 +145,6 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # The run was killed after its last checkpoint, validation and probe, before it wrote its status.
             folder.set_status("completed", step_of(resume_from))
-            for logger in _tensorboard(run, step_of(resume_from)):
-                logger.finalize("success")
             return _ended(run, folder)
     has_steps_left, resume_from = ranks.start(resume_from)
     if not has_steps_left:

@@ -39,7 +39,7 @@ from mmqk.model.config import ModelConfig
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
-from mmqk.store.shipped import CONFIGS, SHIPPED
+from mmqk.store.files import CONFIGS, SHIPPED
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce, wraps
@@ -105,8 +104,7 @@ def aligned(series: Sequence[Series]) -> Series:
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return NOT_FINITE.get(value)
-    too_large = isinstance(value, int) and abs(value) > sys.float_info.max
-    return float(value) if isinstance(value, int | float) and not too_large else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 # `mmqk.monitors.attach` writes metrics.jsonl and status.json alone; a run of mmqk.train has more of these.

@@ -28,11 +28,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmqk.store.errors import UserError
-from mmqk.store.files import write_atomic
+from mmqk.store.files import find_file, write_atomic
 from mmqk.store.folder import ABLATION_NAME, find_runs
 from mmqk.store.formatting import without_roots
 from mmqk.store.metrics import METRICS_NAME, parse_line
-from mmqk.store.shipped import find_file
 
 TAR = "runs.tar"
 THINNED = "thinned.json"

@@ -1,9 +1,7 @@
-"""Writes a selection of the values to TensorBoard: few tags, charts of all modalities, alarms and the outcome."""
+"""Writes a selection of the values to TensorBoard: few tags, charts of all modalities, and alarms."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,8 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.monitors import summary
-from mmqk.store import Alarm, flatten, naming, parsed_tag, read_alarms, read_run, read_status
-from mmqk.store.folder import HASH_DIGITS
+from mmqk.store import Alarm, naming, parsed_tag, read_alarms
 
 
 class Chart(NamedTuple):
@@ -102,61 +99,12 @@ def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
     return pages
 
 
-# Fields in which arms usually differ; run.json has all fields.
-FIELDS = (
-    *("seed", "backend", "trainer.max_steps", "trainer.precision", "model.d_model", "model.n_layers"),
-    *("model.n_heads", "model.pre_norm", "model.post_norm", "model.qk_norm.kind", "model.attn_softcap"),
-    *("model.attention", "model.residual_dropout", "model.weight_reparam", "loss.z_loss", "optim.lr"),
-    *("optim.weight_decay", "optim.warmup_steps", "optim.schedule", "optim.beta2", "optim.eps"),
-    *("optim.qk_clip", "optim.split_second_moment", "data.batch_size", "data.seq_len"),
-)
-
-
-def arm_of(folder: Path) -> str:
-    """Return the arm in the name ``<arm>-<id>`` of the folder above ``seed<k>``; for a run outside a grid, the name
-    of its folder."""
-    folder = folder.resolve()
-    if not re.fullmatch(r"seed\d+", folder.name):
-        return folder.name
-    return re.sub(rf"-[0-9a-f]{{{HASH_DIGITS}}}$", "", folder.parent.name)
-
-
-def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
-    """Return the summaries of a finished run, or an empty list for an interrupted run.
-
-    TensorBoard keeps the first row of a folder, so an interrupted run must not write one.
-    """
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-    from torch.utils.tensorboard.summary import hparams
-
-    status, record = read_status(folder), read_run(folder)
-    if status is None or not status.finished or record is None:
-        return []
-    # The page sorts the columns by name and shows the first few.
-    row: dict[str, Any] = {"arm": arm_of(folder), "as ended": status.status, "at step": status.step}
-    for name, value in flatten(record.get("identity") or {}).items():
-        if name in FIELDS or name.startswith("loss.weights."):
-            # torch would write true and false as 1 and 0.
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            row[name] = value if number else str(value)
-    last = ["loss", *(f"{loss}/{m}" for loss in ("loss", "val_loss") for m in modalities), "alarms"]
-    logits = [f"attn_logit_absmax/{m}-{m}/max" for m in modalities]
-    experiment, start, end = hparams(row, dict.fromkeys([*last, *logits], 0.0))
-    if status.status != "completed":  # torch always writes the status success
-        plugin = end.value[0].metadata.plugin_data
-        content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
-        content.session_end_info.status = api_pb2.STATUS_FAILURE
-        plugin.content = content.SerializeToString()
-    return [experiment, start, end]
-
-
 class StoryLogger(TensorBoardLogger):
     """Writes extremes and medians over layers to TensorBoard, with all modalities in one chart.
 
     A run writes one event run: TensorBoard selects none if there are more than 40.
 
-    It also writes alarms as text, and their number. At the end of the run, it writes the outcome as a row of the
-    HParams page.
+    It also writes alarms as text, and their number.
 
     Args:
         folder: The run folder.
@@ -167,7 +115,6 @@ class StoryLogger(TensorBoardLogger):
     """
 
     def __init__(self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None):
-        _silence_writer_thread()
         purge = 0 if resumed_at is None else resumed_at + 1  # without a checkpoint, the run starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
@@ -208,11 +155,6 @@ class StoryLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         if self._begun:
             self._scalars({"alarms": self._alarms}, self._step)
-        elif self._resumed_at is not None and status == "success":  # the run was killed after its last checkpoint
-            self._begin(self._resumed_at)
-        if self._begun:
-            for summary in outcome(self._folder, self._modalities):
-                self._write(summary, None)
         with naming(self._folder / "events.out.tfevents"):
             super().finalize(status)
 
@@ -232,21 +174,5 @@ class StoryLogger(TensorBoardLogger):
 
         # One protobuf per step is 27 times cheaper than add_scalar for each of 500 values.
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(Summary(value=scalars), step)
-
-    def _write(self, summary: Any, step: int | None) -> None:
         with naming(self._folder / "events.out.tfevents"):
-            self.experiment._get_file_writer().add_summary(summary, step)
-
-
-def _silence_writer_thread() -> None:
-    """Do not print a disk error of TensorBoard's writer thread, because the next write raises the error again."""
-    from tensorboard.summary.writer import event_file_writer
-
-    class Worker(event_file_writer._AsyncWriterThread):
-        def run(self) -> None:
-            with contextlib.suppress(OSError):
-                super().run()
-
-    if event_file_writer._AsyncWriterThread.__module__ != __name__:
-        event_file_writer._AsyncWriterThread = Worker
+            self.experiment._get_file_writer().add_summary(Summary(value=scalars), step)

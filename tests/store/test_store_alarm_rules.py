@@ -22,8 +22,7 @@ from mmqk.store import (
     read_alarms,
     truncate_alarms,
 )
-from mmqk.store.alarms import NAMES
-from mmqk.store.divergence import Rise
+from mmqk.store.alarms import NAMES, Rise
 from mmqk.store.rules import Collapse, Growth, Spike, SpikeOfMedian, Stall
 
 

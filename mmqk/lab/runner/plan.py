@@ -80,14 +80,6 @@ class ChosenRate:
     metric: str
     values: Mapping[float, float]
 
-    @property
-    def edge(self) -> str:
-        """A warning if the best learning rate is the smallest or largest one tried, otherwise empty."""
-        ends = {min(self.values): "smallest", max(self.values): "largest"}
-        if len(self.values) < 2 or self.lr not in ends:
-            return ""
-        return f"{self.arm}: its best learning rate, {self.lr:g}, is the {ends[self.lr]} of the grid: widen lr.grid"
-
     def record(self) -> dict[str, Any]:
         """Return the entry in ablation.json; a value that is not finite is null."""
         values = {f"{lr:.12g}": v if math.isfinite(v) else None for lr, v in self.values.items()}

@@ -99,11 +99,6 @@ class Session:
         waiting = {task: TaskOutcome(status[w.possible], reason=w.reason) for task, w in self.waiting.items()}
         return outcomes | waiting
 
-    def remarks(self) -> list[str]:
-        """Return a sentence for each selected learning rate that is the smallest or largest one tried."""
-        mine = {task.arm for task in self.tasks}
-        return [choice.edge for choice in self.plan.choices if choice.edge and choice.arm in mine]
-
     def _mine(self, task: Task) -> bool:
         k, n = self.part
         named = not self.only or bool({task.arm, task.family} & self.only)
