@@ -17,23 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mmqk.store import rules
 from mmqk.store.files import as_json, naming, write_atomic
 from mmqk.store.metrics import from_json, parsed_tag, tag
-from mmqk.store.rules import (
-    GROWTH_LOGIT,
-    LOGITS,
-    NORMS,
-    QUARTILES_TO_STD,
-    STALL_ABOVE_NATS,
-    Alarm,
-    Collapse,
-    Growth,
-    Rule,
-    RuleOfEach,
-    Spike,
-    SpikeOfMedian,
-    Stall,
-)
+from mmqk.store.rules import Alarm, Rule, RuleOfEach
 
 ALARMS_NAME = "alarms.jsonl"
 NAMES = ("spike", "spike_median", "rise", "stall", "growth", "collapse", "divergence", "non_finite")
@@ -155,7 +142,7 @@ class Rise(Rule):
         lowest = min(self.medians)
         differences = sorted(b - a for a, b in itertools.pairwise(self.window))
         quarter = len(differences) // 4
-        noise = (differences[-1 - quarter] - differences[quarter]) / QUARTILES_TO_STD
+        noise = (differences[-1 - quarter] - differences[quarter]) / rules.QUARTILES_TO_STD
         threshold = lowest + RISE_ERRORS * noise / math.sqrt(RISE_MEDIAN)
         if not self.begins(median > threshold):
             return None
@@ -185,13 +172,13 @@ class AlarmRules:
         self._not_finite = False
         self._divergence = DivergenceRule(warmup_steps)
         makers: dict[str, Callable[[], Rule]] = {
-            "spike": Spike,
-            "spike_median": SpikeOfMedian,
+            "spike": rules.Spike,
+            "spike_median": rules.SpikeOfMedian,
             "rise": lambda: Rise(self.warmup_steps),
-            "stall": lambda: Stall(self.warmup_steps, self.max_steps),
-            "logits": lambda: Growth(self.warmup_steps, self.max_steps, GROWTH_LOGIT),
-            "norms": lambda: Growth(self.warmup_steps, self.max_steps),
-            "collapse": Collapse,
+            "stall": lambda: rules.Stall(self.warmup_steps, self.max_steps),
+            "logits": lambda: rules.Growth(self.warmup_steps, self.max_steps, rules.GROWTH_LOGIT),
+            "norms": lambda: rules.Growth(self.warmup_steps, self.max_steps),
+            "collapse": rules.Collapse,
         }
         self._rules = {kind: RuleOfEach(make) for kind, make in makers.items()}
 
@@ -223,11 +210,11 @@ class AlarmRules:
         if loss and modality is not None:
             excess = tag("excess", modality)
             if excess in values:
-                yield "stall", excess, values[excess], STALL_ABOVE_NATS
+                yield "stall", excess, values[excess], rules.STALL_ABOVE_NATS
             elif modality in self._unigram:
-                yield "stall", name, value, self._unigram[modality] - STALL_ABOVE_NATS
-        if head is None and (statistic == LOGITS or statistic in NORMS):
-            yield "logits" if statistic == LOGITS else "norms", name, value
+                yield "stall", name, value, self._unigram[modality] - rules.STALL_ABOVE_NATS
+        if head is None and (statistic == rules.LOGITS or statistic in rules.NORMS):
+            yield "logits" if statistic == rules.LOGITS else "norms", name, value
         if head is None and statistic == "attn_entropy" and layer is not None:
             yield "collapse", name, value, values.get(tag("attn_rank", layer=layer))
 
@@ -259,15 +246,15 @@ class AlarmRules:
             "divergence": self._divergence.state_dict(),
             "unigram": dict(self._unigram),
             "not_finite": self._not_finite,
-            "rules": {kind: rules.state_dict() for kind, rules in self._rules.items()},
+            "rules": {kind: of_kind.state_dict() for kind, of_kind in self._rules.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._divergence.load_state_dict(state["divergence"])
         self._unigram, self._not_finite = dict(state["unigram"]), state["not_finite"]
-        for kind, rules in state["rules"].items():
-            self._rules[kind].load_state_dict(rules)
+        for kind, saved in state["rules"].items():
+            self._rules[kind].load_state_dict(saved)
 
 
 def alarms_of(
@@ -278,11 +265,11 @@ def alarms_of(
 ) -> list[Alarm]:
     """Return the alarms of a whole run from the result of `read_metrics`. They equal the alarms that training
     raised."""
-    rules = AlarmRules(warmup_steps, max_steps, trained)
+    of_run = AlarmRules(warmup_steps, max_steps, trained)
     return [
         alarm
         for line in lines
-        for alarm in rules.update(line["step"], {k: v for k, v in line.items() if k != "step"})
+        for alarm in of_run.update(line["step"], {k: v for k, v in line.items() if k != "step"})
     ]
 
 

@@ -20,42 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmqk.lab.metrics.families import (
-    Measured,
-    NotMeasured,
-    first_unstable_lr,
-    logit_extrapolation,
-    lr_sensitivity,
-)
-from mmqk.lab.metrics.outcomes import (
-    diverged,
-    final_log_z,
-    final_loss,
-    grad_norm_spike_score,
-    late_failure,
-    late_rise,
-    log_z_series,
-    spike_score,
-    time_of_divergence,
-    time_of_failure,
-)
-from mmqk.lab.metrics.probes import (
-    EARLY_SHARE,
-    SLOPE_FROM_SHARE,
-    BySeries,
-    deviation_series,
-    end_of,
-    entropy_series,
-    growth_series,
-    logit_mean_series,
-    logit_series,
-    mass_other_series,
-    norm_product_series,
-    norm_series,
-    norm_slope,
-    norms_over_alignment,
-    weight_growth_series,
-)
+from mmqk.lab.metrics import families, outcomes, probes
+from mmqk.lab.metrics.families import Measured, NotMeasured
+from mmqk.lab.metrics.probes import EARLY_SHARE, SLOPE_FROM_SHARE, BySeries
 from mmqk.lab.runs import Run, Series, once_per_run
 from mmqk.store import UserError
 
@@ -173,7 +140,7 @@ def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", w
     """Return the metric that measures the end of a series of probes: the median of the last three."""
 
     def measure(run: Run, modality: str | None = None) -> float:
-        return end_of(series(run, modality), math.inf if worst == "high" else -math.inf)
+        return probes.end_of(series(run, modality), math.inf if worst == "high" else -math.inf)
 
     return Metric(label, unit, scale, worst, measure, series)
 
@@ -182,7 +149,7 @@ def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: f
     """Return the metric that measures `norm_slope` in a window."""
 
     def measure(run: Run, modality: str | None = None) -> float:
-        return norm_slope(run, statistic, modality, start, end)
+        return probes.norm_slope(run, statistic, modality, start, end)
 
     return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))
 
@@ -191,7 +158,7 @@ def _loss(label: str, name: str) -> Metric:
     """Return the metric that measures the final value of a loss series of one modality."""
 
     def measure(run: Run, modality: str | None = None) -> float:
-        return final_loss(run, modality or "", name).value
+        return outcomes.final_loss(run, modality or "", name).value
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.series(f"{name}/{modality}")
@@ -205,23 +172,23 @@ def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], flo
 
 
 METRICS = {
-    "largest_attention_logit": probed("largest attention logit", logit_series),
-    "logit_growth": probed("growth of the largest attention logit", growth_series),
-    "attention_entropy": probed("attention entropy", entropy_series, "nats", "linear", "low"),
-    "attention_mass_other": probed("attention mass on other modalities", mass_other_series, "", "linear", "low"),
-    "logit_mean": probed("mean attention logit", logit_mean_series),
-    "logit_offset": probed("offset between modalities", deviation_series("attn_logit_offset_var")),
-    "logit_spread": probed("spread within a modality", deviation_series("attn_logit_spread_var")),
+    "largest_attention_logit": probed("largest attention logit", probes.logit_series),
+    "logit_growth": probed("growth of the largest attention logit", probes.growth_series),
+    "attention_entropy": probed("attention entropy", probes.entropy_series, "nats", "linear", "low"),
+    "attention_mass_other": probed("attention mass on other modalities", probes.mass_other_series, "", "linear", "low"),
+    "logit_mean": probed("mean attention logit", probes.logit_mean_series),
+    "logit_offset": probed("offset between modalities", probes.deviation_series("attn_logit_offset_var")),
+    "logit_spread": probed("spread within a modality", probes.deviation_series("attn_logit_spread_var")),
     "final_loss": _loss("final loss", "loss"),
     "final_excess": _loss("final excess", "excess"),
-    "final_log_z": Metric("final log Z", "nats", "linear", "high", final_log_z, log_z_series, by_modality=True),
-    "final_norm": probed("last-layer output norm", norm_series("final_norm")),
-    "q_norm": probed("query norm", norm_series("q_norm")),
-    "k_norm": probed("key norm", norm_series("k_norm")),
-    "qk_norm_product": probed("product of query and key norm", norm_product_series),
-    "resid_norm": probed("residual norm", norm_series("resid_norm")),
-    "norms_over_alignment": probed("power of q and k over their alignment", norms_over_alignment),
-    "weight_growth": probed("growth of W_q and W_k", weight_growth_series, "per 1,000 steps", "linear"),
+    "final_log_z": Metric("final log Z", "nats", "linear", "high", outcomes.final_log_z, outcomes.log_z_series, True),
+    "final_norm": probed("last-layer output norm", probes.norm_series("final_norm")),
+    "q_norm": probed("query norm", probes.norm_series("q_norm")),
+    "k_norm": probed("key norm", probes.norm_series("k_norm")),
+    "qk_norm_product": probed("product of query and key norm", probes.norm_product_series),
+    "resid_norm": probed("residual norm", probes.norm_series("resid_norm")),
+    "norms_over_alignment": probed("power of q and k over their alignment", probes.norms_over_alignment),
+    "weight_growth": probed("growth of W_q and W_k", probes.weight_growth_series, "per 1,000 steps", "linear"),
     "logit_slope": slope_of("growth rate of the largest attention logit", "attn_logit_absmax"),
     "final_norm_slope": slope_of("growth rate of the last-layer output norm", "final_norm"),
     "q_norm_slope": slope_of("growth rate of the query norm", "q_norm"),
@@ -233,22 +200,28 @@ METRICS = {
     "early_logit_slope": slope_of(
         "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
     ),
-    "spike_score": _of_failures("spike score", "% of steps", spike_score, "high"),
+    "spike_score": _of_failures("spike score", "% of steps", outcomes.spike_score, "high"),
     "grad_norm_spike_score": _of_failures(
-        "spike score of the gradient norm", "% of steps", grad_norm_spike_score, "high"
+        "spike score of the gradient norm", "% of steps", outcomes.grad_norm_spike_score, "high"
     ),
-    "diverged": _of_failures("divergence", "", diverged, "high"),
-    "time_of_divergence": _of_failures("time to divergence", "of the run", time_of_divergence, "low"),
-    "late_failure": _of_failures("late failure", "", late_failure, "high"),
-    "late_rise": _of_failures("late rise of the loss", "", late_rise, "high"),
-    "time_of_failure": _of_failures("time to failure", "of the run", time_of_failure, "low"),
+    "diverged": _of_failures("divergence", "", outcomes.diverged, "high"),
+    "time_of_divergence": _of_failures("time to divergence", "of the run", outcomes.time_of_divergence, "low"),
+    "late_failure": _of_failures("late failure", "", outcomes.late_failure, "high"),
+    "late_rise": _of_failures("late rise of the loss", "", outcomes.late_rise, "high"),
+    "time_of_failure": _of_failures("time to failure", "of the run", outcomes.time_of_failure, "low"),
 }
-_EXTRAPOLATION = "predicted divided by actual largest logit of the held-out largest model"
 FAMILY_METRICS = {
-    "lr_sensitivity": FamilyMetric("learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, True),
-    "first_unstable_lr": FamilyMetric("first unstable learning rate", "", "log", "low", first_unstable_lr, True),
-    "logit_extrapolation": FamilyMetric(_EXTRAPOLATION, "", "log", "high", logit_extrapolation),
-}
+    "lr_sensitivity": FamilyMetric(
+        "learning-rate sensitivity", "nats", "linear", "high", families.lr_sensitivity, of_rates=True
+    ),
+    "first_unstable_lr": FamilyMetric(
+        "first unstable learning rate", "", "log", "low", families.first_unstable_lr, of_rates=True
+    ),
+    "logit_extrapolation": FamilyMetric(
+        "predicted divided by actual largest logit of the held-out largest model", "", "log", "high",
+        families.logit_extrapolation,
+    ),
+}  # fmt: skip
 # Metrics of a whole run.
 WITHOUT_MODALITY = (
     "diverged", "time_of_divergence", "late_failure", "time_of_failure", "grad_norm_spike_score",

@@ -101,7 +101,9 @@ def _judge(
     why = _inconclusive(one, adjusted)
     verdict: Judgment = "inconclusive" if why else "reproduced" if one.holds else "contradicted"
     if verdict == "contradicted" or (verdict == "reproduced" and claim.test == "equivalence"):
-        weak = [c for c in study.claims if c.id == claim.positive_control and _weak_control(claim, c)]
+        # Another kind of control does not show that the runs can detect an effect on the claim's metric.
+        named = [control for control in study.claims if control.id == claim.positive_control]
+        weak = [control for control in named if control.status == "control" or control.metric != claim.metric]
         notes += [say("weak control", id=control.id, metric=claim.metric) for control in weak]
     if claim.not_checked:
         notes.insert(0, say("not checked", checks=listed(claim.not_checked)))
@@ -109,11 +111,6 @@ def _judge(
     notes += [*about_effect(one.effect, one.spread, one.sign_flip), *about_survival(one.compared)]
     detectable = _detectable(claim, one.effect, adjusted)
     return replace(one, verdict=verdict, why=why, detectable=detectable, notes=tuple(notes))
-
-
-def _weak_control(claim: Claim, control: Claim) -> bool:
-    """Return whether the positive control does not show that the runs can detect an effect on the claim's metric."""
-    return control.status == "control" or control.metric != claim.metric
 
 
 def _inconclusive(one: Verdict, adjusted: Adjusted) -> str:

@@ -93,9 +93,7 @@ def _learning(runs: Sequence[Run], modality: str) -> str:
     return "learned" if any(_learned(run, modality) for run in trained) else "not learned"
 
 
-@once_per_run
-def _learned(run: Run, modality: str) -> bool:
-    return learned(run, modality)
+_learned = once_per_run(learned)
 
 
 def only_declared_differences(compared: Compared, rates_chosen: bool) -> Check:
