@@ -14,21 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mmqk import store
 from mmqk.lab.runner.pool import Pool, Task
 from mmqk.progress import Progress
-from mmqk.store import (
-    Alarm,
-    DamagedFile,
-    NoRun,
-    UserError,
-    clock,
-    find_runs,
-    is_locked,
-    parsed_tag,
-    read_alarms,
-    read_run,
-    read_status,
-)
+from mmqk.store import Alarm, DamagedFile, NoRun, UserError
 from mmqk.store.folder import STATUS_NAME, read_ablation
 from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
 
@@ -113,7 +102,7 @@ class View:
             (value, parsed.layer)
             for name, value in self.values.items()
             if name.startswith(f"{statistic}/")
-            and (parsed := parsed_tag(name)).head is None
+            and (parsed := store.parsed_tag(name)).head is None
             and modality in (None, parsed.pair[0] if parsed.pair else parsed.modality)
         ]
         nans = [pair for pair in values if math.isnan(pair[0])]
@@ -132,17 +121,17 @@ class Follow:
     def look(self) -> View:
         """Return the current view of the run."""
         step, values, damaged = self._read()
-        view = View(self.name, step=step, values=dict(values), alarms=read_alarms(self.folder))
+        view = View(self.name, step=step, values=dict(values), alarms=store.read_alarms(self.folder))
         try:
-            run = read_run(self.folder)
+            run = store.read_run(self.folder)
             view.max_steps = (((run or {}).get("identity") or {}).get("trainer") or {}).get("max_steps", 0)
-            status = read_status(self.folder)
+            status = store.read_status(self.folder)
         except DamagedFile as error:
-            view.status, view.reason = "running" if is_locked(self.folder) else "damaged", str(error)
+            view.status, view.reason = "running" if store.is_locked(self.folder) else "damaged", str(error)
             return view
         if status is None:
             other = "never" if self.never else "waiting"
-            view.status, view.reason = "running" if is_locked(self.folder) else other, self.never
+            view.status, view.reason = "running" if store.is_locked(self.folder) else other, self.never
             return view
         view.status, view.reason, view.step = status.status, status.reason, max(step, status.step)
         if damaged or (status.finished and not values):
@@ -157,7 +146,7 @@ class Follow:
         files for ``fresh`` seconds it has stopped."""
         written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
         took = written - started
-        if not is_locked(self.folder) and time.time() - max(written, started) > fresh:
+        if not store.is_locked(self.folder) and time.time() - max(written, started) > fresh:
             view.status = "stopped"
         elif done > 0 and took > 0 and view.max_steps:
             view.left = took / done * (view.max_steps - view.step)
@@ -203,7 +192,7 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
                 Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", "")) for e in entries
             ]
         else:
-            for path in find_runs(folder):
+            for path in store.find_runs(folder):
                 name = path.resolve().name if path == folder else path.relative_to(folder).as_posix()
                 follows.append(Follow(name, path))
     return follows
@@ -260,7 +249,7 @@ def _columns(views: Sequence[View], width: int) -> Columns:
             columns[f"loss {m}"] = _formatted(views, f"loss/{m}", ".2f")
     names = [Counter(alarm.name for alarm in view.alarms) for view in views]
     alarms = [" ".join(f"{name} {n}" if n > 1 else name for name, n in each.items()) for each in names]
-    last = {"alarms": alarms, "left": ["" if view.left is None else clock(view.left) for view in views]}
+    last = {"alarms": alarms, "left": ["" if view.left is None else store.clock(view.left) for view in views]}
     if _width(columns | last) > width:  # the alarms are listed below the table
         last["alarms"] = [str(len(view.alarms) or "") for view in views]
     last = {title: cells for title, cells in last.items() if any(cells)}
@@ -292,7 +281,7 @@ def _alarms(views: Sequence[View]) -> list[Text]:
     kinds: dict[tuple[str, ...], list[Alarm]] = {}
     for view in views:
         for alarm in view.alarms:
-            parsed = parsed_tag(alarm.tag)
+            parsed = store.parsed_tag(alarm.tag)
             kinds.setdefault((view.name, alarm.name, parsed.statistic, parsed.modality or ""), []).append(alarm)
     lines = []
     for (name, *_), alarms in sorted(kinds.items(), key=lambda kind: kind[1][0].step)[-ALARMS_SHOWN:]:
@@ -363,7 +352,7 @@ class PoolProgress:
         unknown."""
         unfinished = [task for task, out in pool.outcomes.items() if not out.ended]
         if not views:
-            locked = [f"another process trains {t.name} in {t.folder}" for t in unfinished if is_locked(t.folder)]
+            locked = [f"another process trains {t.name} in {t.folder}" for t in unfinished if store.is_locked(t.folder)]
             starting = f"about to start {unfinished[0].name}" if unfinished else "all runs have ended"
             return f"waiting: {locked[0]}" if locked else starting, None, None
         task, view = next(iter(views.items()))
