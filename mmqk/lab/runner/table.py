@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -152,26 +153,30 @@ class Follow:
             view.left = took / done * (view.max_steps - view.step)
 
     def _read(self) -> tuple[int, dict[str, float], bool]:
-        """Return the last step, the newest value of each series in the last `TAIL_BYTES` of the metrics, and whether
-        a line there cannot be read."""
+        """Return `newest` of the metrics; read them only if they have changed."""
+        path = self.folder / METRICS_NAME
         try:
-            stat = (self.folder / METRICS_NAME).stat()
+            stat = path.stat()
             if (stat.st_size, stat.st_mtime_ns) != self._stamp:
-                with open(self.folder / METRICS_NAME, "rb") as file:
-                    file.seek(max(0, stat.st_size - TAIL_BYTES))
-                    lines = file.read().split(b"\n")[:-1]  # the last line may be incomplete
-                records = [parse_line(line) for line in lines[stat.st_size > TAIL_BYTES :]]
-                read, values = [record for record in records if record is not None], dict[str, float]()
-                for record in read:
-                    values |= {k: v for k, v in with_floats(record).items() if isinstance(v, int | float)}
-                step = max((record["step"] for record in read), default=0)
-                values.pop("step", None)
-                self._stamp, self._newest = (stat.st_size, stat.st_mtime_ns), (step, values, len(read) < len(records))
-        except FileNotFoundError:
-            self._newest = (0, {}, False)
-        except OSError:
-            self._newest = (*self._newest[:2], True)
+                self._newest = newest(path)
+                self._stamp = stat.st_size, stat.st_mtime_ns
+        except OSError as error:
+            self._stamp, self._newest = None, (0, {}, not isinstance(error, FileNotFoundError))
         return self._newest
+
+
+def newest(path: Path) -> tuple[int, dict[str, float], bool]:
+    """Return the last step of a metrics file, the newest value of each series in its last `TAIL_BYTES`, and whether a
+    line there cannot be read."""
+    with open(path, "rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
+    records = [parse_line(line) for line in lines[1 if start else 0 :]]
+    read = [with_floats(record) for record in records if record is not None]
+    step = max((record.pop("step") for record in read), default=0)
+    values = {tag: value for record in read for tag, value in record.items() if isinstance(value, int | float)}
+    return step, values, len(read) < len(records)
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:

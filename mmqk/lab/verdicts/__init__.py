@@ -22,16 +22,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from mmqk.lab import exact
 from mmqk.lab.effects import Auroc, Effect, Spread
-from mmqk.lab.exact import (
-    Adjusted,
-    AnyEffect,
-    Counts,
-    benjamini_hochberg,
-    clopper_pearson,
-    holm,
-    log_rank,
-)
+from mmqk.lab.exact import Adjusted, AnyEffect, Counts
 from mmqk.lab.formatting import listed, plural
 from mmqk.lab.grid.check import by_family
 from mmqk.lab.grid.claims import LEANS, Claim
@@ -73,8 +66,8 @@ def _adjust(claims: list[Claim], assessed: Mapping[str, Verdict]) -> dict[str, A
     correction of their family."""
     adjusted: dict[str, Adjusted] = {}
     for status, method, rule in (
-        ("confirmatory", "Holm", holm),
-        ("exploratory", "Benjamini-Hochberg", benjamini_hochberg),
+        ("confirmatory", "Holm", exact.holm),
+        ("exploratory", "Benjamini-Hochberg", exact.benjamini_hochberg),
     ):
         for members in by_family(claims, status).values():
             shared = rule([assessed[claim.id].p_in_family for claim in members])
@@ -221,7 +214,7 @@ def about_effect(effect: AnyEffect | None, spread: Spread | None, sign_flip: flo
         treatment, control = (
             f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
             for count, n in ((effect.a, effect.n_treatment), (effect.b, effect.m))
-            for low, high in [clopper_pearson(count, n)]
+            for low, high in [exact.clopper_pearson(count, n)]
         )
         return [say("counted", treatment=treatment, control=control, p=p_text(effect.fisher, "= "))]
     if isinstance(effect, Auroc):
@@ -273,7 +266,7 @@ def about_survival(compared: Compared) -> list[str]:
     arms = (compared.treatment, compared.control)
     times = [times_to_failure(group.all, claim.metric) for group in arms]
     complete = all(len(group.all) == group.planned for group in arms)
-    p = log_rank(*times[0], *times[1]) if complete else math.nan
+    p = exact.log_rank(*times[0], *times[1]) if complete else math.nan
     notes = [] if math.isnan(p) else [say("log rank", p=p)]
     trained = [{m for run in group.all for m in trained_modalities(run)} for group in arms]
     for group, (_, failed), own in zip(arms, times, trained, strict=True):
