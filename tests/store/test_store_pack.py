@@ -103,7 +103,7 @@ def test_a_report_reads_no_series_that_a_small_pack_lacks(monkeypatch, tmp_path)
         for modality in ("text", None):
             metric.measure(run, modality), metric.series(run, modality)
     statistics = {name.partition("/")[0] for name in read}
-    assert {"loss", "grad_norm", "attn_logit_absmax", "val_loss"} <= statistics
+    assert {"loss", "attn_logit_absmax", "val_loss"} <= statistics
     missing = {name for name in statistics if name not in REPORTED and not name.startswith("val_")}
     assert not missing, "add them to mmqk.store.pack.REPORTED"
 

@@ -6,7 +6,7 @@ The suffix ``/modality`` selects one modality. Examples: ``largest_attention_log
 `docs/metrics.md` lists all metrics.
 
 probes        attention logits, entropy, norms and their slopes; the order in which the statistics of one run grew
-outcomes      initial, best and final loss; spikes, divergence, late failure; diverged, stalled, regime not reached
+outcomes      initial, best and final loss; divergence, late failure; diverged, stalled, regime not reached
 families      learning-rate sensitivity, first unstable learning rate; extrapolation over model size
 """
 
@@ -173,7 +173,6 @@ def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], flo
 
 METRICS = {
     "largest_attention_logit": probed("largest attention logit", probes.logit_series),
-    "logit_growth": probed("growth of the largest attention logit", probes.growth_series),
     "attention_entropy": probed("attention entropy", probes.entropy_series, "nats", "linear", "low"),
     "attention_mass_other": probed("attention mass on other modalities", probes.mass_other_series, "", "linear", "low"),
     "logit_mean": probed("mean attention logit", probes.logit_mean_series),
@@ -200,10 +199,6 @@ METRICS = {
     "early_logit_slope": slope_of(
         "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
     ),
-    "spike_score": _of_failures("spike score", "% of steps", outcomes.spike_score, "high"),
-    "grad_norm_spike_score": _of_failures(
-        "spike score of the gradient norm", "% of steps", outcomes.grad_norm_spike_score, "high"
-    ),
     "diverged": _of_failures("divergence", "", outcomes.diverged, "high"),
     "time_of_divergence": _of_failures("time to divergence", "of the run", outcomes.time_of_divergence, "low"),
     "late_failure": _of_failures("late failure", "", outcomes.late_failure, "high"),
@@ -223,9 +218,7 @@ FAMILY_METRICS = {
     ),
 }  # fmt: skip
 # Metrics of a whole run.
-WITHOUT_MODALITY = (
-    "diverged", "time_of_divergence", "late_failure", "time_of_failure", "grad_norm_spike_score",
-)  # fmt: skip
+WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
 
 
 @cache

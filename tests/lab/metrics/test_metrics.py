@@ -41,7 +41,6 @@ def append(tmp_path, text):
 def test_largest_logit_is_the_median_of_the_last_three_probes(tmp_path):
     run = run_of(tmp_path, Planted(50.0, spread=0))
     assert largest_attention_logit(run) == pytest.approx(50.0)
-    assert METRICS["logit_growth"].measure(run, None) == pytest.approx(50.0 / 3)
     # One outlier among the last three probes does not change the median; two outliers do.
     run = append(tmp_path, '{"step": 220, "attn_logit_absmax/text-text/layer00": 9000}')
     assert largest_attention_logit(run) == pytest.approx(50.0)
