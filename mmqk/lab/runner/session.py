@@ -146,7 +146,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             record["lost"] = True
         record |= {"runs": runs, "threads": threads}
         if plan.choices:
-            record["lr"] = [choice.record() for choice in plan.choices]
+            record["lr"] = list(plan.choices)
         if record != first:
             write_json(out / ABLATION_NAME, record)
 
