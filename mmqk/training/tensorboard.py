@@ -5,70 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.monitors import summary
 from mmqk.store import Alarm, naming, parsed_tag, read_alarms
 
-
-class Chart(NamedTuple):
-    """One chart of a page: statistics of all modalities, or of pairs of modalities.
-
-    Attributes:
-        title: Title of the chart.
-        statistics: Names of the statistics.
-        reducer: Reduction over layers; None for a statistic without layers.
-    """
-
-    title: str
-    statistics: tuple[str, ...]
-    reducer: str | None = None
-
-
-PAGES: dict[str, tuple[Chart, ...]] = {
-    "Norm competition": (
-        Chart("Largest attention logit (max over layers)", ("attn_logit_absmax",), "max"),
-        Chart("Attention entropy (median over layers)", ("attn_entropy",), "median"),
-        Chart("Attention entropy (min over layers)", ("attn_entropy",), "min"),
-        Chart("Query norm (max over layers)", ("q_norm",), "max"),
-        Chart("Query norm (median over layers)", ("q_norm",), "median"),
-        Chart("Key norm (max over layers)", ("k_norm",), "max"),
-        Chart("Key norm (median over layers)", ("k_norm",), "median"),
-        Chart("Value norm, not part of the logits (max over layers)", ("v_norm",), "max"),
-        Chart("Last-layer output norm", ("final_norm",)),
-        Chart("log Z", ("log_z",)),
-        Chart("Loss, and its excess where the floor is known", ("loss", "excess")),
-        Chart("Validation loss", ("val_loss",)),
-    ),
-    "Drift, competition, sharpening": (
-        Chart("Attention, drift: mean logit (median over layers)", ("attn_logit_mean",), "median"),
-        Chart("Attention, competition: variance between blocks (max)", ("attn_logit_offset_var",), "max"),
-        Chart("Attention, sharpening: variance within blocks (max)", ("attn_logit_spread_var",), "max"),
-        Chart("Output, drift: mean logit", ("out_logit_mean",)),
-        Chart("Output, competition: mass on the wrong block", ("out_wrong_mass",)),
-        Chart("Output, sharpening: log Z - log V - mean logit", ("out_logit_spread",)),
-        Chart("Log alignment of queries and keys (max over layers)", ("logit_alignment",), "max"),
-    ),
-    "Blocks": (
-        Chart("Residual norm (max over layers)", ("resid_norm",), "max"),
-        Chart("Attention output (max over layers)", ("attn_out_norm",), "max"),
-        Chart("MLP output (max over layers)", ("mlp_out_norm",), "max"),
-    ),
-}
-# Statistics of the whole run, without modalities.
-OF_RUN = ("loss", "grad_norm", "lr", "tokens_per_s", "alarms")
-RUN_PAGE = {
-    "Gradient norm": "grad_norm",
-    "Alarms so far": "alarms",
-    "Attention rank (min over layers)": "attn_rank/min",
-    "Tokens per second": "tokens_per_s",
-}
-
-_CHARTS = [chart for charts in PAGES.values() for chart in charts]
-_WHOLE = {name for chart in _CHARTS if chart.reducer is None for name in chart.statistics} | set(OF_RUN)
+PAGES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
+_TAGS = [tag for charts in PAGES.values() for tag in charts.values()]
+# Statistics without layers.
+_WHOLE = {statistic for tag in _TAGS if "/" not in tag for statistic in tag.split("|")} | {"lr"}
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -88,15 +37,13 @@ def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
     """Return the layout of the custom-scalars page: one chart per statistic with all modalities."""
     names = "|".join(modalities)
 
-    def pattern(chart: Chart) -> str:
-        end = "" if chart.reducer is None else f"/{chart.reducer}"
-        return rf"^({'|'.join(chart.statistics)})(/({names})(-({names}))?)?{end}$"
+    def pattern(tag: str) -> str:
+        statistics, slash, reducer = tag.partition("/")
+        return rf"^({statistics})(/({names})(-({names}))?)?{slash}{reducer}$"
 
-    pages = {
-        page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts} for page, charts in PAGES.items()
+    return {
+        page: {title: ["Multiline", [pattern(tag)]] for title, tag in charts.items()} for page, charts in PAGES.items()
     }
-    pages["Run"] = {title: ["Multiline", [f"^{name}$"]] for title, name in RUN_PAGE.items()}
-    return pages
 
 
 class StoryLogger(TensorBoardLogger):
