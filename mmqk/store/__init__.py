@@ -14,6 +14,7 @@ from mmqk.store.files import (
     naming,
     new_folder,
     read_json,
+    read_regular,
     read_utf8,
     replacing,
     with_configs,

@@ -190,6 +190,12 @@ def check_regular(path: Path) -> None:
         raise UserError(f"{path} is a {kind} and not a regular file: give a file.")
 
 
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a user's file; see `check_regular`."""
+    check_regular(Path(path))
+    return Path(path).read_bytes()
+
+
 def read_utf8(path: Path, advice: str = RESTORE) -> str:
     """Return the text of a user's file.
 
