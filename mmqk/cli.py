@@ -160,7 +160,7 @@ def watch(argv: list[str] | None = None) -> int:
     Raises:
         UserError: a path is not a folder; or, if the runs are shown once, a folder does not exist or has no run.
     """
-    from mmqk.store import OneSentenceParser, UserError
+    from mmqk.store import NoRun, OneSentenceParser, UserError
 
     parser = OneSentenceParser(prog="mmqk watch", description=WATCH, epilog=WATCH_EXAMPLES, allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of grids, of arms or of runs")
@@ -174,6 +174,7 @@ def watch(argv: list[str] | None = None) -> int:
 
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     from mmqk.lab.runner.table import follow, runs_table
 
@@ -183,40 +184,21 @@ def watch(argv: list[str] | None = None) -> int:
         console.print(runs_table(views, max(NARROWEST, console.width)), soft_wrap=True)
         return 0
     followed: dict[tuple[Path, str, str], Follow] = {}
-    with contextlib.suppress(KeyboardInterrupt):
-        for folder in options.runs:
-            _wait_for_run(folder, options.every)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
                 # A grid adds runs, and changes the folder of a run when it selects its learning rate.
-                with contextlib.suppress(UserError):
-                    now = {(run.folder, run.name, run.never): run for run in follow(options.runs)}
-                    followed = {key: followed.get(key, run) for key, run in now.items()}
+                now = {(run.folder, run.name, run.never): run for run in follow(options.runs)}
+                followed = {key: followed.get(key, run) for key, run in now.items()}
+            except NoRun as none:
+                live.update(Text(f"{none}: waiting for one to start (Ctrl-C ends)"), refresh=True)
+            else:
                 views = [run.look() for run in followed.values()]
                 live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
                 if all(view.ended for view in views):
                     break
-                time.sleep(options.every)
+            time.sleep(options.every)
     return 0
-
-
-def _wait_for_run(folder: Path, every: float) -> None:
-    """Wait until the folder has a run; look every ``every`` seconds.
-
-    Raises:
-        UserError: the path is not a folder, or its ablation.json cannot be read.
-    """
-    from mmqk.lab.runner.table import follow
-    from mmqk.store import NoRun
-
-    sentence = f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)\n"
-    while True:
-        with contextlib.suppress(NoRun):
-            follow([folder])
-            return
-        print(sentence, end="", flush=True)
-        sentence = ""
-        time.sleep(every)
 
 
 PREFLIGHT = """\
