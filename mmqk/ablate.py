@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
     outcomes = session.outcomes()
     if options.dry_run:
-        print(f"{outcome_table(outcomes)}\n{time_left(outcomes, jobs)}")
+        print("\n".join([outcome_table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
         return 0
     tasks = session.begin()
     todo = sum(not o.finished and o.status != "never" for o in session.outcomes().values())
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         pool.run()
     session.more(ended=True)
     outcomes = session.outcomes(pool.outcomes)
-    print(f"{outcome_table(outcomes)}\n{dashboards(session.out)}", flush=True)
+    print("\n".join([outcome_table(outcomes), *session.remarks(), dashboards(session.out)]), flush=True)
     if pool.signal_received is None and session.error is not None:
         raise session.error
     statuses = {outcome.status for outcome in outcomes.values()} - {"never"}

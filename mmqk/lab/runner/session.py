@@ -99,6 +99,15 @@ class Session:
         waiting = {task: TaskOutcome(status[w.possible], reason=w.reason) for task, w in self.waiting.items()}
         return outcomes | waiting
 
+    def remarks(self) -> Iterator[str]:
+        """Yield a sentence for each selected learning rate that is the smallest or largest one tried."""
+        mine = {task.arm for task in self.tasks}
+        for choice in self.plan.choices:
+            arm, best, tried = choice["arm"], choice["lr"], [float(rate) for rate in choice["values"]]
+            if arm in mine and len(tried) > 1 and best in (min(tried), max(tried)):
+                end = "smallest" if best == min(tried) else "largest"
+                yield f"{arm}: its best learning rate, {best:g}, is the {end} of the grid: widen lr.grid"
+
     def _mine(self, task: Task) -> bool:
         k, n = self.part
         named = not self.only or bool({task.arm, task.family} & self.only)
