@@ -116,6 +116,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.training.checkpoint import last_checkpoint
+    from mmqk.training.fork.start import load_start
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
@@ -138,6 +139,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         return store.EXIT_CODES["completed"]
     set_threads(run.threads)  # Lightning has changed the number of threads
     module, trainer = TrainingModule.of(run), ranks.trainer
+    if run.fork is not None and run.fork.parent.is_import and resume_from is None:
+        load_start(module.model, run.out)
     resumed_at = None if resume_from is None else step_of(resume_from)
     try:
         with noted_signals() as signals:
@@ -319,11 +322,13 @@ def _first_step(run: RunConfig) -> int:
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
-    from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
+    from mmqk.training.fork.start import PROBE_SEQUENCES, START_NAME, make_fork
 
-    if run.fork is None or checkpoints_in(folder.checkpoints):
+    if run.fork is None or checkpoints_in(folder.checkpoints) or (folder.path / START_NAME).exists():
         return
     _say(make_fork(run, folder.path, data.probe_batch(PROBE_SEQUENCES)))
+    if run.fork.parent.is_import:
+        return
     parent = run.fork.parent.config
     before = parent["optim"].get("schedule_steps") or parent["trainer"]["max_steps"]
     after = run.optim.schedule_steps or run.trainer["max_steps"]

@@ -147,7 +147,7 @@ RULES = {
         ("mmqk.interop",),
         mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"),
         never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.folders", "mmqk.interop.card"),  # need a run
+        leave_out=("mmqk.interop.folders", "mmqk.interop.card", "mmqk.interop.surgery"),  # need a run
     ),
     "config": Rule(
         ("mmqk.config",),

@@ -261,7 +261,8 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             tokens=data.seq_len,
             sink=model.attn_sink,
         )
-        parent = None if fork is None else fork.parent.config["optim"].get("matrices", "adamw")
+        has_moments = fork is not None and not fork.parent.is_import
+        parent = fork.parent.config["optim"].get("matrices", "adamw") if fork and has_moments else None
         checks.check_conflicts(given.optim, model, given.monitor, parent)
         checks.check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
         if trainer.strategy == "fsdp":
@@ -328,9 +329,7 @@ def identity_of(
     Raises:
         UserError: a source of the data is missing or damaged. ValueError: a patch does not exist.
     """
-    identity: dict[str, Any] = {
-        name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")
-    }
+    identity: dict[str, Any] = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")}
     for section, names in NEWER.items():
         for f in fields(SECTIONS[section]):
             if f.name in names and identity[section][f.name] == f.default:
