@@ -15,7 +15,7 @@ GROWING = ("attn_logit_absmax/", "q_norm/", "k_norm/", "resid_norm/", "attn_out_
 
 
 def table(rows: list[dict]) -> str:
-    frame = pd.DataFrame(rows).map(lambda x: f"{x:.3g}" if isinstance(x, float) else x).fillna("")
+    frame = pd.DataFrame(rows).map(lambda x: f"{x:.4g}" if isinstance(x, float) else x).fillna("")
     head = ["| " + " | ".join(map(str, row)) + " |" for row in [frame.columns, ["---"] * len(frame.columns)]]
     return "\n".join(head + ["| " + " | ".join(map(str, row)) + " |" for row in frame.values.tolist()])
 
@@ -51,7 +51,8 @@ def page(runs: dict) -> str:
     minutes = sum(part.get("cpu_minutes", 0.0) for part in runs.values())
     return f"""# SmolLM2-135M, with other norms and with image tokens
 
-`python docs/experiments/real_model.py` measured this in {minutes:.0f} minutes of one core. One seed: no verdicts.
+`python docs/experiments/real_model.py` measured this; the parts with image tokens took {minutes:.0f} minutes of one
+core. One seed: no verdicts. Missing arms were not run.
 
 ## On text, by layer
 
@@ -63,7 +64,7 @@ Loss {text["before"]:.3f} nats per token.
 
 {table(rows)}
 
-{table(trained)}
+{table(trained) if trained else "No model was trained on text."}
 
 ## Image tokens added: held-out losses
 

@@ -141,10 +141,10 @@ def changed_config(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfi
         if name == "patch":
             raise UserError("--set model.patch would run code: name the patch in the fork's command line.")
         *sections, last = name.split(".")
-        place = stored
+        place: Any = stored
         for section in sections:
-            place = place.get(section) if isinstance(place.get(section), dict) else {}
-        if last not in place:
+            place = place.get(section) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last not in place:
             raise UserError(f"--set model.{name} is not a field of the model: mmqk train --help lists them.")
         place[last] = value
     try:
