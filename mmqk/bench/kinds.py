@@ -17,6 +17,10 @@ from mmqk.store.metrics import parsed_tag
 
 DONT_KNOW, NO_FAULT = "don't know", "no fault"
 SETTLED = 60  # first step of the readings that compare a value with earlier ones
+# Where a sign can be read. A log "from the start" begins at one of the first steps; one of "the size" of the bench is
+# at most twice as long as its runs, and its first losses (nats) are near those of the bench (7.7 to 8.4) and the zoo
+# (4.2).
+FIRST_STEP, LAST_STEP, FIRST_LOSS = 10, 1200, (4.0, 9.0)
 
 
 def level(values: pd.DataFrame) -> pd.DataFrame:
@@ -41,7 +45,14 @@ def cosine(values: pd.DataFrame) -> pd.DataFrame:
 
 def jump(values: pd.DataFrame) -> pd.DataFrame:
     """The value divided by the value before it."""
-    return (values / values.shift(1)).loc[SETTLED:]
+    before = values.shift(1)
+    return (values / before.where(before > 0)).loc[SETTLED:]
+
+
+def jump_after_warmup(values: pd.DataFrame) -> pd.DataFrame:
+    """`jump`, from the first step on at which the value does not rise."""
+    rises = values[(values > 0).any(axis=1)].diff().max(axis=1).iloc[1:] > 0
+    return jump(values).loc[rises.index[~rises].min() :] if not rises.all() else jump(values).iloc[:0]
 
 
 def gain(values: pd.DataFrame) -> pd.DataFrame:
@@ -81,19 +92,26 @@ def early(values: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Sign:
-    """A kind of fault, and a reading of a statistic that is above a limit where it has begun."""
+    """A kind of fault, and a reading of a statistic that is above a limit where it has begun; ``scope``: what the log
+    must be for that ("start" or "size"), empty for any log."""
 
     kind: str
     statistic: str
     reading: Callable[[pd.DataFrame], pd.DataFrame]
     above: float
     meaning: str
+    scope: str = ""
+
+    @property
+    def name(self) -> str:
+        """The kind and the statistics, which together are different for each sign."""
+        return f"{self.kind} {self.statistic}"
 
 
 # Of signs at the same step, the one that stands first here is used.
 SIGNS = (
-    Sign("rate", "lr", jump, 2.0, "the learning rate rose at once"),
-    Sign("warm-up", "lr", of_largest, 0.5, "the learning rate began at its highest"),
+    Sign("rate", "lr", jump_after_warmup, 2.0, "the learning rate rose at once"),
+    Sign("warm-up", "lr", of_largest, 0.5, "the learning rate began at its highest", "start"),
     Sign("optimizer", "adam_below_eps", level, 0.95, "Adam's eps is above nearly every second moment"),
     Sign("moments", "adam_below_eps", gain, 0.1, "second moments vanished"),
     Sign("logits", "attn_logit_absmax q_norm_max k_norm_max", cosine, 0.4,
@@ -104,11 +122,12 @@ SIGNS = (
     Sign("logits", "attn_logit_absmax", jump, 4.0, "the attention logits of a layer rose at once"),
     Sign("embedding", "embed_row_norm", jump, 2.0, "the embedding rows of a modality rose at once"),
     Sign("precision", "update_rms", lambda values: (values == 0).astype(float), 0.5, "an update changed nothing"),
-    Sign("targets", "loss", early, 0.35, "a loss is far below its first value before the model can have learned"),
+    Sign("targets", "loss", early, 0.35, "a loss is far below its first value before the model can have learned",
+         "size"),
     Sign("repeats", "loss", fall, 2.0, "a loss fell at once"),
-    Sign("leak", "loss", of_first, 0.5, "a loss is below half of its first value"),
+    Sign("leak", "loss", of_first, 0.5, "a loss is below half of its first value", "size"),
     Sign("data", "loss", rise, 0.5, "a loss rose at once, and no statistic of the model before it"),
-    Sign("rate", "attn_logit_absmax", level, 500.0, "attention logits grew beyond 500"),
+    Sign("rate", "attn_logit_absmax", level, 500.0, "attention logits grew beyond 500", "size"),
 )  # fmt: skip
 
 
@@ -122,14 +141,37 @@ class Finding:
     value: float
 
 
+def values_of(sign: Sign, metrics: pd.DataFrame) -> pd.DataFrame:
+    """Return the series that a sign reads, without empty rows."""
+    names = sign.statistic.split()
+    tags = [t for t in metrics if parsed_tag(t).statistic in names and parsed_tag(t).head is None]
+    return metrics[tags].dropna(how="all")
+
+
+def out_of_scope(sign: Sign, metrics: pd.DataFrame) -> str:
+    """Return why a sign does not hold for a log; an empty string if it does, or if the log lacks its statistic."""
+    values = values_of(sign, metrics)
+    if values.empty or not sign.scope:
+        return ""
+    if values.index[0] > FIRST_STEP:
+        return f"it compares with the first value, and this log begins at step {values.index[0]:,}"
+    first = metrics.filter(regex="^loss(/|$)").bfill().iloc[0]
+    alike = first.between(*FIRST_LOSS).all() and metrics.index[-1] <= LAST_STEP
+    if sign.scope == "size" and not alike:
+        return (
+            f"its limit is for runs of at most {LAST_STEP:,} steps whose loss begins at {FIRST_LOSS[0]:g} to"
+            f" {FIRST_LOSS[1]:g} nats, as on the bench"
+        )
+    return ""
+
+
 def findings(metrics: pd.DataFrame) -> list[Finding]:
-    """Return the signs of a run in the order in which they appear; each at its first step."""
+    """Return the signs of a run that hold for its log (`out_of_scope`) in the order in which they appear; each at its
+    first step."""
     found = []
     for sign in SIGNS:
-        names = sign.statistic.split()
-        tags = [t for t in metrics if parsed_tag(t).statistic in names and parsed_tag(t).head is None]
-        values = metrics[tags].dropna(how="all")
-        if values.empty:
+        values = values_of(sign, metrics)
+        if values.empty or out_of_scope(sign, metrics):
             continue
         read = sign.reading(values)
         above = read.index[(read > sign.above).any(axis=1)]

@@ -7,16 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 import yaml
 
 from mmqk.lab.runs import Run
 from mmqk.store import AlarmRules, UserError, find_file, identity_hash
 from mmqk.store.alarms import NAMES
+from mmqk.store.rules import Alarm
 
 LABELS = "configs/failures/bench/labels.yaml"
 WORSE_NATS = 0.25  # above the healthy run of the seed: the run has failed
 SMOOTH = 50  # steps of a median of losses
+WHOLE = "loss/all"  # the name under which the rules read a loss that is not split by modality
 # What the rules and the signs read, and so what a pack of the bench has, with this number of digits.
 DIGITS = 4
 STATISTICS = (
@@ -75,11 +78,8 @@ class Trace:
         trained = {str(tag)[5:] for tag in self.metrics if str(tag).startswith("loss/")} - off
         rules = AlarmRules(self.run.warmup_steps, self.run.planned_steps, trained)
         scores = {name: pd.Series(0.0, index=self.metrics.index) for name in NAMES}
-        values, known = self.metrics.to_numpy(), self.metrics.notna().to_numpy()
-        tags = self.metrics.columns.to_numpy()
-        for step, row, has in zip(self.metrics.index, values, known, strict=True):
-            for alarm in rules.update(int(step), dict(zip(tags[has], row[has].tolist(), strict=True))):
-                scores[alarm.name][step] = 1.0
+        for alarm in alarms_in(self.metrics, rules):
+            scores[alarm.name][alarm.step] = 1.0
         return scores
 
     @cached_property
@@ -94,6 +94,21 @@ def metrics_table(run: Run) -> pd.DataFrame:
     tags = {**(run.parent.tags if run.parent is not None else {}), **run.tags}
     columns = {tag: pd.Series(values, index=steps) for tag in tags for steps, values in [run.history(tag)]}
     return pd.DataFrame(columns).sort_index()
+
+
+def alarms_in(metrics: pd.DataFrame, rules: AlarmRules) -> list[Alarm]:
+    """Return the alarms of a table in the order in which they begin. A loss that is not split by modality is read as
+    that of one modality, so that the rules of a modality hold for it."""
+    whole = not any(str(tag).startswith("loss/") for tag in metrics)
+    tags = np.array([WHOLE if whole and tag == "loss" else str(tag) for tag in metrics], dtype=object)
+    alarms = []
+    for step, row, has in zip(metrics.index, metrics.to_numpy(), metrics.notna().to_numpy(), strict=True):
+        alarms += rules.update(int(step), dict(zip(tags[has], row[has].tolist(), strict=True)))
+
+    def named(text: str) -> str:
+        return text.replace(WHOLE, "loss").replace("all loss", "loss")
+
+    return [replace(a, tag=named(a.tag), sentence=named(a.sentence)) if whole else a for a in alarms]
 
 
 def fails_from(run: Run, metrics: pd.DataFrame, twin: pd.DataFrame | None, begins: int = 0) -> int | None:

@@ -1,1 +1,118 @@
-"""Diagnoses runs that failed: logs, checkpoints and pairs of runs of other tools and of mmqk."""
+"""Diagnoses runs that failed: logs, checkpoints and pairs of runs of other tools and of mmqk. ``mmqk diagnose``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmqk.store import OneSentenceParser, UserError, write_atomic
+from mmqk.store.files import as_json
+
+DESCRIPTION = """\
+Say what left its range first in a run, which rules fire on its log and how often they are right on the bench of
+failures, which run of the zoo is near, and what to try and to log next. It never says what the cause is."""
+
+EPILOG = """\
+exit code: 0 no rule fired, 1 a finding, 2 a wrong command or file
+
+files in --out:
+  index.html      the page, in one file without external resources
+  diagnosis.json  the same as data; docs/diagnose.md lists its fields
+
+examples:
+  mmqk diagnose wandb.csv --map loss=train/ce
+  mmqk diagnose failed.csv healthy.csv                   how the first run parts from the second
+  mmqk diagnose runs/mine --experiments
+  mmqk diagnose --model step_1000 step_2000 --batch batch.pt --modality image=4:8196"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a way of diagnosing found.
+
+    Attributes:
+        title: the first line.
+        lines: the text, a terminal page.
+        record: the content of diagnosis.json, plain data.
+        found: whether there is a finding.
+        page: the HTML page; None for a page with the title and the lines.
+    """
+
+    title: str
+    lines: list[str]
+    record: dict[str, Any]
+    found: bool
+    page: str | None = None
+
+
+# The function of each way; it takes the options and returns the answer.
+WAYS = {
+    "log": "mmqk.diagnose.page:of_log",
+    "pair": "mmqk.diagnose.ways:of_pair",
+    "model": "mmqk.diagnose.ways:of_models",
+    "experiments": "mmqk.diagnose.ways:of_experiments",
+}
+
+
+def parser() -> OneSentenceParser:
+    """Return the parser of the command line."""
+    made = OneSentenceParser(prog="mmqk diagnose", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    add = made.add_argument
+    add("files", nargs="*", type=Path, metavar="FILE", help="a log or the folder of a run; two: failing, healthy")
+    add("--map", action="append", default=[], metavar="TAG=COLUMN", help="the column of a tag, loss=train/ce")
+    add("--step", metavar="COLUMN", help="the column of the optimizer step")
+    add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="a checkpoint, and later ones of its run")
+    add("--batch", type=Path, metavar="FILE", help="token ids to probe the checkpoint with")
+    add("--modality", action="append", default=[], metavar="NAME=A:B", help="the ids of a modality, image=4:8196")
+    add("--experiments", action="store_true", help="train forks of a run of mmqk from before its failure")
+    text = "folder for the page and diagnosis.json (default: reports/diagnosis)"
+    add("--out", type=Path, default=Path("reports/diagnosis"), metavar="FOLDER", help=text)
+    add("--json", action="store_true", help="print the content of diagnosis.json instead of the text")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Diagnose, print the text, write the page; return 1 if there is a finding, else 0.
+
+    Raises:
+        UserError: a wrong command line or a file that cannot be read.
+    """
+    options = parser().parse_args(argv)
+    if len(options.files) > 2 or not (options.files or options.model):
+        raise UserError("give one log, or two to compare, or --model with a checkpoint: see mmqk diagnose --help")
+    way = (
+        "model" if options.model
+        else "experiments" if options.experiments
+        else "pair" if len(options.files) == 2
+        else "log"
+    )  # fmt: skip
+    module, _, name = WAYS[way].partition(":")
+    diagnose: Callable[[argparse.Namespace], Answer] = getattr(importlib.import_module(module), name)
+    answer = diagnose(options)
+    text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
+    print(text if options.json else "\n".join([answer.title, *answer.lines]))
+    from mmqk.diagnose.page import plain_page
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomic(options.out / "diagnosis.json", text + "\n")
+    write_atomic(options.out / "index.html", answer.page or plain_page(answer))
+    if not options.json:
+        print(f"\n{options.out / 'index.html'}")
+    return int(answer.found)
+
+
+def mapping(options: argparse.Namespace) -> dict[str, str]:
+    """Return the tags and columns of --map.
+
+    Raises:
+        UserError: a value is not of the form TAG=COLUMN.
+    """
+    pairs = [text.partition("=") for text in options.map]
+    if bad := [text for text, (tag, equals, column) in zip(options.map, pairs, strict=True) if not (tag and column)]:
+        raise UserError(f"--map {bad[0]} is not of the form TAG=COLUMN: give --map loss=train/ce")
+    return {tag: column for tag, _, column in pairs}

@@ -1,0 +1,282 @@
+"""What a log shows: which series left its range first, which rules fired and how often they are right on the bench,
+the nearest failure of the zoo, what would tell two kinds apart, remedies, and what the log cannot tell.
+
+All rules are those of docs/alarms.md and mmqk/bench, with the thresholds that were chosen there. Nothing here is
+called a cause: a sign names a kind of fault, with the share of runs of the bench in which that was right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from mmqk.bench.departures import Departure, departures
+from mmqk.bench.evidence import Rates, evidence
+from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
+from mmqk.bench.nearest import nearest, shape
+from mmqk.bench.score import LASTING
+from mmqk.bench.traces import alarms_in
+from mmqk.diagnose.logs import Log
+from mmqk.store import Alarm, AlarmRules, find_file, parsed_tag
+
+ANY_LOG = ("loss", "lr", "grad_norm", "tokens_per_s")  # statistics that are not of the model
+BENCH_STEPS, LATE_STEPS = 600, 10_000  # lengths of the runs on which rates were measured
+
+
+@dataclass(frozen=True)
+class Fired:
+    """An alarm rule that fired: its first alarm, how many began, and its rates (`Rates.alarm`); ``late``: the same for
+    the runs of 10,000 steps, None if it was not scored there."""
+
+    name: str
+    step: int
+    series: str
+    value: float
+    threshold: float
+    sentence: str
+    count: int
+    lasting: bool
+    bench: dict[str, int]
+    late: dict[str, int] | None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sign that fired: the kind it names, where, its reading, and its rates (`Rates.sign`) where it comes first."""
+
+    kind: str
+    step: int
+    series: str
+    value: float
+    limit: float
+    meaning: str
+    bench: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The nearest failure of the zoo; ``limit``: the distance within which no healthy run of the side "develop" is,
+    ``near``: whether the run is within; ``why`` it was not compared, else empty."""
+
+    failure: str = ""
+    distance: float | None = None
+    next: str = ""
+    next_distance: float | None = None
+    limit: float | None = None
+    near: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The content of diagnosis.json.
+
+    Attributes:
+        source, format, columns, unused, notes: as in `mmqk.diagnose.logs.Log`.
+        first_step, last_step, every: the steps of the log, and the median distance of its losses.
+        warnings: why the rates may not hold for this log.
+        departures: the series that left their range, the first one first.
+        alarms: alarm rules that fired, the first one first.
+        kinds: signs that fired, the first one first.
+        not_read: signs whose statistic the log has and that do not hold for it, and why.
+        nearest: the nearest failure of the zoo.
+        experiment: what would tell the two kinds of ``between`` apart; empty without a kind.
+        remedies: what was tried against the first kind, with what it did; a row each.
+        missing: statistics that the log lacks, the one to log next first; ``more`` is the number of judged runs that
+            the signs would name right in addition.
+        found: whether a sign or a lasting alarm fired.
+    """
+
+    source: str
+    format: str
+    first_step: int
+    last_step: int
+    every: float
+    columns: dict[str, str]
+    unused: list[str]
+    notes: list[str]
+    warnings: list[str]
+    departures: list[Departure]
+    alarms: list[Fired]
+    kinds: list[Kind]
+    not_read: list[dict[str, str]]
+    nearest: Nearest
+    experiment: dict[str, Any] = field(default_factory=dict)
+    remedies: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[dict[str, Any]] = field(default_factory=list)
+    found: bool = False
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """Return tables.yaml."""
+    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def diagnose(log: Log) -> Diagnosis:
+    """Return what a log shows."""
+    metrics = log.metrics
+    statistics = {parsed_tag(tag).statistic for tag in metrics}
+    losses = metrics[[tag for tag in metrics if str(tag) == "loss" or str(tag).startswith("loss/")]].dropna(how="all")
+    every = float(np.median(np.diff(losses.index))) if len(losses) > 1 else 1.0
+    split = any(str(tag).startswith("loss/") for tag in metrics)
+    rates = Rates("judge", statistics, every, split)
+    fired = _alarms(log, rates)
+    found = findings(metrics)
+    kinds = [_kind(finding, rates, statistics) for finding in found]
+    skipped = [(sign, out_of_scope(sign, metrics)) for sign in SIGNS]
+    named = list(dict.fromkeys(kind.kind for kind in kinds))
+    is_finding = bool(kinds) or any(one.lasting for one in fired)
+    return Diagnosis(
+        source=log.source,
+        format=log.format,
+        first_step=int(metrics.index[0]),
+        last_step=int(metrics.index[-1]),
+        every=every,
+        columns=log.columns,
+        unused=log.unused,
+        notes=log.notes,
+        warnings=_warnings(log, every, statistics, split),
+        departures=departures(metrics, evidence()["departures"]),
+        alarms=fired,
+        kinds=kinds,
+        not_read=[{"kind": s.kind, "statistic": s.statistic, "why": why} for s, why in skipped if why],
+        nearest=_nearest(metrics, is_finding),
+        experiment=_experiment(named),
+        remedies=_remedies(named[0]) if named else [],
+        missing=_missing(metrics, statistics, every, split, rates),
+        found=is_finding,
+    )
+
+
+def _kind(finding: Finding, rates: Rates, statistics: set[str]) -> Kind:
+    sign, meaning = finding.sign, finding.sign.meaning
+    if sign.kind == "data" and statistics <= set(ANY_LOG):
+        meaning = "a loss rose at once; this log has no statistic of the model that could have done so before it"
+    return Kind(sign.kind, finding.step, finding.series, finding.value, sign.above, meaning, rates.sign(sign.name))
+
+
+def _alarms(log: Log, rates: Rates) -> list[Fired]:
+    """Return the alarm rules that fire, each with its first alarm."""
+    metrics, planned = log.metrics, log.config.get("trainer.max_steps")
+    warmup = log.config.get("optim.warmup_steps")
+    if not isinstance(warmup, int):
+        warmup = _warmup(metrics["lr"].dropna()) if "lr" in metrics else 0
+    length = planned if isinstance(planned, int) and planned > 0 else int(metrics.index[-1])
+    found: dict[str, list[Alarm]] = {}
+    for alarm in alarms_in(metrics, AlarmRules(warmup, length)):
+        found.setdefault(alarm.name, []).append(alarm)
+    scores = json.loads(find_file("reports/bench/late.json").read_text(encoding="utf-8"))
+    late = {row["rule"].removeprefix("alarm "): row for row in scores}
+    keys = ("hits", "faults", "accused", "healthy")
+    fired = []
+    for name, alarms in found.items():
+        a = alarms[0]
+        of_late = {key: late[name][key] for key in keys} if name in late else None
+        of = (a.step, a.tag, a.value, a.threshold, a.sentence, len(alarms), name in LASTING, rates.alarm(name), of_late)
+        fired.append(Fired(name, *of))
+    return sorted(fired, key=lambda one: one.step)
+
+
+def _warmup(lr: pd.Series) -> int:
+    """Return the step up to which the learning rate rises from the first steps on; 0 if it does not."""
+    rises = lr[lr > 0].diff().iloc[1:] > 0
+    if not len(rises) or not rises.iloc[0]:
+        return 0
+    return int(rises.index[-1] if rises.all() else rises.index[rises][rises[rises].index < rises.idxmin()][-1])
+
+
+def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list[str]:
+    last, found = int(log.metrics.index[-1]), []
+    if every > 1:
+        full, thin = (Rates("develop", statistics, n, split) for n in (1, every))
+        found.append(
+            f"The log has a loss every {every:g} steps; the rules count values, and were chosen on losses of every"
+            f" step. Thinned like it, the runs of the side develop get the right kind in {thin.right()} of"
+            f" {thin.faults} instead of {full.right()}."
+        )
+    if not 0.5 * BENCH_STEPS <= last <= 2 * BENCH_STEPS:
+        found.append(
+            f"The rates are from runs of {BENCH_STEPS} steps of a model of 0.4M parameters, this log ends at step"
+            f' {last:,}: they may not hold. The column "10,000 steps" is from longer runs of 0.8M parameters.'
+        )
+    return found
+
+
+def _nearest(metrics: pd.DataFrame, found: bool) -> Nearest:
+    if not found:
+        return Nearest(why="no rule fired")
+    own = shape(metrics)
+    if own is None:
+        return Nearest(why="it needs the loss, grad_norm and attn_logit_absmax at 20 steps or more")
+    (first, distance), (second, other), *_ = nearest(own, evidence()["zoo"])
+    limit = evidence()["near"]["limit"]
+    near = distance <= limit and first != "healthy"
+    return Nearest(first, round(distance, 3), second, round(other, 3), limit, near)
+
+
+def _experiment(kinds: list[str]) -> dict[str, Any]:
+    """Return the experiment that tells the two first kinds apart; of one kind, from data (or rate)."""
+    if not kinds:
+        return {}
+    a, b = (*kinds, "rate" if kinds[0] == "data" else "data")[:2]
+    for row in tables()["experiments"]:
+        for one, other in ((a, b), (b, a)):
+            if one in row["gone"] and other in row["remains"]:
+                found = {"between": [a, b], "what": row["what"], "command": row["command"]}
+                return {**found, "gone": one, "remains": other}
+    return {"between": [a, b], "what": "", "command": "", "gone": "", "remains": ""}
+
+
+def _remedies(kind: str) -> list[dict[str, Any]]:
+    """Return what is known of changes against a kind: a row for each change, failure and time."""
+    table, names = tables()["remedies"].get(kind, {}), tables()["changes"]
+    rows = [{"change": table["fix"], "measured": "not measured"}] if table.get("fix") else []
+    of_map = [r for r in evidence()["rescue"] if r["failure"] == table.get("rescue") and r["after"]]
+    for change, cells in itertools.groupby(sorted(of_map, key=lambda r: r["change"]), lambda r: r["change"]):
+        tried = sorted(cells, key=lambda r: r["after"])
+        saved = (
+            ", ".join(str(r["saved"]) for r in tried) + f" of {tried[0]['runs']}"
+            if any(r["saved"] for r in tried)
+            else "none"
+        )
+        costs = ", ".join(f"{r['cost']:+.2f}" for r in tried)
+        after = ", ".join(str(r["after"]) for r in tried)
+        said = f"{after} steps after it began: saved {saved}; end {costs} nats from healthy"
+        rows.append({"change": names.get(change, change), "measured": said})
+    late = evidence()["late_rescue"] if table.get("late") else []
+    for change, cells in itertools.groupby(sorted(late, key=lambda r: r["change"]), lambda r: r["change"]):
+        tried = sorted(cells, key=lambda r: r["at"])
+        steps = ", ".join(f"{r['at']:,}{'' if r['helped'] else ' (did not help)'}" for r in tried)
+        gains = ", ".join(f"{r['gain']:+.2f}" for r in tried)
+        said = f"late failure, from step {steps} of 10,000: held-out loss {gains} nats from noise"
+        rows.append({"change": names.get(change, change), "measured": said})
+    if start := table.get("start"):
+        rows.append({"change": start, "measured": "from the start of a new run; it undoes this fault of the bench"})
+    return rows or [{"change": "none known", "measured": f"no change was tried against the kind {kind}"}]
+
+
+def _missing(
+    metrics: pd.DataFrame, statistics: set[str], every: float, split: bool, rates: Rates
+) -> list[dict[str, Any]]:
+    """Return the statistics that the log lacks, those first with which the signs name more judged runs right."""
+    rows = []
+    for name, row in tables()["missing"].items():
+        if name == "loss/MODALITY":
+            lacks, more = not split, Rates("judge", statistics, every, True).right() - rates.right()
+        else:
+            lacks = name not in statistics
+            readers = {s for sign in SIGNS if name in sign.statistic.split() for s in sign.statistic.split()}
+            more = Rates("judge", statistics | readers, every, split).right() - rates.right()
+        if lacks:
+            rows.append({"statistic": name, "decides": row["decides"], "how": row["how"], "more": more})
+    return sorted(rows, key=lambda row: -row["more"])

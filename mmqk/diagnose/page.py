@@ -1,0 +1,194 @@
+"""The answers of ``mmqk diagnose`` as text, data and one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mmqk.bench.evidence import evidence
+from mmqk.diagnose import Answer, mapping
+from mmqk.diagnose.findings import Diagnosis, diagnose
+from mmqk.diagnose.logs import Log, read_log
+from mmqk.lab.formatting import number, render, source
+from mmqk.lab.page.figure import PALETTE, RC
+from mmqk.store.errors import one_line
+from mmqk.store.formatting import plural, text_table
+
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_ROWS, WIDEST = 8, 56  # of a table, and characters of a cell of the terminal page
+Section = tuple[str, list[list[str]], list[str]]  # title, table with its head, notes
+
+
+def of_log(options: argparse.Namespace) -> Answer:
+    """Diagnose one log."""
+    log = read_log(options.files[0], mapping(options), options.step)
+    found = diagnose(log)
+    parts, title = sections(found), title_of(found)
+    page = render("diagnose.html", content(title, parts, figure(log, found)), TEMPLATES)
+    return Answer(title, lines(parts), asdict(found), found.found, page)
+
+
+def title_of(found: Diagnosis) -> str:
+    """Return the first line: what fired first, or that no rule did."""
+    name = one_line(Path(found.source).name)
+    if not found.found:
+        spikes = " but spikes, which a hard batch gives too" if found.alarms else ""
+        return f"{name}: no rule fired{spikes}"
+    events = [(k.step, f"sign of {k.kind}") for k in found.kinds]
+    events += [(a.step, f"alarm {a.name}") for a in found.alarms if a.lasting]
+    step, what = min(events)
+    return f"{name}: first at step {step:,}: {what}"
+
+
+def sections(found: Diagnosis) -> list[Section]:
+    """Return the parts of the answer, in the order in which they are read."""
+    near = evidence()["near"]
+    steps = f"steps {found.first_step:,} to {found.last_step:,}"
+    used = ", ".join(f"{column} = {tag}" if column != tag else tag for column, tag in [*found.columns.items()][:6])
+    more = f", and {len(found.columns) - 6} more" if len(found.columns) > 6 else ""
+    unused = [f"Not recognized: {', '.join(found.unused[:6])}; name a column with --map TAG=COLUMN."]
+    parts: list[Section] = [
+        ("The log", [], [f"{found.format}, {steps}. Read: {used}{more}.", *unused[: len(found.unused)], *found.notes])
+    ]
+    parts[0][2].extend(found.warnings)
+    head = ["step", "series", "value", "its past", "limit", "back at"]
+    rows = [
+        [
+            f"{d.step:,}",
+            d.tag,
+            number(d.value),
+            number(d.before),
+            number(d.limit),
+            "–" if d.back is None else f"{d.back:,}",
+        ]
+        for d in found.departures[:MOST_ROWS]
+    ]
+    parts.append(("What left its range first (each series against its own past)", [head, *rows] if rows else [],
+                  [] if rows else ["No series left its range."]))  # fmt: skip
+    head = [
+        "step",
+        "alarm",
+        "series",
+        "value",
+        "threshold",
+        "begins",
+        "faults found",
+        "healthy accused",
+        "10,000 steps",
+    ]
+    rows = [
+        [f"{a.step:,}", a.name, a.series, number(a.value), number(a.threshold), f"{a.count}×",
+         f"{a.bench['hits']} of {a.bench['faults']}", f"{a.bench['accused']} of {a.bench['healthy']}",
+         "not scored" if a.late is None else "{hits} of {faults}, {accused} of {healthy}".format(**a.late)]
+        for a in found.alarms
+    ]  # fmt: skip
+    parts.append(("Alarms", [head, *rows] if rows else [], [] if rows else ["No alarm fired."]))
+    head = ["step", "kind", "series", "reading", "limit", "right when named first", "healthy accused", "found"]
+    rows = [
+        [f"{k.step:,}", k.kind, k.series, number(k.value), number(k.limit),
+         f"{k.bench['right']} of {k.bench['named']}", f"{k.bench['accused']} of {k.bench['healthy']}",
+         f"{k.bench['right']} of {k.bench['runs']}"]
+        for k in found.kinds
+    ]  # fmt: skip
+    notes = [f"{k.kind}: {k.meaning}." for k in found.kinds] or ["No sign of a kind of fault."]
+    notes += [f"Not read: the sign of {row['kind']} ({row['statistic']}): {row['why']}." for row in found.not_read]
+    parts.append(("Kinds of fault whose signs fired", [head, *rows] if rows else [], notes))
+    n = found.nearest
+    if n.why:
+        said = f"Not compared: {n.why}."
+    else:
+        verdict = f"{n.failure} is near" if n.near else "None is near"
+        said = (
+            f"{verdict}: {n.failure} at distance {n.distance}, then {n.next} at {n.next_distance}; near is {n.limit}."
+        )
+        right, wrong, other, healthy = ("{} of {}".format(*near[key]) for key in ("right", "wrong", "other", "healthy"))
+        said += (
+            f" Of judged runs of the bench with a fault of the zoo, the near failure was right in {right} and wrong in"
+            f" {wrong}; a failure was near in {other} runs with another fault and in {healthy} healthy runs."
+        )
+    parts.append(("Nearest failure of the zoo", [], [said]))
+    if e := found.experiment:
+        apart = f"{e['what']}: gone would speak for {e['gone']}, remains for {e['remains']}. {e['command']}."
+        said = apart if e["what"] else "No experiment in the table tells them apart."
+        parts.append((f"What would tell {e['between'][0]} and {e['between'][1]} apart", [], [said]))
+        rows = [[r["change"], r["measured"]] for r in found.remedies]
+        parts.append(
+            (f"Remedies against {found.kinds[0].kind}", [["change", "switched on in a run that fails"], *rows], [])
+        )
+    rows = [[m["statistic"], m["decides"], f"+{m['more']}", m["how"]] for m in found.missing]
+    last = f"Log next: {found.missing[0]['statistic']}." if rows else "It has all statistics that the signs read."
+    head = ["not logged", "would decide", "more runs named right", "how"]
+    parts.append(("What this log cannot tell", [head, *rows] if rows else [], [last]))
+    return parts
+
+
+def lines(parts: Sequence[Section]) -> list[str]:
+    """Return the parts as text; cells are cut at `WIDEST` characters."""
+    text: list[str] = []
+    for title, table, notes in parts:
+        text += ["", title.upper()]
+        cut = [
+            [
+                cell if len(cell) <= WIDEST or i == len(row) - 1 else f"{cell[: WIDEST - 1]}…"
+                for i, cell in enumerate(map(one_line, row))
+            ]
+            for row in table
+        ]
+        text += [f"  {row.rstrip()}" for row in text_table(cut, set(range(9)))] if cut else []
+        text += [f"  {one_line(note)}" for note in notes]
+    return text
+
+
+def content(title: str, parts: Sequence[Section], image: bytes | None = None) -> dict[str, Any]:
+    """Return the content of the template."""
+    data = None if image is None else base64.b64encode(image).decode()
+    return {"title": title, "parts": parts, "image": data, "css": source("page.css")}
+
+
+def plain_page(answer: Answer) -> str:
+    """Return the page of an answer that has none."""
+    return render("diagnose.html", content(answer.title, [("", [], []), ("Text", [], answer.lines)]), TEMPLATES)
+
+
+def figure(log: Log, found: Diagnosis) -> bytes | None:
+    """Draw the losses and, below, the first series that left its range and is no loss; mark what fired. PNG."""
+    losses = [t for t in map(str, log.metrics) if t.startswith("loss/")] or ["loss"]
+    first = next((d for d in found.departures if not d.tag.startswith("loss")), None)
+    panels: list[list[str]] = [losses[:6], *([[first.tag]] if first else [])]
+    events = [*(k.step for k in found.kinds), *(a.step for a in found.alarms if a.lasting)]
+    with matplotlib.rc_context(RC):
+        canvas = Figure(figsize=(9.5, 2.9 * len(panels)), layout="constrained")
+        for axes, tags in zip(canvas.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+            for color, tag in zip(PALETTE, tags, strict=False):
+                series = log.metrics[tag].replace(np.inf, np.nan).dropna()
+                axes.plot(series.index, series.to_numpy(), color=color, lw=1.1, label=one_line(tag)[:60])
+            for departure in [d for d in found.departures if d.tag in tags]:
+                axes.axvline(departure.step, color="#59636e", lw=1, ls=":")
+            for event in events:
+                axes.axvline(event, color="#a3262a", lw=1, alpha=0.6)
+            positive = all((log.metrics[tag].dropna() > 0).all() for tag in tags)
+            axes.set(xlabel="optimizer step", yscale="log" if positive and first and tags == [first.tag] else "linear")
+            axes.legend(frameon=False, loc="upper right", fontsize=9)
+        png = io.BytesIO()
+        FigureCanvasAgg(canvas).print_png(png, metadata={"Software": None})
+    return png.getvalue()
+
+
+def table_lines(table: pd.DataFrame, most: int = 20) -> list[str]:
+    """Return the first rows of a table as text."""
+    cells = [
+        [number(c) if isinstance(c, float) else one_line(str(c))[:WIDEST] for c in row] for row in table.values.tolist()
+    ]
+    cut = [f"  and {plural(len(table) - most, 'row')} more"] if len(table) > most else []
+    return [f"  {row.rstrip()}" for row in text_table([[str(c) for c in table], *cells[:most]], set(range(99)))] + cut

@@ -1,0 +1,60 @@
+"""The other ways of ``mmqk diagnose``: two logs, checkpoints, experiments. Each returns an answer."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+
+from mmqk.diagnose import Answer, mapping
+from mmqk.diagnose.page import table_lines
+from mmqk.store import UserError
+
+
+def of_pair(options: argparse.Namespace) -> Answer:
+    """Say where the first run parts from the second."""
+    from mmqk.diagnose.logs import read_log
+    from mmqk.diagnose.pair import differing, gradient_growth, part
+
+    run, reference = (read_log(file, mapping(options), options.step) for file in options.files)
+    partings, fields = part(run, [reference]), differing(run, reference)
+    tables = {
+        "series that part, the first one first": pd.DataFrame(map(asdict, partings)),
+        "fields that differ": fields.reset_index(),
+    }
+    if any(str(tag).startswith("grad_norm/") for tag in run.metrics):
+        tables["growth of grad_norm² of the first run, by group"] = gradient_growth(run).groups.reset_index()
+    notes = [f"{log.source}: {note}" for log in (run, reference) for note in log.notes]
+    title = f"{run.source} and {reference.source} do not part beyond their spread"
+    if partings:
+        first = partings[0]
+        title = f"{run.source} parts from {reference.source} at step {first.step:,}: {first.tag}"
+    return _answer(title, tables, notes, bool(partings))
+
+
+def of_models(options: argparse.Namespace) -> Answer:
+    """Say what checkpoints show, without a batch or with one."""
+    from mmqk.diagnose.models import blocks_of, read_batch, tables_of
+
+    batch = None if options.batch is None else read_batch(options.batch)
+    tables, notes, found = tables_of(options.model, batch, blocks_of(options.modality) or None)
+    title = f"{', '.join(map(str, options.model))}: {'a finding' if found else 'no rule fired'}"
+    return _answer(title, tables, notes, found)
+
+
+def of_experiments(options: argparse.Namespace) -> Answer:
+    """Train forks of a run from before its event."""
+    from mmqk.diagnose.experiments import run
+
+    if len(options.files) != 1:
+        raise UserError("--experiments needs the folder of one run of mmqk: mmqk diagnose runs/mine --experiments")
+    answer = run(options.files[0])
+    return Answer(f"Experiments on {options.files[0]}", answer.lines(), answer.record(), answer.found)
+
+
+def _answer(title: str, tables: dict[str, pd.DataFrame], notes: list[str], found: bool) -> Answer:
+    lines = [line for name, table in tables.items() if len(table) for line in ("", name.upper(), *table_lines(table))]
+    plain: dict[str, Any] = {name: table.astype(object).to_dict("records") for name, table in tables.items()}
+    return Answer(title, [*lines, "", *notes], {"title": title, "notes": notes, "found": found, **plain}, found)

@@ -1,0 +1,1 @@
+"""Effects with intervals, exact tests, and corrections for several claims."""

@@ -1,0 +1,179 @@
+"""What mmqk diagnose says of logs in which one thing happens, and of runs of the bench."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import mmqk
+from mmqk.bench.departures import departures
+from mmqk.bench.evidence import Rates, evidence, first_sign
+from mmqk.bench.kinds import SIGNS, findings
+from mmqk.bench.traces import labelled
+from mmqk.diagnose import main
+from mmqk.diagnose.findings import diagnose, tables
+from mmqk.diagnose.logs import Log
+from mmqk.store import UserError
+
+STEPS = np.arange(1, 601)
+HOSTILE = "<script>alert(1)</script>\x1b[31m"
+
+
+def table(**changes: np.ndarray) -> pd.DataFrame:
+    random = np.random.default_rng(0)
+    columns = {
+        "loss": 5 + 3 * np.exp(-STEPS / 50) + 0.1 * random.normal(size=600),
+        "grad_norm": np.exp(0.1 * random.normal(size=600)),
+        "lr": 0.01 * np.minimum(STEPS / 50, 1),
+    }
+    return pd.DataFrame(columns | changes, index=pd.Index(STEPS, name="step"))
+
+
+def log(metrics: pd.DataFrame, **fields: object) -> Log:
+    given = {"source": "run.csv", "format": "CSV", "columns": {}, "unused": [], "notes": [], "config": {}}
+    return Log(metrics=metrics, **(given | fields))
+
+
+def from_step(step: int, values: np.ndarray, later: np.ndarray) -> np.ndarray:
+    return np.where(step <= STEPS, later, values)
+
+
+def written(folder: Path, metrics: pd.DataFrame, *options: str) -> tuple[int, dict, str]:
+    metrics.to_csv(folder / "run.csv")
+    code = main([str(folder / "run.csv"), "--out", str(folder / "out"), *options])
+    record = json.loads((folder / "out" / "diagnosis.json").read_text())
+    return code, record, (folder / "out" / "index.html").read_text()
+
+
+def test_a_healthy_log_has_no_finding(tmp_path, capsys):
+    code, record, page = written(tmp_path, table())
+    assert code == 0 and not record["found"] and record["kinds"] == [] and record["remedies"] == []
+    assert "no rule fired" in capsys.readouterr().out and "no rule fired" in page
+
+
+def test_a_rise_of_the_rate_is_named_with_its_rate_of_success(tmp_path, capsys):
+    base = table()
+    metrics = table(lr=from_step(300, base["lr"], base["lr"] * 30), loss=from_step(310, base["loss"], base["loss"] + 2))
+    code, record, page = written(tmp_path, metrics)
+    first, second = record["kinds"]
+    assert code == 1 and (first["kind"], first["step"], first["series"]) == ("rate", 300, "lr")
+    assert second["kind"] == "data" and "no statistic of the model" in second["meaning"]
+    assert record["departures"][0]["tag"] == "loss" and record["departures"][0]["step"] == 310
+    assert first["bench"]["right"] <= first["bench"]["named"] and first["bench"]["healthy"] == 34
+    assert {"rise", "divergence"} <= {alarm["name"] for alarm in record["alarms"]}
+    assert set(record["experiment"]["between"]) == {"rate", "data"} and record["experiment"]["what"]
+    assert any("saved none" in row["measured"] for row in record["remedies"])
+    assert "cause" not in capsys.readouterr().out.lower() and "data:image/png" in page
+
+
+def test_a_loss_alone_that_becomes_nan():
+    metrics = table()[["loss"]]
+    metrics.loc[400:, "loss"] = np.inf
+    found = diagnose(log(metrics))
+    assert found.found and {a.name for a in found.alarms} == {"non_finite", "divergence"}
+    assert all(a.series == "loss" and a.step == 400 for a in found.alarms)
+    assert found.departures[0].step == 400 and found.departures[0].back is None
+    assert {"lr", "grad_norm", "attn_logit_absmax"} <= {row["statistic"] for row in found.missing}
+
+
+@pytest.mark.parametrize(("first", "kinds"), [(1, ["warm-up"]), (100, [])])
+def test_a_sign_of_the_first_value_needs_the_start_of_the_run(first, kinds):
+    metrics = table(lr=np.linspace(0.01, 0.001, 600)).loc[first:]
+    found = diagnose(log(metrics))
+    assert [kind.kind for kind in found.kinds] == kinds
+    assert (first == 1) != any(row["kind"] == "warm-up" for row in found.not_read)
+
+
+@pytest.mark.parametrize(("first", "steps", "kinds"), [(8, 600, ["leak"]), (11, 600, []), (8, 6000, [])])
+def test_a_limit_of_the_bench_holds_for_runs_of_its_size(first, steps, kinds):
+    index = np.arange(1, steps + 1)
+    metrics = pd.DataFrame({"loss": first * (0.3 + 0.7 * np.exp(-index / (steps / 3)))}, index=index)
+    found = diagnose(log(metrics))
+    assert [kind.kind for kind in found.kinds] == kinds
+    assert (not kinds) == any(row["kind"] == "leak" for row in found.not_read)
+
+
+def test_a_slow_warm_up_is_no_rise_of_the_rate():
+    steps = np.arange(0, 6000, 50)
+    slow = pd.DataFrame({"loss": 8.0 - steps / 6000, "lr": np.minimum(steps / 2000, 1) * 1e-3}, index=steps)
+    assert not [f for f in findings(slow) if f.sign.kind == "rate"]
+    slow.loc[4000:, "lr"] *= 3
+    assert [f.step for f in findings(slow) if f.sign.kind == "rate"] == [4000]
+
+
+def test_departures_find_the_planted_step_and_its_end():
+    limits = evidence()["departures"]
+    assert departures(table(), limits) == []
+    base = table()["grad_norm"].to_numpy()
+    away = np.where((STEPS >= 350) & (STEPS < 380), base * 30, base)
+    (found,) = departures(table(grad_norm=away), limits)
+    assert (found.tag, found.step, found.back) == ("grad_norm", 350, 380)
+    assert departures(table(grad_norm=np.where(STEPS == 350, base * 30, base)), limits) == []  # one value is a spike
+
+
+def test_a_thin_log_says_that_the_rates_may_not_hold():
+    thin, full = (diagnose(log(table().iloc[k - 1 :: k])).warnings for k in (10, 1))
+    assert "every 10 steps" in thin[0] and full == []
+
+
+def test_hostile_names_are_escaped(tmp_path, capsys):
+    metrics = table().rename(columns={"grad_norm": HOSTILE})
+    code, _, page = written(tmp_path, metrics)
+    assert code == 0 and "<script>" not in page and "&lt;script&gt;" in page
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_command_line_names_mistakes(tmp_path):
+    for argv in ([], ["a", "b", "c"], [str(tmp_path / "absent.csv")], ["run.csv", "--map", "loss"]):
+        with pytest.raises(UserError):
+            main([*argv, "--out", str(tmp_path / "out")])
+
+
+def test_the_tables_know_every_kind():
+    kinds = {sign.kind for sign in SIGNS}
+    assert kinds == set(tables()["remedies"])
+    named = {kind for row in tables()["experiments"] for kind in (*row["gone"], *row["remains"])}
+    assert named == kinds and all(not set(row["gone"]) & set(row["remains"]) for row in tables()["experiments"])
+    assert {row["change"] for row in [*evidence()["rescue"], *evidence()["late_rescue"]]} - {"none"} <= set(
+        tables()["changes"]
+    )
+
+
+def test_rates_count_the_records():
+    every = {sign.name.split()[1] for sign in SIGNS} | {s for sign in SIGNS for s in sign.statistic.split()}
+    every |= {"grad_norm", "q_norm", "k_norm", "final_norm", "attn_entropy"}
+    rates = Rates("judge", every, 1, True)
+    records = [run for run in evidence()["runs"] if run["side"] == "judge"]
+    first = [first_sign(run["logs"]["1 modality"]["signs"], every) for run in records]
+    right = sum(
+        bool(run["kind"]) and name.split()[:1] == [run["kind"]] for run, name in zip(records, first, strict=True)
+    )
+    assert (rates.faults, rates.healthy) == (88, 34)
+    assert rates.right() == right == 47  # docs/bench.md
+    assert sum(rates.sign(sign.name)["accused"] for sign in SIGNS) == 4
+    scores = {row["rule"]: row for row in json.loads(Path("reports/bench/judge.json").read_text())}
+    for name in ("spike", "rise", "growth", "collapse", "divergence"):
+        found = rates.alarm(name)
+        assert (found["hits"], found["accused"]) == (
+            scores[f"alarm {name}"]["hits"],
+            scores[f"alarm {name}"]["accused"],
+        )
+    assert Rates("judge", {"loss"}, 1, False).right() < right
+
+
+@cache
+def of_bench() -> list:
+    return labelled([*mmqk.load_runs("reports/bench/bench.zip")])
+
+
+@pytest.mark.slow
+def test_runs_of_the_bench_are_named_as_recorded():
+    for arm, kind in {"healthy": "", "rate-middle": "rate", "loud-head": "logits", "new-moments": "moments"}.items():
+        trace = next(t for t in of_bench() if (t.run.arm, t.run.seed) == (arm, 1))
+        found = diagnose(log(trace.metrics))
+        assert found.found == bool(kind) and [k.kind for k in found.kinds][:1] == ([kind] if kind else [])
