@@ -17,14 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.lab.ablation import read_ablation
+from mmqk.lab.grid import Grid, load_grids
 from mmqk.lab.grid.claims import check_arms
-from mmqk.lab.grid.grid import Grid, load_grids
 from mmqk.lab.runner.local import PRELOAD, TRAIN, Local, cores, gpus, start_server
 from mmqk.lab.runner.plan import Resolver
 from mmqk.lab.runner.pool import LOG_NAME, Executor, Pool
-from mmqk.lab.runner.session import Session, check_out, take_runs
+from mmqk.lab.runner.session import Session, check_out, outcome_table, take_runs, time_left
 from mmqk.store import GRIDS, OneSentenceParser, UserError, dashboards, relative, run_main, with_configs
+from mmqk.store.folder import read_ablation
 from mmqk.store.formatting import plural
 
 CLUSTER_JOBS = 16
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     session.look()
     for sentence in _check_claims(session):
         print(sentence, flush=True)
-    from mmqk.lab.runner.table import PoolProgress, outcome_table, time_left  # imports rich
+    from mmqk.lab.runner.table import PoolProgress  # imports rich
 
     outcomes = session.outcomes()
     if options.dry_run:
@@ -156,7 +156,7 @@ def _session(options: argparse.Namespace, threads: int) -> Session:
 def _grid(options: argparse.Namespace, added: Mapping[str, Any] | None = None) -> Grid:
     grid = load_grids(options.config, added)
     if metrics := {arm.lr.metric for arm in grid.arms if arm.lr}:
-        from mmqk.lab.verdicts.learning_rates import selection_metric  # slow to import
+        from mmqk.lab.verdicts.measure import selection_metric  # slow to import
 
         for metric in metrics:
             selection_metric(metric)

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from mmqk.lab.metrics import METRICS, final_loss
+from mmqk.lab.metrics import METRICS
+from mmqk.lab.metrics.outcomes import final_loss
 from mmqk.lab.runs import EMPTY, Run
+from mmqk.lab.verdicts import judge
 from mmqk.lab.verdicts.study import Study, load_study
-from mmqk.lab.verdicts.verdicts import judge
 
 _OF_SERIES = {
     "run": "string", "arm": "string", "seed": "int64", "metric": "string", "modality": "string", "layer": "Int64",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mmqk import __version__
 
 if TYPE_CHECKING:
-    from mmqk.lab.runner.state import Follow
+    from mmqk.lab.runner.table import Follow
 
 # For each command: its function, example arguments, and its purpose.
 COMMANDS = {
@@ -26,7 +26,7 @@ COMMANDS = {
     "report": ("mmqk.report:main", "runs/demo", "write the page of a grid or of a run"),
     "pack": ("mmqk.cli:pack", "runs/demo --out demo.zip", "pack runs into one small file, for report and ablate"),
     "watch": ("mmqk.cli:watch", "runs/demo", "show runs in a terminal while they train"),
-    "init": ("mmqk.lab.project:main", "my-project", "start a project: a configuration, a grid, a README"),
+    "init": ("mmqk.cli:init", "my-project", "start a project: a configuration, a grid, a README"),
     "inspect": ("mmqk.inspection:main", "demo", "show the training data of a configuration on one page"),
     "preflight": ("mmqk.cli:preflight", "train:checked", "check your own model and batch before training"),
     "diagnose": ("mmqk.diagnose:main", "wandb.csv", "say what failed first in a run, from its log or checkpoints"),
@@ -59,6 +59,10 @@ read the file like the folder, and mmqk ablate --from continues the grid from it
 
 The report of a pack with the name of its folder equals the report of the folder byte for byte, unless --small rounds
 its numbers."""
+
+INIT = """\
+Write config.yaml (the settings of demo.yaml), grid.yaml (two arms, three seeds, one claim) and README.md into a new
+or empty folder. Runs use the data that ship with mmqk until you name your own in config.yaml."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,9 +118,9 @@ def pack(argv: list[str] | None = None) -> int:
         UserError: the folder has no runs, its ablation.json is damaged, or --out is not a file name that ends in
             .zip.
     """
-    from mmqk.lab.ablation import read_ablation
     from mmqk.store import OneSentenceParser, UserError
-    from mmqk.store.pack import FEW_DIGITS, damaged_files, write_pack
+    from mmqk.store.folder import read_ablation
+    from mmqk.store.pack import FEW_DIGITS, write_pack
 
     parser = OneSentenceParser(prog="mmqk pack", description=PACK, allow_abbrev=False)
     parser.add_argument("runs", type=Path, help="folder of a grid, an arm or a run")
@@ -130,10 +134,8 @@ def pack(argv: list[str] | None = None) -> int:
     out = options.out or Path(f"{options.runs.resolve().name}.zip")
     if out.suffix != ".zip" or out.is_dir():
         raise UserError(f"--out {out} is not the name of a zip file: let it end in .zip")
-    grid = read_ablation(options.runs)  # no command can read a pack with a damaged registration
+    read_ablation(options.runs)  # no command can read a pack with a damaged registration
     write_pack(options.runs, out, options.small)
-    if damaged := damaged_files(options.runs, is_grid=grid is not None):
-        print(f"the runs are packed as they are, with these damaged files: {', '.join(damaged)}")
     size = out.stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB" if size >= 1e5 else f"{out}: {size / 1e3:.0f} kB")
     return 0
@@ -159,7 +161,7 @@ def watch(argv: list[str] | None = None) -> int:
     Raises:
         UserError: a path is not a folder; or, if the runs are shown once, a folder does not exist or has no run.
     """
-    from mmqk.store import OneSentenceParser, UserError
+    from mmqk.store import NoRun, OneSentenceParser, UserError
 
     parser = OneSentenceParser(prog="mmqk watch", description=WATCH, epilog=WATCH_EXAMPLES, allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of grids, of arms or of runs")
@@ -173,9 +175,9 @@ def watch(argv: list[str] | None = None) -> int:
 
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
-    from mmqk.lab.runner.state import follow
-    from mmqk.lab.runner.table import runs_table
+    from mmqk.lab.runner.table import follow, runs_table
 
     console = Console()
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
@@ -183,40 +185,21 @@ def watch(argv: list[str] | None = None) -> int:
         console.print(runs_table(views, max(NARROWEST, console.width)), soft_wrap=True)
         return 0
     followed: dict[tuple[Path, str, str], Follow] = {}
-    with contextlib.suppress(KeyboardInterrupt):
-        for folder in options.runs:
-            _wait_for_run(folder, options.every)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
                 # A grid adds runs, and changes the folder of a run when it selects its learning rate.
-                with contextlib.suppress(UserError):
-                    now = {(run.folder, run.name, run.never): run for run in follow(options.runs)}
-                    followed = {key: followed.get(key, run) for key, run in now.items()}
+                now = {(run.folder, run.name, run.never): run for run in follow(options.runs)}
+                followed = {key: followed.get(key, run) for key, run in now.items()}
+            except NoRun as none:
+                live.update(Text(f"{none}: waiting for one to start (Ctrl-C ends)"), refresh=True)
+            else:
                 views = [run.look() for run in followed.values()]
                 live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
                 if all(view.ended for view in views):
                     break
-                time.sleep(options.every)
+            time.sleep(options.every)
     return 0
-
-
-def _wait_for_run(folder: Path, every: float) -> None:
-    """Wait until the folder has a run; look every ``every`` seconds.
-
-    Raises:
-        UserError: the path is not a folder, or its ablation.json cannot be read.
-    """
-    from mmqk.lab.runner.state import follow
-    from mmqk.store import NoRun
-
-    sentence = f"{folder} has no run yet: waiting for one to start (Ctrl-C ends)\n"
-    while True:
-        with contextlib.suppress(NoRun):
-            follow([folder])
-            return
-        print(sentence, end="", flush=True)
-        sentence = ""
-        time.sleep(every)
 
 
 PREFLIGHT = """\
@@ -287,6 +270,33 @@ def _called(name: str) -> dict[str, Any]:
         keys = ", ".join(map(str, result)) if isinstance(result, Mapping) else type(result).__name__
         raise UserError(f"{name} returns {keys}: return a dictionary with model and batch, and optionally {NAMES[2:]}")
     return dict(result)
+
+
+def init(argv: list[str] | None = None) -> int:
+    """Write the files of a project.
+
+    Raises:
+        UserError: the folder is not empty, or its name is not a valid name of a grid.
+    """
+    from mmqk.lab.grid.arms import folder_name
+    from mmqk.store import OneSentenceParser, check_empty, find_file
+
+    parser = OneSentenceParser(prog="mmqk init", description=INIT)
+    text = "a new or empty folder; its name becomes the name of the grid"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=text)
+    folder = parser.parse_args(argv).folder
+    check_empty(folder, "DIR")
+    name = folder_name(folder.resolve().name, "DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = find_file("configs/demo.yaml").read_text(encoding="utf-8")
+    settings = "# One run: text and image tokens in one sequence.\n" + settings[settings.index("model:") :]
+    files = {"config.yaml": settings}
+    for file in ("grid.yaml", "README.md"):
+        files[file] = find_file(f"configs/project/{file}").read_text(encoding="utf-8").replace("PROJECT", name)
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+        print(folder / file)
+    return 0
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""Shows the progress of a command on stderr: a display with rich on a terminal, a line every ten seconds in a log."""
+"""Shows the progress of a command on stderr: a line that rich redraws on a terminal, or a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
-BAR_WIDTH = 20
 
 Item = TypeVar("Item")
 
 
 class Progress:
-    """Shows a line of text with the time left, and on a terminal also a bar.
+    """Shows a line of text with the time left.
 
     The time left is estimated from the work done since `begin`. rich is imported at the first display on a terminal.
 
@@ -71,10 +70,19 @@ class Progress:
         if done is not None:
             self.begin(done)
         line = self.line(text, done, total)
-        if self.terminal:
-            self._draw(line, done, total, above)
-        else:
+        if not self.terminal:
             print(line, file=self.stream, flush=True)
+            return
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._live is None:
+            console = Console(file=self.stream, force_terminal=True)
+            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            self._live.start()
+        parts = [] if above is None else [above(self._live.console.width)]
+        self._live.update(Group(*parts, Text(line, no_wrap=True, overflow="ellipsis")), refresh=True)
 
     def close(self, last: str = "") -> None:
         """Remove the display from a terminal; then print the line ``last``, if given."""
@@ -83,28 +91,6 @@ class Progress:
             self._live = None
         if last:
             print(last, file=self.stream, flush=True)
-
-    def _draw(self, line: str, done: float | None, total: float | None, above: Any) -> None:
-        from rich.console import Console, Group
-        from rich.live import Live
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        if self._live is None:
-            console = Console(file=self.stream, force_terminal=True)
-            redirect = self.stream is sys.stderr  # other lines are printed above the display
-            self._live = Live(
-                console=console, auto_refresh=False, transient=True, redirect_stdout=False,
-                redirect_stderr=redirect,
-            )  # fmt: skip
-            self._live.start()
-            console.show_cursor(True)  # rich hides the cursor, and a killed process would leave it hidden
-        row = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=total, completed=done or 0, width=BAR_WIDTH)
-        row.add_row(Text(line, no_wrap=True, overflow="ellipsis"), bar)
-        parts = [] if above is None else [above(self._live.console.width)]
-        self._live.update(Group(*parts, row), refresh=True)
 
 
 def track(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:

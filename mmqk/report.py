@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the folder>)")
     args = parser.parse_args(argv)
 
-    from mmqk.lab.page.page import write_report
+    from mmqk.lab.page import write_report
     from mmqk.lab.verdicts.words import effect_in_cell
 
     out = args.out or Path("reports") / args.runs.resolve().name.removesuffix(".zip")

@@ -15,21 +15,8 @@ from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from mmqk.store import (
-    EXIT_CODES,
-    AlarmRules,
-    DamagedFile,
-    RunFolder,
-    UserError,
-    dashboards,
-    disk_sentence,
-    read_json,
-    read_status,
-    run_main,
-    write_atomic,
-    write_json,
-)
-from mmqk.store.alarms import read_alarms
+from mmqk import store
+from mmqk.store import DamagedFile, RunFolder, UserError
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.formatting import inspect_command
@@ -71,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _fit(run, None, ranks)
         except Interrupted:
-            return EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
+            return store.EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
         except UserError:
             return USER_ERROR_EXIT  # the first process prints the error
 
@@ -84,7 +71,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     from mmqk.training.ranks import advised, describe, resolve_device
 
     # A finished run needs no device.
-    status = read_status(run.out)
+    status = store.read_status(run.out)
     resolved = (
         None if status is not None and status.finished else resolve_device(run, ranks.trainer.strategy.root_device)
     )
@@ -102,13 +89,13 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             print(describe(resolved), flush=True)
         try:
             if not folder.config_path.exists():
-                write_atomic(folder.config_path, print_yaml(run))
+                store.write_atomic(folder.config_path, print_yaml(run))
             return _fit(run, folder, ranks)
         except (Interrupted, KeyboardInterrupt) as stop:
             return _interrupted(run, stop, folder)
         except Exception as error:
             ranks.end()
-            reason = disk_sentence(error) if isinstance(error, OSError) else " ".join(str(error).split())
+            reason = store.disk_sentence(error) if isinstance(error, OSError) else " ".join(str(error).split())
             with contextlib.suppress(OSError):  # the disk error may persist
                 if folder.status().status == "running":  # the error was outside Lightning's hooks
                     folder.set_status("failed", folder.status().step, reason[:300])
@@ -129,6 +116,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write to it."""
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.training.checkpoint import last_checkpoint
+    from mmqk.training.fork.start import load_start
     from mmqk.training.loggers import last_logged, open_integrations
     from mmqk.training.module import TrainingModule
     from mmqk.training.ranks import set_threads, tune
@@ -145,14 +133,14 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # The run was killed after its last checkpoint, validation and probe, before it wrote its status.
             folder.set_status("completed", step_of(resume_from))
-            for logger in _tensorboard(run, step_of(resume_from)):
-                logger.finalize("success")
             return _ended(run, folder)
     has_steps_left, resume_from = ranks.start(resume_from)
     if not has_steps_left:
-        return EXIT_CODES["completed"]
+        return store.EXIT_CODES["completed"]
     set_threads(run.threads)  # Lightning has changed the number of threads
     module, trainer = TrainingModule.of(run), ranks.trainer
+    if run.fork is not None and run.fork.parent.is_import and resume_from is None:
+        load_start(module.model, run.out)
     resumed_at = None if resume_from is None else step_of(resume_from)
     try:
         with noted_signals() as signals:
@@ -162,11 +150,11 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
                 folder.begin_training()
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except SystemExit:  # Lightning raises it after a KeyboardInterrupt if a program calls `main`
-        return EXIT_CODES["interrupted"]
+        return store.EXIT_CODES["interrupted"]
     finally:
         if folder is not None:
             _skipped(folder, data)
-    return EXIT_CODES["completed"] if folder is None else _ended(run, folder)
+    return store.EXIT_CODES["completed"] if folder is None else _ended(run, folder)
 
 
 @contextlib.contextmanager
@@ -214,13 +202,13 @@ def _attach(
     steps, at_start = run.trainer["max_steps"], {}
     if folder is not None:
         at_start = _at_start(run, data)
-        write_json(folder.path / "data.json", data.statistics(steps * run.data.batch_size))
+        store.write_json(folder.path / "data.json", data.statistics(steps * run.data.batch_size))
     every = (FLUSH_EVERY, run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
     step_log = StepLog(every, at_start, _first_step(run), run.alarm.stop_diverged)
     checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
     heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
     monitor = RunMonitor(run.monitor, heldout, data.step_rows)
-    rules = AlarmRules(run.optim.warmup_steps, steps, module.trained_modalities)
+    rules = store.AlarmRules(run.optim.warmup_steps, steps, module.trained_modalities)
     alarms = Alarms(run.out, run.alarm, rules, step_log, monitor, checkpoints)
     validation = Validation(data.val_batches, run.data.val_every_n_steps)
     # The order matters: the values of a step are logged before its checkpoint.
@@ -252,11 +240,11 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
     if status.status == "diverged":
         _say(f"diverged at step {status.step}: {status.reason}")
     print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
-    if not run.quiet and (alarms := read_alarms(folder.path)):
+    if not run.quiet and (alarms := store.read_alarms(folder.path)):
         print(f"data of the first alarm: {inspect_command(folder.path, alarms[0].step)}", flush=True)
     if not run.quiet and "tensorboard" in run.logging:
-        print(dashboards(folder.path), flush=True)
-    return EXIT_CODES[status.status]
+        print(store.dashboards(folder.path), flush=True)
+    return store.EXIT_CODES[status.status]
 
 
 def _interrupted(run: RunConfig, stop: BaseException, folder: RunFolder) -> int:
@@ -318,8 +306,8 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
     path = folder.path / "skipped.json"
     skipped = data.skipped
     try:
-        skipped = {**(read_json(path) or {}), **data.skipped}
-        write_json(path, skipped)
+        skipped = {**(store.read_json(path) or {}), **data.skipped}
+        store.write_json(path, skipped)
         named = f"{path} lists them with the reasons"
     except DamagedFile as damaged:
         named = str(damaged)
@@ -334,11 +322,13 @@ def _first_step(run: RunConfig) -> int:
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """Write the first checkpoint of a fork, from which the fork then resumes like any run."""
-    from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
+    from mmqk.training.fork.start import PROBE_SEQUENCES, START_NAME, make_fork
 
-    if run.fork is None or checkpoints_in(folder.checkpoints):
+    if run.fork is None or checkpoints_in(folder.checkpoints) or (folder.path / START_NAME).exists():
         return
     _say(make_fork(run, folder.path, data.probe_batch(PROBE_SEQUENCES)))
+    if run.fork.parent.is_import:
+        return
     parent = run.fork.parent.config
     before = parent["optim"].get("schedule_steps") or parent["trainer"]["max_steps"]
     after = run.optim.schedule_steps or run.trainer["max_steps"]
@@ -372,4 +362,4 @@ def _quieten() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    store.run_main(main)

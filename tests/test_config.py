@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import print_yaml, resolve
-from mmqk.lab.grid.grid import load_grid
+from mmqk.lab.grid import load_grid
 from mmqk.store import UserError, cli_main, differing_fields, read_metrics
 from mmqk.train import main
 

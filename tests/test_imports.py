@@ -147,7 +147,7 @@ RULES = {
         ("mmqk.interop",),
         mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"),
         never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.folders", "mmqk.interop.card"),  # need a run
+        leave_out=("mmqk.interop.folders", "mmqk.interop.card", "mmqk.interop.surgery"),  # need a run
     ),
     "config": Rule(
         ("mmqk.config",),
@@ -156,12 +156,12 @@ RULES = {
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "analysis": Rule(
-        ("mmqk.lab.runner.state", "mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics",
-         "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.formatting", "mmqk.lab.remedies"),
+        ("mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.exact",
+         "mmqk.lab.verdicts", "mmqk.lab.formatting", "mmqk.lab.remedies"),
         never=("torch", "lightning", "matplotlib"),
     ),
     "report": Rule(
-        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.stats", "mmqk.lab.verdicts", "mmqk.lab.page", "mmqk.report"),
+        ("mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.verdicts", "mmqk.lab.page", "mmqk.report"),
         never=("torch", "lightning"),
         then=REPORT,
     ),

@@ -3,9 +3,9 @@
 
 import pytest
 
+from mmqk.cli import init as main
 from mmqk.config import resolve
 from mmqk.lab.grid import load_grid
-from mmqk.lab.project import main
 from mmqk.store import UserError
 
 

@@ -19,9 +19,9 @@ from mmqk.config import SECTIONS, resolve
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.parse import leaves
 from mmqk.config.run import Given
+from mmqk.lab.grid import GridFile
 from mmqk.lab.grid.arms import Arm, ArmFile, ArmFork, LrRule, read_yaml
 from mmqk.lab.grid.claims import Claim, read_claims
-from mmqk.lab.grid.grid import GridFile
 from mmqk.model.ranges import Range, check_fields, decimal_numbers, number, range_of
 from mmqk.store import UserError
 
@@ -88,7 +88,7 @@ def wrapped(kind: type, name: str, value: Any) -> Any:
     if origin in (list, tuple):
         return origin([value])
     if origin is not None and issubclass(origin if isinstance(origin, type) else object, typing.Mapping):
-        return {"max_seeds" if kind is Claim else "text": value}
+        return {"text": value}
     return value
 
 

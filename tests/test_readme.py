@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.page.page import write_report
+from mmqk.lab.page import write_report
 
 README = Path("README.md").read_text()
 EXAMPLE = Path("reports/examples/demo")

@@ -139,7 +139,7 @@ def main() -> int:
         (wheel,) = Path(folder).glob("*.whl")
         subprocess.run([*pip, "install", "--force-reinstall", "--no-deps", wheel], check=True, env=variables)
         subprocess.run([*pip, "install", f"{wheel}[lab]", "mypy"], check=True, env=variables)
-        where = "from mmqk.store.shipped import SHIPPED; print(SHIPPED)"
+        where = "from mmqk.store.files import SHIPPED; print(SHIPPED)"
         found = subprocess.run(
             [env / "bin/python", "-c", where], check=True, env=variables, cwd=empty, capture_output=True, text=True
         )

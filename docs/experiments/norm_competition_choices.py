@@ -15,8 +15,9 @@ import sys
 import numpy as np
 
 from mmqk.lab import load_study
-from mmqk.lab.metrics import METRICS, find_metric, is_trained
-from mmqk.lab.stats.effects import paired_effect, pooled_spread
+from mmqk.lab.effects import paired_effect, pooled_spread
+from mmqk.lab.metrics import METRICS, find_metric
+from mmqk.lab.metrics.outcomes import is_trained
 from mmqk.lab.verdicts.study import compare
 
 CLAIMS = ("gap-low", "gap-high", "gap-edge", "gap-large", "gap-long")

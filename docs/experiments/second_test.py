@@ -16,7 +16,7 @@ import numpy as np
 from null_arms import _markdown, with_tables
 from scipy import stats
 
-from mmqk.lab.stats.effects import Effect, Spread, paired_effect, quantile_t
+from mmqk.lab.effects import Effect, Spread, paired_effect, quantile_t
 
 HERE = Path(__file__).parent
 SEEDS, DRAWS, OTHERS, SPREAD = (3, 4, 6, 10), 4000, 2, 0.3

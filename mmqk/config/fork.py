@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,14 +23,19 @@ class Parent:
     """The parent run of a fork, at one of its steps.
 
     Attributes:
-        id: Id of the run.
-        step: Number of optimizer steps that the run has taken at this point.
-        config: Resolved configuration of the run (``RunConfig.nested()``).
+        id: Id of the run; of an import, the first digits of its checkpoint's sha256.
+        step: Number of optimizer steps that the run has taken at this point; 0 for an import.
+        config: Resolved configuration of the run (``RunConfig.nested()``); of an import, only that of the model.
     """
 
     id: str
     step: int
     config: Mapping[str, Any]
+
+    @property
+    def is_import(self) -> bool:
+        """Whether the parent is a checkpoint with weights only, so that a fork starts like a new run."""
+        return "optim" not in self.config
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class ForkConfig:
         _ = self.skipped
         if self.seed and not self.noise:
             raise ValueError("fork_seed has no effect while fork_noise is 0: set fork_noise.")
+        if (self.skip_batches or self.skip) and self.parent.is_import:
+            raise ValueError(f"fork_skip skips the data of a parent, but {self.given} is an import: leave it out.")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -129,16 +137,15 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
             raise UserError(f"--fork: {error}") from error
     if not path.exists():
         raise UserError(f"--fork {given} does not exist: name a checkpoint or the folder of a run.")
+    saved = load_checkpoint(path, "name another one after --fork")
+    if "global_step" not in saved:
+        with open(path, "rb") as file:
+            id = hashlib.file_digest(file, "sha256").hexdigest()[:10]
+        return path, Parent(id, 0, {"model": saved["mmqk_model"], "data": {}, "checkpoint": {}})
     saved = load_checkpoint(path, "name another one after --fork", whole=True)
     run = saved.get("mmqk_run")
-    if (
-        not isinstance(run, dict)
-        or not isinstance(run.get("id"), str)
-        or not isinstance(run.get("config"), dict)
-    ):
-        raise UserError(
-            f"--fork {given} does not name the run that wrote it: use a checkpoint that mmqk train wrote."
-        )
+    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("config"), dict):
+        raise UserError(f"--fork {given} does not name the run that wrote it: use a checkpoint that mmqk train wrote.")
     return path, Parent(run["id"], saved["global_step"], run["config"])
 
 

@@ -12,16 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mmqk.config.checks import (
-    check_batches,
-    check_conflicts,
-    check_loggers,
-    check_sharded,
-    check_shown,
-    check_steps,
-    check_trained,
-    is_masked,
-)
+from mmqk.config import checks
 from mmqk.config.fork import CHANGES, ForkConfig, Parent, base_of, check_forkable, check_patches, read_parent
 from mmqk.config.parse import Fields, help_of, leaves
 from mmqk.config.training import (
@@ -39,7 +30,7 @@ from mmqk.model.config import ModelConfig
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, check_local, flatten, identity_hash, with_configs
-from mmqk.store.shipped import CONFIGS, SHIPPED
+from mmqk.store.files import CONFIGS, SHIPPED
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -256,8 +247,8 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
                 " leave model.vocab_sizes out, or set --data.tokenizers."
             )
         model = sections["model"] = replace(given.model, vocab_sizes=vocab_sizes)
-        check_trained(given.loss, data, model)
-        check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes)
+        checks.check_trained(given.loss, data, model)
+        checks.check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes)
         if fork is not None:
             check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
             check_patches(fork.parent.config, model.patch, data.patch)
@@ -266,17 +257,18 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             model.attn_softcap,
             model.attention,
             dropout=model.attn_dropout,
-            masked=is_masked(model, data),
+            masked=checks.is_masked(model, data),
             tokens=data.seq_len,
             sink=model.attn_sink,
         )
-        parent = None if fork is None else fork.parent.config["optim"].get("matrices", "adamw")
-        check_conflicts(given.optim, model, given.monitor, parent)
-        check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
+        has_moments = fork is not None and not fork.parent.is_import
+        parent = fork.parent.config["optim"].get("matrices", "adamw") if fork and has_moments else None
+        checks.check_conflicts(given.optim, model, given.monitor, parent)
+        checks.check_shown(given.compile, given.activation_checkpointing, given.backend, given.optim)
         if trainer.strategy == "fsdp":
-            check_sharded(model, given.optim, given.loss, given.monitor)
-        check_steps(trainer.max_steps, given.checkpoint.at, 0 if fork is None else fork.parent.step)
-        check_loggers([*given.logging])
+            checks.check_sharded(model, given.optim, given.loss, given.monitor)
+        checks.check_steps(trainer.max_steps, given.checkpoint.at, 0 if fork is None else fork.parent.step)
+        checks.check_loggers([*given.logging])
         identity = identity_of(
             sections, trainer, backend=given.backend, compile=given.compile, seed=given.seed, fork=fork
         )
@@ -337,9 +329,7 @@ def identity_of(
     Raises:
         UserError: a source of the data is missing or damaged. ValueError: a patch does not exist.
     """
-    identity: dict[str, Any] = {
-        name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")
-    }
+    identity: dict[str, Any] = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor", "alarm")}
     for section, names in NEWER.items():
         for f in fields(SECTIONS[section]):
             if f.name in names and identity[section][f.name] == f.default:

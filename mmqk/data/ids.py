@@ -115,14 +115,14 @@ def _files(pattern: str) -> list[Path]:
 
 
 def _documents(path: Path) -> Iterator[np.ndarray]:
-    ids = _load(path)
+    ids = load_ids(path)
     lengths_path = path.with_name(f"{path.stem}.lengths.npy")
     if ids.ndim == 2 and lengths_path.exists():
         raise UserError(f"{path} has {lengths_path.name} and 2 dimensions: save it in one dimension without padding.")
     if ids.ndim == 2:
         yield from ids
     elif ids.ndim == 1 and lengths_path.exists():
-        ends = np.cumsum(_load(lengths_path).astype(np.int64))
+        ends = np.cumsum(load_ids(lengths_path).astype(np.int64))
         if not len(ends) or ends[-1] != len(ids):
             raise UserError(
                 f"The lengths in {lengths_path} do not add up to the {len(ids)} ids of {path}: write them again."
@@ -134,7 +134,12 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
         raise UserError(f"{path} has {ids.ndim} dimensions: give documents as rows, or ids in one dimension.")
 
 
-def _load(path: Path) -> np.ndarray:
+def load_ids(path: Path) -> np.ndarray:
+    """Return the integers of a .npy file.
+
+    Raises:
+        UserError: the file is no array of integers.
+    """
     try:
         array = load_array(path)
     except (OSError, ValueError) as error:

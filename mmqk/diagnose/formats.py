@@ -267,19 +267,25 @@ LEVEL = re.compile(r"^.{,120}?\b(?:DEBUG|INFO|WARNING|ERROR)\b[\s:|\]-]*(?:\[[^\
 BAR = re.compile(r"\b(\d+)/(\d+) \[\d*\d:")
 ARGUMENT = re.compile(r"^ *(\w+) \.{3,} *(\S.*)$", re.MULTILINE)
 TOOLS = {
+    "GPT-NeoX": r"samples/sec: [\d.]+ \| iteration +\d+/",
     "Megatron": r"iteration +\d+/ *\d+ \|",
     "torchtitan": r"step: +\d+  loss: ",
-    "nanoGPT": r"^iter \d+: loss",
+    "nanoGPT": r"\biter \d+: loss",
     "litgpt": r"iter +\d+ step \d+ \| loss train",
     "OLMo": r"\[step=\d+/\d+",
     "transformers": r"^.*\{'loss': ",
+    "fairseq": r"\bnum_updates=\d",
+    "OpenMMLab": r" - mm\w+ - INFO - ",
 }
+# OpenMMLab: Epoch(train) [1][200/735], Epoch [1][54/30895], Iter [50/10548].
+WITHIN = re.compile(r"\b(?:Epoch(?:\(train\))? *\[(\d+)\]|Iter(?:\(train\))?) *\[ *(\d+)/\d+\]")
 
 
 def _lines(text: str) -> Raw:
     """Return the pairs of name and number of each line; a line without a step belongs to the step before it."""
     notes: list[str] = []
     text = ANSI.sub("", text).replace(", val: ", ", val loss: ")  # litgpt
+    text = WITHIN.sub(lambda at: f"epoch: {at[1] or 0} step: {at[2]} ", text)
     ranks = Counter(RANK.findall("\n".join(line for line in text.split("\n") if "loss" in line.lower())))
     if len(ranks) > 1:
         kept = min(ranks, key=int)
@@ -303,8 +309,23 @@ def _lines(text: str) -> Raw:
         rows[-1].update(pairs)
     table: Any = pd.DataFrame([row for row in rows if row.keys() - {"step"}], dtype=object)
     tool = next((tool for tool, pattern in TOOLS.items() if re.search(pattern, text, re.MULTILINE)), "")
+    if tool in ("Megatron", "GPT-NeoX") and "learning rate" in table:
+        _omitted_losses(table, notes)
     config = {name: _value(value) for name, value in ARGUMENT.findall(text)}
     return Raw(f"{tool} output".strip(), dict(table.items()), None, notes, config)
+
+
+def _omitted_losses(table: pd.DataFrame, notes: list[str]) -> None:
+    """Set the loss of Megatron's lines that have none: it prints a loss only if it is above 0, which a NaN is not."""
+    losses = [str(column) for column in table if tag_of(str(column)) == "loss"] or ["lm loss"]
+    skipped = pd.to_numeric(table.get("number of skipped iterations", 0.0), errors="coerce") > 0
+    omitted = table["learning rate"].notna() & ~skipped & table.reindex(columns=losses).isna().all(axis=1)
+    if omitted.any():
+        table.loc[omitted, losses[0]] = "nan"
+        notes.append(
+            f"Megatron leaves out a loss that is NaN: lines without a loss ({int(omitted.sum())}, the first at step"
+            f" {table['step'][omitted].iloc[0]}) are read as NaN."
+        )
 
 
 # ---------------------------------------------------------------- folders and databases

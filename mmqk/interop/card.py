@@ -137,9 +137,7 @@ def _sources(folder: Path, hashed: str) -> list[str]:
     """Return the sources that the manifest of a folder lists; empty if the folder has changed since the training."""
     try:
         folder = find_file(folder)
-        return (
-            list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []
-        )
+        return list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []
     except (UserError, OSError):
         return []
 

@@ -48,6 +48,7 @@ The text tokenizer of a run is exported with its model; other tokenizers are not
 example:
   mmqk interop --from chameleon-7b --to runs/chameleon-7b
   mmqk interop --from runs/mine/<id> --to mine-hf
+  mmqk interop --from path/to/llama --to changed --set model.qk_norm.kind=rms --batch ids.npy
 """
 
 
@@ -70,15 +71,25 @@ def main(argv: list[str] | None = None) -> int:
         "--vocab-sizes",
         help="number of ids of each modality of a Hugging Face model, in id order: text=65536,image=8192",
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="model.FIELD=VALUE",
+        help="change the architecture and keep the function near, as in a fork; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=Path,
+        help="for --set: .npy of ids (sequences, tokens) for the fit of new gains (default: the run's own data)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     check_empty(args.to, "--to")
-    if (args.source / "config.json").exists():
+    if args.batch is not None and not args.set:
+        raise UserError("--batch is for a change of the architecture: give --set too, or remove it.")
+    if args.set and (args.source / "config.json").exists() | (args.source / "checkpoints").is_dir():
+        _changed(args.source, args.to, args.vocab_sizes, args.set, args.batch)
+    elif (args.source / "config.json").exists():
         _to_mmqk(args.source, args.to, args.vocab_sizes)
     elif (args.source / "checkpoints").is_dir():
         if args.vocab_sizes is not None:
-            raise UserError(
-                f"--vocab-sizes is for a Hugging Face folder, but {args.source} is a run: remove it."
-            )
+            raise UserError(f"--vocab-sizes is for a Hugging Face folder, but {args.source} is a run: remove it.")
         _to_huggingface(args.source, args.to)
     else:
         raise UserError(
@@ -96,6 +107,30 @@ def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
     print(f"{out}: {type(hf_model).__name__}; number of ids: {listed}; tokenizers stay in {source}")
     if type(hf_model).__name__ == CHAMELEON:
         print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
+
+
+def _changed(source: Path, out: Path, vocab_sizes: str | None, words: list[str], file: Path | None) -> None:
+    """Write a model with another architecture, as a Hugging Face folder if a class can hold it."""
+    from .surgery import batch_for, describe, fields_of, operate, read_run_model
+
+    fields = fields_of(words)
+    if (source / "config.json").exists():
+        model = adopt(read_huggingface(source), None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes))
+    else:
+        model = read_run_model(source)
+    dtype = model.embed.weight.dtype
+    batch, origin = batch_for(model.config, source, file)
+    new, _, change = operate(model.float(), fields, batch)
+    print(describe(change, batch, origin))
+    new = new.to(dtype)
+    try:
+        architecture = architecture_of(new.config)
+    except UserError as error:
+        write_run(new, out)
+        print(f"{out}: a checkpoint of mmqk, because {str(error).rstrip('.')}; tokenizers stay in {source}")
+        return
+    write_huggingface(build(new.config, new.state_dict()), out)
+    print(f"{out}: {architecture}; tokenizers stay in {source}")
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
@@ -117,9 +152,7 @@ def _to_huggingface(source: Path, out: Path) -> None:
     write_huggingface(model, out, {**tokenizer, "README.md": card})
     print(f"{out}: {architecture} of {newest}; {about}")
     if architecture == CHAMELEON:
-        print(
-            "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."
-        )
+        print("Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows.")
     if config.residual_dropout:
         print(f"model.residual_dropout {config.residual_dropout} is dropped: {architecture} has no residual dropout.")
 
@@ -162,9 +195,7 @@ def read_huggingface(folder: Path, known: Collection[str] | None = READ) -> PreT
             )
     except Exception as error:  # transformers, safetensors and pickle raise different errors
         reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-        raise UserError(
-            f"{folder} cannot be loaded ({reason}): check that its files are complete."
-        ) from error
+        raise UserError(f"{folder} cannot be loaded ({reason}): check that its files are complete.") from error
     # transformers fills missing weights and weights of another shape with random numbers, and drops unknown weights.
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(IMAGE_TOKENIZER))
     if missing:

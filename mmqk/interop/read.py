@@ -170,9 +170,7 @@ def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = Non
     return model.requires_grad_().train(hf_model.training)
 
 
-def weights_of(
-    hf_weights: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer
-) -> dict[str, Tensor]:
+def weights_of(hf_weights: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer) -> dict[str, Tensor]:
     """Return the Hugging Face tensors under the names and in the shapes of `model`.
 
     Raises:
@@ -182,9 +180,7 @@ def weights_of(
     for target, parameter in model.state_dict().items():
         name = hf_name(target, architecture, model.config)
         if name not in hf_weights:
-            raise UserError(
-                f"The weights have no {name}: load the complete model, without adapters or offloading."
-            )
+            raise UserError(f"The weights have no {name}: load the complete model, without adapters or offloading.")
         if hf_weights[name].numel() != parameter.numel():
             raise UserError(
                 f"{name} has shape {tuple(hf_weights[name].shape)}, but the configuration needs"
@@ -195,9 +191,7 @@ def weights_of(
         used.add(name)
     unused = sorted(name for name in set(hf_weights) - used if not name.startswith(IMAGE_TOKENIZER))
     if unused:
-        raise UserError(
-            f"The weights have {unused[0]}, which mmqk cannot use: load the model without adapters."
-        )
+        raise UserError(f"The weights have {unused[0]}, which mmqk cannot use: load the model without adapters.")
     return weights
 
 
@@ -285,9 +279,7 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
     if "sliding_attention" not in kinds:
         return 0, 0
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-    expected = [
-        "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))
-    ]
+    expected = ["full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))]
     if kinds != expected:
         raise no_counterpart(
             "layer_types", kinds, "full_attention must be the last layer of each period"

@@ -46,9 +46,7 @@ def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None
 def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, int]:
     image = [i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX)]
     if not all(isinstance(i, int) for i in image):
-        raise UserError(
-            "The model's config.vocabulary_map has image ids that are not integers: give vocab_sizes."
-        )
+        raise UserError("The model's config.vocabulary_map has image ids that are not integers: give vocab_sizes.")
     image.sort()
     if not image:
         return {"text": vocab_size}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce, wraps
@@ -19,25 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mmqk.lab.ablation import ABLATION_NAME, read_ablation
-from mmqk.store import (
-    Alarm,
-    DamagedFile,
-    Status,
-    Tag,
-    UserError,
-    alarms_of,
-    find_runs,
-    parsed_tag,
-    read_alarms,
-    read_json,
-    read_metrics,
-    read_regular,
-    read_run,
-    read_status,
-)
+from mmqk import store
+from mmqk.store import Alarm, DamagedFile, Status, Tag, UserError
 from mmqk.store.alarms import ALARMS_NAME
-from mmqk.store.folder import RUN_NAME
+from mmqk.store.folder import ABLATION_NAME, RUN_NAME, read_ablation
 from mmqk.store.metrics import NOT_FINITE, is_record, parse_line
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
@@ -84,7 +68,7 @@ class Columns:
 def read_columns(path: str | os.PathLike[str]) -> Columns:
     """Return the columns of a metrics file without the lines that cannot be read; empty if there is no file."""
     try:
-        lines = read_regular(path).splitlines()
+        lines = Path(path).read_bytes().splitlines()
     except OSError:
         return Columns((), truncated=os.path.lexists(path))
     try:
@@ -107,8 +91,7 @@ def aligned(series: Sequence[Series]) -> Series:
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return NOT_FINITE.get(value)
-    too_large = isinstance(value, int) and abs(value) > sys.float_info.max
-    return float(value) if isinstance(value, int | float) and not too_large else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 # `mmqk.monitors.attach` writes metrics.jsonl and status.json alone; a run of mmqk.train has more of these.
@@ -198,7 +181,7 @@ class Run:
     @cached_property
     def tags(self) -> dict[str, Tag]:
         """The parsed tag of each series, by its name; a name that is not a tag becomes the statistic."""
-        return {name: parsed_tag(name) for name in self._columns.series}
+        return {name: store.parsed_tag(name) for name in self._columns.series}
 
     @cached_property
     def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:
@@ -212,8 +195,8 @@ class Run:
         """The recorded alarms, in order. In a folder without run.json and alarms.jsonl, those that the rules find in
         the metrics."""
         if self.identity or self.fork or (self.path / ALARMS_NAME).exists():
-            return read_alarms(self.path)
-        return alarms_of(read_metrics(self.path / "metrics.jsonl"))
+            return store.read_alarms(self.path)
+        return store.alarms_of(store.read_metrics(self.path / "metrics.jsonl"))
 
     @property
     def last_step(self) -> int:
@@ -312,7 +295,7 @@ def read_runs(folder: str | Path) -> list[Run]:
             if os.path.isdir(folder / entry["folder"])
         ]
     else:
-        runs = [_load(path, *_names(path, folder)) for path in find_runs(folder)]
+        runs = [_load(path, *_names(path, folder)) for path in store.find_runs(folder)]
     _link_parents(runs)
     return runs
 
@@ -365,16 +348,16 @@ def _load(path: Path, name: str, arm: str, seed: int | None, entry: Mapping[str,
     arm_folder = path.resolve().parent
     of_grid = not entry and _SEED.fullmatch(path.name) and _ARM.fullmatch(arm_folder.name)
     own = entry or of_grid or any((path / file).exists() for file in OWN)
-    record = _noted(lambda: read_run(path), notes, "its run.json is missing" if own else "") or {}
-    status = _noted(lambda: read_status(path), notes, "its status.json is missing" if own else "")
+    record = _noted(lambda: store.read_run(path), notes, "its run.json is missing" if own else "") or {}
+    status = _noted(lambda: store.read_status(path), notes, "its status.json is missing" if own else "")
     if status is None:
         status = Status("failed", reason=notes[-1]) if notes else Status("")
     if of_grid and not (arm_folder.parent / ABLATION_NAME).exists():
         notes.append(NO_GRID)
     if status.status == "running":
         notes.append("still running, or cut off")
-    forked = _noted(lambda: read_json(path / "fork.json", {"parent": dict | None}), notes) or {}
-    data = _noted(lambda: read_json(path / "data.json"), notes) or {}
+    forked = _noted(lambda: store.read_json(path / "fork.json", {"parent": dict | None}), notes) or {}
+    data = _noted(lambda: store.read_json(path / "data.json"), notes) or {}
     fork = entry.get("fork")
     if not fork and (parent := forked.get("parent")) is not None:
         fork = {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}

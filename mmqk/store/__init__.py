@@ -1,21 +1,23 @@
 """Read and write run folders: identity, lock, status, metrics, tags, alarms. Imports neither torch nor numpy."""
 
 # ruff: noqa: F401
-from mmqk.store.alarms import AlarmRules, alarms_of, append_alarms, read_alarms, truncate_alarms
-from mmqk.store.divergence import DivergenceRule
+from mmqk.store.alarms import AlarmRules, DivergenceRule, alarms_of, append_alarms, read_alarms, truncate_alarms
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main
 from mmqk.store.files import (
+    GRIDS,
     DamagedFile,
     check_empty,
     check_local,
     check_regular,
+    find_file,
+    named_config,
     naming,
     new_folder,
-    open_regular,
     read_json,
     read_regular,
     read_utf8,
     replacing,
+    with_configs,
     write_atomic,
     write_folder,
     write_json,
@@ -41,4 +43,3 @@ from mmqk.store.folder import (
 from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
 from mmqk.store.metrics import MetricsWriter, Tag, last_metrics, parse_tag, parsed_tag, read_metrics, tag
 from mmqk.store.rules import Alarm
-from mmqk.store.shipped import GRIDS, find_file, named_config, with_configs

@@ -1,4 +1,5 @@
-"""The alarms of a run: all rules over all series, with a state that checkpoints store, and ``alarms.jsonl``.
+"""The alarms of a run: the rules of divergence and rise, all rules over all series with a state that checkpoints store,
+and ``alarms.jsonl``.
 
 The training callback applies the rules during the run, and the report applies them afterwards; both get the same
 alarms. The file has one line per alarm, in the order in which alarms begin.
@@ -6,34 +7,150 @@ alarms. The file has one line per alarm, in the order in which alarms begin.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmqk.store.divergence import DivergenceRule, Rise
-from mmqk.store.files import as_json, naming, read_regular, write_atomic
+from mmqk.store import rules
+from mmqk.store.files import as_json, naming, write_atomic
 from mmqk.store.metrics import from_json, parsed_tag, tag
-from mmqk.store.rules import (
-    GROWTH_LOGIT,
-    LOGITS,
-    NORMS,
-    STALL_ABOVE_NATS,
-    Alarm,
-    Collapse,
-    Growth,
-    Rule,
-    RuleOfEach,
-    Spike,
-    SpikeOfMedian,
-    Stall,
-)
+from mmqk.store.rules import Alarm, Rule, RuleOfEach
 
 ALARMS_NAME = "alarms.jsonl"
 NAMES = ("spike", "spike_median", "rise", "stall", "growth", "collapse", "divergence", "non_finite")
+
+# Thresholds without a published source.
+DIVERGENCE_WINDOW = 50
+ABOVE_INITIAL_NATS = 0.1
+ABOVE_BEST_NATS = 0.5
+
+# Of the rules tried on the bench of failures (docs/bench.md), this one has no false alarm there. The bench alone
+# would allow 2.1 standard errors; with 6, 7 of 150 series of 1,500 steps of noise around a constant have an alarm.
+RISE_MEDIAN = 50
+RISE_NOISE = 100
+RISE_BACK = 200
+RISE_ERRORS = 6.0
+
+
+class Divergence(Rule):
+    """Rule: the loss of a modality has diverged (`DivergenceRule` lists the conditions)."""
+
+    STATE = ("initial", "above", "best", "window", "on")
+
+    def __init__(self, warmup_steps: int):
+        self.warmup_steps = warmup_steps
+        self.initial: float | None = None
+        self.best: float | None = None
+        self.above = 0
+        self.window: list[float] = []
+
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        """Add a loss; return an alarm if the divergence begins."""
+        alarm = self.diverged(step, tag, value)
+        return alarm if self.begins(alarm is not None) else None
+
+    def diverged(self, step: int, tag: str, loss: float) -> Alarm | None:
+        """Add a loss; return an alarm if the loss has diverged, now or earlier."""
+        modality = parsed_tag(tag).modality
+
+        def alarm(value: float, threshold: float, sentence: str) -> Alarm:
+            return Alarm("divergence", step, tag, value, threshold, sentence)
+
+        if not math.isfinite(loss):
+            return alarm(loss, math.inf, f"{modality} loss became {loss}")
+        if self.initial is None:
+            self.initial = loss
+        limit = self.initial + ABOVE_INITIAL_NATS
+        if step > self.warmup_steps:
+            self.above = self.above + 1 if loss > limit else 0
+        if self.above >= DIVERGENCE_WINDOW:
+            return alarm(
+                loss,
+                limit,
+                f"{modality} loss {loss:.2f} was more than {ABOVE_INITIAL_NATS} nat above its initial"
+                f" {self.initial:.2f} for {DIVERGENCE_WINDOW} steps",
+            )
+        self.window = [*self.window, loss][-DIVERGENCE_WINDOW:]
+        if len(self.window) < DIVERGENCE_WINDOW:
+            return None
+        median = statistics.median(self.window)
+        self.best = median if self.best is None else min(self.best, median)
+        if median <= self.best + ABOVE_BEST_NATS:
+            return None
+        return alarm(
+            median,
+            self.best + ABOVE_BEST_NATS,
+            f"{DIVERGENCE_WINDOW}-step median {median:.2f} of the {modality} loss was more than {ABOVE_BEST_NATS} nat"
+            f" above its best {self.best:.2f}",
+        )
+
+
+class DivergenceRule(RuleOfEach[Divergence]):
+    """Decides from the loss of each modality (nats per token, one value per step) whether a run has diverged.
+
+    A run has diverged if one of these conditions holds for any modality:
+
+    - The loss is not finite.
+    - The loss is more than 0.1 nat above its first value for 50 consecutive steps after warm-up.
+    - The median loss of the last 50 steps is more than 0.5 nat above the lowest such median of the run.
+
+    A step that has no loss of a modality does not change the modality's state. Pass only trained modalities,
+    because an untrained loss may rise in a healthy run.
+
+    Args:
+        warmup_steps: steps of learning-rate warm-up, which the second condition skips.
+    """
+
+    def __init__(self, warmup_steps: int):
+        super().__init__(lambda: Divergence(warmup_steps))
+
+    def reason(self, step: int, losses: Mapping[str, float]) -> str | None:
+        """Add the losses of ``step``; return the reason as a sentence if the run has diverged, else None."""
+        alarms = [self[name].diverged(step, tag("loss", name), float(loss)) for name, loss in losses.items()]
+        return next((alarm.sentence for alarm in alarms if alarm is not None), None)
+
+
+class Rise(Rule):
+    """Rule: the median of the last 50 losses is more than 6 standard errors above the lowest of the last 200 medians.
+
+    The standard error is that of a mean of 50 losses. It comes from the quartiles of the last 100 differences between
+    successive losses, because a trend of the loss hardly changes these. Losses of the warm-up do not count.
+    """
+
+    STATE = ("window", "medians", "on")
+
+    def __init__(self, warmup_steps: int):
+        self.warmup_steps = warmup_steps
+        self.window: list[float] = []
+        self.medians: list[float] = []
+
+    def update(self, step: int, tag: str, value: float, *more: Any) -> Alarm | None:
+        """Add a loss; return an alarm if a rise begins."""
+        if step <= self.warmup_steps or not math.isfinite(value):
+            return None
+        self.window = [*self.window, value][-RISE_NOISE - 1 :]
+        if len(self.window) < RISE_MEDIAN:
+            return None
+        median = statistics.median(self.window[-RISE_MEDIAN:])
+        self.medians = [*self.medians, median][-RISE_BACK:]
+        lowest = min(self.medians)
+        differences = sorted(b - a for a, b in itertools.pairwise(self.window))
+        quarter = len(differences) // 4
+        noise = (differences[-1 - quarter] - differences[quarter]) / rules.QUARTILES_TO_STD
+        threshold = lowest + RISE_ERRORS * noise / math.sqrt(RISE_MEDIAN)
+        if not self.begins(median > threshold):
+            return None
+        sentence = (
+            f"{RISE_MEDIAN}-step median {median:.3f} of {tag} is {median - lowest:.3f} nat above its lowest"
+            f" {lowest:.3f}, more than the noise of the loss explains"
+        )
+        return Alarm("rise", step, tag, median, threshold, sentence)
 
 
 class AlarmRules:
@@ -55,13 +172,13 @@ class AlarmRules:
         self._not_finite = False
         self._divergence = DivergenceRule(warmup_steps)
         makers: dict[str, Callable[[], Rule]] = {
-            "spike": Spike,
-            "spike_median": SpikeOfMedian,
+            "spike": rules.Spike,
+            "spike_median": rules.SpikeOfMedian,
             "rise": lambda: Rise(self.warmup_steps),
-            "stall": lambda: Stall(self.warmup_steps, self.max_steps),
-            "logits": lambda: Growth(self.warmup_steps, self.max_steps, GROWTH_LOGIT),
-            "norms": lambda: Growth(self.warmup_steps, self.max_steps),
-            "collapse": Collapse,
+            "stall": lambda: rules.Stall(self.warmup_steps, self.max_steps),
+            "logits": lambda: rules.Growth(self.warmup_steps, self.max_steps, rules.GROWTH_LOGIT),
+            "norms": lambda: rules.Growth(self.warmup_steps, self.max_steps),
+            "collapse": rules.Collapse,
         }
         self._rules = {kind: RuleOfEach(make) for kind, make in makers.items()}
 
@@ -93,11 +210,11 @@ class AlarmRules:
         if loss and modality is not None:
             excess = tag("excess", modality)
             if excess in values:
-                yield "stall", excess, values[excess], STALL_ABOVE_NATS
+                yield "stall", excess, values[excess], rules.STALL_ABOVE_NATS
             elif modality in self._unigram:
-                yield "stall", name, value, self._unigram[modality] - STALL_ABOVE_NATS
-        if head is None and (statistic == LOGITS or statistic in NORMS):
-            yield "logits" if statistic == LOGITS else "norms", name, value
+                yield "stall", name, value, self._unigram[modality] - rules.STALL_ABOVE_NATS
+        if head is None and (statistic == rules.LOGITS or statistic in rules.NORMS):
+            yield "logits" if statistic == rules.LOGITS else "norms", name, value
         if head is None and statistic == "attn_entropy" and layer is not None:
             yield "collapse", name, value, values.get(tag("attn_rank", layer=layer))
 
@@ -129,15 +246,15 @@ class AlarmRules:
             "divergence": self._divergence.state_dict(),
             "unigram": dict(self._unigram),
             "not_finite": self._not_finite,
-            "rules": {kind: rules.state_dict() for kind, rules in self._rules.items()},
+            "rules": {kind: of_kind.state_dict() for kind, of_kind in self._rules.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._divergence.load_state_dict(state["divergence"])
         self._unigram, self._not_finite = dict(state["unigram"]), state["not_finite"]
-        for kind, rules in state["rules"].items():
-            self._rules[kind].load_state_dict(rules)
+        for kind, saved in state["rules"].items():
+            self._rules[kind].load_state_dict(saved)
 
 
 def alarms_of(
@@ -148,11 +265,11 @@ def alarms_of(
 ) -> list[Alarm]:
     """Return the alarms of a whole run from the result of `read_metrics`. They equal the alarms that training
     raised."""
-    rules = AlarmRules(warmup_steps, max_steps, trained)
+    of_run = AlarmRules(warmup_steps, max_steps, trained)
     return [
         alarm
         for line in lines
-        for alarm in rules.update(line["step"], {k: v for k, v in line.items() if k != "step"})
+        for alarm in of_run.update(line["step"], {k: v for k, v in line.items() if k != "step"})
     ]
 
 
@@ -194,7 +311,7 @@ def truncate_alarms(folder: Path, step: int) -> None:
 
 
 def _read(path: Path) -> list[Alarm]:
-    return [alarm for line in read_regular(path).splitlines() if (alarm := alarm_of_line(line)) is not None]
+    return [alarm for line in path.read_bytes().splitlines() if (alarm := alarm_of_line(line)) is not None]
 
 
 def _encode(alarm: Alarm) -> bytes:

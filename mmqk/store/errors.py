@@ -15,7 +15,6 @@ USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
 # Exit code of a command whose output pipe was closed (128 + SIGPIPE).
 BROKEN_PIPE_EXIT = 141
-LONGEST_MESSAGE = 3000  # characters
 
 Main = Callable[[list[str] | None], int]
 
@@ -54,16 +53,6 @@ def disk_sentence(error: OSError) -> str:
     return f"{path} cannot be read or written ({reason}): fix that and run the same command again."
 
 
-def one_line(message: str) -> str:
-    """Return a message as one line of printable characters, with its middle left out if it is long; a damaged file
-    can put any text into a message."""
-    line = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in " ".join(message.split())
-    )
-    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE - 500]} … {line[-500:]}"
-
-
 def cli_main(main: Main) -> Callable[..., int]:
     """Wrap a ``main(argv) -> exit code`` so that a user error or disk error is one sentence on stderr.
 
@@ -78,7 +67,7 @@ def cli_main(main: Main) -> Callable[..., int]:
             sys.stdout.flush()
             return code
         except UserError as error:
-            print(f"mmqk: {one_line(str(error))}", file=sys.stderr)
+            print(f"mmqk: {' '.join(str(error).split())}", file=sys.stderr)
             return USER_ERROR_EXIT
         except KeyboardInterrupt:
             print("mmqk: interrupted", file=sys.stderr)
@@ -89,7 +78,7 @@ def cli_main(main: Main) -> Callable[..., int]:
             return BROKEN_PIPE_EXIT
         except OSError as error:
             with contextlib.suppress(OSError):  # stderr may be a file on the full disk
-                print(f"mmqk: {one_line(disk_sentence(error))}", file=sys.stderr)
+                print(f"mmqk: {disk_sentence(error)}", file=sys.stderr)
             return FAILED_EXIT
 
     return guarded

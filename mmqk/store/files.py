@@ -1,4 +1,6 @@
-"""Atomic writes and checked reads: a reader never sees a partly written file, even if the writer is killed.
+"""Atomic writes, checked reads, and the files that ship with mmqk.
+
+A reader never sees a partly written file, even if the writer is killed.
 
 `read_json` reads all of mmqk's JSON records (run.json, status.json, ablation.json, manifests).
 """
@@ -6,14 +8,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import math
 import os
 import re
 import shutil
-import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
@@ -22,7 +24,6 @@ from mmqk.store.errors import UserError
 
 TEMPORARY_SUFFIX = ".mmqk-tmp"
 
-MOST_READ = 2**31  # bytes; all of metrics.jsonl is read at once
 RESTORE = "restore it from a copy, or remove it"
 
 
@@ -189,29 +190,10 @@ def check_regular(path: Path) -> None:
         raise UserError(f"{path} is a {kind} and not a regular file: give a file.")
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading without blocking: a pipe or a device raises an error at once.
-
-    Raises:
-        OSError: the path cannot be opened, or is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(None, "it is a folder" if stat.S_ISDIR(mode) else "it is not a file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file of at most 2 GiB; see `open_regular`."""
-    with naming(Path(path)), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST_READ:
-            raise OSError(None, f"it has more than {MOST_READ // 2**20} MiB")
-        return file.read()
+    """Return the content of a user's file; see `check_regular`."""
+    check_regular(Path(path))
+    return Path(path).read_bytes()
 
 
 def read_utf8(path: Path, advice: str = RESTORE) -> str:
@@ -221,7 +203,7 @@ def read_utf8(path: Path, advice: str = RESTORE) -> str:
         DamagedFile: the path is missing or not a regular file, or the file is not UTF-8.
     """
     try:
-        return read_regular(path).decode()
+        return path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise DamagedFile(path, "it is not UTF-8 text", advice) from error
     except OSError as error:
@@ -242,7 +224,7 @@ def read_json(
         DamagedFile: the path is not a regular file with a JSON object of these types.
     """
     try:
-        record = json.loads(read_regular(path))
+        record = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -271,3 +253,113 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+# The files that ship with mmqk ------------------------------------------------------------------------------
+
+# configs/, data/ and reports/bench/ are beside the package in a checkout, and in mmqk/shipped in an installed package.
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else PACKAGE.parent
+FOLDERS = ("configs", "data", "reports")
+
+# Folders in which the name of a config or a grid is looked up.
+CONFIGS = ("configs",)
+GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
+LARGEST_GRID = 2**20  # bytes in which the key of a grid is looked up
+
+
+def find_file(path: str | Path) -> Path:
+    """Return the path of a file in the working directory or, if it is not there, among the shipped files. If the file
+    is in neither place, return ``path`` unchanged."""
+    path = Path(path)
+    shipped = SHIPPED / path
+    here = path.is_absolute() or path.exists() or path.parts[:1] == () or path.parts[0] not in FOLDERS
+    return path if here or not shipped.exists() else shipped
+
+
+def named_config(name: str, folders: Sequence[str] = CONFIGS) -> Path | None:
+    """Return the file that a name (``demo``, ``recipes/olmo2``) or a path (``configs/demo.yaml``) stands for; None if
+    there is none."""
+    named = (SHIPPED / folder / f"{name}.yaml" for folder in folders)
+    return next((path for path in (find_file(name), *named) if path.is_file()), None)
+
+
+def _config(value: str, folders: Sequence[str]) -> str:
+    """Return the value of ``--config`` with a shipped name replaced by the path of its file. JSON is not changed."""
+    if value.lstrip().startswith("{"):
+        return value
+    file = named_config(value, folders)
+    grid = (file or named_config(value, GRIDS)) if folders == CONFIGS else None
+    if grid is not None and _is_grid(grid):
+        raise UserError(
+            f"{value} is a grid of runs, not the configuration of one run: train it with mmqk ablate {value}"
+        )
+    if file is not None:
+        return str(file)
+    if Path(value).suffix or Path(value).exists():
+        return value  # the code that reads the file raises the error
+    near = _nearest(value, folders)
+    raise UserError(
+        f"{value} is neither a file nor the name of a shipped {'grid' if folders == GRIDS else 'configuration'}: "
+        + (f"did you mean {near}?" if near else f"give a path, or one of {', '.join(shipped_names(folders))}")
+    )
+
+
+def _is_grid(file: Path) -> bool:
+    """Return whether a YAML file has the key ``arms`` of a grid; False if it cannot be read."""
+    try:
+        with open(file, "rb") as content:
+            return re.search(rb"^arms\s*:", content.read(LARGEST_GRID), re.MULTILINE) is not None
+    except OSError:
+        return False  # the code that reads the file raises the error
+
+
+def _nearest(name: str, folders: Sequence[str]) -> str | None:
+    """Return the shipped name most similar to this one, with or without its folder; None if no name is similar."""
+    known = {short: full for full in shipped_names(folders) for short in (Path(full).name, full)}
+    near = difflib.get_close_matches(name, known, n=1)
+    return known[near[0]] if near else None
+
+
+def shipped_names(folders: Sequence[str]) -> list[str]:
+    """Return the names of the shipped files in these folders and in their subfolders ``recipes``."""
+    roots = [SHIPPED / folder for folder in folders]
+    files = [(root, path) for root in roots for path in (*root.glob("*.yaml"), *root.glob("recipes/*.yaml"))]
+    return sorted(path.relative_to(root).with_suffix("").as_posix() for root, path in files)
+
+
+def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[str]:
+    """Return a command line in which the value of each ``--config`` is a path.
+
+    A first word without leading dashes and without ``=`` is a config too, and so are the words after it that name a
+    config.
+
+    ``demo optim.lr=0.01`` becomes ``--config path/to/configs/demo.yaml optim.lr=0.01``.
+
+    Args:
+        argv: the command line.
+        folders: the shipped folders in which names are looked up.
+
+    Raises:
+        UserError: a config is neither a file nor a shipped name, or is a grid although one run is trained.
+    """
+    words, place = list(argv), 0
+    while place < len(words) and _names_config(words[place], folders, first=place == 0):
+        words.insert(place, "--config")
+        place += 2
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == "--config" and equals:
+            words[i] = f"--config={_config(value, folders)}"
+        elif i and words[i - 1] == "--config" and not word.startswith("-"):
+            words[i] = _config(word, folders)
+    return words
+
+
+def _names_config(word: str, folders: Sequence[str], first: bool) -> bool:
+    """Return whether a word at the start of a command line is a config. A word after the first is a config only if it
+    looks like one."""
+    if word.startswith("-") or "=" in word:
+        return False
+    named = named_config(word, (*folders, *GRIDS)) or _nearest(word, folders)
+    return first or named is not None or Path(word).suffix in (".yaml", ".yml")

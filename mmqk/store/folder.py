@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmqk.store.errors import UserError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 RUN_NAME, STATUS_NAME, LOG_NAME, LOCK_NAME = "run.json", "status.json", "train.log", "run.lock"
+ABLATION_NAME = "ablation.json"
 EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
@@ -179,6 +180,28 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 class NoRun(UserError):
     """A folder does not exist or has no run."""
+
+
+def read_ablation(folder: Path) -> dict[str, Any] | None:
+    """Return the content of ``ablation.json``, the record of a grid beside its runs: the grid, the registration of
+    its claims, and its runs; None if the folder has none.
+
+    Raises:
+        DamagedFile: the file cannot be read, has no grid or no list of runs, or lists a run outside ``folder``.
+    """
+    path, advice = folder / ABLATION_NAME, "restore it from a copy, as it holds the registration of the claims"
+    record = read_json(path, {"name": str, "registered": str | None, "grid": dict, "runs": list, "lr": list}, advice)
+    if record is None:
+        return None
+    if missing := {"grid", "runs"} - record.keys():
+        raise DamagedFile(path, f"it has no {min(missing)}", advice)
+    for place, run in enumerate(record["runs"]):
+        kinds = {"arm": str, "seed": int, "folder": str}
+        fits = isinstance(run, dict) and all(isinstance(run.get(key), kind) for key, kind in kinds.items())
+        name = PurePosixPath(run["folder"] if fits else "/")
+        if name.is_absolute() or ".." in name.parts or not name.parts:
+            raise DamagedFile(path, f"runs[{place}] is {run!r:.120}", advice)
+    return record
 
 
 def find_runs(folder: Path) -> list[Path]:

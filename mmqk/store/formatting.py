@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.store.shipped import PACKAGE, SHIPPED
+from mmqk.store.files import PACKAGE, SHIPPED
 
 ROOT = PACKAGE.parent
 _FOLDERS = ("configs", "runs", "reports", "data")

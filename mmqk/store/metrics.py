@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from mmqk.store.errors import UserError
-from mmqk.store.files import as_json, naming, open_regular, read_regular, write_atomic
+from mmqk.store.files import as_json, naming, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
 LAST_STEP = 2**53  # a larger step means a damaged line
@@ -202,7 +202,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     steps: dict[int, dict[str, Any]] = {}
     try:
-        content = read_regular(path)
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         return []
     for line in content.splitlines():
@@ -221,7 +221,7 @@ def last_metrics(
     record, it grows eightfold.
     """
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             size = start = file.seek(0, os.SEEK_END)
             while start:
                 start = max(0, size - tail_bytes)

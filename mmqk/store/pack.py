@@ -28,19 +28,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmqk.store.errors import UserError
-from mmqk.store.files import read_regular, write_atomic
-from mmqk.store.folder import find_runs
+from mmqk.store.files import find_file, write_atomic
+from mmqk.store.folder import ABLATION_NAME, find_runs
 from mmqk.store.formatting import without_roots
 from mmqk.store.metrics import METRICS_NAME, parse_line
-from mmqk.store.shipped import find_file
 
 TAR = "runs.tar"
-ABLATION = "ablation.json"
 THINNED = "thinned.json"
 COLUMNS_NAME = "metrics.columns.json"
 FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml", "data.json", "fork.json",
          "skipped.json", THINNED)  # fmt: skip
-REQUIRED = ("run.json", "status.json", METRICS_NAME)  # each run of a grid has these files
 # A report reads these statistics and those that start with val_.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
@@ -54,7 +51,7 @@ REPORTED = {
 # runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
 _DATE = (1980, 1, 1, 0, 0, 0)
-_LARGEST = 2**31  # bytes of all files of an unpacked pack
+_LARGEST = 2**31  # bytes of the files of a pack
 
 
 def write_pack(
@@ -73,13 +70,13 @@ def write_pack(
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: give one that mmqk train or mmqk ablate has written")
     content: dict[str, bytes] = {}
-    if (folder / ABLATION).exists():
-        content[ABLATION] = _without_paths(read_regular(folder / ABLATION), "grid", "base")
+    if (folder / ABLATION_NAME).exists():
+        content[ABLATION_NAME] = _without_paths((folder / ABLATION_NAME).read_bytes(), "grid", "base")
     for run in find_runs(folder):
         name = run.relative_to(folder).as_posix()
         for file in FILES:
             if (run / file).exists():
-                content[str(PurePosixPath(name, file))] = read_regular(run / file)
+                content[str(PurePosixPath(name, file))] = (run / file).read_bytes()
         if (stored := str(PurePosixPath(name, "run.json"))) in content:
             content[stored] = _without_paths(content[stored], "details", "command")
         path = str(PurePosixPath(name, METRICS_NAME))
@@ -136,26 +133,6 @@ def _rounded(name: str, value: float, digits: int) -> float:
     return round(value, LOSS_DECIMALS) if of_step else float(f"{value:.{digits}g}")
 
 
-def damaged_files(folder: Path, is_grid: bool) -> list[str]:
-    """Return the files of the runs in a folder that cannot be read, and those that each run of a grid has but that
-    are missing."""
-    import yaml  # only a command that writes packs needs it
-
-    names = []
-    for path in (run / file for run in find_runs(folder) for file in FILES):
-        if not path.exists():
-            if is_grid and path.name in REQUIRED:
-                names.append(f"{path.relative_to(folder).as_posix()} (missing)")
-            continue
-        try:
-            text = read_regular(path).decode()
-            for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
-                yaml.safe_load(part) if path.suffix == ".yaml" else json.loads(part)
-        except (ValueError, RecursionError, yaml.YAMLError):
-            names.append(path.relative_to(folder).as_posix())
-    return names
-
-
 def unpacked(path: Path) -> Path:
     """Unpack a pack, also a shipped one, into a folder that exists until this process ends; return the folder. A path
     that is not a file is returned unchanged.
@@ -166,47 +143,27 @@ def unpacked(path: Path) -> Path:
     path = find_file(path)
     if not path.is_file():
         return path
-    files = _read(path)
     parent = Path(tempfile.mkdtemp(prefix="mmqk-pack-"))
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
     folder = parent / (path.stem.strip(".") or "pack")
-    for name, data in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def _read(path: Path) -> Iterable[tuple[str, bytes]]:
-    advice = "give a file that mmqk pack has written"
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.namelist() != [TAR]:
-                raise ValueError(f"{TAR} is not its only file")
             if archive.getinfo(TAR).file_size > _LARGEST:
-                raise UserError(f"{path} has more than 2 GiB: {advice}")
+                raise ValueError("it has more than 2 GiB")
             runs = io.BytesIO(archive.read(TAR))
-        files, left = [], _LARGEST
         with tarfile.open(fileobj=runs, mode="r:") as tar:
-            for member in tar:
-                place = PurePosixPath(member.name)
-                inside = not place.is_absolute() and ".." not in place.parts and "\\" not in member.name
-                known = place.name in (*FILES, COLUMNS_NAME) or member.name == ABLATION
-                if not (inside and known and member.isreg() and not member.issparse()):
-                    raise UserError(f"{path} has the file {member.name!r:.80}, which no pack has: {advice}")
-                content = tar.extractfile(member)
-                assert content is not None  # the member is a regular file
-                data = content.read()
-                if place.name == COLUMNS_NAME:
-                    place, data = place.with_name(METRICS_NAME), from_columns(data, left)
-                    left -= len(data)
-                files.append((str(place), data))
-        return files
+            tar.extractall(folder, filter="data")  # refuses links and paths outside the folder
+        for columns in list(folder.rglob(COLUMNS_NAME)):
+            columns.with_name(METRICS_NAME).write_bytes(from_columns(columns.read_bytes()))
+            columns.unlink()
     except (
-        zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, ValueError, RuntimeError, OSError
+        zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, ValueError, LookupError,
+        RuntimeError, OSError,
     ) as error:  # fmt: skip
-        raise UserError(
-            f"{path} cannot be read as a pack ({' '.join(str(error).split())}): {advice}"
-        ) from error
+        reason = " ".join(str(error).split())
+        advice = "give a file that mmqk pack has written"
+        raise UserError(f"{path} cannot be read as a pack ({reason}): {advice}") from error
+    return folder
 
 
 def to_columns(metrics: bytes) -> bytes | None:
@@ -224,27 +181,22 @@ def to_columns(metrics: bytes) -> bytes | None:
         for name, value in record.items():
             values.setdefault(name, []).append(value)
     columns = _compact({"shapes": list(shapes), "lines": lines, "values": values})
-    return columns if from_columns(columns, len(metrics)) == metrics else None
+    return columns if from_columns(columns) == metrics else None
 
 
-def from_columns(columns: bytes, most_bytes: int) -> bytes:
+def from_columns(columns: bytes) -> bytes:
     """Return the metrics file of these columns.
 
     Raises:
-        ValueError: these are no columns, or the metrics file would have more than ``most_bytes`` bytes.
+        ValueError: these are no columns.
     """
     try:
         content = json.loads(columns)
         shapes, values = content["shapes"], {name: iter(v) for name, v in content["values"].items()}
-        lines, size = [], 0
-        for shape in content["lines"]:
-            lines.append(_compact({name: next(values[name]) for name in shapes[shape]}) + b"\n")
-            size += len(lines[-1])
-            if size > most_bytes:
-                raise ValueError(f"the metrics of a run have more than {most_bytes:,} bytes")
-    except (LookupError, TypeError, AttributeError, StopIteration, RecursionError) as error:
+        lines = ({name: next(values[name]) for name in shapes[shape]} for shape in content["lines"])
+        return b"".join([_compact(line) + b"\n" for line in lines])
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:  # a StopIteration becomes a RuntimeError
         raise ValueError("the columns of a metrics file are damaged") from error
-    return b"".join(lines)
 
 
 def _compact(value: Any) -> bytes:

@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.store import (
-    Alarm,
-    MetricsWriter,
-    UserError,
-    naming,
-    read_json,
-    read_metrics,
-    read_status,
-    tag,
-    write_json,
-)
+from mmqk import store
+from mmqk.store import Alarm, MetricsWriter, UserError
 from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
@@ -66,7 +57,7 @@ class RunLogger(Logger):
         began = [(alarm.step, alarm.name) for alarm in alarms]
         self._alarms.update(began)
         for step, name in sorted(set(began), reverse=True):  # the current step comes first
-            self.log_metrics({tag("alarm", name): self._alarms[step, name]}, step)
+            self.log_metrics({store.tag("alarm", name): self._alarms[step, name]}, step)
         self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +86,7 @@ def last_logged(run: RunConfig) -> int:
     its checkpoint."""
     if not {"wandb", "mlflow"} & set(run.logging):
         return -1
-    lines = read_metrics(run.out / METRICS_NAME)
+    lines = store.read_metrics(run.out / METRICS_NAME)
     return lines[-1]["step"] if lines else -1
 
 
@@ -116,7 +107,7 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
         UserError: a logger cannot start.
     """
     path = run.out / LOGGERS_NAME
-    known: dict[str, Any] = read_json(path) or {}
+    known: dict[str, Any] = store.read_json(path) or {}
     opened = []
     for name in (name for name in run.logging if name in _OPEN):
         before = known.get(name, {})
@@ -127,7 +118,7 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
         step = -1 if not before else max(before.get("step", -1), logged) if last is None else last
         if run_id is not None:
             known[name] = {"id": run_id, "step": step}
-            write_json(path, known)
+            store.write_json(path, known)
         opened.append(Integration(run.out, name, logger, step))
     return opened
 
@@ -152,7 +143,7 @@ class Integration(RunLogger):
         self._values: dict[str, float] = {}
 
     def _open(self) -> Integration:
-        for line in read_metrics(self._path):
+        for line in store.read_metrics(self._path):
             self.write(line.pop("step"), line)
         return self
 
@@ -180,7 +171,7 @@ class Integration(RunLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         super().finalize(status)
-        stored = read_status(self._folder)
+        stored = store.read_status(self._folder)
         ended = "failed" if stored is None else stored.status
         if self._kind == "wandb":
             self._safely(lambda: self._logger.experiment.finish(exit_code=int(ended != "completed")))
@@ -189,7 +180,7 @@ class Integration(RunLogger):
 
     def _safely(self, call: Callable[[], Any]) -> None:
         if self._kind == "csv":
-            with naming(self._folder / "csv/metrics.csv"):
+            with store.naming(self._folder / "csv/metrics.csv"):
                 call()
         elif not self._failed:
             try:

@@ -19,21 +19,13 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
+from mmqk import store
 from mmqk.config.training import AlarmConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import first_of_ranks
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.progress import Progress
-from mmqk.store import (
-    Alarm,
-    AlarmRules,
-    DivergenceRule,
-    UserError,
-    append_alarms,
-    parse_tag,
-    replacing,
-    truncate_alarms,
-)
+from mmqk.store import Alarm, AlarmRules, DivergenceRule, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.checkpoint import Checkpoints, Interrupted, ends_step
 from mmqk.training.loggers import RunLogger
@@ -291,7 +283,7 @@ class Alarms(L.Callback):
         self._first_step = trainer.global_step + 1
         if self._first_rank:
             # The steps after the checkpoint run again and raise their alarms again.
-            truncate_alarms(self.folder, trainer.global_step or -1)
+            store.truncate_alarms(self.folder, trainer.global_step or -1)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         if not ends_step(trainer, batch_idx):
@@ -325,7 +317,7 @@ class Alarms(L.Callback):
             return []
         alarms = [alarm for step, values in logged for alarm in self.rules.update(step, values)]
         if alarms:
-            append_alarms(self.folder, alarms)
+            store.append_alarms(self.folder, alarms)
             self._print(alarms)
             for logger in self._loggers:
                 if isinstance(logger, RunLogger | StoryLogger):
@@ -335,7 +327,7 @@ class Alarms(L.Callback):
     def _print(self, alarms: list[Alarm]) -> None:
         """Print the first alarms of each kind: at most `MOST_LINES` per alarm, statistic and modality."""
         for alarm in alarms:
-            parsed = parse_tag(alarm.tag)
+            parsed = store.parse_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality or "")
             self._printed[kind] += 1
             if self._printed[kind] <= MOST_LINES.get(alarm.name, 1):
@@ -370,7 +362,7 @@ class Alarms(L.Callback):
         try:
             os.link(newest, path)
         except OSError:  # a file system without hard links
-            with open(newest, "rb") as source, replacing(path, path.with_suffix(PARTIAL_SUFFIX)) as file:
+            with open(newest, "rb") as source, store.replacing(path, path.with_suffix(PARTIAL_SUFFIX)) as file:
                 shutil.copyfileobj(source, file)
 
     def state_dict(self) -> dict[str, Any]:

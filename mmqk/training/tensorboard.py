@@ -1,77 +1,23 @@
-"""Writes a selection of the values to TensorBoard: few tags, charts of all modalities, alarms and the outcome."""
+"""Writes a selection of the values to TensorBoard: few tags, charts of all modalities, and alarms."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.monitors import summary
-from mmqk.store import Alarm, flatten, naming, parsed_tag, read_alarms, read_run, read_status
-from mmqk.store.folder import HASH_DIGITS
+from mmqk.store import Alarm, naming, parsed_tag, read_alarms
 
-
-class Chart(NamedTuple):
-    """One chart of a page: statistics of all modalities, or of pairs of modalities.
-
-    Attributes:
-        title: Title of the chart.
-        statistics: Names of the statistics.
-        reducer: Reduction over layers; None for a statistic without layers.
-    """
-
-    title: str
-    statistics: tuple[str, ...]
-    reducer: str | None = None
-
-
-PAGES: dict[str, tuple[Chart, ...]] = {
-    "Norm competition": (
-        Chart("Largest attention logit (max over layers)", ("attn_logit_absmax",), "max"),
-        Chart("Attention entropy (median over layers)", ("attn_entropy",), "median"),
-        Chart("Attention entropy (min over layers)", ("attn_entropy",), "min"),
-        Chart("Query norm (max over layers)", ("q_norm",), "max"),
-        Chart("Query norm (median over layers)", ("q_norm",), "median"),
-        Chart("Key norm (max over layers)", ("k_norm",), "max"),
-        Chart("Key norm (median over layers)", ("k_norm",), "median"),
-        Chart("Value norm, not part of the logits (max over layers)", ("v_norm",), "max"),
-        Chart("Last-layer output norm", ("final_norm",)),
-        Chart("log Z", ("log_z",)),
-        Chart("Loss, and its excess where the floor is known", ("loss", "excess")),
-        Chart("Validation loss", ("val_loss",)),
-    ),
-    "Drift, competition, sharpening": (
-        Chart("Attention, drift: mean logit (median over layers)", ("attn_logit_mean",), "median"),
-        Chart("Attention, competition: variance between blocks (max)", ("attn_logit_offset_var",), "max"),
-        Chart("Attention, sharpening: variance within blocks (max)", ("attn_logit_spread_var",), "max"),
-        Chart("Output, drift: mean logit", ("out_logit_mean",)),
-        Chart("Output, competition: mass on the wrong block", ("out_wrong_mass",)),
-        Chart("Output, sharpening: log Z - log V - mean logit", ("out_logit_spread",)),
-        Chart("Log alignment of queries and keys (max over layers)", ("logit_alignment",), "max"),
-    ),
-    "Blocks": (
-        Chart("Residual norm (max over layers)", ("resid_norm",), "max"),
-        Chart("Attention output (max over layers)", ("attn_out_norm",), "max"),
-        Chart("MLP output (max over layers)", ("mlp_out_norm",), "max"),
-    ),
-}
-# Statistics of the whole run, without modalities.
-OF_RUN = ("loss", "grad_norm", "lr", "tokens_per_s", "alarms")
-RUN_PAGE = {
-    "Gradient norm": "grad_norm",
-    "Alarms so far": "alarms",
-    "Attention rank (min over layers)": "attn_rank/min",
-    "Tokens per second": "tokens_per_s",
-}
-
-_CHARTS = [chart for charts in PAGES.values() for chart in charts]
-_WHOLE = {name for chart in _CHARTS if chart.reducer is None for name in chart.statistics} | set(OF_RUN)
+PAGES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text(encoding="utf-8"))
+_TAGS = [tag for charts in PAGES.values() for tag in charts.values()]
+# Statistics without layers.
+_WHOLE = {statistic for tag in _TAGS if "/" not in tag for statistic in tag.split("|")} | {"lr"}
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -91,63 +37,13 @@ def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
     """Return the layout of the custom-scalars page: one chart per statistic with all modalities."""
     names = "|".join(modalities)
 
-    def pattern(chart: Chart) -> str:
-        end = "" if chart.reducer is None else f"/{chart.reducer}"
-        return rf"^({'|'.join(chart.statistics)})(/({names})(-({names}))?)?{end}$"
+    def pattern(tag: str) -> str:
+        statistics, slash, reducer = tag.partition("/")
+        return rf"^({statistics})(/({names})(-({names}))?)?{slash}{reducer}$"
 
-    pages = {
-        page: {chart.title: ["Multiline", [pattern(chart)]] for chart in charts} for page, charts in PAGES.items()
+    return {
+        page: {title: ["Multiline", [pattern(tag)]] for title, tag in charts.items()} for page, charts in PAGES.items()
     }
-    pages["Run"] = {title: ["Multiline", [f"^{name}$"]] for title, name in RUN_PAGE.items()}
-    return pages
-
-
-# Fields in which arms usually differ; run.json has all fields.
-FIELDS = (
-    *("seed", "backend", "trainer.max_steps", "trainer.precision", "model.d_model", "model.n_layers"),
-    *("model.n_heads", "model.pre_norm", "model.post_norm", "model.qk_norm.kind", "model.attn_softcap"),
-    *("model.attention", "model.residual_dropout", "model.weight_reparam", "loss.z_loss", "optim.lr"),
-    *("optim.weight_decay", "optim.warmup_steps", "optim.schedule", "optim.beta2", "optim.eps"),
-    *("optim.qk_clip", "optim.split_second_moment", "data.batch_size", "data.seq_len"),
-)
-
-
-def arm_of(folder: Path) -> str:
-    """Return the arm in the name ``<arm>-<id>`` of the folder above ``seed<k>``; for a run outside a grid, the name
-    of its folder."""
-    folder = folder.resolve()
-    if not re.fullmatch(r"seed\d+", folder.name):
-        return folder.name
-    return re.sub(rf"-[0-9a-f]{{{HASH_DIGITS}}}$", "", folder.parent.name)
-
-
-def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
-    """Return the summaries of a finished run, or an empty list for an interrupted run.
-
-    TensorBoard keeps the first row of a folder, so an interrupted run must not write one.
-    """
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-    from torch.utils.tensorboard.summary import hparams
-
-    status, record = read_status(folder), read_run(folder)
-    if status is None or not status.finished or record is None:
-        return []
-    # The page sorts the columns by name and shows the first few.
-    row: dict[str, Any] = {"arm": arm_of(folder), "as ended": status.status, "at step": status.step}
-    for name, value in flatten(record.get("identity") or {}).items():
-        if name in FIELDS or name.startswith("loss.weights."):
-            # torch would write true and false as 1 and 0.
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            row[name] = value if number else str(value)
-    last = ["loss", *(f"{loss}/{m}" for loss in ("loss", "val_loss") for m in modalities), "alarms"]
-    logits = [f"attn_logit_absmax/{m}-{m}/max" for m in modalities]
-    experiment, start, end = hparams(row, dict.fromkeys([*last, *logits], 0.0))
-    if status.status != "completed":  # torch always writes the status success
-        plugin = end.value[0].metadata.plugin_data
-        content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
-        content.session_end_info.status = api_pb2.STATUS_FAILURE
-        plugin.content = content.SerializeToString()
-    return [experiment, start, end]
 
 
 class StoryLogger(TensorBoardLogger):
@@ -155,8 +51,7 @@ class StoryLogger(TensorBoardLogger):
 
     A run writes one event run: TensorBoard selects none if there are more than 40.
 
-    It also writes alarms as text, and their number. At the end of the run, it writes the outcome as a row of the
-    HParams page.
+    It also writes alarms as text, and their number.
 
     Args:
         folder: The run folder.
@@ -167,7 +62,6 @@ class StoryLogger(TensorBoardLogger):
     """
 
     def __init__(self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None):
-        _silence_writer_thread()
         purge = 0 if resumed_at is None else resumed_at + 1  # without a checkpoint, the run starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
@@ -208,11 +102,6 @@ class StoryLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         if self._begun:
             self._scalars({"alarms": self._alarms}, self._step)
-        elif self._resumed_at is not None and status == "success":  # the run was killed after its last checkpoint
-            self._begin(self._resumed_at)
-        if self._begun:
-            for summary in outcome(self._folder, self._modalities):
-                self._write(summary, None)
         with naming(self._folder / "events.out.tfevents"):
             super().finalize(status)
 
@@ -232,21 +121,5 @@ class StoryLogger(TensorBoardLogger):
 
         # One protobuf per step is 27 times cheaper than add_scalar for each of 500 values.
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(Summary(value=scalars), step)
-
-    def _write(self, summary: Any, step: int | None) -> None:
         with naming(self._folder / "events.out.tfevents"):
-            self.experiment._get_file_writer().add_summary(summary, step)
-
-
-def _silence_writer_thread() -> None:
-    """Do not print a disk error of TensorBoard's writer thread, because the next write raises the error again."""
-    from tensorboard.summary.writer import event_file_writer
-
-    class Worker(event_file_writer._AsyncWriterThread):
-        def run(self) -> None:
-            with contextlib.suppress(OSError):
-                super().run()
-
-    if event_file_writer._AsyncWriterThread.__module__ != __name__:
-        event_file_writer._AsyncWriterThread = Worker
+            self.experiment._get_file_writer().add_summary(Summary(value=scalars), step)

@@ -209,7 +209,7 @@ def mmqk(table, path):
 
 WRITERS = (
     wandb_csv, semicolons, json_lines, trainer_state, wandb_history, megatron, torchtitan, olmo, nanogpt, plain,
-    tensorboard, lightning, mlflow_folder, mlflow_base, mmqk,
+    tensorboard, pytest.param(lightning, marks=pytest.mark.slow), mlflow_folder, mlflow_base, mmqk,
 )  # fmt: skip
 
 
@@ -226,6 +226,7 @@ def test_the_same_series_in_every_format_gives_the_same_table(tmp_path, write):
     assert not np.allclose(read["loss"].replace(np.inf, 0), series(1)["loss"].fillna(0), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_wandb_run_folder(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -54,6 +54,7 @@ def test_a_planted_parting_is_found_at_its_step_layer_and_modality(seeds):
         assert [parting.tag for parting in found[1:]] == ["loss"]
 
 
+# Of 200 pairs, none parted from one seed, and none from three.
 @pytest.mark.parametrize("pairs", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_two_seeds_of_a_healthy_run_do_not_part(seeds, pairs):

@@ -22,8 +22,7 @@ from mmqk.store import (
     read_alarms,
     truncate_alarms,
 )
-from mmqk.store.alarms import NAMES
-from mmqk.store.divergence import Rise
+from mmqk.store.alarms import NAMES, Rise
 from mmqk.store.rules import Collapse, Growth, Spike, SpikeOfMedian, Stall
 
 
@@ -354,7 +353,7 @@ def test_a_file_that_cannot_be_read_is_not_removed(tmp_path, monkeypatch):
     alarm = Alarm("spike", 3, "loss", math.inf, 1.0, "a sentence")
     append_alarms(tmp_path, [alarm])
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.store.alarms.read_regular", Mock(side_effect=OSError(errno.EIO, "error")))
+        patch.setattr("pathlib.Path.read_bytes", Mock(side_effect=OSError(errno.EIO, "error")))
         assert read_alarms(tmp_path) == []
         with pytest.raises(OSError, match="error"):
             truncate_alarms(tmp_path, 5)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.config import resolve
-from mmqk.store import UserError, find_file, named_config, shipped, with_configs
+from mmqk.store import GRIDS, UserError, find_file, named_config, with_configs
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--data.seq_len=96", "--trainer.max_steps=2"]
@@ -32,7 +32,7 @@ def test_nothing_else_is_shipped(empty, path):
 def test_a_config_by_name(empty):
     assert named_config("demo") == ROOT / "configs/demo.yaml"
     assert named_config("recipes/olmo2") == ROOT / "configs/recipes/olmo2.yaml"
-    assert named_config("demo", shipped.GRIDS) == ROOT / "configs/ablations/demo.yaml"
+    assert named_config("demo", GRIDS) == ROOT / "configs/ablations/demo.yaml"
     assert named_config("configs/cpu.yaml") == ROOT / "configs/cpu.yaml"
     assert named_config("nothing") is None
     (empty / "demo").write_text("seed: 1\n")
@@ -56,7 +56,7 @@ def test_a_grid_is_not_trained_as_one_run(empty):
         for argv in ([given], ["--config", given], ["demo", given], [f"--config={given}"]):
             with pytest.raises(UserError, match=rf"^{given} is a grid .*: train it with mmqk ablate {given}$"):
                 with_configs(argv)
-    assert with_configs(["grid.yaml"], shipped.GRIDS) == ["--config", "grid.yaml"]
+    assert with_configs(["grid.yaml"], GRIDS) == ["--config", "grid.yaml"]
     assert with_configs(["run.yaml"]) == ["--config", "run.yaml"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.lab import read_runs
-from mmqk.lab.runner.state import follow
+from mmqk.lab.runner.table import follow
 from mmqk.store import alarms_of, read_alarms, read_metrics, read_status, rules
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.train import main

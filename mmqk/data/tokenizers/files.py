@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mmqk.model.ranges import check_fields, number
-from mmqk.store import UserError, read_regular
+from mmqk.store import UserError
 
 TEXT_FILE = "text.json"
 IMAGE_FILE = "image.safetensors"
@@ -69,7 +69,7 @@ def tokenizers_hash(folder: Path | str) -> str:
     """
     digest = hashlib.sha256()
     for name in (TEXT_FILE, IMAGE_FILE):
-        content = read_regular(existing_file(folder, name))
+        content = existing_file(folder, name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:HASH_DIGITS]
@@ -157,7 +157,7 @@ def vocab_sizes_of(folder: Path | str) -> dict[str, int]:
     """
     path = existing_file(folder, TEXT_FILE)
     try:
-        entries = len(json.loads(read_regular(path))["model"]["vocab"])
+        entries = len(json.loads(path.read_bytes())["model"]["vocab"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, repr(error)) from error
     return {"text": len(SPECIALS) + entries, "image": read_config(folder).codes}

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from mmqk.lab.effects import FEWEST_OF_EACH
+from mmqk.lab.exact import Counts
 from mmqk.lab.formatting import plural
 from mmqk.lab.grid.arms import Job
 from mmqk.lab.grid.claims import CHECKS, NUMBERS, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric
-from mmqk.lab.stats.effects import FEWEST_OF_EACH
-from mmqk.lab.stats.exact import Counts
 from mmqk.store import UserError
 
 MOST_CONFIRMATORY = 6
@@ -88,9 +88,6 @@ def _wrong_fields(claim: Claim, of_family: bool) -> Iterator[str]:
             claim.treatment and claim.treatment == claim.control,
         "it is a control and needs at_least": is_control and math.isnan(claim.at_least),
         f"it is a control, and {claim.metric} needs several runs: give a metric of one run": is_control and of_family,
-        "give stopping as {max_seeds: n}": has_run and set(claim.stopping) - {"max_seeds"},
-        "it has stopping and needs seeds, the number of seeds at the first look, from 2 to max_seeds":
-            has_run and claim.stopping and not 2 <= claim.seeds <= claim.max_seeds,
         f"it counts runs, but {claim.metric} is computed from several runs: name a metric of one run":
             has_run and claim.test == "count" and of_family,
     }  # fmt: skip
@@ -162,9 +159,8 @@ def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], abov
     arms = {name: _runs(claim, name, jobs) for name in claim.compared}
     for name, runs in arms.items():
         n = max(Counter(job.arm for job in runs).values(), default=0)
-        if claim.seeds and n and not claim.seeds <= n <= claim.max_seeds:
-            least, most = claim.seeds, claim.max_seeds
-            wanted = plural(least, "seed") if least == most else f"{least} to {most} seeds"
+        if claim.seeds and n and n != claim.seeds:
+            wanted = plural(claim.seeds, "seed")
             return f"it is registered for {wanted} per arm, but {name} has {n}; change the seeds of the claim or grid"
     if claim.test == "prediction":
         n, needed = sum(map(len, arms.values())), 2 * FEWEST_OF_EACH

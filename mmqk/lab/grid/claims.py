@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmqk.lab.grid.arms import LrChoice, build
+from mmqk.lab.grid.arms import build
 from mmqk.model.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
@@ -71,10 +71,6 @@ class Claim:
         status: a "shown" claim never gets a verdict; a "control" is a check and not a claim.
         alpha_family: name of the family of claims that share one significance level; by default the name of the grid.
         seeds: registered number of seeds per arm; 0 if not registered.
-        stopping: {max_seeds: n}: seeds may be added up to n; the significance level is corrected for the repeated
-            tests.
-        lr_rule: the rule that the learning rates of the runs must follow; the verdict checks it.
-        exclusions: a text about excluded runs, for the page; it has no effect on the verdict.
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.
         not_run: why no run of this grid tests the claim, and what a test would need; such a claim has no arms.
@@ -104,9 +100,6 @@ class Claim:
     status: Literal["confirmatory", "exploratory", "shown", "control"] = "confirmatory"
     alpha_family: str = ""
     seeds: int = number(0, 0, 10_000)
-    stopping: dict[str, int] = number(dict, 0, 10_000)
-    lr_rule: LrChoice | None = None
-    exclusions: str = ""
     would_contradict: str = ""
     note: str = ""
     not_run: str = ""
@@ -141,11 +134,6 @@ class Claim:
     def not_checked(self) -> tuple[str, ...]:
         """The skipped checks with their reasons: ``“modalities learned” (the claim is about learning)``."""
         return tuple(f"“{CHECKS[name]}” ({reason})" for name, reason in self.unchecked.items())
-
-    @property
-    def max_seeds(self) -> int:
-        """The maximum number of seeds per arm; 0 if not registered."""
-        return self.stopping.get("max_seeds", self.seeds)
 
     @property
     def leans_on(self) -> tuple[str, ...]:

@@ -5,33 +5,247 @@ The suffix ``/modality`` selects one modality. Examples: ``largest_attention_log
 ``largest_attention_logit/text`` (text queries), ``final_loss/image``, ``lr_sensitivity/text``.
 `docs/metrics.md` lists all metrics.
 
-table         all metrics by name
 probes        attention logits, entropy, norms and their slopes; the order in which the statistics of one run grew
-outcomes      initial, best and final loss; spikes, divergence, late failure; diverged, stalled, regime not reached
+outcomes      initial, best and final loss; divergence, late failure; diverged, stalled, regime not reached
 families      learning-rate sensitivity, first unstable learning rate; extrapolation over model size
 """
 
-# ruff: noqa: F401
-from mmqk.lab.metrics.families import model_size
-from mmqk.lab.metrics.outcomes import (
-    LEARNED_NATS,
-    LOSS_WINDOW,
-    FinalLoss,
-    best_loss,
-    divergence_step,
-    final_loss,
-    initial_loss,
-    is_trained,
-    learned,
-    trained_modalities,
-    unigram_entropy,
-)
-from mmqk.lab.metrics.table import (
-    FAMILY_METRICS,
-    METRICS,
-    FamilyMetric,
-    Measured,
-    Metric,
-    find_metric,
-    metric_value,
-)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+from mmqk.lab.metrics import families, outcomes, probes
+from mmqk.lab.metrics.families import Measured, NotMeasured
+from mmqk.lab.metrics.probes import EARLY_SHARE, SLOPE_FROM_SHARE, BySeries
+from mmqk.lab.runs import Run, Series, once_per_run
+from mmqk.store import UserError
+
+Scale = Literal["log", "linear"]
+End = Literal["high", "low"]
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """The fields of every metric.
+
+    Attributes:
+        label: the name of the metric in a sentence.
+        unit: the unit; empty for a pure number.
+        scale: "log" when effects are ratios, "linear" when they are differences.
+        worst: the bad end of the scale; a value that is not finite ranks at this end.
+    """
+
+    label: str
+    unit: str
+    scale: Scale
+    worst: End
+
+    def on_scale(self, value: float) -> float:
+        """Return the value itself if the scale is linear, its logarithm if the scale is log; NaN if there is no
+        logarithm."""
+        if self.scale == "linear":
+            return value
+        return math.log(value) if value > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Metric(_Quantity):
+    """A metric with one value for each run.
+
+    Attributes:
+        measure: computes the number; infinite if the last value of the run is not finite, NaN if there is no value.
+        series: function that returns the series whose end the metric measures; if there is no such series, the result
+            of `alone`.
+        by_modality: whether the metric needs a modality.
+        counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
+    """
+
+    measure: Callable[[Run, str | None], float]
+    series: BySeries
+    by_modality: bool = False
+    counts_failures: bool = False
+
+    def worst_seen(self, run: Run, modality: str | None) -> float:
+        """Return the worst finite value of the whole run; NaN if no value is finite."""
+        values = self.series(run, modality)[1]
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return math.nan
+        return float(values.max() if self.worst == "high" else values.min())
+
+
+@dataclass(frozen=True)
+class FamilyMetric(_Quantity):
+    """A metric with one value for each family and seed, from the runs at all values of the family's axes.
+
+    Attributes:
+        compute: function that returns the number or raises `NotMeasured`. Its arguments are the runs, in any order,
+            and a modality or None.
+        of_rates: whether the metric measures the learning rates at which runs fail. If True, a run that learned
+            nothing still counts, provided that a run at another learning rate learned, with the same seed and the
+            same values on the other axes.
+    """
+
+    compute: Callable[[Sequence[Run], str | None], Measured]
+    of_rates: bool = False
+
+    def measured(
+        self,
+        runs: Sequence[Run],
+        modality: str | None = None,
+        planned: Collection[Mapping[str, Any]] = (),
+    ) -> Measured:
+        """Return the number, or NaN with the reason.
+
+        Args:
+            runs: verdict runs of one family at one seed, without selection runs.
+            modality: the modality, if the metric has one.
+            planned: the points of the grid; the number is NaN if a point has no run.
+        """
+        try:
+            if not runs:
+                raise NotMeasured("there are no runs")
+            if len({run.seed for run in runs}) > 1:
+                raise NotMeasured("the runs have several seeds: give the runs of one seed")
+            for point in planned:
+                if all(dict(run.point) != dict(point) for run in runs):
+                    label = ", ".join(f"{name} {value}" for name, value in point.items())
+                    raise NotMeasured(f"there is no run at {label}")
+            return self.compute(runs, modality)
+        except NotMeasured as why:
+            return Measured(math.nan, str(why))
+
+    def measure(self, runs: Sequence[Run], modality: str | None = None) -> float:
+        """Return only the number; NaN if there is no value."""
+        return self.measured(runs, modality).value
+
+
+def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
+    """Return a function for the field ``series`` of a metric that has no series. The function returns one
+    point: the last step of the run and the value of the metric."""
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return np.array([run.last_step]), np.array([measure(run, modality)])
+
+    return series
+
+
+def probed(label: str, series: BySeries, unit: str = "", scale: Scale = "log", worst: End = "high") -> Metric:
+    """Return the metric that measures the end of a series of probes: the median of the last three."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return probes.end_of(series(run, modality), math.inf if worst == "high" else -math.inf)
+
+    return Metric(label, unit, scale, worst, measure, series)
+
+
+def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
+    """Return the metric that measures `norm_slope` in a window."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return probes.norm_slope(run, statistic, modality, start, end)
+
+    return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))
+
+
+def _loss(label: str, name: str) -> Metric:
+    """Return the metric that measures the final value of a loss series of one modality."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return outcomes.final_loss(run, modality or "", name).value
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return run.series(f"{name}/{modality}")
+
+    return Metric(label, "nats", "linear", "high", measure, series, by_modality=True)
+
+
+def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], float], worst: End) -> Metric:
+    """Return a metric that has no series and whose value in a diverged run is exact, not a bound."""
+    return Metric(label, unit, "linear", worst, measure, alone(measure), counts_failures=True)
+
+
+METRICS = {
+    "largest_attention_logit": probed("largest attention logit", probes.logit_series),
+    "attention_entropy": probed("attention entropy", probes.entropy_series, "nats", "linear", "low"),
+    "attention_mass_other": probed("attention mass on other modalities", probes.mass_other_series, "", "linear", "low"),
+    "logit_mean": probed("mean attention logit", probes.logit_mean_series),
+    "logit_offset": probed("offset between modalities", probes.deviation_series("attn_logit_offset_var")),
+    "logit_spread": probed("spread within a modality", probes.deviation_series("attn_logit_spread_var")),
+    "final_loss": _loss("final loss", "loss"),
+    "final_excess": _loss("final excess", "excess"),
+    "final_log_z": Metric("final log Z", "nats", "linear", "high", outcomes.final_log_z, outcomes.log_z_series, True),
+    "final_norm": probed("last-layer output norm", probes.norm_series("final_norm")),
+    "q_norm": probed("query norm", probes.norm_series("q_norm")),
+    "k_norm": probed("key norm", probes.norm_series("k_norm")),
+    "qk_norm_product": probed("product of query and key norm", probes.norm_product_series),
+    "resid_norm": probed("residual norm", probes.norm_series("resid_norm")),
+    "norms_over_alignment": probed("power of q and k over their alignment", probes.norms_over_alignment),
+    "weight_growth": probed("growth of W_q and W_k", probes.weight_growth_series, "per 1,000 steps", "linear"),
+    "logit_slope": slope_of("growth rate of the largest attention logit", "attn_logit_absmax"),
+    "final_norm_slope": slope_of("growth rate of the last-layer output norm", "final_norm"),
+    "q_norm_slope": slope_of("growth rate of the query norm", "q_norm"),
+    "k_norm_slope": slope_of("growth rate of the key norm", "k_norm"),
+    "resid_norm_slope": slope_of("growth rate of the residual norm", "resid_norm"),
+    "early_final_norm_slope": slope_of(
+        "early growth rate of the last-layer output norm", "final_norm", 0.0, EARLY_SHARE
+    ),
+    "early_logit_slope": slope_of(
+        "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
+    ),
+    "diverged": _of_failures("divergence", "", outcomes.diverged, "high"),
+    "time_of_divergence": _of_failures("time to divergence", "of the run", outcomes.time_of_divergence, "low"),
+    "late_failure": _of_failures("late failure", "", outcomes.late_failure, "high"),
+    "late_rise": _of_failures("late rise of the loss", "", outcomes.late_rise, "high"),
+    "time_of_failure": _of_failures("time to failure", "of the run", outcomes.time_of_failure, "low"),
+}
+FAMILY_METRICS = {
+    "lr_sensitivity": FamilyMetric(
+        "learning-rate sensitivity", "nats", "linear", "high", families.lr_sensitivity, of_rates=True
+    ),
+    "first_unstable_lr": FamilyMetric(
+        "first unstable learning rate", "", "log", "low", families.first_unstable_lr, of_rates=True
+    ),
+    "logit_extrapolation": FamilyMetric(
+        "predicted divided by actual largest logit of the held-out largest model", "", "log", "high",
+        families.logit_extrapolation,
+    ),
+}  # fmt: skip
+# Metrics of a whole run.
+WITHOUT_MODALITY = ("diverged", "time_of_divergence", "late_failure", "time_of_failure")
+
+
+@cache
+def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
+    """Return the metric and the modality that a claim names.
+
+    For example ``q_norm/image``.
+
+    Raises:
+        UserError: no metric has this name, the metric needs a modality and the name has none, or the name has a
+            modality that the metric does not take.
+    """
+    base, _, modality = name.partition("/")
+    metric: Metric | FamilyMetric | None = METRICS.get(base) or FAMILY_METRICS.get(base)
+    if metric is None:
+        names = ", ".join([*METRICS, *FAMILY_METRICS])
+        raise UserError(f"metric {name!r} is unknown: use one of {names}")
+    if isinstance(metric, Metric) and metric.by_modality and not modality:
+        raise UserError(f"metric {name!r} needs a modality: write for example {base}/text")
+    if modality and base in WITHOUT_MODALITY:
+        raise UserError(f"metric {name!r} has no modality: write {base}")
+    return metric, modality or None
+
+
+@once_per_run
+def metric_value(run: Run, name: str) -> float:
+    """Return a metric of a run."""
+    metric, modality = find_metric(name)
+    assert isinstance(metric, Metric)
+    return metric.measure(run, modality)

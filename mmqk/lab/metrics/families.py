@@ -44,12 +44,7 @@ class NotMeasured(Exception):
 
 def learning_rate(run: Run) -> float:
     """Return the peak learning rate of a run; NaN if not recorded."""
-    return axis_value(run, RATE)
-
-
-def axis_value(run: Run, axis: str) -> float:
-    """Return the value of a run on an axis, from its point or configuration; NaN if it is not a number."""
-    value = run.point.get(axis, run.setting(axis))
+    value = run.point.get(RATE, run.setting(RATE))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 

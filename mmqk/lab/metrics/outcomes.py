@@ -1,6 +1,6 @@
-"""Losses of a run in nats per token, its spikes, and how it ended.
+"""Losses of a run in nats per token, and how it ended.
 
-The rules of spikes and divergence are those of `mmqk.store.alarms`, which training also applies. A lasting rise of a
+The rule of divergence is that of `mmqk.store.alarms`, which training also applies. A lasting rise of a
 loss is a failure too. A fork includes the losses of its parent up to the step of the fork, if the parent was loaded
 with it.
 """
@@ -17,7 +17,6 @@ import numpy as np
 
 from mmqk.lab.runs import Run, Series
 from mmqk.store import DivergenceRule
-from mmqk.store.rules import SPIKE_FEWEST, Spike
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1
@@ -137,31 +136,6 @@ def has_floor(run: Run, modality: str) -> bool:
 def weight_of(run: Run, modality: str) -> float:
     """Return the weight of the loss of a modality; 1 by default."""
     return float(run.setting(f"loss.weights.{modality}", 1.0))
-
-
-def spike_score(run: Run, modality: str | None = None) -> float:
-    """Return the percentage of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); without a modality,
-    use the loss over all targets.
-
-    A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
-    fewer: OLMo 2 gives no rule for fewer than 1000 values.
-    """
-    return _spike_score(run, f"loss/{modality}" if modality else "loss")
-
-
-def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
-    """Return `spike_score` of the global gradient norm; NaN if a modality is given."""
-    return math.nan if modality else _spike_score(run, "grad_norm")
-
-
-def _spike_score(run: Run, name: str) -> float:
-    rule, spikes, values = Spike(), 0, run.series(name)[1]
-    values = values[np.isfinite(values)]
-    for value in values.tolist():
-        rule.update(0, name, value)
-        spikes += rule.on
-    checked = len(values) - SPIKE_FEWEST
-    return 100 * spikes / checked if checked > 0 else math.nan
 
 
 def divergence_step(run: Run) -> int | None:

@@ -48,12 +48,6 @@ def logit_series(run: Run, modality: str | None = None) -> Series:
     return run.combined("attn_logit_absmax", np.max, modality)
 
 
-def growth_series(run: Run, modality: str | None = None) -> Series:
-    """Return `logit_series` divided by its first value."""
-    steps, values = logit_series(run, modality)
-    return steps, values / values[:1] if len(values) else values
-
-
 def entropy_series(run: Run, modality: str | None = None) -> Series:
     """Return the lowest attention entropy over layers and modalities at each probe, in nats."""
     return run.combined("attn_entropy", np.min, modality)

@@ -27,6 +27,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 from PIL import Image
 
+from mmqk.lab.formatting import TEMPLATES
 from mmqk.lab.verdicts.study import Study
 
 STEP = "optimizer step"
@@ -40,19 +41,9 @@ MORE = (
     *("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#117733", "#6699CC"),
     *("#EE8866", "#AAAA00", "#77AADD", "#FFAABB", "#BBCC33"),
 )
-INK, FAINT, GRAY = "#1b1f24", "#8b929b", "#b3bac2"
+INK, GRAY = "#1b1f24", "#b3bac2"
 PALEST = 0.62
-RC: Any = {
-    "font.family": "DejaVu Sans", "font.size": 11, "axes.labelsize": 11, "axes.titlesize": 12,
-    # Dollar signs are plain text in labels, not mathematics.
-    "text.parse_math": False,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 7, "axes.labelpad": 3,
-    "axes.edgecolor": FAINT, "axes.labelcolor": INK, "axes.linewidth": 0.8,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e6e9ec", "grid.linewidth": 0.8, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
-    "xtick.major.size": 3, "ytick.major.size": 0, "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "path.simplify": True,
-}  # fmt: skip
+RC = matplotlib.rc_params_from_file(TEMPLATES / "figure.mplstyle", use_default_template=False)
 WIDTH, HEIGHT, LOW = 5.2, 3.2, 2.4  # of a panel in inches; LOW is the height in a figure of many rows
 MANY_ROWS, MOST_KEYS, DPI = 5, 12, 130
 # With this number of colors, the PNG of a line drawing is a third as large, without a visible difference.

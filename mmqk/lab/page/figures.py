@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mmqk.lab.exact import kaplan_meier
 from mmqk.lab.formatting import capital, slug
 from mmqk.lab.metrics import METRICS, Metric, find_metric
 from mmqk.lab.page.figure import FEW_ARMS, GRAY, Figure, Line, Panel, arm_colors, families, ramp
 from mmqk.lab.page.verdicts import claim_values
 from mmqk.lab.runs import EMPTY, Run, Series, aligned
-from mmqk.lab.stats.exact import kaplan_meier
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import EVENTS, middle, times_to_failure
 from mmqk.lab.verdicts.study import Study

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mmqk.lab.formatting import count, listed
-from mmqk.lab.metrics import FAMILY_METRICS, METRICS, final_loss, initial_loss, is_trained, model_size
-from mmqk.lab.metrics.families import RATE, learning_rate
+from mmqk.lab.metrics import FAMILY_METRICS, METRICS
+from mmqk.lab.metrics.families import RATE, learning_rate, model_size
+from mmqk.lab.metrics.outcomes import final_loss, initial_loss, is_trained
 from mmqk.lab.page.figure import PALETTE, Figure, Line, Panel
 from mmqk.lab.page.figures import figure_of
 from mmqk.lab.page.tables import once

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmqk.lab.formatting import DASH, capital, count, duration, listed, nats, number, slug
-from mmqk.lab.metrics import (
-    METRICS,
-    best_loss,
-    final_loss,
-    initial_loss,
-    is_trained,
-    learned,
-    unigram_entropy,
-)
+from mmqk.lab.metrics import METRICS
+from mmqk.lab.metrics.outcomes import best_loss, final_loss, initial_loss, is_trained, learned, unigram_entropy
 from mmqk.lab.metrics.probes import FALLING, GROWING, growth_order
 from mmqk.lab.runs import Run
 from mmqk.lab.verdicts.measure import middle

@@ -13,18 +13,10 @@ from mmqk.lab.metrics import Metric, find_metric
 from mmqk.lab.metrics.families import learning_rate
 from mmqk.lab.page.tables import Cell, Table, anchor, table
 from mmqk.lab.runs import Run
+from mmqk.lab.verdicts import words
 from mmqk.lab.verdicts.assess import Verdict
 from mmqk.lab.verdicts.measure import measure
 from mmqk.lab.verdicts.study import Study
-from mmqk.lab.verdicts.words import (
-    detectable_in_words,
-    effect_in_cell,
-    effect_in_words,
-    effect_tested,
-    interval_text,
-    p_text,
-    scale_of,
-)
 from mmqk.store.formatting import percent
 
 BADGES = ("reproduced", "contradicted", "inconclusive", "not run", "shown")
@@ -44,7 +36,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
     for verdict in verdicts:
         claim, p, medians = verdict.claim, p_values(verdict), _medians(study, verdict)
         labels = [study.label(name) for name in (claim.treatment, claim.control)]
-        tested = effect_tested(claim)
+        tested = words.effect_tested(claim)
         if tested and claim.treatment:
             tested += " in “{}” than in “{}”".format(*labels)
         access = f" [{claim.source_access}]" if claim.source_access else ""
@@ -63,7 +55,6 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "Metric": claim.metric,
             "Estimand": claim.estimand,
             "Would contradict": claim.would_contradict,
-            "Exclusions": claim.exclusions,
         }
         row = {
             "id": claim.id,
@@ -73,7 +64,7 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
             "exploratory": claim.status == "exploratory",
             "verdict": verdict.badge,
             "css": slug(verdict.badge),
-            "effect": effect_in_cell(verdict.claim, verdict.effect, verdict.bounds),
+            "effect": words.effect_in_cell(verdict.claim, verdict.effect, verdict.bounds),
             "bar": effect_bar(verdict),
             "tested": tested,
             "why": verdict.why.rstrip("."),
@@ -103,7 +94,7 @@ def _finding(verdict: Verdict) -> str:
     template, effect = verdict.claim.finding.get(verdict.verdict), verdict.effect
     if not template or effect is None or not effect.has_interval:
         return ""
-    return template.format(**effect_in_words(verdict.claim, effect)).strip()
+    return template.format(**words.effect_in_words(verdict.claim, effect)).strip()
 
 
 def p_values(verdict: Verdict) -> dict[str, str]:
@@ -112,14 +103,13 @@ def p_values(verdict: Verdict) -> dict[str, str]:
     adjusted, effect, claim = verdict.adjusted, verdict.effect, verdict.claim
     if adjusted is None or effect is None or not effect.has_interval or math.isnan(verdict.p):
         return {}
-    first, second = p_text(verdict.p), p_text(adjusted.p)
+    first, second = words.p_text(verdict.p), words.p_text(adjusted.p)
     values = {"p": first}
     if second != first:
         values["adjusted p"] = second
-    if adjusted.claims > 1 or claim.stopping:
-        looks = f", {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
-        values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}{looks}"
-        decides = " to ".join(interval_text(claim, *effect.interval(adjusted.alpha)))
+    if adjusted.claims > 1:
+        values["adjustment"] = f"{adjusted.method}, {plural(adjusted.claims, f'{claim.status} claim')}"
+        decides = " to ".join(words.interval_text(claim, *effect.interval(adjusted.alpha)))
         values["interval that decides"] = f"{decides} ({percent(1 - adjusted.alpha, 3)})"
     return values
 
@@ -140,13 +130,13 @@ def effect_bar(verdict: Verdict) -> dict[str, Any] | None:
         return round(4 + 92 * (value - first) / ((last - first) or 1.0), 2)
 
     def named(value: float) -> str:
-        return f"×{exp(value):.3g}" if scale_of(claim)[0] == "log" else f"{value:.3g}"
+        return f"×{exp(value):.3g}" if words.scale_of(claim)[0] == "log" else f"{value:.3g}"
 
     # If marks are close together, the outer labels extend outward.
     near = len(marks) > 1 and at(marks[-1]) - at(marks[0]) < 13
     anchors = ["end", *["middle"] * (len(marks) - 2), "start"] if near else ["middle"] * len(marks)
     limits = " or ".join(named(mark) for mark in marks if mark)
-    description = f"Effect {effect_in_cell(verdict.claim, verdict.effect, verdict.bounds)}; no effect is {named(0)}"
+    description = f"Effect {words.effect_in_cell(claim, effect, verdict.bounds)}; no effect is {named(0)}"
     description += f"; the smallest effect of interest is {limits}" if limits else ""
     return {
         "description": description,
@@ -221,7 +211,7 @@ def _limits_of_claims(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, str]]:
                 yield "A control did not pass", f"{claim.id}: {check.name}: {check.detail}"
         if claim.decided and claim.not_checked:
             yield "Not checked", f"{claim.id}: {listed(claim.not_checked)}"
-        size = "" if claim.test == "equivalence" else detectable_in_words(claim, verdict.detectable)
+        size = "" if claim.test == "equivalence" else words.detectable_in_words(claim, verdict.detectable)
         if size and effect is not None:
             yield "Effects with less than 80 % power", f"{claim.id}: weaker than {size}, n = {effect.n}"
         if claim.decided and not claim.seeds:

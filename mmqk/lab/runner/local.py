@@ -34,7 +34,7 @@ PRELOAD = (
     "mmqk.training.checkpoint", "mmqk.training.fork.start", "mmqk.training.loggers", "mmqk.training.loop",
     "mmqk.training.module", "mmqk.training.ranks", "mmqk.training.tensorboard",
     "lightning.pytorch.utilities.exceptions", "tensorboard.compat.proto.summary_pb2",
-    "tensorboard.plugins.hparams.api_pb2", "tensorboard.summary.writer.event_file_writer",
+    "tensorboard.summary.writer.event_file_writer",
 )  # fmt: skip
 
 

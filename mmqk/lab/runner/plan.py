@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmqk.lab.grid import Grid
 from mmqk.lab.grid.arms import LR, Job, LrRule, parts_of
-from mmqk.lab.grid.grid import Grid
-from mmqk.lab.runner.state import Task, standing
+from mmqk.lab.runner.pool import Task, standing
 from mmqk.store import UserError, identity_hash, read_run
 from mmqk.store.checkpoints import checkpoints_in, step_of
 
@@ -72,29 +72,6 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class ChosenRate:
-    """A selected learning rate, and the mean of the metric over seeds at each learning rate tried."""
-
-    arm: str
-    lr: float
-    metric: str
-    values: Mapping[float, float]
-
-    @property
-    def edge(self) -> str:
-        """A warning if the best learning rate is the smallest or largest one tried, otherwise empty."""
-        ends = {min(self.values): "smallest", max(self.values): "largest"}
-        if len(self.values) < 2 or self.lr not in ends:
-            return ""
-        return f"{self.arm}: its best learning rate, {self.lr:g}, is the {ends[self.lr]} of the grid: widen lr.grid"
-
-    def record(self) -> dict[str, Any]:
-        """Return the entry in ablation.json; a value that is not finite is null."""
-        values = {f"{lr:.12g}": v if math.isfinite(v) else None for lr, v in self.values.items()}
-        return {**asdict(self), "values": values}
-
-
-@dataclass(frozen=True)
 class Plan:
     """All runs that are known so far.
 
@@ -102,13 +79,13 @@ class Plan:
         tasks: runs that are finished, running or ready to start, one per folder.
         waiting: runs that cannot start yet. The folder of a task is provisional while its configuration is.
         entries: the entries of ablation.json, one per run name; two names may share a folder.
-        choices: selected learning rates.
+        choices: the entries of ablation.json about selected learning rates (`choose`).
     """
 
     tasks: tuple[Task, ...] = ()
     waiting: Mapping[Task, Wait] = field(default_factory=dict)
     entries: tuple[Mapping[str, Any], ...] = ()
-    choices: tuple[ChosenRate, ...] = ()
+    choices: tuple[Mapping[str, Any], ...] = ()
 
 
 class Resolver:
@@ -120,7 +97,7 @@ class Resolver:
 
     def __init__(self, threads: int = 1):
         self.threads = threads
-        self.choices: dict[tuple[Path, ...], ChosenRate] = {}
+        self.choices: dict[tuple[Path, ...], Mapping[str, Any]] = {}
         self._runs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, args: Sequence[str], job: Job, parent: Planned | None = None, step: int = 0) -> Any:
@@ -168,7 +145,7 @@ class _Planner:
     tasks: dict[Path, Task] = field(default_factory=dict)
     waiting: dict[Task, Wait] = field(default_factory=dict)
     entries: list[Mapping[str, Any]] = field(default_factory=list)
-    choices: dict[str, ChosenRate] = field(default_factory=dict)
+    choices: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     planned: dict[tuple[str, int | None, str], Planned] = field(default_factory=dict)
     owners: dict[str, Planned] = field(default_factory=dict)
     at: dict[Path, set[int]] = field(default_factory=dict)
@@ -251,7 +228,7 @@ class _Planner:
     def _rate(self, job: Job, rule: LrRule) -> tuple[float, Wait | None]:
         """Return the learning rate of a job, or a provisional one and what the job waits for."""
         if job.arm in self.choices:
-            return self.choices[job.arm].lr, None
+            return self.choices[job.arm]["lr"], None
         tried: dict[Path, float] = {}
         unfinished = []
         for other in self.jobs.values():
@@ -271,7 +248,7 @@ class _Planner:
             except UserError as error:  # only this arm is affected
                 return rule.grid[0], Wait(str(error), possible=False, mistake=True)
         self.choices[job.arm] = self.resolver.choices[folders]
-        return self.choices[job.arm].lr, None
+        return self.choices[job.arm]["lr"], None
 
     # Tasks ------------------------------------------------------------------------------------------------
 
@@ -360,9 +337,9 @@ class _Planner:
         return args
 
 
-def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
-    """Return the best learning rate by the rule of `mmqk.lab.verdicts.learning_rates`. If every run diverged,
-    return the smallest learning rate.
+def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> dict[str, Any]:
+    """Return the best learning rate by the rule of `mmqk.lab.verdicts.measure`, and the mean of the metric over seeds
+    at each learning rate tried, null if it is not finite. If every run diverged, the smallest learning rate is best.
 
     Args:
         tried: the learning rate of each finished run, by run folder.
@@ -371,7 +348,7 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
         UserError: the metric is unknown, or no run has a finite value.
     """
     from mmqk.lab.runs import read_runs
-    from mmqk.lab.verdicts.learning_rates import choose as best_of
+    from mmqk.lab.verdicts.measure import choose as best_of
 
     runs = [
         replace(run, point={LR: lr})
@@ -380,14 +357,14 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
         if run.path.resolve() == path.resolve()
     ]
     best = best_of(runs, metric)
-    if best is None and all(run.status.status == "diverged" for run in runs):
-        return ChosenRate(arm, min(tried.values()), metric, dict.fromkeys(sorted(tried.values()), math.nan))
-    if best is None:
+    if best is None and not all(run.status.status == "diverged" for run in runs):
         raise UserError(
             f"no selection run of {arm} ended with a finite {metric}: name another lr.metric, such as final_loss, or"
             " lower learning rates"
         )
-    return ChosenRate(arm, best.rate, metric, best.means)
+    means = best.means if best else dict.fromkeys(sorted(tried.values()), math.nan)
+    values = {f"{lr:.12g}": mean if math.isfinite(mean) else None for lr, mean in means.items()}
+    return {"arm": arm, "lr": best.rate if best else min(means), "metric": metric, "values": values}
 
 
 def checkpoint_of(folder: Path, step: int) -> Path | None:

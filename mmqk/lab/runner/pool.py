@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from mmqk.lab.runner.state import Task, TaskOutcome, standing
-from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_status
+from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_run, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
 LOG_NAME = "train.log"
@@ -50,6 +50,74 @@ class Executor(Protocol):
 
     def wait(self, runs: Iterable[Any], seconds: float) -> None:
         """Return when a run has ended, at the latest after ``seconds``."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: its name, command line and folder.
+
+    Attributes:
+        args: command line of ``mmqk train`` without ``--out``.
+        id: identity hash of the run, as in its run.json.
+        max_steps: length of the run in optimizer steps, 0 if unknown.
+        entry: further fields in ablation.json: family, point, role, fork.
+        part: number that decides which part of the grid the run belongs to.
+        first: the first step; 0, or for a fork the step of the checkpoint that it starts from.
+    """
+
+    arm: str
+    seed: int
+    # This field is not compared, because the arguments of a fork name a checkpoint that is known only after the
+    # parent has written it.
+    args: tuple[str, ...] = field(compare=False)
+    folder: Path
+    id: str
+    max_steps: int = 0
+    entry: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    part: int = field(default=0, compare=False)
+    first: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+    @property
+    def family(self) -> str:
+        """The arm before it was crossed with axes."""
+        return self.entry.get("family", self.arm)
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """Return the entry of the run in the ablation.json of the folder ``out``."""
+        folder = Path(os.path.relpath(self.folder, out)).as_posix()
+        return {"arm": self.arm, "seed": self.seed, "folder": folder, "id": self.id, **self.entry}
+
+
+@dataclass(frozen=True)
+class TaskOutcome(Status):
+    """The outcome of a task: the status of its run and its last training loss. The status is "waiting" before the
+    start, and "never" if the run cannot start."""
+
+    loss: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has stopped; a failed or interrupted run can be resumed."""
+        return self.finished or self.status in ("failed", "interrupted")
+
+
+def standing(task: Task) -> TaskOutcome:
+    """Return the outcome of a task from its folder.
+
+    The status is "waiting" if the folder has no run with this identity, and "failed" if its records cannot be read.
+    """
+    try:
+        record, status = read_run(task.folder), read_status(task.folder)
+    except DamagedFile as damaged:
+        return TaskOutcome("failed", reason=str(damaged))
+    if record is None or record.get("id") != task.id or status is None:
+        return TaskOutcome("waiting")
+    loss = last_metrics(task.folder / "metrics.jsonl", having="loss").get("loss")
+    return TaskOutcome(**vars(status), loss=loss if isinstance(loss, int | float) else None)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,19 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from filelock import FileLock
 
-from mmqk.lab.ablation import ABLATION_NAME, read_ablation
+from mmqk.lab.grid import Grid
 from mmqk.lab.grid.claims import claims_hash
-from mmqk.lab.grid.grid import Grid
 from mmqk.lab.runner.plan import Plan, Resolver, Wait, checkpoint_of, plan
-from mmqk.lab.runner.state import Task, TaskOutcome, standing
+from mmqk.lab.runner.pool import Task, TaskOutcome, standing
 from mmqk.store import UserError, find_file, new_folder, read_run, read_status, write_json
 from mmqk.store.files import writing
+from mmqk.store.folder import ABLATION_NAME, read_ablation
+from mmqk.store.formatting import clock, plural, text_table
 from mmqk.store.pack import unpacked
 
 LOCK_NAME = "ablation.lock"
@@ -97,10 +99,14 @@ class Session:
         waiting = {task: TaskOutcome(status[w.possible], reason=w.reason) for task, w in self.waiting.items()}
         return outcomes | waiting
 
-    def remarks(self) -> list[str]:
-        """Return a sentence for each selected learning rate that is the smallest or largest one tried."""
+    def remarks(self) -> Iterator[str]:
+        """Yield a sentence for each selected learning rate that is the smallest or largest one tried."""
         mine = {task.arm for task in self.tasks}
-        return [choice.edge for choice in self.plan.choices if choice.edge and choice.arm in mine]
+        for choice in self.plan.choices:
+            arm, best, tried = choice["arm"], choice["lr"], [float(rate) for rate in choice["values"]]
+            if arm in mine and len(tried) > 1 and best in (min(tried), max(tried)):
+                end = "smallest" if best == min(tried) else "largest"
+                yield f"{arm}: its best learning rate, {best:g}, is the {end} of the grid: widen lr.grid"
 
     def _mine(self, task: Task) -> bool:
         k, n = self.part
@@ -149,7 +155,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             record["lost"] = True
         record |= {"runs": runs, "threads": threads}
         if plan.choices:
-            record["lr"] = [choice.record() for choice in plan.choices]
+            record["lr"] = list(plan.choices)
         if record != first:
             write_json(out / ABLATION_NAME, record)
 
@@ -205,3 +211,49 @@ def _registered(record: dict[str, Any]) -> str:
     """Return the hash of the claims at their first registration. If the record does not have this hash, compute it
     from its claims."""
     return record.get("registered") or claims_hash(record["grid"])
+
+
+# Tables ---------------------------------------------------------------------------------------------------
+
+
+def outcome_table(outcomes: Mapping[Task, TaskOutcome]) -> str:
+    """Return a table with one line per run, followed by one line for each outcome that has a reason. The last loss is
+    in nats per token."""
+    rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
+    for task, out in outcomes.items():
+        loss = "" if out.loss is None else f"{out.loss:.3f}"
+        step = f"{out.step}/{task.max_steps}" if task.max_steps else str(out.step)
+        rows.append((task.arm, str(task.seed), out.status, step, loss, f"{out.seconds:.0f}"))
+    reasons = [f"{task.name} {out.status}: {out.reason}" for task, out in outcomes.items() if out.reason]
+    return "\n".join(line.rstrip() for line in [*text_table(rows, {0, 2}), *reasons])
+
+
+def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
+    """Return a sentence with the estimated time to train the unfinished runs, if ``jobs`` runs train at the same
+    time.
+
+    The time per step is the median over the finished runs of the arm. If the arm has no finished run, it is the
+    median over the finished runs of the family, or else over all finished runs of the grid. The time includes
+    probes and validation, but not the startup. For a fork, only the steps after the fork count.
+    """
+    left = [task for task, out in outcomes.items() if not out.finished and out.status != "never"]
+    paces = [
+        (task, out.seconds / (out.step - task.first))
+        for task, out in outcomes.items()
+        if out.finished and out.step > task.first and out.seconds > 0
+    ]
+    if not left:
+        return "nothing to train"
+    if not paces:
+        return f"time to train {plural(len(left), 'run')}: unknown, because no run of this grid has finished"
+    seconds, borrowed = 0.0, 0
+    for task in left:
+        of_arm = [pace for other, pace in paces if other.arm == task.arm]
+        of_family = of_arm or [pace for other, pace in paces if other.family == task.family]
+        of_step = median(of_family or [pace for _, pace in paces])
+        seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
+        borrowed += not of_family
+    from_others = f" ({plural(borrowed, 'run')} estimated from the speed of other arms)" if borrowed else ""
+    at_once = f", {jobs} at a time" if jobs > 1 else ""
+    about = clock(seconds / min(jobs, len(left)))
+    return f"time to train {plural(len(left), 'run')}{at_once}: about {about} (minutes:seconds){from_others}"

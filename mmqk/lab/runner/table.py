@@ -1,21 +1,32 @@
-"""Tables of runs: one that fits the width of the terminal, also while a grid trains, and one of outcomes as text."""
+"""The current state of runs, read from their folders while they train, and tables of it."""
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from statistics import median
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmqk.lab.runner.pool import Pool
-from mmqk.lab.runner.state import Extreme, Follow, Task, TaskOutcome, View, worst
+from mmqk import store
+from mmqk.lab.runner.pool import Pool, Task
 from mmqk.progress import Progress
-from mmqk.store import Alarm, clock, is_locked, parsed_tag
-from mmqk.store.formatting import plural, text_table
+from mmqk.store import Alarm, DamagedFile, NoRun, UserError
+from mmqk.store.folder import STATUS_NAME, read_ablation
+from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
+
+TAIL_BYTES = 4 * 2**20
+# A run that wrote metrics within this time counts as running, even if its lock cannot be checked.
+FRESH_SECONDS = 60.0
+# The same for the folder of `attach`, which has no lock, no run.json, and metrics of probes only.
+FRESH_ATTACHED_SECONDS = 3600.0
 
 ALARMS_SHOWN = 8
 STYLES = {
@@ -46,6 +57,160 @@ STATISTICS = (
 )
 
 Columns = dict[str, list[str]]  # the cells of each column by its title
+
+Extreme = tuple[float, int | None]  # a value and its layer
+
+
+@dataclass
+class View:
+    """The current state of one run.
+
+    Attributes:
+        status: the status of status.json, or "waiting" before the start, "never" if the run cannot start, "stopped"
+            if the process ended without a final status, or "damaged" if run.json or status.json cannot be read.
+        step: the newest recorded step.
+        max_steps: 0 if unknown.
+        left: seconds to the end of the run at its present speed; None if unknown.
+        values: the newest value of each series.
+        alarms: all alarms in the order of their steps.
+    """
+
+    name: str
+    status: str = "waiting"
+    step: int = 0
+    max_steps: int = 0
+    left: float | None = None
+    reason: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in ("waiting", "running")
+
+    @property
+    def modalities(self) -> list[str]:
+        """Modalities with a loss; for a monitored model without losses, modalities with a query norm."""
+        losses = [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
+        norms = [name.split("/")[1] for name in self.values if name.startswith("q_norm/")]
+        return losses or list(dict.fromkeys(norms))
+
+    def extreme(self, statistic: str, modality: str | None = None, smallest: bool = False) -> Extreme | None:
+        """Return the largest (or smallest) newest value of a statistic over all layers and, without a modality, over
+        all modalities, and its layer; a NaN if there is one. For a statistic of modality pairs, ``modality`` is that
+        of the queries."""
+        values = [
+            (value, parsed.layer)
+            for name, value in self.values.items()
+            if name.startswith(f"{statistic}/")
+            and (parsed := store.parsed_tag(name)).head is None
+            and modality in (None, parsed.pair[0] if parsed.pair else parsed.modality)
+        ]
+        nans = [pair for pair in values if math.isnan(pair[0])]
+        return nans[0] if nans else (min if smallest else max)(values, key=lambda pair: pair[0], default=None)
+
+
+class Follow:
+    """Follows one run folder; each `look` reads the end of metrics.jsonl if the file has changed. ``never`` is the
+    reason why the run cannot start."""
+
+    def __init__(self, name: str, folder: Path, never: str = ""):
+        self.name, self.folder, self.never = name, folder, never
+        self._stamp: tuple[int, int] | None = None
+        self._newest: tuple[int, dict[str, float], bool] = (0, {}, False)
+
+    def look(self) -> View:
+        """Return the current view of the run."""
+        step, values, damaged = self._read()
+        view = View(self.name, step=step, values=dict(values), alarms=store.read_alarms(self.folder))
+        try:
+            run = store.read_run(self.folder)
+            view.max_steps = (((run or {}).get("identity") or {}).get("trainer") or {}).get("max_steps", 0)
+            status = store.read_status(self.folder)
+        except DamagedFile as error:
+            view.status, view.reason = "running" if store.is_locked(self.folder) else "damaged", str(error)
+            return view
+        if status is None:
+            other = "never" if self.never else "waiting"
+            view.status, view.reason = "running" if store.is_locked(self.folder) else other, self.never
+            return view
+        view.status, view.reason, view.step = status.status, status.reason, max(step, status.step)
+        if damaged or (status.finished and not values):
+            what = "a line of {} cannot be read" if values else "{} has no readable line"
+            view.reason = f"{view.reason}; {what.format(METRICS_NAME)}".removeprefix("; ")
+        if status.status == "running":
+            self._judge_speed(view, step - status.step, FRESH_SECONDS if run else FRESH_ATTACHED_SECONDS)
+        return view
+
+    def _judge_speed(self, view: View, done: int, fresh: float) -> None:
+        """Set the time left of a running run that has done this many steps since its start; without a lock and new
+        files for ``fresh`` seconds it has stopped."""
+        written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
+        took = written - started
+        if not store.is_locked(self.folder) and time.time() - max(written, started) > fresh:
+            view.status = "stopped"
+        elif done > 0 and took > 0 and view.max_steps:
+            view.left = took / done * (view.max_steps - view.step)
+
+    def _read(self) -> tuple[int, dict[str, float], bool]:
+        """Return `newest` of the metrics; read them only if they have changed."""
+        path = self.folder / METRICS_NAME
+        try:
+            stat = path.stat()
+            if (stat.st_size, stat.st_mtime_ns) != self._stamp:
+                self._newest = newest(path)
+                self._stamp = stat.st_size, stat.st_mtime_ns
+        except OSError as error:
+            self._stamp, self._newest = None, (0, {}, not isinstance(error, FileNotFoundError))
+        return self._newest
+
+
+def newest(path: Path) -> tuple[int, dict[str, float], bool]:
+    """Return the last step of a metrics file, the newest value of each series in its last `TAIL_BYTES`, and whether a
+    line there cannot be read."""
+    with open(path, "rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
+    records = [parse_line(line) for line in lines[1 if start else 0 :]]
+    read = [with_floats(record) for record in records if record is not None]
+    step = max((record.pop("step") for record in read), default=0)
+    values = {tag: value for record in read for tag, value in record.items() if isinstance(value, int | float)}
+    return step, values, len(read) < len(records)
+
+
+def follow(folders: Iterable[Path]) -> list[Follow]:
+    """Return a `Follow` for each run of these folders. Each is the folder of a run, of an arm with its seeds, or of
+    a grid. The runs of a grid that have not started are included.
+
+    Raises:
+        NoRun: a folder does not exist or has no run.
+        UserError: a path is not a folder, or an ablation.json cannot be read.
+    """
+    follows: list[Follow] = []
+    for folder in folders:
+        if not folder.is_dir():
+            kind = UserError if folder.exists() else NoRun
+            raise kind(f"{folder} is not a folder: give one that mmqk train or mmqk ablate writes to")
+        if entries := (read_ablation(folder) or {}).get("runs"):
+            follows += [
+                Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"], e.get("never", "")) for e in entries
+            ]
+        else:
+            for path in store.find_runs(folder):
+                name = path.resolve().name if path == folder else path.relative_to(folder).as_posix()
+                follows.append(Follow(name, path))
+    return follows
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# Tables ---------------------------------------------------------------------------------------------------
 
 
 def runs_table(views: Sequence[View], width: int) -> RenderableType:
@@ -89,23 +254,19 @@ def _columns(views: Sequence[View], width: int) -> Columns:
             columns[f"loss {m}"] = _formatted(views, f"loss/{m}", ".2f")
     names = [Counter(alarm.name for alarm in view.alarms) for view in views]
     alarms = [" ".join(f"{name} {n}" if n > 1 else name for name, n in each.items()) for each in names]
-    last = {"alarms": alarms, "left": ["" if view.left is None else clock(view.left) for view in views]}
+    last = {"alarms": alarms, "left": ["" if view.left is None else store.clock(view.left) for view in views]}
     if _width(columns | last) > width:  # the alarms are listed below the table
         last["alarms"] = [str(len(view.alarms) or "") for view in views]
     last = {title: cells for title, cells in last.items() if any(cells)}
-    # Each choice is a list of columns, in full and, if those do not fit, in short: one for all modalities.
-    choices: list[tuple[Columns, ...]] = []
-    for _, title, statistic, smallest in STATISTICS:
-        if title:
-            extremes = [[view.extreme(statistic, m, smallest) for m in modalities] for view in views]
-            full = {f"{title} {m}": [_cell(row[i]) for row in extremes] for i, m in enumerate(modalities)}
-            of_all = [worst([value for value in row if value], smallest) for row in extremes]
-            choices.append((full, {title: [_cell(value) for value in of_all]}))
-    choices.append(({"tok/s": _formatted(views, "tokens_per_s", ".0f")},))
-    for choice in choices:
-        fitting = (group for group in choice if _width(columns | group | last) <= width)
-        more = next(fitting, {})
-        columns |= more if any(map(any, more.values())) else {}
+    more = {
+        title: [_cell(view.extreme(statistic, None, smallest)) for view in views]
+        for _, title, statistic, smallest in STATISTICS
+        if title
+    }
+    more["tok/s"] = _formatted(views, "tokens_per_s", ".0f")
+    for title, cells in more.items():
+        if any(cells) and _width(columns | {title: cells} | last) <= width:
+            columns[title] = cells
     return columns | last
 
 
@@ -125,7 +286,7 @@ def _alarms(views: Sequence[View]) -> list[Text]:
     kinds: dict[tuple[str, ...], list[Alarm]] = {}
     for view in views:
         for alarm in view.alarms:
-            parsed = parsed_tag(alarm.tag)
+            parsed = store.parsed_tag(alarm.tag)
             kinds.setdefault((view.name, alarm.name, parsed.statistic, parsed.modality or ""), []).append(alarm)
     lines = []
     for (name, *_), alarms in sorted(kinds.items(), key=lambda kind: kind[1][0].step)[-ALARMS_SHOWN:]:
@@ -155,52 +316,6 @@ def _formatted(views: Sequence[View], series: str, form: str) -> list[str]:
 
 def _width(columns: Columns) -> int:
     return sum(max(len(title), *map(len, cells)) + 2 for title, cells in columns.items())
-
-
-# A grid --------------------------------------------------------------------------------------------------
-
-
-def outcome_table(outcomes: Mapping[Task, TaskOutcome]) -> str:
-    """Return a table with one line per run, followed by one line for each outcome that has a reason. The last loss is
-    in nats per token."""
-    rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
-    for task, out in outcomes.items():
-        loss = "" if out.loss is None else f"{out.loss:.3f}"
-        step = f"{out.step}/{task.max_steps}" if task.max_steps else str(out.step)
-        rows.append((task.arm, str(task.seed), out.status, step, loss, f"{out.seconds:.0f}"))
-    reasons = [f"{task.name} {out.status}: {out.reason}" for task, out in outcomes.items() if out.reason]
-    return "\n".join(line.rstrip() for line in [*text_table(rows, {0, 2}), *reasons])
-
-
-def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
-    """Return a sentence with the estimated time to train the unfinished runs, if ``jobs`` runs train at the same
-    time.
-
-    The time per step is the median over the finished runs of the arm. If the arm has no finished run, it is the
-    median over the finished runs of the family, or else over all finished runs of the grid. The time includes
-    probes and validation, but not the startup. For a fork, only the steps after the fork count.
-    """
-    left = [task for task, out in outcomes.items() if not out.finished and out.status != "never"]
-    paces = [
-        (task, out.seconds / (out.step - task.first))
-        for task, out in outcomes.items()
-        if out.finished and out.step > task.first and out.seconds > 0
-    ]
-    if not left:
-        return "nothing to train"
-    if not paces:
-        return f"time to train {plural(len(left), 'run')}: unknown, because no run of this grid has finished"
-    seconds, borrowed = 0.0, 0
-    for task in left:
-        of_arm = [pace for other, pace in paces if other.arm == task.arm]
-        of_family = of_arm or [pace for other, pace in paces if other.family == task.family]
-        of_step = median(of_family or [pace for _, pace in paces])
-        seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
-        borrowed += not of_family
-    from_others = f" ({plural(borrowed, 'run')} estimated from the speed of other arms)" if borrowed else ""
-    at_once = f", {jobs} at a time" if jobs > 1 else ""
-    about = clock(seconds / min(jobs, len(left)))
-    return f"time to train {plural(len(left), 'run')}{at_once}: about {about} (minutes:seconds){from_others}"
 
 
 class PoolProgress:
@@ -242,7 +357,7 @@ class PoolProgress:
         unknown."""
         unfinished = [task for task, out in pool.outcomes.items() if not out.ended]
         if not views:
-            locked = [f"another process trains {t.name} in {t.folder}" for t in unfinished if is_locked(t.folder)]
+            locked = [f"another process trains {t.name} in {t.folder}" for t in unfinished if store.is_locked(t.folder)]
             starting = f"about to start {unfinished[0].name}" if unfinished else "all runs have ended"
             return f"waiting: {locked[0]}" if locked else starting, None, None
         task, view = next(iter(views.items()))

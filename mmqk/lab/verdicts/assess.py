@@ -12,13 +12,13 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from mmqk.lab.effects import Effect, Spread, auroc, paired_effect, pooled_spread
+from mmqk.lab.exact import Adjusted, AnyEffect, Counts, sign_flip
 from mmqk.lab.formatting import capital, listed, plural
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import Metric, find_metric, metric_value
 from mmqk.lab.metrics.outcomes import outcomes
 from mmqk.lab.runs import Run
-from mmqk.lab.stats.effects import Effect, Spread, auroc, paired_effect, pooled_spread
-from mmqk.lab.stats.exact import Adjusted, AnyEffect, Counts, p_over_looks, sign_flip
 from mmqk.lab.verdicts.checks import Check, checks_of, within_bound
 from mmqk.lab.verdicts.measure import EVENTS, by_seed, measure, middle, spread_outcomes
 from mmqk.lab.verdicts.study import Compared, share_history
@@ -34,7 +34,7 @@ Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of one claim. `assess` sets the fields up to ``bounds``, `mmqk.lab.verdicts.verdicts.judge` the
+    """The verdict of one claim. `assess` sets the fields up to ``bounds``, `mmqk.lab.verdicts.judge` the
     others.
 
     Attributes:
@@ -96,11 +96,9 @@ class Verdict:
 
     @property
     def p_in_family(self) -> float:
-        """The p-value that the family correction uses: corrected for all looks, and 1 if the runs cannot
-        decide the claim."""
-        if self.open or self.bounded or math.isnan(self.p) or not all(check.passed for check in self.checks):
-            return 1.0
-        return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
+        """The p-value that the family correction uses: 1 if the runs cannot decide the claim."""
+        decidable = not (self.open or self.bounded or math.isnan(self.p)) and all(c.passed for c in self.checks)
+        return self.p if decidable else 1.0
 
     def as_record(self) -> dict[str, Any]:
         """Return the entry in verdicts.json; missing numbers are null."""
@@ -196,10 +194,8 @@ def _registered(compared: Compared) -> str:
         if len(of.all) < of.planned:
             return say("planned", finished=len(of.all), planned=plural(of.planned, "planned run"), arm=of.label)
     for of in groups if claim.seeds else ():
-        if of.seeds < claim.seeds:
+        if of.seeds != claim.seeds:
             return say("seeds", seeds=plural(claim.seeds, "seed"), arm=of.label, planned=of.seeds)
-        if of.seeds > claim.max_seeds:
-            return say("most seeds", seeds=plural(claim.max_seeds, "seed"), arm=of.label, planned=of.seeds)
     return ""
 
 

@@ -14,10 +14,11 @@ from mmqk.config.training import AlarmConfig
 from mmqk.lab.formatting import listed, number, plural
 from mmqk.lab.grid.check import FEWEST_SEEDS
 from mmqk.lab.grid.claims import CHECKS, Claim
-from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, is_trained, learned, metric_value
+from mmqk.lab.metrics import FamilyMetric, Metric, find_metric, metric_value
 from mmqk.lab.metrics.families import RATE, learning_rate
+from mmqk.lab.metrics.outcomes import is_trained, learned
 from mmqk.lab.runs import Run, once_per_run
-from mmqk.lab.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
+from mmqk.lab.verdicts.measure import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.lab.verdicts.study import Compared, Group, Study
 from mmqk.lab.verdicts.words import say
 from mmqk.store import differing_fields, flatten
@@ -92,9 +93,7 @@ def _learning(runs: Sequence[Run], modality: str) -> str:
     return "learned" if any(_learned(run, modality) for run in trained) else "not learned"
 
 
-@once_per_run
-def _learned(run: Run, modality: str) -> bool:
-    return learned(run, modality)
+_learned = once_per_run(learned)
 
 
 def only_declared_differences(compared: Compared, rates_chosen: bool) -> Check:
@@ -241,20 +240,13 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Ch
 
 
 def rates(compared: Compared) -> tuple[list[Check], str]:
-    """Return the checks that the learning rates follow the rule of the claim, and a note with the learning rates.
+    """Return the checks that the runs used their own best learning rates, and a note with these learning rates.
 
-    Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
+    Both are empty for arms without selection runs.
     """
     study, name = compared.study, "own best learning rate"
     choices = {arm.name: choice for arm in compared.arms if (choice := chosen(study, arm)) is not None}
-    used = {arm.name: {learning_rate(run) for run in study.finished(arm.name)} for arm in compared.arms}
     if not choices:
-        if compared.claim.lr_rule == "own_best":
-            return [Check(name, False, "there are no selection runs")], ""
-        if compared.claim.lr_rule == "matched":
-            both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.groups.values()]
-            by_arm = " and ".join(map(_rates_text, both))
-            return [Check("matched learning rate", all(one == both[0] for one in both), by_arm)], ""
         return [], ""
     words, wrong, edges = [], [], []
     for arm in compared.arms:
@@ -263,8 +255,9 @@ def rates(compared: Compared) -> tuple[list[Check], str]:
             wrong.append(say("no selection", arm=label))
             continue
         words.append(say("tried", rate=choice.rate, arm=label, rates=_rates_text(choice.means)))
-        if used[arm.name] - {choice.rate}:
-            wrong.append(say("other rate", arm=label, rates=_rates_text(used[arm.name]), best=choice.rate))
+        used = {learning_rate(run) for run in study.finished(arm.name)}
+        if used - {choice.rate}:
+            wrong.append(say("other rate", arm=label, rates=_rates_text(used), best=choice.rate))
         if choice.at_edge:
             edges.append(say("at edge", rate=choice.rate, arm=label))
     checks = [

@@ -8,20 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmqk.lab.grid.check import at, check_claims
 from mmqk.lab.grid.claims import Claim, as_list, claims_hash, read_claims
 from mmqk.lab.metrics.families import RATE
-from mmqk.lab.metrics.probes import logit_series
 from mmqk.lab.runs import Run, read_ablation, read_runs
 from mmqk.store.pack import unpacked
 
 __all__ = ["Claim", "Study", "StudyArm", "load_study"]
 
 HERO_ARMS_AT_MOST = 6
-# Without a grid, arms are sorted by their largest logit if there are more of them than colors.
-MANY_ARMS = 8
 RATE_METRIC = "final_excess"
 
 
@@ -241,8 +236,7 @@ def _forked(a: Run, b: Run) -> bool:
 
 
 def load_study(folder: str | Path) -> Study:
-    """Return the study of a folder or pack. Without a grid, the study has runs and arms only; many arms are sorted by
-    their largest attention logit.
+    """Return the study of a folder or pack. Without a grid, the study has runs and arms only.
 
     Raises:
         UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
@@ -252,12 +246,6 @@ def load_study(folder: str | Path) -> Study:
     ablation = read_ablation(folder)
     if ablation is None:
         arms = {run.arm: StudyArm(run.arm, run.arm, family=run.arm) for run in runs}
-        if len(arms) > MANY_ARMS:
-            highest: dict[str, float] = {}
-            for run in runs:
-                logits = logit_series(run)[1][-1:]
-                highest[run.arm] = max(highest.get(run.arm, -1.0), *logits[~np.isnan(logits)].tolist(), -1.0)
-            arms = {arm: arms[arm] for arm in sorted(arms, key=lambda arm: (-highest[arm], arm))}
         name = folder.resolve().name
         return Study(folder, name, name, arms, (), {}, runs, (), False, families=arms)
     return study_of(folder, ablation, runs)

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
+from mmqk.lab.effects import Auroc
+from mmqk.lab.exact import AnyEffect
 from mmqk.lab.formatting import decimals, exp, fixed, number, plural
 from mmqk.lab.grid.claims import Claim
 from mmqk.lab.metrics import find_metric
-from mmqk.lab.stats.effects import Auroc
-from mmqk.lab.stats.exact import AnyEffect
 from mmqk.store.formatting import plain
 
 SENTENCES: dict[str, str] = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PROBE_SEQUENCES = 16
 FORK_NAME = "fork.json"
+START_NAME = "start.ckpt"  # the initial weights of a fork of an import
 # Fields that change the devices, speed or loggers of a run but not its result.
 NOT_CHANGES = ("checkpoint.", "threads", "logging", "activation_checkpointing", "data.workers", "data.cache",
                "fork", "trainer.devices", "trainer.num_nodes", "trainer.strategy")  # fmt: skip
@@ -38,6 +39,9 @@ NOT_CHANGES = ("checkpoint.", "threads", "logging", "activation_checkpointing", 
 
 def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     """Write the first checkpoint of a fork and ``fork.json``; return a sentence that describes the fork.
+
+    A fork of an import gets `START_NAME` instead, because it has no optimizer state: it starts like a new run, but
+    with these weights.
 
     Args:
         run: The configuration, with its `fork`.
@@ -65,6 +69,12 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     change = change_of_function(old, new, probe)
 
     parent, own = dict(fork.parent.config), run.nested()
+    weights = {PREFIX + name: value.cpu() for name, value in new.state_dict().items()}
+    if fork.parent.is_import:
+        changed = changes({"model": asdict(old.config)}, {"model": own["model"], "compile": False})
+        write_json(folder / FORK_NAME, _record(run, changed, carried, "all moments start at zero", change))
+        save_checkpoint({"mmqk_model": own["model"], "state_dict": weights}, folder / START_NAME)
+        return sentence(run, changed, change)
     changed = changes(parent, own)
     lr = run.optim.lr * lr_multiplier(run.optim, fork.parent.step, run.trainer["max_steps"])
     optimizer, moments = optimizer_state(
@@ -84,7 +94,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     loops = loops_state(saved["loops"], fork.parent.step, *sizes, fork.skip_batches, fork.skipped)
     checkpoint = {
         **saved,
-        "state_dict": {PREFIX + name: value.cpu() for name, value in new.state_dict().items()},
+        "state_dict": weights,
         "optimizer_states": [optimizer],
         "lr_schedulers": [saved["lr_schedulers"][0] | rates],
         "loops": loops,
@@ -99,12 +109,20 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     return sentence(run, changed, change)
 
 
+def load_start(model: nn.Module, folder: Path) -> None:
+    """Give a model the initial weights of a fork of an import."""
+    saved = load_checkpoint(folder / START_NAME, "remove the run folder and fork again")
+    model.load_state_dict({name.removeprefix(PREFIX): value for name, value in saved["state_dict"].items()})
+
+
 def _parent(fork: ForkConfig) -> dict[str, Any]:
     """Return the content of the parent's checkpoint."""
     assert fork.checkpoint is not None
     if not fork.checkpoint.exists():
         raise UserError(f"The checkpoint {fork.checkpoint} of --fork does not exist: name another after --fork.")
-    saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=True)
+    saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=not fork.parent.is_import)
+    if fork.parent.is_import:
+        return saved
     writer = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
     if writer != (fork.parent.id, fork.parent.step):
         raise UserError(
@@ -169,10 +187,8 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
         if change.logits == 0
         else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
     )
-    return (
-        f"forked from step {fork.parent.step} of run {fork.parent.id} with {', '.join(parts) or 'nothing changed'}:"
-        f" {near}"
-    )
+    start = f"import {fork.given}" if fork.parent.is_import else f"step {fork.parent.step} of run {fork.parent.id}"
+    return f"forked from {start} with {', '.join(parts) or 'nothing changed'}: {near}"
 
 
 def _yaml(value: Any) -> str:

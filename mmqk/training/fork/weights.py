@@ -17,6 +17,7 @@ Shapes: D model width, H heads, K head_dim.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.linear import TINY, ByModality, SigmaLinear
 from mmqk.model.norms import L2Norm, LayerScale, Norm
-from mmqk.training.fork.measure import one_copy, sizes_at_norms
+from mmqk.training.fork.measure import mean_log_sums, one_copy, sizes_at_norms
+
+SINK_MASS = 0.01  # approximate share of the attention that a new sink starts with; without a share it would not learn
 
 
 @dataclass
@@ -63,6 +66,9 @@ def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: Token
     carrying = _Carrying(old, new, batch)
     carrying.by_name()
     carrying.norms()
+    carrying.gates()
+    if new.config.attn_sink and not old.config.attn_sink:
+        carrying.sinks(mean_log_sums(old, batch))
     carrying.write()
     return carrying.account()
 
@@ -127,7 +133,9 @@ class _Carrying:
         for name, fork in self.new.items():
             if not isinstance(fork, nn.Linear):
                 continue
-            parent, factor = self.old[name if name in self.old else tied_name(name)], self.factor.get(name)
+            parent, factor = self.old.get(name, self.old.get(tied_name(name))), self.factor.get(name)
+            if parent is None:
+                continue  # the matrix of a new gate
             assert isinstance(parent, nn.Linear)
             if isinstance(parent, SigmaLinear) and (not isinstance(fork, SigmaLinear) or factor is not None):
                 effective = parent.gamma / parent.sigma().clamp_min(TINY)
@@ -173,6 +181,28 @@ class _Carrying:
             for role in "qkv":
                 self._head_norm(attention, role)
         self._stream_norm("final_norm", behind=["head"])
+
+    def gates(self) -> None:
+        """Start new gates of attention at the constant 1/2 for every input, and double W_o."""
+        for name, gate in self.new.items():
+            if not isinstance(gate, nn.Linear) or (not name.endswith("w_g") and ".w_g.copies." not in name):
+                continue
+            if name in self.old or tied_name(name) in self.old:
+                continue
+            (gate.gamma if isinstance(gate, SigmaLinear) else gate.weight).zero_()
+            self.done.added[f"{name}.weight"] = "0, and W_o is doubled"
+            if not name.endswith((".0", "w_g")):
+                continue  # double W_o once, not for each modality
+            w_o = f"{tied_name(name).removesuffix('w_g')}w_o"
+            width = self.config.n_heads * self.config.head_dim
+            self.fold([w_o], torch.full((width,), 2.0, device=gate.weight.device), "columns")
+
+    def sinks(self, log_sums_LH: Tensor) -> None:
+        """Start new sinks with about `SINK_MASS` of the attention."""
+        for layer, log_sum_H in enumerate(log_sums_LH):
+            name = f"blocks.{layer}.attention.sink.weight"
+            self.new_values[name].copy_(log_sum_H + math.log(SINK_MASS))
+            self.done.added[name] = f"the mean log-sum-exp of the logits, plus log {SINK_MASS}"
 
     def _stream_norm(self, name: str, behind: list[str]) -> None:
         """Carry over a norm of the residual stream; ``behind`` are the matrices that read its output."""

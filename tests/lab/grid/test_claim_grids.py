@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 import yaml
 
+from mmqk.lab.effects import FEWEST_OF_EACH, quantile_t
+from mmqk.lab.grid import Grid, load_grids
 from mmqk.lab.grid.check import MOST_CONFIRMATORY, by_family, few_seeds
-from mmqk.lab.grid.grid import Grid, load_grids
-from mmqk.lab.stats.effects import FEWEST_OF_EACH, quantile_t
 from tests.lab.grid.resolved import ROOT, decidable_claims
 
 FOLDER = ROOT / "configs/claims"

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.lab.grid import load_grid
+from mmqk.lab.grid import load_grid, load_grids
 from mmqk.lab.grid.claims import claims_hash
-from mmqk.lab.grid.grid import load_grids
 from mmqk.store import UserError
 
 HEAD = "name: toy\nbase: base.yaml\n"

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from mmqk.config import RunConfig, resolve
-from mmqk.lab.grid import load_grid
-from mmqk.lab.grid.grid import Grid
+from mmqk.lab.grid import Grid, load_grid
 from mmqk.lab.remedies import REMEDIES
 from mmqk.store import flatten
 from tests.lab.grid.resolved import ROOT, mean_caption, unequal

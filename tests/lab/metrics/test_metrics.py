@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 import mmqk
-from mmqk.lab.metrics import (
-    METRICS,
-    best_loss,
-    final_loss,
-    initial_loss,
-    is_trained,
-    learned,
-    unigram_entropy,
-)
+from mmqk.lab.metrics import METRICS
+from mmqk.lab.metrics.outcomes import best_loss, final_loss, initial_loss, is_trained, learned, unigram_entropy
 from mmqk.lab.runs import read_runs
 from tests.lab.fake_runs import UNIGRAM, Planted, write_run
 from tests.lab.small_runs import small_run
@@ -48,7 +41,6 @@ def append(tmp_path, text):
 def test_largest_logit_is_the_median_of_the_last_three_probes(tmp_path):
     run = run_of(tmp_path, Planted(50.0, spread=0))
     assert largest_attention_logit(run) == pytest.approx(50.0)
-    assert METRICS["logit_growth"].measure(run, None) == pytest.approx(50.0 / 3)
     # One outlier among the last three probes does not change the median; two outliers do.
     run = append(tmp_path, '{"step": 220, "attn_logit_absmax/text-text/layer00": 9000}')
     assert largest_attention_logit(run) == pytest.approx(50.0)

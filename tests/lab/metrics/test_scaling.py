@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from mmqk.lab.metrics import find_metric, model_size
-from mmqk.lab.metrics.families import fit_quadratic
+from mmqk.lab.metrics import find_metric
+from mmqk.lab.metrics.families import fit_quadratic, model_size
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from tests.lab.small_runs import config, small_run
 

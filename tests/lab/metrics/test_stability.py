@@ -1,62 +1,17 @@
-"""Compare spikes and divergence of a run with brute force and with numbers computed by hand."""
+"""Compare the divergence of a run with numbers computed by hand."""
 
 import math
 
-import numpy as np
 import pytest
 
-from mmqk.lab.metrics import divergence_step, find_metric
+from mmqk.lab.metrics import find_metric
+from mmqk.lab.metrics.outcomes import divergence_step
 from tests.lab.small_runs import config, small_run
-
-
-def noise(n, seed=0, size=0.02):
-    return 4.0 + size * np.random.default_rng(seed).standard_normal(n)
 
 
 def value(name, run, modality=None):
     metric, wanted = find_metric(name)
     return metric.measure(run, modality or wanted)
-
-
-def brute_spike_score(values, window=1000, fewest=100, stds=7.0):
-    """Return the percentage of values at least 7 sample standard deviations above the mean of the window before
-    them."""
-    judged = [
-        (v, np.array(values[max(0, i - window) : i], dtype=np.float64))
-        for i, v in enumerate(values)
-        if i >= fewest
-    ]
-    return 100 * np.mean([v >= before.mean() + stds * before.std(ddof=1) for v, before in judged])
-
-
-def test_spike_score_is_that_of_brute_force(tmp_path):
-    losses = noise(1400)
-    losses[[300, 700, 1390]] += 0.5
-    grads = noise(1400, 1)
-    run = small_run(
-        tmp_path / "x",
-        {"loss": losses.tolist(), "loss/text": noise(1400, 2).tolist(), "grad_norm": grads.tolist()},
-    )
-    assert value("spike_score", run) == pytest.approx(brute_spike_score(losses.tolist()))
-    assert value("spike_score", run) == pytest.approx(100 * 3 / 1300)
-    # The controls: another series of the same run has no spike, and an equally large decrease is not a spike.
-    assert value("spike_score/text", run) == 0 == value("grad_norm_spike_score", run)
-    down = noise(1400)
-    down[[300, 700]] -= 0.5
-    assert value("spike_score", small_run(tmp_path / "y", {"loss": down.tolist()})) == 0
-
-
-def test_values_that_are_not_finite_are_left_out(tmp_path):
-    losses = noise(1400)
-    losses[[300, 700]] += 0.5
-    gaps = np.insert(losses, [200, 600, 601], [math.nan, math.inf, -math.inf])
-    one, other = (
-        small_run(tmp_path / name, {"loss": x.tolist()}) for name, x in (("x", losses), ("y", gaps))
-    )
-    assert value("spike_score", one) == value("spike_score", other) == pytest.approx(100 * 2 / 1300)
-
-
-# Divergence ------------------------------------------------------------------------------------------------
 
 
 def rising(steps=200, at=80, by=0.2, start=5.0):

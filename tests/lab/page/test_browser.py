@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.lab.page.page import write_report
+from mmqk.lab.page import write_report
 from tests.lab.fake_runs import write_demo
 from tests.lab.page.browser import browser, installed
 from tests.lab.page.report_runs import write_forks

@@ -6,7 +6,7 @@ import re
 import pytest
 from markdown_it import MarkdownIt
 
-from mmqk.lab.page.page import write_report
+from mmqk.lab.page import write_report
 from tests.lab.fake_runs import write_demo
 
 EVIL = "http://evil.example"

@@ -51,7 +51,7 @@ def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
 
 def test_it_is_not_replaced_where_it_is_damaged_while_runs_train(world, tmp_path):
     """The planner reads `ablation.json` again whenever a run ends."""
-    from mmqk.lab.grid.grid import load_grid
+    from mmqk.lab.grid import load_grid
 
     assert world(grid=GRID) == 0
     grid = load_grid("toy.yaml")

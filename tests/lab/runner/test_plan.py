@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from mmqk.lab.grid.grid import load_grids
+from mmqk.lab.grid import load_grids
 from mmqk.lab.runner.plan import Resolver, plan
 from mmqk.store import read_json, read_status
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.lab.runner.local import PRELOAD, Local
-from mmqk.lab.runner.pool import Pool
-from mmqk.lab.runner.state import Task, TaskOutcome, standing
+from mmqk.lab.runner.pool import Pool, Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
 

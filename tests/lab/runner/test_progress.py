@@ -1,8 +1,8 @@
 
 import pytest
 
-from mmqk.lab.runner.state import Task, TaskOutcome, standing
-from mmqk.lab.runner.table import outcome_table
+from mmqk.lab.runner.pool import Task, TaskOutcome, standing
+from mmqk.lab.runner.session import outcome_table
 from mmqk.store import write_json
 
 

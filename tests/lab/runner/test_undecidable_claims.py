@@ -65,7 +65,6 @@ REFUSED = {
 }
 ACCEPTED = {
     "plain": ([CLAIM], {"report": {"headline": "C"}}),
-    "seeds for a second look": ([CLAIM | {"seeds": 3, "stopping": {"max_seeds": 6}}], {}),
     "without a control it can be supported": ([CLAIM | {"status": "exploratory"}], {}),
     "one seed beside an arm of three": (
         [CLAIM],

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.verdicts.learning_rates import BestRate, choose, distinguishable
+from mmqk.lab.verdicts.measure import BestRate, choose, distinguishable
 from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 
@@ -80,19 +80,6 @@ def test_a_best_rate_at_an_end_leaves_it_open(tmp_path):
 def test_runs_at_another_rate_than_the_best_leave_it_open(tmp_path):
     found = own_best(tmp_path, ([0.3, 0.1, 0.2], [0.3, 0.1, 0.2]), ran={"a": 0.04})
     assert found.verdict == "inconclusive" and not passed(found)["own best learning rate"]
-
-
-@pytest.mark.parametrize(("rates", "verdict"), [((0.01, 0.01), "reproduced"), ((0.01, 0.02), "inconclusive")])
-def test_a_claim_can_insist_on_one_rate(tmp_path, rates, verdict):
-    runs = [
-        ({"arm": arm, "seed": seed}, Planted(logit), {"optim.lr": rate})
-        for arm, logit, rate in zip("ab", (20, 10), rates, strict=True)
-        for seed in range(6)
-    ]
-    arms = {arm: {"set": {"optim.lr": rate}} for arm, rate in zip("ab", rates, strict=True)}
-    for rule, expected in (("matched", verdict), ("own_best", "inconclusive")):
-        grid = {"arms": arms, "claims": [CLAIM | {"lr_rule": rule}]}
-        assert judge(load_study(write_grid(tmp_path / rule, grid, runs)))[0].verdict == expected
 
 
 def test_the_mean_of_what_is_trained_chooses_and_a_divergence_is_worst(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from mmqk.lab.stats.effects import auroc
+from mmqk.lab.effects import auroc
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import one, passed
 

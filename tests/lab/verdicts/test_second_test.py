@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.lab.stats.effects import paired_effect, pooled_spread
+from mmqk.lab.effects import paired_effect, pooled_spread
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, one
 

@@ -8,19 +8,17 @@ import pytest
 from scipy import stats
 
 from mmqk.lab import judge, load_study
-from mmqk.lab.page.figures import survival
-from mmqk.lab.stats.exact import (
+from mmqk.lab.exact import (
     Counts,
     benjamini_hochberg,
     clopper_pearson,
     fisher,
     holm,
     kaplan_meier,
-    level_of_look,
     log_rank,
-    p_over_looks,
     sign_flip,
 )
+from mmqk.lab.page.figures import survival
 from tests.lab.fake_runs import Planted
 from tests.lab.verdicts.test_claims import BASIC, study
 
@@ -155,30 +153,6 @@ def test_benjamini_hochberg_takes_the_smallest_ratio_of_the_larger_p_values(p_va
     for p, (level, adjusted) in zip(p_values, found, strict=True):
         assert (p <= level) == (adjusted <= 0.10 and p <= 0.05)
     assert max(level for level, _ in found) <= 0.05
-
-
-def errors(first, last, level, draws=20_000):
-    """Return how often scipy's t-test of two equal normal arms is significant at ``level`` in at least one look."""
-    rng = np.random.default_rng(5)
-    a, b = rng.normal(size=(2, draws, last))
-    ps = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue for n in range(first, last + 1)]
-    return np.mean(np.min(ps, axis=0) <= level)
-
-
-@pytest.mark.parametrize(("first", "last"), [(3, 6), (6, 10)])
-def test_looks_are_paid_for(first, last):
-    assert errors(first, last, level_of_look(0.05, first, last)) == pytest.approx(0.05, abs=0.004)
-    assert errors(first, last, 0.05) > 0.08
-    # The Bonferroni correction is too strict, because looks share seeds and are therefore correlated.
-    assert level_of_look(0.05, first, last) > 0.05 / (last - first + 1)
-
-
-def test_a_p_value_over_looks_is_below_five_percent_where_its_level_is():
-    for p in (1e-6, 0.002, 0.01, 0.02, 0.03, 0.3):
-        over = p_over_looks(p, 6, 10)
-        assert p <= over <= min(1, 5 * p)
-        assert (over <= 0.05) == (p <= level_of_look(0.05, 6, 10))
-    assert p_over_looks(0.03, 6, 6) == 0.03 and level_of_look(0.05, 6, 6) == 0.05
 
 
 RNG = np.random.default_rng(5)

@@ -224,7 +224,7 @@ FEWEST_OF_EACH = 10
 class Auroc(WithInterval):
     """Share of pairs (a failed run and a survivor) in which the failed run has the higher score.
 
-    It has the interface of `mmqk.lab.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
+    It has the interface of `mmqk.lab.effects.Effect`: value, interval at a level, p-value at a threshold.
 
     Attributes:
         value: the share, where ties count half; NaN if the pairs contain too few failed runs or too few survivors.

@@ -1,4 +1,4 @@
-"""Tests for small numbers of runs, and corrections for several claims and for several looks at one claim.
+"""Tests for small numbers of runs, and corrections for several claims.
 
 Two arms are compared by their shares of counted runs. Fisher's exact test tests whether the shares are equal. The
 interval of the difference is the tail interval of Santner and Snell (J. Am. Stat. Assoc. 75, 1980), which inverts two
@@ -11,11 +11,6 @@ The confirmatory claims of a family share a level of 5 % by the Holm correction 
 1979). The exploratory claims have a false discovery rate of 10 % by the Benjamini-Hochberg procedure (JRSS B 57,
 1995). The intervals of exploratory claims have the confidence that corresponds to this rate (Benjamini and Yekutieli,
 JASA 100, 2005), but at least 95 %.
-
-If seeds may be added, every number of seeds from the smallest to the largest registered number is a look. All looks
-have the same nominal level, chosen so that the total error over the looks is 5 % (Pocock, Biometrika 64, 1977). The
-total error is computed from simulated t-tests of two arms. Pocock's own levels assume normal means with a known
-variance; with looks at 3, 4, 5 and 6 seeds they would give a total error of 5.6 %.
 """
 
 from __future__ import annotations
@@ -27,9 +22,9 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special, stats
+from scipy import stats
 
-from mmqk.lab.stats.effects import Auroc, Effect, WithInterval
+from mmqk.lab.effects import Auroc, Effect, WithInterval
 
 NUISANCE = np.linspace(0, 1, 201)
 MOST_FLIPPED = 16
@@ -91,7 +86,7 @@ def _binomial(n: int, shares: NDArray[np.float64]) -> NDArray[np.float64]:
 class Counts(WithInterval):
     """Difference of two shares: ``a`` of ``n_treatment`` runs minus ``b`` of ``m``.
 
-    It has the interface of `mmqk.lab.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
+    It has the interface of `mmqk.lab.effects.Effect`: value, interval at a level, p-value at a threshold.
     """
 
     a: int
@@ -164,9 +159,6 @@ def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
 
 FAMILY_LEVEL = 0.05
 DISCOVERY_LEVEL = 0.10
-# Number of simulated pairs of arms. If fewer than FEWEST pairs have a p-value as small as the given one, the
-# Bonferroni bound is used instead of the share of these pairs.
-PAIRS, FEWEST = 60_000, 60
 
 
 @dataclass(frozen=True)
@@ -176,7 +168,7 @@ class Adjusted:
     Attributes:
         method: "Holm" or "Benjamini-Hochberg".
         claims: number of claims that share the level.
-        alpha: two-sided level of the interval that decides this claim, corrected for looks.
+        alpha: two-sided level of the interval that decides this claim.
         p: adjusted p-value; the claim is decided if it is at most 0.05 (Holm) or 0.10 (Benjamini-Hochberg).
     """
 
@@ -206,42 +198,6 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
     discoveries = max(1, sum(p <= DISCOVERY_LEVEL for p in adjusted))
     level = min(FAMILY_LEVEL, DISCOVERY_LEVEL * discoveries / max(1, len(adjusted)))
     return [(level, p) for p in adjusted]
-
-
-@lru_cache(maxsize=64)
-def _smallest(first: int, last: int) -> NDArray[np.float64]:
-    """Return the sorted smallest p-values over all looks, for `PAIRS` simulated pairs of equal arms."""
-    rng = np.random.default_rng(0)
-    arms = rng.standard_normal((2, last, PAIRS))
-    smallest = np.ones(PAIRS)
-    for n in range(first, last + 1):
-        samples = arms[:, :n]
-        error = np.sqrt(samples.var(axis=1, ddof=1).sum(axis=0) / n)
-        t = np.abs(samples[0].mean(axis=0) - samples[1].mean(axis=0)) / error
-        smallest = np.minimum(smallest, 2 * special.stdtr(2 * (n - 1), -t))
-    return np.sort(smallest)
-
-
-def p_over_looks(p: float, first: int, last: int) -> float:
-    """Return the p-value of one look, corrected for all registered looks: with ``first`` seeds and with each further
-    seed up to ``last``. The result is at least p and at most the Bonferroni correction."""
-    if last <= first:
-        return p
-    below = int(np.searchsorted(_smallest(first, last), p, side="right"))
-    most = min(1.0, (last - first + 1) * p)
-    return min(most, max(p, below / PAIRS)) if below >= FEWEST else most
-
-
-@lru_cache(maxsize=1024)
-def level_of_look(alpha: float, first: int, last: int) -> float:
-    """Return the nominal level of each look for a total error of ``alpha`` over all looks."""
-    if last <= first:
-        return alpha
-    low, high = 0.0, alpha
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_over_looks(middle, first, last) <= alpha else (low, middle)
-    return low
 
 
 def kaplan_meier(times: Sequence[float], failed: Sequence[bool]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

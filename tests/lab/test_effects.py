@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from mmqk.lab.stats.effects import auroc, paired_effect, pooled_spread, quantile_t
+from mmqk.lab.effects import auroc, paired_effect, pooled_spread, quantile_t
 
 A, B, C = [4.1, 4.3, 3.9], [2.0, 2.2, 2.1], [3.0, 3.4, 3.1]
 

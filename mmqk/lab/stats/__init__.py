@@ -1,1 +1,0 @@
-"""Effects with intervals, exact tests, and corrections for several claims."""
