@@ -32,7 +32,7 @@ arms:
   late: {fork: {arm: plain, step: 30}, set: {optim.lr: 0.001}}
 claim:
   statement: a toy
-  metric: final_loss
+  metric: final_loss/text
   treatment: plain
   control: qk
   min_effect: 0.1

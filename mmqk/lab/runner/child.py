@@ -14,7 +14,7 @@ from pathlib import Path
 REQUEUE_SECONDS = 120.0  # within which a cluster requeues a job that it preempts
 POLL_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-_PREEMPTED = 128 + signal.SIGTERM
+_PREEMPTED = (128 + signal.SIGTERM, -signal.SIGTERM)  # the second: before the run handles signals
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Child:
                 time.sleep(POLL_SECONDS)
             except KeyboardInterrupt:
                 self._process.send_signal(signal.SIGINT)
-        if code == _PREEMPTED:
+        if code in _PREEMPTED:
             time.sleep(REQUEUE_SECONDS)
         return code
 
