@@ -22,7 +22,6 @@ from mmqk.diagnose.findings import Diagnosis, diagnose
 from mmqk.diagnose.logs import Log, read_log
 from mmqk.lab.formatting import number, render, source
 from mmqk.lab.page.figure import PALETTE, RC
-from mmqk.store.errors import one_line
 from mmqk.store.formatting import plural, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,6 +36,11 @@ def of_log(options: argparse.Namespace) -> Answer:
     parts, title = sections(found), title_of(found)
     page = render("diagnose.html", content(title, parts, figure(log, found)), TEMPLATES)
     return Answer(title, lines(parts), asdict(found), found.found, page)
+
+
+def one_line(text: object) -> str:
+    """Return a text of a file for the terminal: on one line, without control characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 
 def title_of(found: Diagnosis) -> str:
