@@ -52,7 +52,7 @@ def page(runs: dict) -> str:
     return f"""# SmolLM2-135M, with other norms and with image tokens
 
 `python docs/experiments/real_model.py` measured this; the parts with image tokens took {minutes:.0f} minutes of one
-core. One seed: no verdicts. Missing arms were not run.
+core. One seed: no verdicts. Missing parts did not finish.
 
 ## On text, by layer
 
