@@ -65,11 +65,16 @@ def parser() -> OneSentenceParser:
     add = made.add_argument
     add("files", nargs="*", type=Path, metavar="FILE", help="a log or the folder of a run; two: failing, healthy")
     add("--map", action="append", default=[], metavar="TAG=COLUMN", help="the column of a tag, loss=train/ce")
-    add("--step", metavar="COLUMN", help="the column of the optimizer step")
+    text = "the column of the optimizer step; with --experiments, the step of the event"
+    add("--step", metavar="COLUMN", help=text)
     add("--model", nargs="+", default=[], type=Path, metavar="PATH", help="a checkpoint, and later ones of its run")
     add("--batch", type=Path, metavar="FILE", help="token ids to probe the checkpoint with")
     add("--modality", action="append", default=[], metavar="NAME=A:B", help="the ids of a modality, image=4:8196")
+    text = "the attention logit up to which growth between checkpoints is extrapolated (default: 1000)"
+    add("--limit", type=float, default=1000.0, metavar="LOGIT", help=text)
     add("--experiments", action="store_true", help="train forks of a run of mmqk from before its failure")
+    text = "with --experiments: a field that all forks set, such as data.patch, which a fork must name again"
+    add("--set", dest="fields", action="append", default=[], metavar="FIELD=VALUE", help=text)
     text = "folder for the page and diagnosis.json (default: reports/diagnosis)"
     add("--out", type=Path, default=Path("reports/diagnosis"), metavar="FOLDER", help=text)
     add("--json", action="store_true", help="print the content of diagnosis.json instead of the text")

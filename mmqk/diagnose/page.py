@@ -191,8 +191,7 @@ def figure(log: Log, found: Diagnosis) -> bytes | None:
 
 def table_lines(table: pd.DataFrame, most: int = 20) -> list[str]:
     """Return the first rows of a table as text."""
-    cells = [
-        [number(c) if isinstance(c, float) else one_line(str(c))[:WIDEST] for c in row] for row in table.values.tolist()
-    ]
+    rows = table.astype(object).to_numpy().tolist()  # integers stay integers
+    cells = [[number(c) if isinstance(c, float) else one_line(str(c))[:WIDEST] for c in row] for row in rows]
     cut = [f"  and {plural(len(table) - most, 'row')} more"] if len(table) > most else []
     return [f"  {row.rstrip()}" for row in text_table([[str(c) for c in table], *cells[:most]], set(range(99)))] + cut

@@ -39,7 +39,7 @@ def of_models(options: argparse.Namespace) -> Answer:
     from mmqk.diagnose.models import blocks_of, read_batch, tables_of
 
     batch = None if options.batch is None else read_batch(options.batch)
-    tables, notes, found = tables_of(options.model, batch, blocks_of(options.modality) or None)
+    tables, notes, found = tables_of(options.model, batch, blocks_of(options.modality) or None, options.limit)
     title = f"{', '.join(map(str, options.model))}: {'a finding' if found else 'no rule fired'}"
     return _answer(title, tables, notes, found)
 
@@ -50,7 +50,12 @@ def of_experiments(options: argparse.Namespace) -> Answer:
 
     if len(options.files) != 1:
         raise UserError("--experiments needs the folder of one run of mmqk: mmqk diagnose runs/mine --experiments")
-    answer = run(options.files[0])
+    if options.step and not options.step.isdecimal():
+        raise UserError(f"--step is {options.step}: with --experiments, give the step of the event")
+    if bad := [text for text in options.fields if "=" not in text]:
+        raise UserError(f"--set {bad[0]} is not of the form FIELD=VALUE")
+    fields = dict(text.split("=", 1) for text in options.fields)
+    answer = run(options.files[0], int(options.step) if options.step else None, fields)
     return Answer(f"Experiments on {options.files[0]}", answer.lines(), answer.record(), answer.found)
 
 
