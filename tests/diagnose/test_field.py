@@ -5,12 +5,14 @@ The steps and values below were taken from the reports by hand.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mmqk.diagnose.findings import diagnose
 from mmqk.diagnose.logs import read_log
 
 LOGS = Path(__file__).parent / "logs"
@@ -53,3 +55,23 @@ def test_every_log_is_small_and_in_the_table():
     named = re.findall(r"^\| `([^`]+)` \|", (LOGS / "README.md").read_text(), re.MULTILINE)
     assert sorted(named) == [path.name for path in files] and len(FACTS) >= 10
     assert all(path.stat().st_size <= 15_000 for path in files)
+
+
+@pytest.mark.parametrize(
+    ("name", "fired"),
+    [("01_nanogpt_fp16.txt", 3010), ("03_megatron_no_loss.txt", 3385), ("12_mmengine_grad_nan.txt", 240),
+     ("00_control_falls.csv", None), ("04_neox_fp16.txt", None)],
+)  # fmt: skip
+def test_the_first_alarm_is_at_the_first_nan_and_healthy_logs_have_none(name, fired):
+    found = diagnose(read_log(LOGS / name))
+    assert found.found == (fired is not None)
+    assert [alarm.step for alarm in found.alarms[:1]] == ([] if fired is None else [fired])
+
+
+def test_the_kept_answers_are_those_of_every_log():
+    kept = json.loads((Path(__file__).parents[2] / "reports/diagnose/field.json").read_text(encoding="utf-8"))
+    assert sorted(kept) == sorted(path.name for path in LOGS.iterdir() if path.suffix != ".md")
+    for name in ("02_torchtitan_fp8.txt", "11_lightning_stalled.csv"):
+        assert [line for line in kept[name]["mmqk"] if line.startswith("alarm")] == [
+            f"alarm {a.name}: {a.series} at step {a.step}" for a in diagnose(read_log(LOGS / name)).alarms
+        ]
