@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mmqk.store import OneSentenceParser, UserError, write_atomic
 from mmqk.store.files import as_json
@@ -29,25 +25,6 @@ examples:
   mmqk diagnose failed.csv healthy.csv                   how the first run parts from the second
   mmqk diagnose runs/mine --experiments
   mmqk diagnose --model step_1000 step_2000 --batch batch.pt --modality image=4:8196"""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a way of diagnosing found.
-
-    Attributes:
-        title: the first line.
-        lines: the text, a terminal page.
-        record: the content of diagnosis.json, plain data.
-        found: whether there is a finding.
-        page: the HTML page; None for a page with the title and the lines.
-    """
-
-    title: str
-    lines: list[str]
-    record: dict[str, Any]
-    found: bool
-    page: str | None = None
 
 
 # The function of each way; it takes the options and returns the answer.
@@ -97,8 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         else "log"
     )  # fmt: skip
     module, _, name = WAYS[way].partition(":")
-    diagnose: Callable[[argparse.Namespace], Answer] = getattr(importlib.import_module(module), name)
-    answer = diagnose(options)
+    answer = getattr(importlib.import_module(module), name)(options)
     text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
     print(text if options.json else "\n".join([answer.title, *answer.lines]))
     from mmqk.diagnose.page import plain_page
@@ -109,15 +85,3 @@ def main(argv: list[str] | None = None) -> int:
     if not options.json:
         print(f"\n{options.out / 'index.html'}")
     return int(answer.found)
-
-
-def mapping(options: argparse.Namespace) -> dict[str, str]:
-    """Return the tags and columns of --map.
-
-    Raises:
-        UserError: a value is not of the form TAG=COLUMN.
-    """
-    pairs = [text.partition("=") for text in options.map]
-    if bad := [text for text, (tag, equals, column) in zip(options.map, pairs, strict=True) if not (tag and column)]:
-        raise UserError(f"--map {bad[0]} is not of the form TAG=COLUMN: give --map loss=train/ce")
-    return {tag: column for tag, _, column in pairs}

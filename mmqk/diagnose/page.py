@@ -6,7 +6,7 @@ import argparse
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mmqk.bench.evidence import evidence
-from mmqk.diagnose import Answer, mapping
 from mmqk.diagnose.findings import Diagnosis, diagnose
 from mmqk.diagnose.logs import Log, read_log
+from mmqk.diagnose.names import mapping_of
 from mmqk.lab.formatting import number, render, source
 from mmqk.lab.page.figure import PALETTE, RC
 from mmqk.store.formatting import plural, text_table
@@ -29,9 +29,28 @@ MOST_ROWS, WIDEST = 8, 56  # of a table, and characters of a cell of the termina
 Section = tuple[str, list[list[str]], list[str]]  # title, table with its head, notes
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a way of diagnosing found.
+
+    Attributes:
+        title: the first line.
+        lines: the text, a terminal page.
+        record: the content of diagnosis.json, plain data.
+        found: whether there is a finding.
+        page: the HTML page; None for a page with the title and the lines.
+    """
+
+    title: str
+    lines: list[str]
+    record: dict[str, Any]
+    found: bool
+    page: str | None = None
+
+
 def of_log(options: argparse.Namespace) -> Answer:
     """Diagnose one log."""
-    log = read_log(options.files[0], mapping(options), options.step)
+    log = read_log(options.files[0], mapping_of(options.map), options.step)
     found = diagnose(log)
     parts, title = sections(found), title_of(found)
     page = render("diagnose.html", content(title, parts, figure(log, found)), TEMPLATES)

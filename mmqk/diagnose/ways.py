@@ -8,17 +8,17 @@ from typing import Any
 
 import pandas as pd
 
-from mmqk.diagnose import Answer, mapping
-from mmqk.diagnose.page import table_lines
+from mmqk.diagnose.page import Answer, table_lines
 from mmqk.store import UserError
 
 
 def of_pair(options: argparse.Namespace) -> Answer:
     """Say where the first run parts from the second."""
     from mmqk.diagnose.logs import read_log
+    from mmqk.diagnose.names import mapping_of
     from mmqk.diagnose.pair import differing, gradient_growth, part
 
-    run, reference = (read_log(file, mapping(options), options.step) for file in options.files)
+    run, reference = (read_log(file, mapping_of(options.map), options.step) for file in options.files)
     partings, fields = part(run, [reference]), differing(run, reference)
     tables = {
         "series that part, the first one first": pd.DataFrame(map(asdict, partings)),

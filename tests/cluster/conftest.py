@@ -108,7 +108,6 @@ def wait_for(condition, seconds: float = 240.0):
 @pytest.fixture(scope="session")
 def slurm():
     """SLURM with one node; its variables in the environment."""
-    pytest.importorskip("submitit", reason="submitit is not installed: make cluster-test")
     if not all(map(shutil.which, ("munged", "slurmctld", "slurmd"))):
         pytest.skip("SLURM is not installed: apt-get install slurm-wlm munge")
     folder = Path(tempfile.mkdtemp(prefix="mmqk-slurm-"))

@@ -6,11 +6,11 @@ import pytest
 
 from tests.cluster.conftest import ablate, metrics, trains, wait_for
 
+pytest.importorskip("ray", reason="ray is not installed: make cluster-test")
 pytestmark = pytest.mark.slow
 
 
 def test_a_grid_equals_the_local_one_although_a_node_dies(local, monkeypatch):
-    pytest.importorskip("ray", reason="ray is not installed: make cluster-test")
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_worker_niceness", "0")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.conftest import ablate, metrics, trains, wait_for
 
+pytest.importorskip("submitit", reason="submitit is not installed: make cluster-test")
 pytestmark = pytest.mark.slow
 SLURM = ("--executor", "slurm", "--jobs", "2", "--job", "time=10")
 

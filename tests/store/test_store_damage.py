@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from mmqk import report, watch
+from mmqk import report
+from mmqk.cli import watch
 from mmqk.store import DamagedFile, UserError, cli_main, read_json, write_json
 from tests.lab.fake_runs import write_demo
 
@@ -68,7 +69,7 @@ def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
     assert cli_main(report.main)([str(whole), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert "cannot be read" not in page and "is missing" not in page
-    assert cli_main(watch.main)(["--once", str(whole)]) == 0
+    assert cli_main(watch)(["--once", str(whole)]) == 0
     assert "damaged" not in capsys.readouterr().out
 
 
@@ -93,10 +94,10 @@ def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
     record = json.loads((folder / "ablation.json").read_text())
     record["runs"][0]["folder"] = name
     (folder / "ablation.json").write_text(json.dumps(record))
-    for command in (report.main, watch.main):
+    for command in (report.main, watch):
         argv = (
             ["--once", str(folder)]
-            if command is watch.main
+            if command is watch
             else [str(folder), "--out", str(tmp_path / "page")]
         )
         assert cli_main(command)(argv) == 2

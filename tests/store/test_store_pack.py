@@ -180,7 +180,7 @@ def test_a_zip_file_of_other_files_and_a_tar_that_is_cut_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "whole.zip") as archive:
         runs = archive.read("runs.tar")
     for name, content, why in (
-        ("a/run.json", b"{}", "There is no item named 'runs.tar'"), ("runs.tar", runs[:2000], ""),
+        ("a/run.json", b"{}", '"?There is no item'), ("runs.tar", runs[:2000], ""),
     ):  # fmt: skip
         with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
             archive.writestr(name, content)

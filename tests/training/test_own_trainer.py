@@ -92,7 +92,7 @@ def test_a_probe_changes_no_weight_of_a_remedy(optim):
 
 def test_a_position_in_the_data_is_that_of_its_batch_size():
     def loader(batch_size, accumulate):
-        dataset = SimpleNamespace(batch_size=batch_size, accumulate=accumulate, ahead=0)
+        dataset = SimpleNamespace(batch_size=batch_size, accumulate=accumulate, ahead=0, skip=[])
         return PositionedLoader(dataset, 0, torch.device("cpu"))
 
     saved = loader(8, 2).state_dict() | {"position": 6}
