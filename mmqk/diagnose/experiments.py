@@ -198,6 +198,8 @@ def _table(found: Mapping[str, pd.DataFrame], event: Event, before: float) -> pd
         remains = control > 0 and row["most"] - before >= control / 2
         row["outcome"] = "unknown" if math.isnan(row["most"] - control) else "remains" if remains else "gone"
         row["means"] = {"gone": ARMS[name][1], "remains": ARMS[name][2]}.get(row["outcome"], "nothing was logged")
+        if name != CONTROL and rows[CONTROL]["outcome"] != "remains":
+            row["means"] = ""  # nothing to compare with
         for value in ("before", "most", "final"):
             row[value] = math.inf if row[value] >= NOT_FINITE else row[value] * event.sign
     return pd.DataFrame(rows).T

@@ -28,7 +28,8 @@ from mmqk.diagnose.logs import Log
 from mmqk.store import Alarm, AlarmRules, find_file, parsed_tag
 
 ANY_LOG = ("loss", "lr", "grad_norm", "tokens_per_s")  # statistics that are not of the model
-BENCH_STEPS, LATE_STEPS = 600, 10_000  # lengths of the runs on which rates were measured
+BENCH_STEPS = 600  # length of the runs on which rates were measured
+FEWEST_LOSSES = 100  # that the rules on the loss need
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,12 @@ def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list
         found.append(
             f"The rates are from runs of {BENCH_STEPS} steps of a model of 0.4M parameters, this log ends at step"
             f' {last:,}: they may not hold. The column "10,000 steps" is from longer runs of 0.8M parameters.'
+        )
+    losses = max(log.metrics[tag].count() for tag in log.metrics if str(tag).partition("/")[0] == "loss")
+    if losses < FEWEST_LOSSES:
+        found.append(
+            f"The log has {losses} losses, and the rules on the loss need {FEWEST_LOSSES}: what they do not find here"
+            " may be there."
         )
     return found
 

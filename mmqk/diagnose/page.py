@@ -112,7 +112,8 @@ def sections(found: Diagnosis) -> list[Section]:
     ]
     rows = [
         [f"{a.step:,}", a.name, a.series, number(a.value), number(a.threshold), f"{a.count}×",
-         f"{a.bench['hits']} of {a.bench['faults']}", f"{a.bench['accused']} of {a.bench['healthy']}",
+         "no such fault" if a.name == "non_finite" else f"{a.bench['hits']} of {a.bench['faults']}",
+         f"{a.bench['accused']} of {a.bench['healthy']}",
          "not scored" if a.late is None else "{hits} of {faults}, {accused} of {healthy}".format(**a.late)]
         for a in found.alarms
     ]  # fmt: skip
@@ -149,7 +150,7 @@ def sections(found: Diagnosis) -> list[Section]:
         parts.append(
             (f"Remedies against {found.kinds[0].kind}", [["change", "switched on in a run that fails"], *rows], [])
         )
-    rows = [[m["statistic"], m["decides"], f"+{m['more']}", m["how"]] for m in found.missing]
+    rows = [[m["statistic"], m["decides"], f"{m['more']:+d}", m["how"]] for m in found.missing]
     last = f"Log next: {found.missing[0]['statistic']}." if rows else "It has all statistics that the signs read."
     head = ["not logged", "would decide", "more runs named right", "how"]
     parts.append(("What this log cannot tell", [head, *rows] if rows else [], [last]))
