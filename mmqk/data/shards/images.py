@@ -35,6 +35,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # leave it at least this many times as large as the target. Then the antialiased bicubic filter shrinks it to the
 # target size. At 3 the mean difference from the exact result is below one gray level for a photo.
 _GAP = 3.0
+_PNG = b"\x89PNG\r\n\x1a\n"
+# The optional chunks of a PNG that its pixels or its orientation depend on.
+_PNG_NEEDED = (b"tRNS", b"acTL", b"fcTL", b"fdAT", b"eXIf")
 
 
 class Dropped(Exception):
@@ -55,7 +58,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
     The Exif orientation is applied, transparent parts become white, and only the first frame of an animation is used.
     Gray images of more than 8 bits are scaled to 8 bits, not clipped. Their range is 0 to 65535 for integers; for
     floats it is 0 to 1, or 0 to 255 if a value is outside 0 to 1. If a value is outside these ranges, the range is
-    from the lowest to the highest value. Color profiles are ignored.
+    from the lowest to the highest value. Color profiles and texts are ignored, however large.
 
     Args:
         content: the file's bytes; the format is detected from them.
@@ -93,6 +96,8 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
 
 def open_image(content: bytes) -> Image.Image:
     """Open an image file of one of `FORMATS` and read its header."""
+    if content.startswith(_PNG):
+        content = _without_metadata(content)
     return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
@@ -122,6 +127,22 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
     except Exception:  # damaged metadata; Pillow has rotated the image before it rewrites the metadata
         pass
     return _eight_bit(image)
+
+
+def _without_metadata(png: bytes) -> bytes:
+    """Return a PNG without its color profile, texts and other chunks that no pixel needs.
+
+    Pillow refuses the whole file if one of them is damaged, or large after decompression.
+    """
+    place, kept = len(_PNG), [_PNG]
+    while place + 12 <= len(png):
+        end, kind = place + 12 + int.from_bytes(png[place : place + 4]), png[place + 4 : place + 8]
+        if end > len(png) or kind == b"IEND":
+            break
+        if not kind[0] & 0x20 or kind in _PNG_NEEDED:  # bit 5 marks a chunk that a decoder may ignore
+            kept.append(png[place:end])
+        place = end
+    return b"".join([*kept, png[place:]])
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -245,6 +245,46 @@ def test_exif_orientation(orientation: int, fit: Any) -> None:
         assert abs(pixels(ignored) - pixels(expected)).mean() > 5
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def packed(megabytes: int) -> bytes:
+    """Return zlib data that expand to this size."""
+    deflate = zlib.compressobj()
+    return b"".join(deflate.compress(b"a" * 10**6) for _ in range(megabytes)) + deflate.flush()
+
+
+@pytest.mark.parametrize("place", [b"IDAT", b"IEND"])  # before the pixels, and after them
+def test_large_or_damaged_metadata_of_a_png_do_not_cost_the_picture(place: bytes) -> None:
+    image = noise(64, 64)
+    whole = encoded(image, "PNG")
+    at = whole.index(place) - 4
+    before = peak_memory()
+    for chunks in (
+        chunk(b"iCCP", b"p\0\0" + packed(2)),
+        chunk(b"iCCP", b"p\0\7not a method"),
+        chunk(b"zTXt", b"k\0\0" + packed(5)),
+        chunk(b"zTXt", b"k\0\0" + packed(1)) * 70,  # each is small, but Pillow has a cap on their sum
+        chunk(b"iTXt", b"k\0\1\0\0\0" + packed(5)),
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + packed(300)),
+        chunk(b"eXIf", b"MM\0*\0\0\0\x08" + b"x" * 5_000_000),
+        chunk(b"tEXt", b"k\0" + b"a" * 5_000_000),
+        chunk(b"tEXt", b"interlace\0yes"),  # Pillow stores texts and its own settings in one table
+        chunk(b"gAMA", b"\1"),
+        chunk(b"tIME", b"\7\xd0\1\1\0\0\0")[:-4] + b"sum?",
+    ):
+        assert (pixels(load_image(whole[:at] + chunks + whole[at:], 64)) == pixels(image)).all(), chunks[:40]
+    assert peak_memory() - before < 100 * 2**20
+    # The controls: Pillow alone refuses the first of these files, and damaged pixels are not used.
+    with pytest.raises(ValueError, match="too large"):
+        Image.open(io.BytesIO(whole[:at] + chunk(b"iCCP", b"p\0\0" + packed(2)) + whole[at:])).load()
+    damaged = bytearray(whole)
+    damaged[whole.index(b"IDAT") + 200] ^= 255
+    damaged[at:at] = chunk(b"iCCP", b"p\0\0" + packed(2))
+    assert reason(bytes(damaged)) == images.BROKEN
+
+
 def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes; Linux counts in KiB
 
