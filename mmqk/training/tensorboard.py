@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -62,6 +63,7 @@ class StoryLogger(TensorBoardLogger):
     """
 
     def __init__(self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None):
+        _silence_writer_thread()
         purge = 0 if resumed_at is None else resumed_at + 1  # without a checkpoint, the run starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
@@ -123,3 +125,16 @@ class StoryLogger(TensorBoardLogger):
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         with naming(self._folder / "events.out.tfevents"):
             self.experiment._get_file_writer().add_summary(Summary(value=scalars), step)
+
+
+def _silence_writer_thread() -> None:
+    """Do not print a disk error of TensorBoard's writer thread, because the next write raises the error again."""
+    from tensorboard.summary.writer import event_file_writer
+
+    class Worker(event_file_writer._AsyncWriterThread):
+        def run(self) -> None:
+            with contextlib.suppress(OSError):
+                super().run()
+
+    if event_file_writer._AsyncWriterThread.__module__ != __name__:
+        event_file_writer._AsyncWriterThread = Worker
