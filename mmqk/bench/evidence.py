@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.bench.departures import thresholds
+from mmqk.bench.departures import departures, thresholds
 from mmqk.bench.kinds import SIGNS, findings
 from mmqk.bench.nearest import nearest, shape
 from mmqk.bench.outcomes import outcomes
@@ -72,6 +72,10 @@ class Rates:
     def right(self) -> int:
         """Return the number of runs whose first sign names their kind."""
         return sum(first.split()[:1] == [kind] for kind, first in zip(self.kinds, self.first, strict=True) if kind)
+
+    def accused(self) -> int:
+        """Return the number of healthy runs with a sign."""
+        return sum(bool(first) for kind, first in zip(self.kinds, self.first, strict=True) if not kind)
 
     def alarm(self, name: str) -> dict[str, int]:
         """Return in how many runs with a fault an alarm begins after the fault (``hits`` of ``faults``), and how many
@@ -172,6 +176,23 @@ def near() -> dict[str, Any]:
     return {"limit": limit, **{group: [sum(of), len(of)] for group, of in groups.items()}}
 
 
+def departed() -> dict[str, list[int]]:
+    """Return for each statistic, and for "any" of them, counts of the judged side: the runs with a fault in which it
+    leaves its range after the fault began, all of these runs, the healthy runs in which it does, and all of them."""
+    limits = evidence()["departures"]
+    counts = {name: [0, 0, 0, 0] for name in [*limits, "any"]}
+    for trace in [trace for trace in bench() if trace.side == "judge"]:
+        left: dict[str, int] = {}
+        for one in departures(trace.metrics, limits):
+            for name in (parsed_tag(one.tag).statistic, "any"):
+                left[name] = max(left.get(name, 0), one.step)
+        place = 2 if trace.healthy else 0
+        for name, count in counts.items():
+            count[place] += left.get(name, -1) > (-1 if trace.healthy else trace.label.begins)
+            count[place + 1] += 1
+    return counts
+
+
 def rescue() -> list[dict[str, Any]]:
     """Return a row for each change, failure and number of steps after its beginning: ``saved`` and ``delayed`` of
     ``runs``, and the mean final ``cost`` (nats above the healthy run)."""
@@ -215,6 +236,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "near": near,
     "rescue": rescue,
     "departures": lambda: thresholds(bench()),
+    "departed": departed,
     "runs": runs,
     "late_rescue": late_rescue,
 }
@@ -225,6 +247,7 @@ def main(parts: list[str]) -> None:
     content = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     for part in parts or PARTS:
         content[part] = PARTS[part]()
+        evidence.cache_clear()
         write_atomic(FILE, json.dumps(content, separators=(",", ":")).replace('},{"', '},\n{"') + "\n")
         print(f"{part}: {FILE.stat().st_size:,} bytes", flush=True)
 

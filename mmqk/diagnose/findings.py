@@ -85,6 +85,8 @@ class Diagnosis:
         first_step, last_step, every: the steps of the log, and the median distance of its losses.
         warnings: why the rates may not hold for this log.
         departures: the series that left their range, the first one first.
+        departure_rates: for each of their statistics, and "any": the judged runs with a fault in which it left its
+            range after the fault, all of these runs, the healthy runs in which it did, and all of these.
         alarms: alarm rules that fired, the first one first.
         kinds: signs that fired, the first one first.
         not_read: signs whose statistic the log has and that do not hold for it, and why.
@@ -106,6 +108,7 @@ class Diagnosis:
     notes: list[str]
     warnings: list[str]
     departures: list[Departure]
+    departure_rates: dict[str, list[int]]
     alarms: list[Fired]
     kinds: list[Kind]
     not_read: list[dict[str, str]]
@@ -131,6 +134,8 @@ def diagnose(log: Log) -> Diagnosis:
     every = float(np.median(np.diff(losses.index))) if len(losses) > 1 else 1.0
     split = any(str(tag).startswith("loss/") for tag in metrics)
     rates = Rates("judge", statistics, every, split)
+    left = departures(metrics, evidence()["departures"])
+    of_left = {parsed_tag(one.tag).statistic for one in left}
     fired = _alarms(log, rates)
     found = findings(metrics)
     kinds = [_kind(finding, rates, statistics) for finding in found]
@@ -147,7 +152,8 @@ def diagnose(log: Log) -> Diagnosis:
         unused=log.unused,
         notes=log.notes,
         warnings=_warnings(log, every, statistics, split),
-        departures=departures(metrics, evidence()["departures"]),
+        departures=left,
+        departure_rates={name: rate for name, rate in evidence()["departed"].items() if name in [*of_left, "any"]},
         alarms=fired,
         kinds=kinds,
         not_read=[{"kind": s.kind, "statistic": s.statistic, "why": why} for s, why in skipped if why],
@@ -202,8 +208,9 @@ def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list
         full, thin = (Rates("develop", statistics, n, split) for n in (1, every))
         found.append(
             f"The log has a loss every {every:g} steps; the rules count values, and were chosen on losses of every"
-            f" step. Thinned like it, the runs of the side develop get the right kind in {thin.right()} of"
-            f" {thin.faults} instead of {full.right()}."
+            f" step. Thinned like it, runs of the bench (side develop) get the right kind in {thin.right()} of"
+            f" {thin.faults} instead of {full.right()}, and {thin.accused()} of {thin.healthy} healthy ones get a kind"
+            f" instead of {full.accused()}."
         )
     if not 0.5 * BENCH_STEPS <= last <= 2 * BENCH_STEPS:
         found.append(

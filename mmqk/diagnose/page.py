@@ -22,6 +22,7 @@ from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.lab.formatting import number, render, source
 from mmqk.lab.page.figure import PALETTE, RC
+from mmqk.store import parsed_tag
 from mmqk.store.formatting import plural, text_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -76,7 +77,6 @@ def title_of(found: Diagnosis) -> str:
 
 def sections(found: Diagnosis) -> list[Section]:
     """Return the parts of the answer, in the order in which they are read."""
-    near = evidence()["near"]
     steps = f"steps {found.first_step:,} to {found.last_step:,}"
     used = ", ".join(f"{column} = {tag}" if column != tag else tag for column, tag in [*found.columns.items()][:6])
     more = f", and {len(found.columns) - 6} more" if len(found.columns) > 6 else ""
@@ -85,20 +85,40 @@ def sections(found: Diagnosis) -> list[Section]:
         ("The log", [], [f"{found.format}, {steps}. Read: {used}{more}.", *unused[: len(found.unused)], *found.notes])
     ]
     parts[0][2].extend(found.warnings)
-    head = ["step", "series", "value", "its past", "limit", "back at"]
+    parts += _events(found)
+    parts.append(("Nearest failure of the zoo", [], [_near(found)]))
+    if e := found.experiment:
+        apart = f"{e['what']}: gone would speak for {e['gone']}, remains for {e['remains']}. {e['command']}."
+        said = apart if e["what"] else "No experiment in the table tells them apart."
+        parts.append((f"What would tell {e['between'][0]} and {e['between'][1]} apart", [], [said]))
+        rows = [[r["change"], r["measured"]] for r in found.remedies]
+        parts.append(
+            (f"Remedies against {found.kinds[0].kind}", [["change", "switched on in a run that fails"], *rows], [])
+        )
+    rows = [[m["statistic"], m["decides"], f"{m['more']:+d}", m["how"]] for m in found.missing]
+    last = f"Log next: {found.missing[0]['statistic']}." if rows else "It has all statistics that the signs read."
+    head = ["not logged", "would decide", "more runs named right", "how"]
+    parts.append(("What this log cannot tell", [head, *rows] if rows else [], [last]))
+    return parts
+
+
+def _events(found: Diagnosis) -> list[Section]:
+    """Return the tables of departures, alarms and signs."""
+    head = ["step", "series", "value", "its past", "limit", "back at", "faults found", "healthy accused"]
     rows = [
-        [
-            f"{d.step:,}",
-            d.tag,
-            number(d.value),
-            number(d.before),
-            number(d.limit),
-            "–" if d.back is None else f"{d.back:,}",
-        ]
+        [f"{d.step:,}", d.tag, number(d.value), number(d.before), number(d.limit), f"{d.back:,}" if d.back else "–",
+         "{} of {}".format(*found.departure_rates[parsed_tag(d.tag).statistic][:2]),
+         "{} of {}".format(*found.departure_rates[parsed_tag(d.tag).statistic][2:])]
         for d in found.departures[:MOST_ROWS]
+    ]  # fmt: skip
+    note = (
+        "On the bench some series left its range in {} of {} runs with a fault and in {} of {} healthy ones; the series"
+        " and the rule of three values were chosen with those runs in view, so expect worse."
+    )
+    said = note.format(*found.departure_rates["any"]) if rows else "No series left its range."
+    parts: list[Section] = [
+        ("What left its range first (each series against its own past)", [head, *rows] if rows else [], [said])
     ]
-    parts.append(("What left its range first (each series against its own past)", [head, *rows] if rows else [],
-                  [] if rows else ["No series left its range."]))  # fmt: skip
     head = [
         "step",
         "alarm",
@@ -128,33 +148,23 @@ def sections(found: Diagnosis) -> list[Section]:
     notes = [f"{k.kind}: {k.meaning}." for k in found.kinds] or ["No sign of a kind of fault."]
     notes += [f"Not read: the sign of {row['kind']} ({row['statistic']}): {row['why']}." for row in found.not_read]
     parts.append(("Kinds of fault whose signs fired", [head, *rows] if rows else [], notes))
-    n = found.nearest
-    if n.why:
-        said = f"Not compared: {n.why}."
-    else:
-        verdict = f"{n.failure} is near" if n.near else "None is near"
-        said = (
-            f"{verdict}: {n.failure} at distance {n.distance}, then {n.next} at {n.next_distance}; near is {n.limit}."
-        )
-        right, wrong, other, healthy = ("{} of {}".format(*near[key]) for key in ("right", "wrong", "other", "healthy"))
-        said += (
-            f" Of judged runs of the bench with a fault of the zoo, the near failure was right in {right} and wrong in"
-            f" {wrong}; a failure was near in {other} runs with another fault and in {healthy} healthy runs."
-        )
-    parts.append(("Nearest failure of the zoo", [], [said]))
-    if e := found.experiment:
-        apart = f"{e['what']}: gone would speak for {e['gone']}, remains for {e['remains']}. {e['command']}."
-        said = apart if e["what"] else "No experiment in the table tells them apart."
-        parts.append((f"What would tell {e['between'][0]} and {e['between'][1]} apart", [], [said]))
-        rows = [[r["change"], r["measured"]] for r in found.remedies]
-        parts.append(
-            (f"Remedies against {found.kinds[0].kind}", [["change", "switched on in a run that fails"], *rows], [])
-        )
-    rows = [[m["statistic"], m["decides"], f"{m['more']:+d}", m["how"]] for m in found.missing]
-    last = f"Log next: {found.missing[0]['statistic']}." if rows else "It has all statistics that the signs read."
-    head = ["not logged", "would decide", "more runs named right", "how"]
-    parts.append(("What this log cannot tell", [head, *rows] if rows else [], [last]))
     return parts
+
+
+def _near(found: Diagnosis) -> str:
+    """Return what is said of the nearest failure of the zoo."""
+    n, near = found.nearest, evidence()["near"]
+    if n.why:
+        return f"Not compared: {n.why}."
+    verdict = f"{n.failure} is near" if n.near else "None is near"
+    said = f"{verdict}: {n.failure} at distance {n.distance}, then {n.next} at {n.next_distance}; near is {n.limit}."
+    right, wrong, other, healthy = ("{} of {}".format(*near[key]) for key in ("right", "wrong", "other", "healthy"))
+    said += (
+        f" Of judged runs of the bench with a fault of the zoo, the near failure was right in {right} and wrong in"
+        f" {wrong}; a failure was near in {other} runs with another fault and in {healthy} healthy runs. What"
+        " is compared was chosen with those runs in view, so expect worse."
+    )
+    return said
 
 
 def lines(parts: Sequence[Section]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 
 import mmqk
 from mmqk.bench.departures import departures
-from mmqk.bench.evidence import Rates, evidence, first_sign
+from mmqk.bench.evidence import Rates, evidence, first_sign, logs_of, rescue, zoo
 from mmqk.bench.kinds import SIGNS, findings
-from mmqk.bench.traces import labelled
+from mmqk.bench.traces import labelled, split_hash
 from mmqk.diagnose import main
 from mmqk.diagnose.findings import diagnose, tables
 from mmqk.diagnose.logs import Log
@@ -121,6 +120,11 @@ def test_a_thin_log_says_that_the_rates_may_not_hold():
     assert "every 10 steps" in thin[0] and full == []
 
 
+def test_a_short_log_says_that_silence_means_nothing():
+    short, full = (diagnose(log(table().iloc[:n])).warnings for n in (15, 600))
+    assert any("has 15 losses" in text for text in short) and not any("losses, and the rules" in text for text in full)
+
+
 def test_hostile_names_are_escaped(tmp_path, capsys):
     metrics = table().rename(columns={"grad_norm": HOSTILE})
     code, _, page = written(tmp_path, metrics)
@@ -166,14 +170,15 @@ def test_rates_count_the_records():
     assert Rates("judge", {"loss"}, 1, False).right() < right
 
 
-@cache
-def of_bench() -> list:
-    return labelled([*mmqk.load_runs("reports/bench/bench.zip")])
-
-
 @pytest.mark.slow
-def test_runs_of_the_bench_are_named_as_recorded():
+def test_the_evidence_is_that_of_the_packs():
+    traces = {t.run.name: t for t in labelled([*mmqk.load_runs("reports/bench/bench.zip")])}
+    records = {run["run"]: run for run in evidence()["runs"]}
+    assert set(records) == set(traces) and evidence()["split"] == split_hash()
+    for name in [*traces][::25]:
+        assert dict(logs_of(traces[name])) == records[name]["logs"], name
+    assert rescue() == evidence()["rescue"] and zoo() == evidence()["zoo"]
     for arm, kind in {"healthy": "", "rate-middle": "rate", "loud-head": "logits", "new-moments": "moments"}.items():
-        trace = next(t for t in of_bench() if (t.run.arm, t.run.seed) == (arm, 1))
+        trace = next(t for t in traces.values() if (t.run.arm, t.run.seed) == (arm, 1))
         found = diagnose(log(trace.metrics))
         assert found.found == bool(kind) and [k.kind for k in found.kinds][:1] == ([kind] if kind else [])
