@@ -21,7 +21,7 @@ from mmqk.diagnose.findings import Diagnosis, diagnose
 from mmqk.diagnose.logs import Log, read_log
 from mmqk.diagnose.names import mapping_of
 from mmqk.lab.formatting import number, render, source
-from mmqk.lab.page.figure import PALETTE, RC
+from mmqk.lab.page.figure import PALETTE, RC, tick
 from mmqk.store import parsed_tag
 from mmqk.store.formatting import plural, text_table
 
@@ -213,6 +213,7 @@ def figure(log: Log, found: Diagnosis) -> bytes | None:
                 axes.axvline(event, color="#a3262a", lw=1, alpha=0.6)
             positive = all((log.metrics[tag].dropna() > 0).all() for tag in tags)
             axes.set(xlabel="optimizer step", yscale="log" if positive and first and tags == [first.tag] else "linear")
+            axes.yaxis.set_major_formatter(tick)
             axes.legend(frameon=False, loc="upper right", fontsize=9)
         png = io.BytesIO()
         FigureCanvasAgg(canvas).print_png(png, metadata={"Software": None})
