@@ -51,7 +51,8 @@ def page(runs: dict) -> str:
     minutes = sum(part.get("cpu_minutes", 0.0) for part in runs.values())
     return f"""# SmolLM2-135M, with other norms and with image tokens
 
-`python docs/experiments/real_model.py` measured this; the parts with image tokens took {minutes:.0f} minutes of one
+Measured with the functions of `docs/experiments/real_model.py`, not by one run of it (docs/real_model.md says which
+part is from where); the parts with image tokens took {minutes:.0f} minutes of one
 core. One seed: no verdicts. Missing parts did not finish.
 
 ## On text, by layer

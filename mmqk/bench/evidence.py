@@ -55,7 +55,7 @@ class Rates:
         self.kinds = [run["kind"] for run in runs]
         logs = [run["logs"].get(f"{spacing} {'modality' if split else 'whole'}", {}) for run in runs]
         self.alarms = [{key for key in log.get("alarms", {}) if key.split()[1] in statistics} for log in logs]
-        self.late_enough = [log.get("alarms", {}) for log in logs]
+        self.after_fault = [log.get("alarms", {}) for log in logs]
         self.first = [first_sign(log.get("signs", {}), statistics) for log in logs]
         self.faults, self.healthy = sum(map(bool, self.kinds)), sum(not kind for kind in self.kinds)
 
@@ -81,7 +81,7 @@ class Rates:
         """Return in how many runs with a fault an alarm begins after the fault (``hits`` of ``faults``), and how many
         of the ``healthy`` runs have one (``accused``)."""
         hits = accused = 0
-        for kind, keys, last in zip(self.kinds, self.alarms, self.late_enough, strict=True):
+        for kind, keys, last in zip(self.kinds, self.alarms, self.after_fault, strict=True):
             mine = [key for key in keys if key.split()[0] == name]
             hits += bool(kind) and any(last[key] for key in mine)
             accused += not kind and bool(mine)

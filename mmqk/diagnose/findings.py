@@ -220,8 +220,8 @@ def _warnings(log: Log, every: float, statistics: set[str], split: bool) -> list
     losses = max(log.metrics[tag].count() for tag in log.metrics if str(tag).partition("/")[0] == "loss")
     if losses < FEWEST_LOSSES:
         found.append(
-            f"The log has {losses} losses, and the rules on the loss need {FEWEST_LOSSES}: what they do not find here"
-            " may be there."
+            f"The log has {losses} losses, and the rules on the loss need {FEWEST_LOSSES}: a failure can be in it that"
+            " they do not find."
         )
     return found
 

@@ -119,17 +119,8 @@ def _events(found: Diagnosis) -> list[Section]:
     parts: list[Section] = [
         ("What left its range first (each series against its own past)", [head, *rows] if rows else [], [said])
     ]
-    head = [
-        "step",
-        "alarm",
-        "series",
-        "value",
-        "threshold",
-        "begins",
-        "faults found",
-        "healthy accused",
-        "10,000 steps",
-    ]
+    rates = ["faults found", "healthy accused"]
+    head = ["step", "alarm", "series", "value", "threshold", "begins", *rates, "10,000 steps"]
     rows = [
         [f"{a.step:,}", a.name, a.series, number(a.value), number(a.threshold), f"{a.count}×",
          "no such fault" if a.name == "non_finite" else f"{a.bench['hits']} of {a.bench['faults']}",

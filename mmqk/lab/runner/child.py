@@ -42,7 +42,7 @@ class Child:
                 time.sleep(POLL_SECONDS)
             except KeyboardInterrupt:
                 self._process.send_signal(signal.SIGINT)
-        if code in _PREEMPTED:
+        if code in _PREEMPTED:  # a job that ended by itself would not enter the queue again
             time.sleep(REQUEUE_SECONDS)
         return code
 
