@@ -118,29 +118,19 @@ def _parser() -> OneSentenceParser:
         prog="python -m benchmarks",
         description="Measure speed; toy size on a CPU unless --full. Each table is printed and\nstored as JSON.",
     )
-    parser.add_argument(
-        "names", nargs="*", metavar="TABLE[/UNIT]", help=f"{', '.join(TABLES)} (default: all)"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="name the tables and their units, and measure nothing"
-    )
+    parser.add_argument("names", nargs="*", metavar="TABLE[/UNIT]", help=f"{', '.join(TABLES)} (default: all)")
+    parser.add_argument("--list", action="store_true", help="name the tables and their units, and measure nothing")
     parser.add_argument("--full", action="store_true", help="GPU sizes; needs a GPU")
     parser.add_argument(
         "--slice", default="1/1", metavar="K/N", help="the k-th of n parts (--list prints their number)"
     )
     parser.add_argument("--rounds", type=int, help="counted rounds per row (default: the table's)")
-    parser.add_argument(
-        "--repeat", type=int, help="repetitions per row and round (default: the table's)"
-    )
+    parser.add_argument("--repeat", type=int, help="repetitions per row and round (default: the table's)")
     parser.add_argument("--rows", metavar="REGEX", help="only the rows whose name matches (default: all)")
-    parser.add_argument(
-        "--minutes", type=float, help="stop after M minutes: skip later units, shorten the current one"
-    )
+    parser.add_argument("--minutes", type=float, help="stop after M minutes: skip later units, shorten the current one")
     parser.add_argument("--compiled", action="store_true", help="measure compiled rows on a CPU too; slow")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument(
-        "--out", default="benchmarks/results", help="folder of the JSON (default %(default)s)"
-    )
+    parser.add_argument("--out", default="benchmarks/results", help="folder of the JSON (default %(default)s)")
     parser.add_argument("--tables", nargs="+", metavar="DIR", help="print the tables of stored results")
     return parser
 
@@ -181,9 +171,7 @@ def _list(context: Context, units: Sequence[Unit]) -> None:
     for unit in units:
         print(f"{unit.path:40} about {unit.seconds:4.0f} s" if context.full else unit.path)
     if context.full:
-        print(
-            f"\n--slice k/{slices_needed(units)} makes parts as short as the longest unit (estimated for one H100)."
-        )
+        print(f"\n--slice k/{slices_needed(units)} makes parts as short as the longest unit (estimated for one H100).")
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -59,12 +59,7 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
     for row in rows:
         samples, tokens = takes[row["name"]].work
         row["work"] = {"samples": samples, **({"tokens": tokens} if tokens else {})}
-    return {
-        "title": f"{len(index_tar(shard))} pairs of {shard}",
-        "facts": {"threads": 1},
-        "base": PLAIN,
-        "rows": rows,
-    }
+    return {"title": f"{len(index_tar(shard))} pairs of {shard}", "facts": {"threads": 1}, "base": PLAIN, "rows": rows}
 
 
 class Take:

@@ -104,9 +104,7 @@ class Unit:
         return f"{self.table}/{self.name}"
 
 
-def compare(
-    candidates: Sequence[Candidate], context: Context, *, repeat: int, rounds: int, warm: int = 2
-) -> list[Row]:
+def compare(candidates: Sequence[Candidate], context: Context, *, repeat: int, rounds: int, warm: int = 2) -> list[Row]:
     """Measure each candidate and return one row per candidate.
 
     All candidates are built first. In each round every candidate has one turn, in an order that rotates. The first

@@ -57,9 +57,7 @@ def _causal_sdpa() -> str:
 def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
     """Return a loop of litgpt's GPT, with the forward pass that litgpt uses for pretraining."""
     needs("litgpt")
-    model = (
-        to_litgpt(EarlyFusionTransformer(run.model, "math", run.seed), run.data.seq_len).to(device).train()
-    )
+    model = to_litgpt(EarlyFusionTransformer(run.model, "math", run.seed), run.data.seq_len).to(device).train()
 
     def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(model(pair[0]), pair[1])
@@ -128,12 +126,7 @@ def _check(c: ModelConfig) -> None:
         tie_embeddings=c.tie_embeddings,
     )  # fmt: skip
     qk = c.qk_norm
-    same = qk.kind == "none" or (qk.kind, qk.scope, qk.gain, qk.place) == (
-        "rms",
-        "head",
-        "shared",
-        "before_rope",
-    )
+    same = qk.kind == "none" or (qk.kind, qk.scope, qk.gain, qk.place) == ("rms", "head", "shared", "before_rope")
     if c != plain or not same or qk.normalize_v or (qk.kind == "rms" and qk.eps != c.norm_eps):
         raise ValueError(f"litgpt has no such model: {EarlyFusionTransformer(c).extra_repr()}")
 

@@ -97,11 +97,7 @@ def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool,
         Candidate("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
         Candidate(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile, note=note),
         Candidate(
-            f"the same, loss.chunk_size {chunk:,}",
-            partial(Stack, chunked),
-            work,
-            repeat=probed,
-            compiled=run.compile,
+            f"the same, loss.chunk_size {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile
         ),
     ]
     if context.full:

@@ -166,8 +166,7 @@ def one(unit: Unit) -> str:
     rows, columns = unit["rows"], COLUMNS[unit["table"]]
     cells = {
         heading: [
-            cell(row, against(row, unit), unit) if row["status"] == MEASURED and row["seconds"] else ""
-            for row in rows
+            cell(row, against(row, unit), unit) if row["status"] == MEASURED and row["seconds"] else "" for row in rows
         ]
         for heading, cell in columns.items()
     }

@@ -61,11 +61,7 @@ def train(qk_norm: str, encoder: DocumentEncoder, documents: list[np.ndarray], a
     """Train one model with a plain PyTorch loop, and print losses and the largest attention logits."""
     torch.manual_seed(args.seed)
     config = ModelConfig(
-        vocab_sizes=encoder.layout.vocab_sizes,
-        d_model=64,
-        n_layers=4,
-        n_heads=4,
-        qk_norm=QKNormConfig(kind=qk_norm),
+        vocab_sizes=encoder.layout.vocab_sizes, d_model=64, n_layers=4, n_heads=4, qk_norm=QKNormConfig(kind=qk_norm)
     )
     model = EarlyFusionTransformer(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)

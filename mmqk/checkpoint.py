@@ -13,14 +13,7 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.patch import is_allowed
 from mmqk.store import UserError, differing_fields, naming
-from mmqk.store.checkpoints import (
-    DamagedError,
-    check_digest,
-    checkpoints_in,
-    named_step,
-    strays_in,
-    write_checkpoint,
-)
+from mmqk.store.checkpoints import DamagedError, check_digest, checkpoints_in, named_step, strays_in, write_checkpoint
 
 # Parts that a resume needs besides the model.
 PARTS = ("optimizer_states", "lr_schedulers", "loops", "callbacks")

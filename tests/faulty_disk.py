@@ -14,17 +14,7 @@ from typing import Any
 
 import pytest
 
-WRITES = {
-    "open for writing",
-    "write",
-    "fsync",
-    "mkdir",
-    "replace",
-    "rename",
-    "ftruncate",
-    "pwrite",
-    "truncate",
-}
+WRITES = {"open for writing", "write", "fsync", "mkdir", "replace", "rename", "ftruncate", "pwrite", "truncate"}
 PATHS = ("open", "replace", "rename", "unlink", "mkdir", "link", "scandir", "listdir")
 DESCRIPTORS = ("fsync", "ftruncate", "pwrite")
 Site = tuple[str, str]
@@ -66,12 +56,7 @@ class Disk:
     """
 
     def __init__(
-        self,
-        root: Path,
-        site: Site | None = None,
-        nth: int = 0,
-        code: int = errno.ENOSPC,
-        stays_full: bool = False,
+        self, root: Path, site: Site | None = None, nth: int = 0, code: int = errno.ENOSPC, stays_full: bool = False
     ):
         self.root, self.site, self.nth, self.code, self.stays_full = str(root), site, nth, code, stays_full
         self.seen: dict[Site, int] = {}
@@ -109,9 +94,7 @@ class Disk:
                     return opened(path, mode, *rest, **more)
                 self.see("open for writing" if set(mode) & set("wax+") else "open", path)
                 file = opened(path, mode, *rest, **more)
-                return (
-                    _File(file, os.fsdecode(path), self) if os.fsdecode(path).startswith(self.root) else file
-                )
+                return _File(file, os.fsdecode(path), self) if os.fsdecode(path).startswith(self.root) else file
 
             patch.setattr(builtins, "open", fake_open)
             patch.setattr(io, "open", fake_open)

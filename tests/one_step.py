@@ -29,9 +29,7 @@ def apply(config: Any, settings: Mapping[str, Any], prefix: str) -> Any:
         if is_dataclass(inner):
             changes[head] = apply(inner, settings, f"{prefix}{head}.")
         elif isinstance(inner, dict):
-            changes[head] = inner | {
-                n.partition(".")[2]: v for n, v in own.items() if n.startswith(f"{head}.")
-            }
+            changes[head] = inner | {n.partition(".")[2]: v for n, v in own.items() if n.startswith(f"{head}.")}
         else:
             changes[head] = own[head]
     return replace(config, **changes)

@@ -70,9 +70,7 @@ def theirs(name: str, leaves: Leaves) -> Tensor:
         }[name](name).double().train()  # fmt: skip
     given = named(name, leaves)
     own = {path for path, _ in model.named_parameters() if "vision" not in path and "audio" not in path}
-    assert own - set(given) == {
-        path for path in own if "post_feedforward_layernorm" in path and "spark" in name
-    }
+    assert own - set(given) == {path for path in own if "post_feedforward_layernorm" in path and "spark" in name}
     return functional_call(model, given, (IDS_BT,), {"use_cache": False}).logits
 
 

@@ -16,9 +16,7 @@ PAGE = ROOT / "docs/add_a_norm.md"
 PATCH = ROOT / "examples/add_a_norm.patch"
 COPIED = ("mmqk", "configs", "tests", "examples/add_a_norm.patch", "pyproject.toml")
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("git") is None, reason="git, which applies the patch, is not installed"
-)
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git, which applies the patch, is not installed")
 
 
 def commands() -> list[str]:

@@ -32,12 +32,7 @@ def test_metrics_are_the_lines_of_the_file(runs, folder):
     table = runs.metrics()
     run = next(iter(runs))
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    written = {
-        (line["step"], tag): float(value)
-        for line in lines
-        for tag, value in line.items()
-        if tag != "step"
-    }
+    written = {(line["step"], tag): float(value) for line in lines for tag, value in line.items() if tag != "step"}
     mine = table[table["run"] == run.name]
     read = {}
     for row in mine.itertuples():

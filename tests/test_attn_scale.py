@@ -137,9 +137,7 @@ def test_the_committed_page_is_that_of_the_committed_numbers(experiment):
     page = (FOLDER / "attn_scale.md").read_text()
     assert experiment.to_csv(rows) == (FOLDER / "attn_scale.csv").read_text()
     assert experiment.with_tables(page, rows) == page
-    assert f"means over {experiment.SEEDS} seeds" in page and {row.seeds for row in rows} == {
-        experiment.SEEDS
-    }
+    assert f"means over {experiment.SEEDS} seeds" in page and {row.seeds for row in rows} == {experiment.SEEDS}
     assert {row.variant for row in rows} == set(experiment.VARIANTS)
     other = [replace(row, variance=row.variance * 1.1) for row in rows]
     assert experiment.with_tables(page, other) != page

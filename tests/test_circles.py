@@ -76,9 +76,7 @@ def folders(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
 
 def test_no_circle_between_files():
     graph = imports_of(PACKAGE)
-    assert {"model/norms.py", "store/metrics.py"} <= graph.keys() and "model/norms.py" in graph[
-        "model/attention.py"
-    ]
+    assert {"model/norms.py", "store/metrics.py"} <= graph.keys() and "model/norms.py" in graph["model/attention.py"]
     assert circle(graph) == []
 
 

@@ -136,9 +136,7 @@ def test_files_merge_and_the_command_line_wins(tiny_args, tmp_path):
 
 
 def test_resolved_configuration_reads_back_as_the_same_run(tiny_args, tmp_path):
-    run = resolve(
-        [*tiny_args, "--model.qk_norm.kind=layer", "--loss.weights.image=0", '--data.mix={"text": 1}']
-    )
+    run = resolve([*tiny_args, "--model.qk_norm.kind=layer", "--loss.weights.image=0", '--data.mix={"text": 1}'])
     (tmp_path / "again.yaml").write_text(print_yaml(run))
     again = resolve([f"--config={tmp_path / 'again.yaml'}"])
     assert again.id == run.id and again.data.mix == {"text": 1.0}
@@ -193,9 +191,7 @@ def test_a_field_needs_no_dashes(tiny_args, given, same):
         ("cpu", ()),
         # A C++ compiler takes half a minute; tests/model/test_compiled.py covers compilation.
         pytest.param(
-            "gpu_25m",
-            ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false"),
-            marks=pytest.mark.slow,
+            "gpu_25m", ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false"), marks=pytest.mark.slow
         ),
     ],
 )
@@ -216,10 +212,7 @@ def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tm
     losses = {}
     for precision in ("32-true", "bf16-mixed"):
         out = tmp_path / precision
-        assert (
-            main([*tiny_args, "--model.qk_norm.kind=rms", f"--trainer.precision={precision}", f"--out={out}"])
-            == 0
-        )
+        assert main([*tiny_args, "--model.qk_norm.kind=rms", f"--trainer.precision={precision}", f"--out={out}"]) == 0
         assert {p.dtype for p in load_model(out).parameters()} == {torch.float32}
         losses[precision] = [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
     assert losses["bf16-mixed"] != losses["32-true"]

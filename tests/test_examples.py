@@ -13,6 +13,8 @@ import pytest
 from mmqk.store import read_metrics
 
 ROOT = Path(__file__).parents[1]
+
+
 def cells(notebook: Path, kind: str) -> list[str]:
     return ["".join(c["source"]) for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == kind]
 

@@ -128,19 +128,9 @@ RULES = {
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model",), absent=LAB),
     "monitors": Rule(
         ("mmqk.monitors",),
-        mmqk=(
-            "mmqk.monitors",
-            "mmqk.model",
-            "mmqk.data.batch",
-            "mmqk.distributed",
-            "mmqk.store",
-        ),
+        mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.distributed", "mmqk.store"),
         absent=LAB,
-        leave_out=(
-            "mmqk.monitors.own.callback",
-            "mmqk.monitors.lightning",
-            "mmqk.monitors.transformers",
-        ),
+        leave_out=("mmqk.monitors.own.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
         then=PROBE,
     ),
     "interop": Rule(
@@ -156,8 +146,16 @@ RULES = {
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.data.tokenizers", "tokenizers")),
     "analysis": Rule(
-        ("mmqk.lab.runner.table", "mmqk.lab.runs", "mmqk.lab.metrics", "mmqk.lab.effects", "mmqk.lab.exact",
-         "mmqk.lab.verdicts", "mmqk.lab.formatting", "mmqk.lab.remedies"),
+        (
+            "mmqk.lab.runner.table",
+            "mmqk.lab.runs",
+            "mmqk.lab.metrics",
+            "mmqk.lab.effects",
+            "mmqk.lab.exact",
+            "mmqk.lab.verdicts",
+            "mmqk.lab.formatting",
+            "mmqk.lab.remedies",
+        ),
         never=("torch", "lightning", "matplotlib"),
     ),
     "report": Rule(
@@ -171,10 +169,7 @@ RULES = {
 def check(rule: Rule, root: Path) -> str:
     """Check a rule for the mmqk under ``root`` in a new process; return "kept" or a line with the violation."""
     done = subprocess.run(
-        [sys.executable, "-c", GUARD, str(root), json.dumps(asdict(rule))],
-        capture_output=True,
-        text=True,
-        cwd=root,
+        [sys.executable, "-c", GUARD, str(root), json.dumps(asdict(rule))], capture_output=True, text=True, cwd=root
     )
     said = done.stdout.strip().splitlines() or [done.stderr]
     assert (done.returncode == 0) == (said[-1] == "kept"), done.stderr

@@ -1,6 +1,5 @@
 """`mmqk init` writes a project that trains, and changes no existing file."""
 
-
 import pytest
 
 from mmqk.cli import init as main

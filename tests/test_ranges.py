@@ -43,9 +43,7 @@ BUILT = {
     ArmFile: ArmFile,
     GridFile: lambda **values: GridFile(**{"name": "g", "base": "b", "arms": {"a": None}, **values}),
     LrRule: lambda **values: LrRule(**{"grid": (0.1,), "seeds": (0,), "metric": "m", **values}),
-    Arm: lambda **values: Arm(
-        **{"name": "a", "label": "", "block": "", "seeds": (0,), "fields": {}, **values}
-    ),
+    Arm: lambda **values: Arm(**{"name": "a", "label": "", "block": "", "seeds": (0,), "fields": {}, **values}),
 }
 
 
@@ -53,9 +51,7 @@ def configs() -> list[type]:
     """Return every dataclass of mmqk whose name ends with Config, found in the source, and the classes of `BUILT`."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        module = ".".join(["mmqk", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
-            ".__init__"
-        )
+        module = ".".join(["mmqk", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.decorator_list:
                 found.append(getattr(importlib.import_module(module), node.name))

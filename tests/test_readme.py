@@ -14,13 +14,7 @@ from mmqk.lab.page import write_report
 README = Path("README.md").read_text()
 EXAMPLE = Path("reports/examples/demo")
 TABLE = Path("docs/claims.md").read_text().partition("## The demonstration")[2].partition("\n## ")[0]
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "data/README.md",
-    "reports/tokenizer/README.md",
-    f"{EXAMPLE}/report.md",
-]
+PAGES = ["README.md", "CONTRIBUTING.md", "data/README.md", "reports/tokenizer/README.md", f"{EXAMPLE}/report.md"]
 PAGES += [f"docs/{name}.md" for name in ("ablations", "alarms", "checkpoints", "cluster", "data", "train")]
 
 
@@ -37,8 +31,7 @@ def says(text: str, verdict: dict, log: bool) -> bool:
     printed = re.findall(r"\d+(?:\.\d+)?", cell)[:3]
     values = [math.exp(n) if log else n for n in (verdict["effect"], *verdict["interval"])]
     return len(printed) == 3 and all(
-        f"{value:.{len(text.partition('.')[2])}f}" == text
-        for value, text in zip(values, printed, strict=True)
+        f"{value:.{len(text.partition('.')[2])}f}" == text for value, text in zip(values, printed, strict=True)
     )
 
 

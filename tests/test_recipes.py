@@ -73,9 +73,7 @@ def test_a_recipe_leaves_size_data_and_length_to_the_run(name):
 def test_a_recipe_merges_onto_a_run_of_any_size_and_overrides_all_it_speaks_of(name):
     small = as_run(name)
     assert (small.model.d_model, small.model.n_layers) == (64, 4)
-    large = as_run(
-        name, "--model.d_model=96", "--model.n_layers=3", "--model.n_heads=6", "--model.n_kv_heads=2"
-    )
+    large = as_run(name, "--model.d_model=96", "--model.n_layers=3", "--model.n_heads=6", "--model.n_kv_heads=2")
     assert (large.model.d_model, large.model.n_layers, large.model.kv_heads) == (96, 3, 2)
     # configs/cpu.yaml sets QK-Norm and z-loss; none of its values may remain where a recipe sets the field.
     other = as_run(name, base="configs/cpu.yaml")
@@ -97,12 +95,7 @@ def test_of_two_recipes_the_last_says_what_the_model_is(under):
 @pytest.mark.parametrize("name", ["chameleon_7b", "kimi_k2"])
 def test_a_recipe_trains(name, tiny_args, tmp_path):
     out = tmp_path / "run"
-    extra = [
-        "--trainer.max_steps=2",
-        "--monitor.every_n_steps=2",
-        "--checkpoint.every_n_steps=2",
-        f"--out={out}",
-    ]
+    extra = ["--trainer.max_steps=2", "--monitor.every_n_steps=2", "--checkpoint.every_n_steps=2", f"--out={out}"]
     tiny = tmp_path / "tiny.yaml"  # a file, because a flag would replace what the recipe sets
     tiny.write_text("".join(f"{arg[2:].replace('=', ': ', 1)}\n" for arg in tiny_args if "=" in arg))
     assert main([f"--config={tiny}", f"--config={path(name)}", "--quiet", *extra]) == 0
@@ -110,8 +103,6 @@ def test_a_recipe_trains(name, tiny_args, tmp_path):
     assert len(losses) == 2 and all(isinstance(loss, float) and 0 < loss < 20 for loss in losses)
     written = flatten(yaml.safe_load((out / "config.yaml").read_text()))
     assert {key: written[key] for key in fields_of(name)} == fields_of(name)
-
-
 
 
 # Settings equal those of the cited classes -----------------------------------------------------------------
@@ -180,14 +171,7 @@ def of_timm_swin() -> dict[str, object]:
     from timm.models.swin_transformer_v2 import SwinTransformerV2, WindowAttention
 
     torch.manual_seed(0)
-    size = {
-        "img_size": 16,
-        "patch_size": 4,
-        "embed_dim": 16,
-        "depths": (1,),
-        "num_heads": (4,),
-        "window_size": 4,
-    }
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depths": (1,), "num_heads": (4,), "window_size": 4}
     block = SwinTransformerV2(**size, drop_path_rate=0.0).double().layers[0].blocks[0]
     attention, x = block.attn, 1e4 * torch.randn(2, 4, 4, 16, dtype=torch.float64)
     assert isinstance(attention, WindowAttention) and isinstance(block.norm1, nn.LayerNorm)
@@ -262,14 +246,7 @@ SWITCHED = {
 # Fields that do not affect the logits: those of initial weights and of other kinds of norms.
 UNSEEN = {"post_gain_init", "norm_bias", "qk_norm.bias", "weight_reparam"}
 # Fields that do not affect the logits with kind l2: the scale is fixed, and a norm without gain commutes with RoPE.
-UNSEEN_L2 = {
-    "qk_norm.scope",
-    "qk_norm.gain",
-    "qk_norm.eps",
-    "qk_norm.place",
-    "qk_norm.scale_max",
-    "attn_scale",
-}
+UNSEEN_L2 = {"qk_norm.scope", "qk_norm.gain", "qk_norm.eps", "qk_norm.place", "qk_norm.scale_max", "attn_scale"}
 WITH = {("gpt_oss", "mlp"): {"mlp_clamp": None}, ("gpt_oss", "attention"): {"attn_sink": False}}
 
 
@@ -285,13 +262,7 @@ def another(name: str, key: str, value: object) -> dict[str, object]:
     if key == "pre_norm":
         return {"pre_norm": False, "post_norm": True}
     if key in SWITCHED:
-        off = {
-            "post_norm": False,
-            "norm_gain": "plain",
-            "attn_gate": "none",
-            "attn_sink": False,
-            "embed_norm": False,
-        }
+        off = {"post_norm": False, "norm_gain": "plain", "attn_gate": "none", "attn_sink": False, "embed_norm": False}
         return {key: SWITCHED[key] if value != SWITCHED[key] else off.get(key)}
     return {key: OTHERWISE[key]} | WITH.get((name, key), {})
 
@@ -349,10 +320,7 @@ def muonclip(model: EarlyFusionTransformer, batches, lr: float) -> None:
     decaying = [model.embed.weight, model.head.weight]
     gains = [p for p in model.parameters() if p.ndim == 1]
     muon = torch.optim.Muon(
-        [p for p in model.parameters() if p in matrices],
-        momentum=0.9,
-        weight_decay=0.1,
-        adjust_lr_fn="match_rms_adamw",
+        [p for p in model.parameters() if p in matrices], momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
     )
     groups = [{"params": decaying, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)

@@ -13,16 +13,7 @@ from mmqk.lab.remedies import REMEDIES
 from mmqk.model import ModelConfig
 from mmqk.store import flatten
 from tests.peers import Peer
-from tests.remedies_page import (
-    PAGE,
-    REFERENCE,
-    SEQUENCES,
-    TOKENS,
-    all_peers,
-    by_remedy,
-    measure,
-    page,
-)
+from tests.remedies_page import PAGE, REFERENCE, SEQUENCES, TOKENS, all_peers, by_remedy, measure, page
 
 ROOT = Path(__file__).parents[1]
 DEMO = "--config=configs/demo.yaml"
@@ -82,8 +73,6 @@ def test_its_flags_resolve_and_change_what_they_say_and_nothing_else(remedy, con
     assert {name: after[name] for name in remedy.settings} == dict(remedy.settings)
     # Fields that a remedy sets to their default (pre_norm of the sandwich) do not change.
     assert changed <= remedy.settings.keys() and run.id != control.id
-
-
 
 
 # The page ------------------------------------------------------------------------------------------------

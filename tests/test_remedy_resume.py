@@ -16,9 +16,7 @@ from tests.one_step import build, step, token_batch
 
 BLOCKS = {"text": 24, "image": 16}
 MODEL = ModelConfig(vocab_sizes=BLOCKS, d_model=16, n_layers=2, n_heads=2)
-BATCHES = [
-    token_batch([[i, 2, 30, 31, 32, 33, 3, 4], [5, 6, 7, 8, 25 + i, 26, 27, 9]], BLOCKS) for i in range(6)
-]
+BATCHES = [token_batch([[i, 2, 30, 31, 32, 33, 3, 4], [5, 6, 7, 8, 25 + i, 26, 27, 9]], BLOCKS) for i in range(6)]
 SAVED_AT = 3
 
 

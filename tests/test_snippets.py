@@ -34,9 +34,7 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in calls]
 
 
-ALL = [
-    pytest.param(page, call, id=f"{page.stem}: {' '.join(call)[:60]}") for page in PAGES for call in commands(page)
-]
+ALL = [pytest.param(page, call, id=f"{page.stem}: {' '.join(call)[:60]}") for page in PAGES for call in commands(page)]
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """The table of docs/which_remedy.md agrees with the pack reports/examples/tournament.zip."""
 
-
 from tests import tournament_page
 from tests.tournament_page import PAGE, filled
 

@@ -34,11 +34,7 @@ def samples(n: int, offset: int):
         color, shape = list(COLORS)[i % 4], SHAPES[i // 4 % 4]
         buffer = io.BytesIO()
         draw(color, shape, i).save(buffer, "WEBP", lossless=True)
-        yield (
-            f"tiny-{i:04d}",
-            buffer.getvalue(),
-            {"caption": f"a {color} {shape} on a white ground, plain and flat"},
-        )
+        yield (f"tiny-{i:04d}", buffer.getvalue(), {"caption": f"a {color} {shape} on a white ground, plain and flat"})
 
 
 def documents(n: int, seed: int):

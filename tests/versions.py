@@ -20,7 +20,5 @@ def draws_other_weights() -> bool:
 
     ``trunc_normal_`` of torch 2.11 gives other numbers from the same generator than that of torch 2.14.
     """
-    weights = torch.nn.init.trunc_normal_(
-        torch.empty(64, 64), std=0.02, generator=torch.Generator().manual_seed(5)
-    )
+    weights = torch.nn.init.trunc_normal_(torch.empty(64, 64), std=0.02, generator=torch.Generator().manual_seed(5))
     return abs(float(weights[0, 0]) - FIRST_WEIGHT) > 1e-4

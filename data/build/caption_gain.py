@@ -85,9 +85,7 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> Cap
             places = range(start, min(start + BATCH, len(sources)))
             batch = builder.batch([builder.pair(i, image_first=False, caption=sources[i]) for i in places])
             logits_BTV = model(batch.ids_BT, batch.modality_BT)
-            nats_BT = torch.nn.functional.cross_entropy(
-                logits_BTV.transpose(1, 2), batch.targets_BT, reduction="none"
-            )
+            nats_BT = torch.nn.functional.cross_entropy(logits_BTV.transpose(1, 2), batch.targets_BT, reduction="none")
             image_BT = (batch.target_modality_BT == image) & batch.target_mask_BT
             losses.append((nats_BT * image_BT).sum(1) / image_BT.sum(1))
         return torch.cat(losses).double()
@@ -124,14 +122,11 @@ def main(argv: list[str] | None = None) -> int:
         pairs, tokenizers, cache = (find_file(data[name]) for name in ("pairs", "tokenizers", "cache"))
         seq_len = data["seq_len"]
     except (KeyError, TypeError):
-        raise UserError(
-            f"{run / 'run.json'} does not record the data of the run: name a run of mmqk train."
-        ) from None
+        raise UserError(f"{run / 'run.json'} does not record the data of the run: name a run of mmqk train.") from None
     # Compare the hash, because other tokenizers may have blocks of the same sizes.
     if (present := tokenizers_hash(tokenizers)) != trained_on:
         raise UserError(
-            f"The tokenizers of {run} ({trained_on}) differ from those in {tokenizers} ({present}):"
-            " train it again."
+            f"The tokenizers of {run} ({trained_on}) differ from those in {tokenizers} ({present}): train it again."
         )
     held_out = open_source("pair", pairs, tokenizers, cache)["val"]
     builder = SequenceBuilder({"pair": held_out}, layout_of(tokenizers), seq_len)

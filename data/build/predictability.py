@@ -177,9 +177,7 @@ def _compressed(ids: np.ndarray, block: int) -> float:
     return len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters)) * 8 * np.log(2).item() / len(ids)
 
 
-def _ngram_nats(
-    stream: Stream, size: int, contexts: Sequence[Sequence[int]]
-) -> dict[tuple[int, ...], np.ndarray]:
+def _ngram_nats(stream: Stream, size: int, contexts: Sequence[Sequence[int]]) -> dict[tuple[int, ...], np.ndarray]:
     """Return -log p of each held-out token for every prefix of the contexts (shape N; 0 for training tokens).
 
     The model uses interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4). Unlike
@@ -209,9 +207,7 @@ def _ngram_nats(
     return nats
 
 
-def _interpolated(
-    stream: Stream, context_N: np.ndarray, inside_N: np.ndarray, shorter_N: np.ndarray
-) -> np.ndarray:
+def _interpolated(stream: Stream, context_N: np.ndarray, inside_N: np.ndarray, shorter_N: np.ndarray) -> np.ndarray:
     """Return p of each token given its context, or ``shorter_N`` if the context starts before the document or never
     occurred."""
     both_N = numbered(context_N, stream.ids_N)

@@ -38,12 +38,14 @@ REDUCED = {
     "final_norm": ("final_norm", np.mean),
 }
 
+
 def reader(source):
     if source.suffix != ".zip":
         return lambda name: (source / name).read_text() if (source / name).exists() else ""
     with tarfile.open(fileobj=io.BytesIO(zipfile.ZipFile(source).read("runs.tar"))) as pack:
         texts = {member.name: pack.extractfile(member).read().decode() for member in pack}
     return lambda name: texts.get(name, "")
+
 
 def metrics_of(read, folder):
     """Return the records of a run's metrics. A pack may store columns: the shape of each line, that is its keys, and
@@ -52,6 +54,7 @@ def metrics_of(read, folder):
         values = {key: iter(column) for key, column in columns["values"].items()}
         return [{key: next(values[key]) for key in columns["shapes"][shape]} for shape in columns["lines"]]
     return [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
+
 
 def diverged(rows, warmup, trained):
     """Return whether a run diverged, by the rule of docs/alarms.md, from the excess loss if it is logged, else from
@@ -66,6 +69,7 @@ def diverged(rows, warmup, trained):
             return True
     return False
 
+
 def chosen(record, statistic, modality):
     """Return (key, value) of a statistic in all layers, of one modality or of all. A statistic of a pair of
     modalities belongs to that of its queries."""
@@ -74,6 +78,7 @@ def chosen(record, statistic, modality):
         query, _, of_key = rest.partition("/")[0].partition("-")
         if first == statistic and modality in ("", query) and (statistic != "attn_mass" or query != of_key):
             yield key, float(number)
+
 
 def value(metric, rows, completed):
     """Return the metric of one run, on its scale (linear for losses, log for all others)."""
@@ -92,6 +97,7 @@ def value(metric, rows, completed):
             probes.append(np.exp(np.mean(logs)) if logs else np.nan)
     return float(np.log(np.median(probes)))
 
+
 def weight_growth(rows):
     """Return (step, growth by the text loss, by the image loss, in total, ‖W_q‖² + ‖W_k‖²) for each window of the
     radial budget. Growth is per 1,000 steps (docs/metrics.md, `weight_growth`)."""
@@ -103,6 +109,7 @@ def weight_growth(rows):
         )
         windows.append((r["step"], *(1000 * part / square / r["budget_window"] for part in grown), square))
     return windows
+
 
 def load(read, metrics, blocks):
     """Return the finished runs as {arm: {seed: run}}, and the number of planned runs of each arm."""
@@ -129,6 +136,7 @@ def load(read, metrics, blocks):
         arms.setdefault(arm, {})[plan["seed"]] = run
     return arms, planned
 
+
 def judge(claim, arms, planned):
     """Return the effect, interval, p-value and failed checks of a claim; None if the arms share no seed."""
     names, metric = [claim["treatment"], claim["control"]], claim["metric"]
@@ -152,8 +160,16 @@ def judge(claim, arms, planned):
         found = finite([r for r in (of.values() if arm in names else beside) if not r["lost"]])
         values |= {arm: found} if len(found) > 1 else {}
     df, two = sum(len(v) - 1 for v in values.values()), [finite([p[s] for s in seeds]) for p in pair]
-    out = {"n": n, "means": x, "effect": x[0] - x[1], "ends": None, "how": "none", "p": 1.0, "sd": np.nan,
-           "own": (np.nan, 1.0, 0.0)}
+    out = {
+        "n": n,
+        "means": x,
+        "effect": x[0] - x[1],
+        "ends": None,
+        "how": "none",
+        "p": 1.0,
+        "sd": np.nan,
+        "own": (np.nan, 1.0, 0.0),
+    }
     if df:
         out["sd"] = np.sqrt(sum(np.var(v, ddof=1) * (len(v) - 1) for v in values.values()) / df)
         se, out["how"] = out["sd"] * np.sqrt(2 / n), "pooled"
@@ -166,13 +182,17 @@ def judge(claim, arms, planned):
             se, df, out["how"] = *out["own"][:2], "Welch"
         out |= {"se": se, "df": df, "p": 2 * stats.t.sf(abs(out["effect"] - claim["min_effect"]) / se, df)}
         out["ends"] = out["effect"] + se * stats.t.ppf([0.025, 0.975], df)
-    checks = {"a bound": len(finite(runs)) < len(runs), "lost": any(r["lost"] for r in runs),
-              "learned": "learned" not in claim.get("unchecked", {})
-              and not all(r["learned"] for p in pair for r in p.values()),
-              "seeds": n < 3 or claim.get("seeds", n) != n,
-              "unfinished": any(len(arms[a]) < planned[a] for a in names)}
+    checks = {
+        "a bound": len(finite(runs)) < len(runs),
+        "lost": any(r["lost"] for r in runs),
+        "learned": "learned" not in claim.get("unchecked", {})
+        and not all(r["learned"] for p in pair for r in p.values()),
+        "seeds": n < 3 or claim.get("seeds", n) != n,
+        "unfinished": any(len(arms[a]) < planned[a] for a in names),
+    }
     every = {r["folder"] for p in pair for r in p.values()}
     return out | {"runs": every, "failed": [k for k, v in checks.items() if v]}
+
 
 def decide(claim, r, level=0.95):
     if r["failed"] or r["ends"] is None:
@@ -188,6 +208,7 @@ def decide(claim, r, level=0.95):
         found.add("reproduced" if yes else "contradicted" if no else "inconclusive")
     return found.pop() if len(found) == 1 else "inconclusive"
 
+
 def compare(page, results, verdicts):
     """Print the largest differences from the verdicts of the page; exit with 1 if one exceeds 1e-3."""
     page, effect, interval = {v["claim"]: v for v in page}, (0.0, "-"), (0.0, "-")
@@ -202,6 +223,7 @@ def compare(page, results, verdicts):
     print(f"{len(same)} claims compared; the page uses other runs for:", sorted(results.keys() - set(same)))
     print("largest difference of effect: {:.2g} ({})\nof interval: {:.2g} ({})".format(*effect, *interval))
     sys.exit(int(not same or max(effect[0], interval[0]) > 1e-3))
+
 
 def print_ratios(arms, pairs):
     for pair in pairs:
@@ -221,9 +243,12 @@ def print_ratios(arms, pairs):
             for windows in zip(*(r["weights"] for r in of), strict=True):
                 step, text, image, total, square = np.mean(windows, axis=0)
                 spread = np.std([window[-1] for window in windows], ddof=1)
-                print(f"{name}, step {step:.0f}: |W_q|² + |W_k|² = {square:,.0f} (sd {spread:.0f}); growth by the "
-                      f"text loss {text:.2f}, by the image loss {image:.2f}, in total {total:.2f}")
+                print(
+                    f"{name}, step {step:.0f}: |W_q|² + |W_k|² = {square:,.0f} (sd {spread:.0f}); growth by the "
+                    f"text loss {text:.2f}, by the image loss {image:.2f}, in total {total:.2f}"
+                )
         print()
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -277,6 +302,7 @@ def main():
         print(f"{h['id']:<14}{whole:<16}{marks:<14}{', '.join(h['predicts'])}")
     if args.compare:
         compare(json.loads(args.compare.read_text()), results, verdicts)
+
 
 if __name__ == "__main__":
     main()

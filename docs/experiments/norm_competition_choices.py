@@ -67,8 +67,7 @@ def specifications(study, claim):
             {
                 run.seed: math.log(value)
                 for run in arm.all
-                if run.seed in kept
-                and 0 < (value := WINDOWS[window](run, METRICS[name], modality)) < math.inf
+                if run.seed in kept and 0 < (value := WINDOWS[window](run, METRICS[name], modality)) < math.inf
             }
             for arm, kept in zip(arms, seeds, strict=True)
         )

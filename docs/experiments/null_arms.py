@@ -172,9 +172,7 @@ def verdicts(
     claims: list[Mapping[str, Any]] = [{"id": f"N{i}", **c} for i, c in enumerate(design.claims)]
     claims.append({"id": "P", "metric": "final_norm", "arms": ["plain"], "at_least": 1, "status": "control"})
     grid = {"arms": {arm: {} for arm in design.arms}, "claims": claims}
-    entries = [
-        {"arm": r.arm, "seed": r.seed, "family": r.family, "point": r.point, "role": r.role} for r in placed
-    ]
+    entries = [{"arm": r.arm, "seed": r.seed, "family": r.family, "point": r.point, "role": r.role} for r in placed]
     return judge(study_of(HERE, {"name": "null", "grid": grid, "runs": entries}, placed))
 
 
@@ -242,10 +240,7 @@ def found(design: Design, planted: Planted, draws: int = 500, seed: int = 1) -> 
     rng = np.random.default_rng(seed)
     plain, treated = pool(), pool(planted)
     runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
-    return Rate(
-        sum(verdicts(design, split(design, rng), runs)[0].verdict == "reproduced" for _ in range(draws)),
-        draws,
-    )
+    return Rate(sum(verdicts(design, split(design, rng), runs)[0].verdict == "reproduced" for _ in range(draws)), draws)
 
 
 MATCHED = replace(SIX, selection=0)
@@ -271,17 +266,11 @@ def tables() -> dict[str, str]:
         (f"{own}, no check that the chosen learning rates differ", by_chance(500)),
         (one, false_verdicts(MATCHED, draws=2000)),
         (f"{one}, without the Holm correction", false_verdicts(WITHOUT_HOLM, draws=500)),
-        (
-            "3 claims without registered seeds, judged after 6 to 10 seeds",
-            false_verdicts(THREE, first=6, draws=500),
-        ),
+        ("3 claims without registered seeds, judged after 6 to 10 seeds", false_verdicts(THREE, first=6, draws=500)),
     ]
     lines = [(what, rate.draws, rate) for what, rate in wrong]
     power = [
-        [
-            f"×{factor:g}",
-            *(found(design, Planted(float(np.log(factor)))) for design in (SIX, MATCHED, TWELVE)),
-        ]
+        [f"×{factor:g}", *(found(design, Planted(float(np.log(factor)))) for design in (SIX, MATCHED, TWELVE))]
         for factor in (1.5, 2, 3)
     ]
     heads = [

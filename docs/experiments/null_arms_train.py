@@ -18,13 +18,7 @@ from mmqk.train import main as mmqk_train
 
 TRAIN = (
     "--config=configs/dial.yaml",
-    *(
-        "--model.d_model=32",
-        "--model.n_layers=2",
-        "--model.n_heads=2",
-        "--data.seq_len=48",
-        "--data.batch_size=8",
-    ),
+    *("--model.d_model=32", "--model.n_layers=2", "--model.n_heads=2", "--data.seq_len=48", "--data.batch_size=8"),
     '--data.dial.vocabulary={"text": 32, "image": 32}',
     '--data.dial.entropy={"text": 1.5, "image": 1.5}',
     '--data.dial.tokens={"text": 24, "image": 24}',
@@ -44,13 +38,7 @@ def train(folder: Path) -> None:
     for seed in SEEDS:
         for rate in RATES:
             mmqk_train(
-                [
-                    *TRAIN,
-                    f"--optim.lr={rate}",
-                    f"--seed={seed}",
-                    "--out",
-                    str(folder / f"lr{rate}" / f"seed{seed}"),
-                ]
+                [*TRAIN, f"--optim.lr={rate}", f"--seed={seed}", "--out", str(folder / f"lr{rate}" / f"seed{seed}")]
             )
 
 

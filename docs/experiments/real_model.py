@@ -109,11 +109,7 @@ def statistics(model: EarlyFusionTransformer, batch: TokenBatch) -> dict[str, fl
 
 
 def train(
-    model: EarlyFusionTransformer,
-    data: TokenBatch,
-    steps: int,
-    lr: float,
-    old_rows: int | None = None,
+    model: EarlyFusionTransformer, data: TokenBatch, steps: int, lr: float, old_rows: int | None = None
 ) -> Iterator[int]:
     """Train with AdamW and yield each step's number. With ``old_rows``, all weights but the embedding rows after
     ``old_rows`` learn at the lower rate."""

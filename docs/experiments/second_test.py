@@ -60,9 +60,7 @@ def moments(draw: Draw) -> tuple[float, float]:
     return float(many.mean()), float(many.std())
 
 
-def effects(
-    draw: Draw, n: int, draws: int, shift: float = 0.0, spread: float = SPREAD, seed: int = 1
-) -> list[Effect]:
+def effects(draw: Draw, n: int, draws: int, shift: float = 0.0, spread: float = SPREAD, seed: int = 1) -> list[Effect]:
     """Return the effects of simulated claims, relative to the smallest effect of interest.
 
     Args:

@@ -6,11 +6,4 @@ Needs neither torch nor Lightning.
 # ruff: noqa: F401
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.config.run import SECTIONS, RunConfig, defaults, help_text, print_yaml, resolve
-from mmqk.config.training import (
-    AlarmConfig,
-    CheckpointConfig,
-    LossConfig,
-    MonitorConfig,
-    OptimConfig,
-    TrainerConfig,
-)
+from mmqk.config.training import AlarmConfig, CheckpointConfig, LossConfig, MonitorConfig, OptimConfig, TrainerConfig

@@ -36,9 +36,7 @@ def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConf
     })  # fmt: skip
 
 
-def check_conflicts(
-    optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
-) -> None:
+def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None) -> None:
     """Raise ValueError if the optimizer conflicts with another field, or a fork cannot use the parent's moments.
 
     Args:

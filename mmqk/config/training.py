@@ -114,9 +114,7 @@ class OptimConfig:
                 " of the weights that a step subtracts: give it at most 1, usually of the order of 1e-4."
             )
         if self.schedule == "exponential" and self.final_lr_ratio == 0:
-            raise ValueError(
-                "optim.schedule 'exponential' cannot end at optim.final_lr_ratio 0: give a ratio above 0."
-            )
+            raise ValueError("optim.schedule 'exponential' cannot end at optim.final_lr_ratio 0: give a ratio above 0.")
         if self.matrices != "adamw" and (self.split_second_moment or self.update_clip):
             other = "split_second_moment" if self.split_second_moment else "update_clip"
             raise ValueError(

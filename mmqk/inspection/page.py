@@ -172,9 +172,7 @@ def _head(data: TokenDataModule, content: Content) -> str:
         return f"Pair {item:,}" + (f", caption cut: {room:,} of its {words:,} tokens fit" if words > room else "")
     length = int(store.lengths_N[item])
     whole = content.end - content.start >= length
-    return f"Document {item:,}" + (
-        "" if whole else f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
-    )
+    return f"Document {item:,}" + ("" if whole else f", tokens {content.start:,} to {content.end - 1:,} of {length:,}")
 
 
 def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
@@ -222,8 +220,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
         "padding_of_packing": order.padding,
         "captions_cut": data.builder.captions_cut,
         "modalities": {
-            name: {**asdict(s), "share": targets[name] / total_targets}
-            for name, s in describe(fresh, layout).items()
+            name: {**asdict(s), "share": targets[name] / total_targets} for name, s in describe(fresh, layout).items()
         },
         "mixture": [
             {"slot": slot, "configured": places / CYCLE, "read": slots[slot] / len(rows)}

@@ -93,11 +93,7 @@ def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
         rows.append([modality, f"{first} to {first + size - 1}"])
         first += size
     special = ", ".join(f"`{name}` {id}" for id, name in enumerate(SPECIALS))
-    return [
-        "## Ids",
-        _table(["modality", "ids"], rows),
-        *([f"Special tokens: {special}."] if tokenizer else []),
-    ]
+    return ["## Ids", _table(["modality", "ids"], rows), *([f"Special tokens: {special}."] if tokenizer else [])]
 
 
 def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:

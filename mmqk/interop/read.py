@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 # Hugging Face names of the parameters. The matrices have the same names in all architectures. The names of the norms
 # around the sublayers, and what each name means, depend on the architecture.
-_MODEL = {
-    "embed": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
+_MODEL = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 _LAYER = {
     "attention.w_q": "self_attn.q_proj",
     "attention.w_k": "self_attn.k_proj",
@@ -88,11 +84,7 @@ _FAMILIES = {
 READ = tuple(_FAMILIES)
 WRITTEN = (CHAMELEON, LLAMA, QWEN3)
 IMAGE_TOKENIZER = "model.vqmodel."  # prefix of the parameters of Chameleon's image tokenizer
-_GATES: dict[str, MlpKind] = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu_pytorch_tanh": "geglu",
-}
+_GATES: dict[str, MlpKind] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 
 def from_transformers(

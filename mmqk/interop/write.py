@@ -12,15 +12,7 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 
-from .read import (
-    CHAMELEON,
-    CHAMELEON_QK_EPS,
-    IMAGE_TOKENIZER,
-    LLAMA,
-    QWEN3,
-    WRITTEN,
-    hf_name,
-)
+from .read import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, hf_name
 from .vocabulary import STORED_SIZES, chameleon_vocabulary
 
 if TYPE_CHECKING:

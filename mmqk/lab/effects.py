@@ -167,10 +167,7 @@ def _bartlett(arms: Sequence[np.ndarray], variances: np.ndarray) -> float:
 
 
 def paired_effect(
-    treatment: Mapping[int, float],
-    control: Mapping[int, float],
-    spread: Spread | None,
-    share_history: bool = False,
+    treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None, share_history: bool = False
 ) -> Effect | None:
     """Return the effect, treatment - control, over the shared seeds; None if there are none.
 

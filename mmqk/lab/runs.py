@@ -57,9 +57,7 @@ class Columns:
         table = table.drop_duplicates(["step", "tag"], keep="last").sort_values("step", kind="stable")
         steps, values = table["step"].to_numpy(), table["value"].to_numpy()
         rows = table.groupby("tag").indices
-        self.series = {
-            tag: (steps[rows[tag]], values[rows[tag]]) for tag in dict.fromkeys(c[1] for c in cells)
-        }
+        self.series = {tag: (steps[rows[tag]], values[rows[tag]]) for tag in dict.fromkeys(c[1] for c in cells)}
         self.steps = {record["step"] for record in records}
         self.last_step = int(steps.max(initial=0))
         self.truncated = truncated
@@ -229,11 +227,7 @@ class Run:
         return np.concatenate([before[inherited], steps[own]]), np.concatenate([earlier[inherited], values[own]])
 
     def combined(
-        self,
-        statistic: str,
-        reduce: Callable[..., Any],
-        modality: str | None = None,
-        layer: int | None = None,
+        self, statistic: str, reduce: Callable[..., Any], modality: str | None = None, layer: int | None = None
     ) -> Series:
         """Return a statistic at each step, reduced over layers (and over key modalities).
 

@@ -236,9 +236,7 @@ class AlarmRules:
         layers = {name: layer for name in bad if (layer := parsed_tag(name).layer) is not None}
         first = min(layers, key=layers.__getitem__) if layers else bad[0]
         more = f"; other series of this step that are not finite: {len(bad) - 1}" if len(bad) > 1 else ""
-        return Alarm(
-            "non_finite", step, first, values[first], math.inf, f"{first} became {values[first]}{more}"
-        )
+        return Alarm("non_finite", step, first, values[first], math.inf, f"{first} became {values[first]}{more}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resume, as plain data."""
@@ -258,18 +256,13 @@ class AlarmRules:
 
 
 def alarms_of(
-    lines: Iterable[Mapping[str, Any]],
-    warmup_steps: int = 0,
-    max_steps: int = 0,
-    trained: Iterable[str] | None = None,
+    lines: Iterable[Mapping[str, Any]], warmup_steps: int = 0, max_steps: int = 0, trained: Iterable[str] | None = None
 ) -> list[Alarm]:
     """Return the alarms of a whole run from the result of `read_metrics`. They equal the alarms that training
     raised."""
     of_run = AlarmRules(warmup_steps, max_steps, trained)
     return [
-        alarm
-        for line in lines
-        for alarm in of_run.update(line["step"], {k: v for k, v in line.items() if k != "step"})
+        alarm for line in lines for alarm in of_run.update(line["step"], {k: v for k, v in line.items() if k != "step"})
     ]
 
 

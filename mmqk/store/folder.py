@@ -233,9 +233,7 @@ class RunFolder:
         self.record = dict(record)
         self.id: str = record["id"]
         before = read_status(path) or Status("running")
-        self.state: Literal["new", "resume", "finished"] = (
-            "new" if new else "finished" if before.finished else "resume"
-        )
+        self.state: Literal["new", "resume", "finished"] = "new" if new else "finished" if before.finished else "resume"
         self._seconds_before = before.seconds
         self._began: float | None = None
 
@@ -361,9 +359,7 @@ def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     if RUN_NAME not in names:
         others = sorted(names - _BEFORE_RUN_JSON)
         if others:
-            raise UserError(
-                f"{path} is not a run folder and has other files ({others[0]}): give another --out"
-            )
+            raise UserError(f"{path} is not a run folder and has other files ({others[0]}): give another --out")
         return None
     record = read_run(path)
     for key in ("id", "code", "identity"):
@@ -379,9 +375,7 @@ def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
             for name in fields[:_FIELDS_NAMED]
         ]
         more = f" and {len(fields) - _FIELDS_NAMED} more" if len(fields) > _FIELDS_NAMED else ""
-        raise UserError(
-            f"{path} has another run, which differs in {', '.join(named)}{more}: give another --out"
-        )
+        raise UserError(f"{path} has another run, which differs in {', '.join(named)}{more}: give another --out")
     return record
 
 

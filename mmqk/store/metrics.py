@@ -211,9 +211,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [with_floats(steps[step]) for step in sorted(steps)]
 
 
-def last_metrics(
-    path: str | os.PathLike[str], having: str | None = None, tail_bytes: int = 65536
-) -> dict[str, Any]:
+def last_metrics(path: str | os.PathLike[str], having: str | None = None, tail_bytes: int = 65536) -> dict[str, Any]:
     """Return the last complete record of a metrics file, or the last one with the tag ``having``; empty if there is
     none.
 

@@ -245,9 +245,7 @@ class Stall(Rule):
 
     def __init__(self, warmup_steps: int, max_steps: int):
         self.warmup_steps = warmup_steps
-        self.patience = (
-            max(STALL_FEWEST_STEPS, round(STALL_SHARE * max_steps)) if max_steps else STALL_STEPS_OPEN_END
-        )
+        self.patience = max(STALL_FEWEST_STEPS, round(STALL_SHARE * max_steps)) if max_steps else STALL_STEPS_OPEN_END
         self.window: list[float] = []
         self.level: float | None = None
         self.since = 0

@@ -12,24 +12,12 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from mmqk.checkpoint import (
-    CheckpointError,
-    check_run,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mmqk.checkpoint import CheckpointError, check_run, read_checkpoint, save_checkpoint
 from mmqk.config.training import CheckpointConfig
 from mmqk.distributed import first_of_ranks, largest
 from mmqk.monitors.own.bad_site import first_bad_state
 from mmqk.store import MetricsWriter, RunFolder, UserError, disk_sentence
-from mmqk.store.checkpoints import (
-    PARTIAL_SUFFIX,
-    checkpoint_name,
-    checkpoints_in,
-    set_aside,
-    step_of,
-    strays_in,
-)
+from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name, checkpoints_in, set_aside, step_of, strays_in
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -95,8 +83,7 @@ def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Pa
         for refused, why in bad:
             aside = set_aside(refused).name
             print(
-                f"The checkpoint {refused} {why}: it is renamed to {aside}, and an older one is used.",
-                file=sys.stderr,
+                f"The checkpoint {refused} {why}: it is renamed to {aside}, and an older one is used.", file=sys.stderr
             )
         return path, content
     if bad:

@@ -254,11 +254,7 @@ class _Chunks(torch.autograd.Function):
             room_CV = hidden_ND.new_empty(min(chunk, N), len(head_VD), dtype=narrow)
             for start in range(0, N, chunk):
                 rows = slice(start, start + chunk)
-                hidden_CD, index_C1, weight_C1 = (
-                    hidden_ND[rows].to(narrow),
-                    index_N[rows, None],
-                    weight_N[rows, None],
-                )
+                hidden_CD, index_C1, weight_C1 = (hidden_ND[rows].to(narrow), index_N[rows, None], weight_N[rows, None])
                 logits_CV = torch.mm(hidden_CD, cast_VD.T, out=room_CV[: len(hidden_CD)])
                 ce_N[rows], log_z_N[rows], d_logits_CV = terms(logits_CV, index_C1, weight_C1, z_loss, softcap, train)
                 if d_logits_CV is None:

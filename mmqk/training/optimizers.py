@@ -171,13 +171,7 @@ class WithMuon(HeldOptimizer):
     """
 
     def __init__(
-        self,
-        matrices: list[Any],
-        others: list[Any],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        momentum: float,
+        self, matrices: list[Any], others: list[Any], lr: float, betas: tuple[float, float], eps: float, momentum: float
     ) -> None:
         self.adam = optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
         self.muon = optim.Muon(matrices, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")

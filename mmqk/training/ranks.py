@@ -267,9 +267,7 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
     """Return an optimizer state whose parameters have new names or numbers."""
     return {
         "state": {new[key]: dict(moments) for key, moments in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [new[key] for key in group["params"]]} for group in state["param_groups"]
-        ],
+        "param_groups": [{**group, "params": [new[key] for key in group["params"]]} for group in state["param_groups"]],
     }
 
 

@@ -24,13 +24,7 @@ def counted(config: ModelConfig) -> int:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"mlp": "gelu"},
-        {"n_kv_heads": 2, "d_head": 16},
-        {"tie_embeddings": True},
-        {"d_ff": 80, "n_layers": 1},
-    ],
+    [{}, {"mlp": "gelu"}, {"n_kv_heads": 2, "d_head": 16}, {"tie_embeddings": True}, {"d_ff": 80, "n_layers": 1}],
     ids=str,
 )
 def test_step_is_what_torch_counts(fields):

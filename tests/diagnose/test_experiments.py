@@ -51,6 +51,7 @@ def test_a_learning_rate_that_is_too_high(tmp_path):
 
 def test_the_rule_on_known_series():
     """Half of the control's rise decides, also for a value that is not finite and for a series that falls."""
+
     def table(tag, before, **values):
         found = {name: pd.DataFrame({tag: series}) for name, series in values.items()}
         return _table(found, Event(9, tag, ""), before)["outcome"].to_dict()

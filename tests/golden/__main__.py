@@ -37,17 +37,7 @@ LEFT_OUT = {"tokens_per_s", "update_unchanged", "clip_factor"}  # a time, and st
 # values are compared on the same platform only, because some of them amplify rounding: differences of nearly equal
 # numbers (offsets, biases) and the maxima of a clipped run.
 TOLERANCE = 2e-2
-COMPARED_ELSEWHERE = (
-    "loss",
-    "val_loss",
-    "log_z",
-    "logits",
-    "final_norm",
-    "resid_norm",
-    "q_norm",
-    "k_norm",
-    "v_norm",
-)
+COMPARED_ELSEWHERE = ("loss", "val_loss", "log_z", "logits", "final_norm", "resid_norm", "q_norm", "k_norm", "v_norm")
 
 
 def arguments(name: str, scratch: Path) -> list[str]:
@@ -81,9 +71,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
     batch = data.probe_batch(run.monitor.probe_sequences)
     with torch.no_grad():
         logits_BTV = load_model(out)(batch.ids_BT, batch.modality_BT, batch.document_BT)
-    lines = [
-        {k: v for k, v in line.items() if k not in LEFT_OUT} for line in read_metrics(out / "metrics.jsonl")
-    ]
+    lines = [{k: v for k, v in line.items() if k not in LEFT_OUT} for line in read_metrics(out / "metrics.jsonl")]
     digest = hashlib.sha256(json.dumps(lines, sort_keys=True).encode())
     digest.update(logits_BTV.contiguous().numpy().tobytes())
     kept = {f"loss@{line['step']}": line["loss"] for line in lines if "loss" in line}

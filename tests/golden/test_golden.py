@@ -53,9 +53,7 @@ def test_every_source_probe_and_loss_is_in_a_golden_run():
     assert {"pair", "text", "image", "tokens", "dial"} <= kinds
     fields = {field for run in runs for field in run}
     assert {"data.read", "data.pack", "loss.z_loss", "loss.chunk_size", "loss.weights"} <= fields
-    assert {
-        f"monitor.{probe}" for probe in ("heads", "parameters", "precision", "gradient_agreement")
-    } <= fields
+    assert {f"monitor.{probe}" for probe in ("heads", "parameters", "precision", "gradient_agreement")} <= fields
     assert {run.get("trainer.precision", "32-true") for run in runs} == {"32-true", "bf16-mixed", "bf16-true"}
 
 

@@ -42,9 +42,7 @@ def differences(kept: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -
         lines += [f"{name}: {f} {a.get(f)} -> {b.get(f)}" for f in COMPARED if not equal(a.get(f), b.get(f))]
         a, b = a.get("adjusted") or {}, b.get("adjusted") or {}
         lines += [
-            f"{name}: adjusted {f} {a.get(f)} -> {b.get(f)}"
-            for f in COMPARED_ADJUSTED
-            if not equal(a.get(f), b.get(f))
+            f"{name}: adjusted {f} {a.get(f)} -> {b.get(f)}" for f in COMPARED_ADJUSTED if not equal(a.get(f), b.get(f))
         ]
     return lines
 

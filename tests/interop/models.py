@@ -9,16 +9,8 @@ SHAPE = {
     "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 # Image ids are 5 to 36; code n has id 5 + n.
-VOCABULARY = {"<image>": 4} | {
-    f"IMGIMG{''.join(chr(65 + int(c)) for c in str(code))}Z": 5 + code for code in range(32)
-}
-VQ = {
-    "base_channels": 32,
-    "channel_multiplier": [1, 2],
-    "num_embeddings": 32,
-    "embed_dim": 8,
-    "latent_channels": 8,
-}
+VOCABULARY = {"<image>": 4} | {f"IMGIMG{''.join(chr(65 + int(c)) for c in str(code))}Z": 5 + code for code in range(32)}
+VQ = {"base_channels": 32, "channel_multiplier": [1, 2], "num_embeddings": 32, "embed_dim": 8, "latent_channels": 8}
 
 
 def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1, **fields):

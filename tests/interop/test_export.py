@@ -24,12 +24,7 @@ def exported(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
     """Train and export a run; return (kind of QK-Norm, run folder, exported folder)."""
     folder = tmp_path_factory.mktemp("export")
     bias = ["--model.qk_norm.bias=true", "--model.qk_norm.eps=1e-5"] if request.param == "layer" else []
-    short = [
-        "--trainer.max_steps=2",
-        "--monitor.every_n_steps=0",
-        f"--model.qk_norm.kind={request.param}",
-        *bias,
-    ]
+    short = ["--trainer.max_steps=2", "--monitor.every_n_steps=0", f"--model.qk_norm.kind={request.param}", *bias]
     assert train([*tiny_args, *short, f"--out={folder / 'run'}"]) == 0
     assert main(["--from", str(folder / "run"), "--to", str(folder / "hf")]) == 0
     return request.param, folder / "run", folder / "hf"

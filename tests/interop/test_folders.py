@@ -74,8 +74,7 @@ def test_there_and_back(name, folders, tmp_path, capsys):
 def test_load_model_and_probe(name, folders, tmp_path):
     assert convert(folders / name, tmp_path / "run", "--vocab-sizes=text=64,image=32") == 0
     model = load_model(tmp_path / "run")
-    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text",
-        "image"]
+    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text", "image"]
     assert (model.head.weight is model.embed.weight) == (name == "tied")
     import transformers
 
@@ -96,11 +95,7 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     import transformers
 
     config = ModelConfig(
-        vocab_sizes={"text": 64, "image": 32},
-        d_model=32,
-        n_layers=2,
-        qk_norm=QKNormConfig("rms"),
-        residual_dropout=0.1,
+        vocab_sizes={"text": 64, "image": 32}, d_model=32, n_layers=2, qk_norm=QKNormConfig("rms"), residual_dropout=0.1
     )
     model = EarlyFusionTransformer(config, seed=3).eval()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
@@ -211,9 +206,7 @@ def test_nothing_half_made_stays(folders, tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    assert "cannot be written (No space left on device)" in refuses(
-        capsys, folders / "llama", tmp_path / "out"
-    )
+    assert "cannot be written (No space left on device)" in refuses(capsys, folders / "llama", tmp_path / "out")
 
 
 def test_the_page_shows_what_works(folders, tmp_path, monkeypatch, capsys):

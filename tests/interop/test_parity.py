@@ -41,16 +41,12 @@ class Model(Peer):
     @property
     def id(self) -> str:
         said = "-".join(f"{k}={v}" for k, v in self.fields.items() if isinstance(v, int | float))
-        said += "".join(
-            f"-{v.get('rope_type', 'nested')}" for v in self.fields.values() if isinstance(v, dict)
-        )
+        said += "".join(f"-{v.get('rope_type', 'nested')}" for v in self.fields.values() if isinstance(v, dict))
         return f"{self.architecture.removesuffix('ForCausalLM')}-{said}".rstrip("-")
 
 
 def peer(architecture: str, remedies: tuple[str, ...] = (), controls=None, **fields) -> Model:
-    return Model(
-        remedies, f"transformers {architecture}", TOLERANCE, "fp64", architecture, fields, controls or {}
-    )
+    return Model(remedies, f"transformers {architecture}", TOLERANCE, "fp64", architecture, fields, controls or {})
 
 
 AFTER_ROPE = {"norm after RoPE": change(qk_place="after_rope")}
@@ -162,9 +158,7 @@ PEERS: list[Model] = [
     ),
 ]  # fmt: skip
 PEER = pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.id)
-CONTROLS = [
-    pytest.param(p, control, id=f"{p.id}-{name}") for p in PEERS for name, control in p.controls.items()
-]
+CONTROLS = [pytest.param(p, control, id=f"{p.id}-{name}") for p in PEERS for name, control in p.controls.items()]
 
 
 def mean_loss(logits_BTV: torch.Tensor) -> torch.Tensor:
@@ -250,11 +244,7 @@ def test_a_tied_matrix_has_the_gradient_of_both_uses():
     tied = from_transformers(hf_model)
     untied = changed(tied, replace(tied.config, tie_embeddings=False))
     mean_loss(untied(some_ids())).backward()
-    theirs, embed, head = (
-        gradients["model.embed_tokens.weight"],
-        untied.embed.weight.grad,
-        untied.head.weight.grad,
-    )
+    theirs, embed, head = (gradients["model.embed_tokens.weight"], untied.embed.weight.grad, untied.head.weight.grad)
     assert (embed + head - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
     for alone in (embed, head):
         assert (alone - theirs).abs().max() > 100 * TOLERANCE * theirs.abs().max()
@@ -294,9 +284,7 @@ def test_sdpa_and_math_are_the_same_import():
     hf_model, *theirs = theirs_of(0)
     model = from_transformers(hf_model)
     assert model.blocks[0].attention.backend == "sdpa"
-    assert_same(
-        ours_of(changed(model, model.config), "LlamaForCausalLM", model.config), tuple(theirs), TOLERANCE
-    )
+    assert_same(ours_of(changed(model, model.config), "LlamaForCausalLM", model.config), tuple(theirs), TOLERANCE)
     gemma = from_transformers(tiny("Gemma2ForCausalLM", **GEMMA2))
     assert gemma.config.attn_softcap == 1.0 and gemma.blocks[0].attention.backend == "math"
 
@@ -353,11 +341,7 @@ def test_rounding_order_of_norms(module, name, order):
     layer_norm = name == "ChameleonLayerNorm"
     theirs = kind((4, 16)) if layer_norm else kind(16, eps=1e-5)
     centered = "zero_centered" if module.startswith("gemma") else "plain"
-    ours = (
-        LayerNorm((16,), 1e-5, gain_shape=(4, 16), bias=True)
-        if layer_norm
-        else RMSNorm((16,), 1e-5, gain=centered)
-    )
+    ours = LayerNorm((16,), 1e-5, gain_shape=(4, 16), bias=True) if layer_norm else RMSNorm((16,), 1e-5, gain=centered)
     for parameter in theirs.parameters():
         parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))
     theirs = theirs.bfloat16()

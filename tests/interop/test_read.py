@@ -71,9 +71,7 @@ def test_blocks_that_are_given():
         from_transformers(hf_model)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "text", "text=0", "text=1,text=2", "a/b=3"]
-)
+@pytest.mark.parametrize("text", ["", "text", "text=0", "text=1,text=2", "a/b=3"])
 def test_blocks_that_cannot_be_parsed(text):
     with pytest.raises(UserError, match="give each modality once with its number of ids"):
         parse_vocab_sizes(text)
@@ -82,12 +80,7 @@ def test_blocks_that_cannot_be_parsed(text):
 
 @pytest.mark.parametrize(
     ("kinds", "every"),
-    [
-        ([SLIDING, FULL] * 2, 2),
-        ([SLIDING, SLIDING, FULL, SLIDING], 3),
-        ([SLIDING] * 4, 0),
-        ([SLIDING] * 3 + [FULL], 4),
-    ],
+    [([SLIDING, FULL] * 2, 2), ([SLIDING, SLIDING, FULL, SLIDING], 3), ([SLIDING] * 4, 0), ([SLIDING] * 3 + [FULL], 4)],
 )
 def test_periodic_windows(kinds, every):
     hf_model = tiny(GEMMA2, sliding_window=7, layer_types=kinds, num_hidden_layers=4)
@@ -184,9 +177,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fields", "says"), REFUSED, ids=lambda v: v if isinstance(v, str) else ""
-)
+@pytest.mark.parametrize(("architecture", "fields", "says"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 def test_refused_by_name(architecture, fields, says):
     hf_model = tiny(architecture, **fields)
     with pytest.raises(UserError, match=says) as refused:
@@ -197,7 +188,6 @@ def test_refused_by_name(architecture, fields, says):
 
 def test_other_classes_are_refused():
     import transformers
-
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         """A class outside transformers, with an unknown forward."""

@@ -168,6 +168,4 @@ def test_every_field_is_carried_left_behind_or_refused():
     only_training = {"post_gain_init", "residual_dropout", "output_init", "embed_init"}
     refused = {name for changed, _, _ in REFUSED for name in changed}
     of_norm_layer, of_sigma = {"norm_bias"}, {"reparam_gamma"}
-    assert {
-        f.name for f in fields(ModelConfig)
-    } == carried | only_training | refused | of_norm_layer | of_sigma
+    assert {f.name for f in fields(ModelConfig)} == carried | only_training | refused | of_norm_layer | of_sigma

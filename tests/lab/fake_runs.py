@@ -54,18 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "image-off": {"model.qk_norm.kind": "none", "loss.weights.image": 0.0},
     "high-pre": {"optim.lr": 0.1, "model.qk_norm.kind": "none"},
     "high-pre-qk": {"optim.lr": 0.1, "model.qk_norm.kind": "rms"},
-    "high-post": {
-        "optim.lr": 0.1,
-        "model.qk_norm.kind": "none",
-        "model.pre_norm": False,
-        "model.post_norm": True,
-    },
-    "high-post-qk": {
-        "optim.lr": 0.1,
-        "model.qk_norm.kind": "rms",
-        "model.pre_norm": False,
-        "model.post_norm": True,
-    },
+    "high-post": {"optim.lr": 0.1, "model.qk_norm.kind": "none", "model.pre_norm": False, "model.post_norm": True},
+    "high-post-qk": {"optim.lr": 0.1, "model.qk_norm.kind": "rms", "model.pre_norm": False, "model.post_norm": True},
 }
 LABELS = {
     "mixed": "mixed, no QK-Norm",
@@ -137,11 +127,7 @@ def grid(planted: dict[str, Planted]) -> dict[str, Any]:
     """Return the grid of these arms as ablation.json stores it."""
     shown = [arm for arm in planted if arm.startswith("high")]
     arms = {
-        arm: {
-            "label": LABELS[arm],
-            "block": "shown" if arm in shown else "decided",
-            "set": SETTINGS[arm],
-        }
+        arm: {"label": LABELS[arm], "block": "shown" if arm in shown else "decided", "set": SETTINGS[arm]}
         for arm in planted
     }
     for arm in shown:
@@ -155,10 +141,7 @@ def grid(planted: dict[str, Planted]) -> dict[str, Any]:
         "report": {
             "hero": ["mixed", "mixed-qk", "image-off"],
             "command": "make demo",
-            "cannot_tell": [
-                "Anything about size: these are toy models on icon art.",
-                "What a <7B> run would do.",
-            ],
+            "cannot_tell": ["Anything about size: these are toy models on icon art.", "What a <7B> run would do."],
         },
     }
 
@@ -194,9 +177,7 @@ def write_demo(
     return folder
 
 
-def write_grid(
-    folder: Path, grid: dict[str, Any], runs: list[tuple[dict[str, Any], Planted, dict[str, Any]]]
-) -> Path:
+def write_grid(folder: Path, grid: dict[str, Any], runs: list[tuple[dict[str, Any], Planted, dict[str, Any]]]) -> Path:
     """Write an ablation with any grid. ``runs`` are tuples (entry without its folder, planted results, settings)."""
     entries: list[dict[str, Any]] = []
     for entry, planted, settings in runs:
@@ -210,12 +191,7 @@ def write_grid(
 
 
 def write_run(
-    path: Path,
-    planted: Planted,
-    seed: int = 0,
-    settings: dict | None = None,
-    id: str = "0" * 10,
-    unigram: bool = True,
+    path: Path, planted: Planted, seed: int = 0, settings: dict | None = None, id: str = "0" * 10, unigram: bool = True
 ) -> Path:
     """Write one run folder."""
     path.mkdir(parents=True)
@@ -285,9 +261,7 @@ def probe(planted: Planted, final: float, step: int, end: int) -> dict[str, floa
         for m in START:
             for key in START:
                 share = (1.0 if layer == 1 else 0.6) * (1.0 if m == key == "text" else 0.8)
-                line[f"attn_logit_absmax/{m}-{key}/layer{layer:02d}"] = (
-                    share * 3.0 ** (1 - late) * final**late
-                )
+                line[f"attn_logit_absmax/{m}-{key}/layer{layer:02d}"] = share * 3.0 ** (1 - late) * final**late
             line[f"attn_entropy/{m}/layer{layer:02d}"] = 3.2 - late * 0.2 * math.log(final) + 0.1 * layer
             for statistic, rate in (("q_norm", 0.5), ("k_norm", 0.45), ("v_norm", 0.1), ("resid_norm", 0.2)):
                 line[f"{statistic}/{m}/layer{layer:02d}"] = 4.0 * (final / 3) ** (rate * late) + layer

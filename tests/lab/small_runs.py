@@ -34,9 +34,7 @@ def small_run(
     text = "".join(json.dumps({"step": at, **lines[at]}) + "\n" for at in sorted(lines))
     (folder / "metrics.jsonl").write_text(text)
     last = max(lines) if step is None else step
-    (folder / "status.json").write_text(
-        json.dumps({"status": status, "step": last, "reason": "", "seconds": 1})
-    )
+    (folder / "status.json").write_text(json.dumps({"status": status, "step": last, "reason": "", "seconds": 1}))
     identity = {"seed": seed, "data": (config or {}).get("data") or {}}
     record = {"id": folder.name, "code": "c", "identity": identity, "details": {"config": config or {}}}
     (folder / "run.json").write_text(json.dumps(record))

@@ -54,9 +54,7 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
         line = {}
         for tag in rng.permutation(tags)[: rng.integers(1, 9)].tolist():
             what = rng.integers(0, 12)
-            line[tag] = {0: "nan", 1: "inf", 2: "-inf", 3: None, 4: "words", 5: [1.0]}.get(
-                what, float(rng.normal())
-            )
+            line[tag] = {0: "nan", 1: "inf", 2: "-inf", 3: None, 4: "words", 5: [1.0]}.get(what, float(rng.normal()))
             if what not in (3, 4, 5):
                 expected.setdefault(tag, {})[step] = float(line[tag])
         text.append(json.dumps({"step": step} | line))
@@ -73,9 +71,7 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
             file.write('{"step": 61, "t0": 3.')
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n", b"\xff\xfe\n", b"[1]\n", b'{"loss": 3}\n', b'{"step": "1"}\n']
-)
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe\n", b"[1]\n", b'{"loss": 3}\n', b'{"step": "1"}\n'])
 def test_files_without_a_line_of_numbers_are_noted(tmp_path, content):
     path = tmp_path / "x"
     path.mkdir()

@@ -34,9 +34,7 @@ PARTS: tuple[str, ...] = ("file_layer", "kills", "long_runs", "numbers")
 
 
 def commit() -> str:
-    return subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
 
 
 def soak(part: str, seed: int, count: int, out: Path, jobs: int) -> list[dict[str, Any]]:

@@ -31,9 +31,7 @@ def run_case(part: str, number: int, seed: int, seconds: float, shared: Path, wo
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(seconds)  # shows where a case hangs
     try:
-        outcome = importlib.import_module(f"tests.soak.{part}").case(
-            number, rng(seed, part, number), shared, work
-        )
+        outcome = importlib.import_module(f"tests.soak.{part}").case(number, rng(seed, part, number), shared, work)
         result = {"outcome": outcome}
     except BaseException:
         result = {"fault": traceback.format_exc()}

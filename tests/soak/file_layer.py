@@ -191,9 +191,7 @@ def prepare(shared: Path) -> None:
         assert in_child(lambda out=out, command=command, seen=seen: recorded(out, command, seen)) == 0  # type: ignore[misc]
         for operation, name, last in json.loads(seen.read_text()):
             for nth in sorted({round(i * last / (MOST - 1)) for i in range(MOST)}):
-                faults += [
-                    (scenario, kind, (operation, name), nth) for kind in KINDS if possible(kind, operation)
-                ]
+                faults += [(scenario, kind, (operation, name), nth) for kind in KINDS if possible(kind, operation)]
     (shared / "faults.json").write_text(json.dumps(faults))
 
 
@@ -237,16 +235,12 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
     faults = json.loads((shared / "faults.json").read_text())
     single = number < len(faults)
     scenario, *first = faults[number] if single else rng.choice(faults)
-    chain = (
-        [first] if single else [first, rng.choice([fault[1:] for fault in faults if fault[0] == scenario])]
-    )
+    chain = [first] if single else [first, rng.choice([fault[1:] for fault in faults if fault[0] == scenario])]
     command, out = commands(shared)[scenario], begin(scenario, shared, work / "out")
     log = Path(f"{work}.log")
     for kind, site, nth in chain:
         told, before = log.stat().st_size, status_of(out)
-        code = in_child(
-            lambda kind=kind, site=site, nth=nth: faulty(out, command, kind, (site[0], site[1]), nth, rng)
-        )  # type: ignore[misc]
+        code = in_child(lambda kind=kind, site=site, nth=nth: faulty(out, command, kind, (site[0], site[1]), nth, rng))  # type: ignore[misc]
         if code == -signal.SIGKILL:
             shutil.rmtree(out, ignore_errors=True)
             if (after := out.with_name(out.name + AFTER)).exists():

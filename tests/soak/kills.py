@@ -89,9 +89,7 @@ def prepare(shared: Path) -> None:
     grid(shared, shared / "grid").communicate()
 
 
-def in_child(
-    call: Callable[[], object], begun: Callable[[], bool] | None = None, kill_after: float = 0.0
-) -> bool:
+def in_child(call: Callable[[], object], begun: Callable[[], bool] | None = None, kill_after: float = 0.0) -> bool:
     """Call a function in a forked process, and return whether the process was killed. Fail if the process
     ended by itself with an exit code other than 0."""
     pid = os.fork()
@@ -111,9 +109,7 @@ def waited(pids: list[int], begun: Callable[[], bool] | None = None, kill_after:
     """Wait for all processes, and return whether one was killed. The last process is killed ``kill_after`` seconds
     after ``begun`` returns true; the others end by themselves."""
     if begun is not None:
-        while (
-            not begun() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        ):
+        while not begun() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.01)
         time.sleep(kill_after)
         with contextlib.suppress(ProcessLookupError):
@@ -190,9 +186,7 @@ def grid(shared: Path, out: Path) -> subprocess.Popen[bytes]:
         "name": "grid", "seeds": [1], "arms": {"a": {}, "b": {"set": {"optim.lr": 0.02}}}, "base": ["base.json"]
     }))  # fmt: skip
     fields = [part.removeprefix("--").partition("=") for part in (*BASE, *DIAL) if part != "--quiet"]
-    (shared / "base.json").write_text(
-        json.dumps({name: json.loads(_quoted(value)) for name, _, value in fields})
-    )
+    (shared / "base.json").write_text(json.dumps({name: json.loads(_quoted(value)) for name, _, value in fields}))
     return subprocess.Popen([sys.executable, "-m", "mmqk.ablate", "--config", path, "--jobs=2", f"--out={out}"],
                             stdout=subprocess.DEVNULL)  # fmt: skip
 
@@ -268,10 +262,7 @@ def compare(whole: Path, again: Path, tensorboard: bool = True) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in line.items() if k != "tokens_per_s"}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def equal(a: Any, b: Any) -> bool:

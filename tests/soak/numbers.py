@@ -22,15 +22,7 @@ from tests.soak.kills import BASE, DIAL
 CASES, QUICK, SECONDS = 400, 16, 60.0
 STEPS, EVERY = 8, 2
 VALUES = (math.nan, math.inf, -math.inf)
-MODULES = (
-    "attention.w_q",
-    "attention.w_k",
-    "attention.w_v",
-    "attention.w_o",
-    "mlp",
-    "mlp.w_up",
-    "attn_pre_norm",
-)
+MODULES = ("attention.w_q", "attention.w_k", "attention.w_v", "attention.w_o", "mlp", "mlp.w_up", "attn_pre_norm")
 SITES = ("activation", "loss", "gradient", "moment", "weight")
 
 
@@ -45,9 +37,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
     where = plant(site, step, bad, layer, rng)
     code = cli_main(main)([*BASE, *DIAL, *extra, "--checkpoint.keep=9", f"--out={out}"])
     status, told = read_status(out), f"{bad} in the {site} {where} at step {step} {extra}"
-    assert status is not None and code == EXIT_CODES["diverged"] and status.status == "diverged", (
-        f"{told}: {status}"
-    )
+    assert status is not None and code == EXIT_CODES["diverged"] and status.status == "diverged", f"{told}: {status}"
     assert step <= status.step <= step + 2, f"{told}: diverged at step {status.step}"
     assert any(word in status.reason for word in ("NaN", "nan", "inf")), f"{told}: {status.reason}"
     expected = {"activation": f"layer {layer}", "weight": "the weight ", "gradient": "gradient"}

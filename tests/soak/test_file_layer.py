@@ -17,9 +17,7 @@ from mmqk.store import write_atomic
 from tests.soak.file_layer import AFTER, Lying, in_child, judge, status_of
 from tests.soak.kills import equal
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files"
-)
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files")
 
 
 def in_place(path: Path, content: str) -> None:
@@ -64,13 +62,7 @@ def test_a_bad_end_is_known(tmp_path):
     good = "mmqk: metrics.jsonl cannot be read or written (No space left on device): fix that.\n"
     judge(1, "full disk", good, "report", tmp_path, None)
     judge(-signal.SIGKILL, "crash", "", "report", tmp_path, None)
-    for code, told in (
-        (1, "Traceback (most recent call last)"),
-        (1, ""),
-        (1, good * 2),
-        (99, good),
-        (0, "Traceback"),
-    ):
+    for code, told in ((1, "Traceback (most recent call last)"), (1, ""), (1, good * 2), (99, good), (0, "Traceback")):
         with pytest.raises(AssertionError):
             judge(code, "full disk", told, "report", tmp_path, None)
     with pytest.raises(AssertionError):

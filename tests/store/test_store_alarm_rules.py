@@ -14,14 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mmqk.store import (
-    Alarm,
-    AlarmRules,
-    alarms_of,
-    append_alarms,
-    read_alarms,
-    truncate_alarms,
-)
+from mmqk.store import Alarm, AlarmRules, alarms_of, append_alarms, read_alarms, truncate_alarms
 from mmqk.store.alarms import NAMES, Rise
 from mmqk.store.rules import Collapse, Growth, Spike, SpikeOfMedian, Stall
 
@@ -305,8 +298,7 @@ def test_a_calm_run_rings_at_most_once_over_ten_seeds():
     calm = 0
     for seed in range(10):
         lines = [
-            {k: v for k, v in line.items() if "image" not in k and math.isfinite(v)}
-            for line in eventful_run(480, seed)
+            {k: v for k, v in line.items() if "image" not in k and math.isfinite(v)} for line in eventful_run(480, seed)
         ]
         calm += len(alarms_of(lines, 100, 1200))
     assert calm <= 1

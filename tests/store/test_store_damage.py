@@ -36,10 +36,7 @@ def test_what_cannot_be_a_record_is_one_sentence_that_names_the_file(tmp_path, n
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
     path = tmp_path / "x.json"
-    makers = {
-        "Is a directory": path.mkdir,
-        "Too many levels of symbolic links": lambda: path.symlink_to(path),
-    }
+    makers = {"Is a directory": path.mkdir, "Too many levels of symbolic links": lambda: path.symlink_to(path)}
     for why, make in makers.items():
         make()
         with pytest.raises(DamagedFile) as refusal:
@@ -95,10 +92,6 @@ def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
     record["runs"][0]["folder"] = name
     (folder / "ablation.json").write_text(json.dumps(record))
     for command in (report.main, watch):
-        argv = (
-            ["--once", str(folder)]
-            if command is watch
-            else [str(folder), "--out", str(tmp_path / "page")]
-        )
+        argv = ["--once", str(folder)] if command is watch else [str(folder), "--out", str(tmp_path / "page")]
         assert cli_main(command)(argv) == 2
         assert "runs[0] is " in capsys.readouterr().err

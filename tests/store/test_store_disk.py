@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.store import (
-    MetricsWriter,
-    RunFolder,
-    read_metrics,
-    read_status,
-    write_folder,
-)
+from mmqk.store import MetricsWriter, RunFolder, read_metrics, read_status, write_folder
 from tests.faulty_disk import WRITES, Disk
 
 FILES = {"index.html": "page", "figures/a.png": b"picture", "figures/a.csv": "1,2"}

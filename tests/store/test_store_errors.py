@@ -33,9 +33,7 @@ def test_a_reader_that_goes_away_leaves_no_traceback(lines):
         "run_main(main)\n"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", f"import time; time.sleep(0.3)\n{code}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-c", f"import time; time.sleep(0.3)\n{code}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     child.stdout.close()
     assert child.stderr.read() == b""

@@ -43,7 +43,7 @@ def test_the_report_of_a_pack_is_that_of_the_folder(folder, packed, tmp_path):
     changed = tmp_path / "changed/demo"
     shutil.copytree(folder, changed)
     metrics = next(changed.glob("mixed-0*/seed0/metrics.jsonl"))
-    metrics.write_text(metrics.read_text().replace("absmax/text-text/layer00\": ", "absmax/text-text/layer00\": 9"))
+    metrics.write_text(metrics.read_text().replace('absmax/text-text/layer00": ', 'absmax/text-text/layer00": 9'))
     assert report([str(changed), "--out", str(tmp_path / "c")]) == 0
     assert files(tmp_path / "c") != files(tmp_path / "a")
 
@@ -120,9 +120,10 @@ def test_metrics_are_stored_as_columns_and_restored_byte_for_byte(folder, tmp_pa
     restored = unpacked(tmp_path / "demo.zip")
     for path in copy.rglob("metrics.jsonl"):
         assert (restored / path.relative_to(copy)).read_bytes() == path.read_bytes()
-    with zipfile.ZipFile(tmp_path / "demo.zip") as archive, tarfile.open(
-        fileobj=io.BytesIO(archive.read("runs.tar"))
-    ) as tar:
+    with (
+        zipfile.ZipFile(tmp_path / "demo.zip") as archive,
+        tarfile.open(fileobj=io.BytesIO(archive.read("runs.tar"))) as tar,
+    ):
         names = tar.getnames()
     as_lines = {name for name in names if name.endswith("metrics.jsonl")}
     assert second.relative_to(copy).as_posix() in as_lines and first.relative_to(copy).as_posix() not in as_lines

@@ -77,9 +77,7 @@ def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args):
         modality_BT = batch.ids_BT.roll(-1, 1) >= 305
         counts_M += torch.stack([(batch.target_mask_BT & (modality_BT == m)).sum() for m in (False, True)])
     found = data.targets(steps * config.batch_size)
-    assert found == pytest.approx(
-        dict(zip(("text", "image"), (counts_M / steps / 4).tolist(), strict=True)), rel=1e-6
-    )
+    assert found == pytest.approx(dict(zip(("text", "image"), (counts_M / steps / 4).tolist(), strict=True)), rel=1e-6)
     # The control: a different number of sequences has a different mean number of targets.
     assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)
 

@@ -16,9 +16,7 @@ from mmqk.training.ranks import _end_with
 from tests.training.gates import SECONDS, gone, pause, process, start, wait_for
 from tests.training.runs import WHOLE, same_run
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="needs /proc to check which processes run"
-)
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to check which processes run")
 
 SLOW = pytest.mark.slow  # what another case shows too
 

@@ -74,8 +74,7 @@ def test_with_batches_left_out_and_a_fork_of_the_fork(whole, order, tmp_path, mo
 def test_identity_and_refusals(whole, tmp_path):
     from_8 = f"--fork={checkpoint(whole, STEP)}"
     one, two, ranges, none = (
-        resolve([from_8, *given])
-        for given in (["--fork_skip=40,41"], ["--fork_skip=41,40"], ["--fork_skip=40-41"], [])
+        resolve([from_8, *given]) for given in (["--fork_skip=40,41"], ["--fork_skip=41,40"], ["--fork_skip=40-41"], [])
     )
     assert one.id == two.id == ranges.id != none.id
     assert "skip" not in none.identity["fork"] and one.identity["fork"]["skip"] == [40, 41]

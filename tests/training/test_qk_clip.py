@@ -104,14 +104,10 @@ def logits_by_head(model, batch) -> list[Tensor]:
     found: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad():
         model(
-            batch.ids_BT,
-            batch.modality_BT,
-            observer=lambda site, layer, x: found.__setitem__((site, layer), x.clone()),
+            batch.ids_BT, batch.modality_BT, observer=lambda site, layer, x: found.__setitem__((site, layer), x.clone())
         )
     layers = range(model.config.n_layers)
-    return [
-        (model.attn_scale_value * found["q", i] @ found["k", i].transpose(-1, -2)).transpose(0, 1) for i in layers
-    ]
+    return [(model.attn_scale_value * found["q", i] @ found["k", i].transpose(-1, -2)).transpose(0, 1) for i in layers]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -147,9 +147,7 @@ def test_a_spike_on_one_of_two_ranks_is_skipped_by_both(tiny_args, tmp_path):
         assert train([*args, f"--out={out}"], tmp_path / f"{name} log", spike=spike) == [0, 0]
         first, second = (torch.load(tmp_path / f"{name} log{rank}.weights") for rank in (0, 1))
         assert same(first, second)
-        before, after = (
-            torch.load(out / f"checkpoints/step000000{step}.ckpt", weights_only=True) for step in (70, 71)
-        )
+        before, after = (torch.load(out / f"checkpoints/step000000{step}.ckpt", weights_only=True) for step in (70, 71))
         equal = [torch.equal(before["state_dict"][f"model.{n}"], first[n]) for n in first]
         skipped = int(after["mmqk_guards"]["skip_step"]["skipped"])
         assert (all(equal), skipped) == ((True, 1) if spike else (False, 0)) and (spike or not any(equal))

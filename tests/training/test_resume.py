@@ -43,9 +43,7 @@ def straight(tiny_args, tmp_path_factory):
     return trained
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("one batch", 0), *((name, 4) for name in RUNS), ("one batch", 12)]
-)
+@pytest.mark.parametrize(("name", "step"), [("one batch", 0), *((name, 4) for name in RUNS), ("one batch", 12)])
 def test_resume_from_any_checkpoint_is_the_straight_run(straight, tmp_path, name, step):
     """At steps 4 and 12 a probe, a validation and a checkpoint coincide; a run killed at step 0 has no checkpoint,
     and at step 12 only the final status is missing."""

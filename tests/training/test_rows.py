@@ -131,10 +131,7 @@ def dense_rows(model: EarlyFusionTransformer, batch) -> list[RowStats]:
     return rows
 
 
-VARIANTS = {
-    "a cap": {"attn_softcap": 2.0},
-    "shared keys, windows": {"n_kv_heads": 2, "window": 3, "global_every": 2},
-}
+VARIANTS = {"a cap": {"attn_softcap": 2.0}, "shared keys, windows": {"n_kv_heads": 2, "window": 3, "global_every": 2}}
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

@@ -41,15 +41,7 @@ from mmqk.lab.grid.arms import (
     read_lr,
     read_yaml,
 )  # fmt: skip
-from mmqk.lab.grid.claims import (
-    Names,
-    Report,
-    as_list,
-    check_arms,
-    check_directions,
-    check_report,
-    read_claims,
-)
+from mmqk.lab.grid.claims import Names, Report, as_list, check_arms, check_directions, check_report, read_claims
 from mmqk.model.ranges import MOST_SEED, check_fields, number
 from mmqk.store import UserError, canonical, named_config
 
@@ -319,9 +311,7 @@ def _joined_claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
         for claim in grid.raw.get("claims") or []:
             old = claims.setdefault(claim["id"], {**claim, "grid": grid.name})
             if {**claim, "grid": ""} != {**old, "grid": ""}:
-                raise UserError(
-                    f"{grid.path}: claim {claim['id']} differs from the one in {old['grid']}: rename one"
-                )
+                raise UserError(f"{grid.path}: claim {claim['id']} differs from the one in {old['grid']}: rename one")
     return list(claims.values())
 
 

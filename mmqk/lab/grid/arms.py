@@ -12,16 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from mmqk.model.ranges import (
-    LARGEST,
-    MOST_SEED,
-    MOST_STEPS,
-    SMALLEST,
-    check_fields,
-    decimal_numbers,
-    number,
-    ranged,
-)
+from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, decimal_numbers, number, ranged
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")
@@ -348,9 +339,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the fields as arguments of a command line."""
-    return tuple(
-        f"--{k}={v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in fields.items()
-    )
+    return tuple(f"--{k}={v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in fields.items())
 
 
 def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:

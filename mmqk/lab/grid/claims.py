@@ -17,11 +17,7 @@ from mmqk.store import UserError, identity_hash
 
 # Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the
 # page.
-CHECKS = {
-    "learned": "modalities learned",
-    "declared": "arms differ only as declared",
-    "seeds": "enough seeds",
-}
+CHECKS = {"learned": "modalities learned", "declared": "arms differ only as declared", "seeds": "enough seeds"}
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 # Fields that name another claim, whose verdict must be computed first.
@@ -201,9 +197,7 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         check_arms([name for name in (claim.treatment, claim.control, *claim.arms) if name], arms, where)
         for other in claim.leans_on:
             if other not in ids or other == claim.id:
-                raise UserError(
-                    f"{where} refers to {other!r}, which is not another claim of this grid: name one"
-                )
+                raise UserError(f"{where} refers to {other!r}, which is not another claim of this grid: name one")
     return tuple(claims)
 
 
@@ -214,9 +208,7 @@ def check_directions(claims: Sequence[Claim], values: Sequence[Any], default: An
     only be "greater", the direction that the hash of a claim without one stands for.
     """
     if default not in (None, "greater"):
-        raise UserError(
-            f"{path}: direction is {default!r}: give 'greater' here, and 'less' in the claims that test it"
-        )
+        raise UserError(f"{path}: direction is {default!r}: give 'greater' here, and 'less' in the claims that test it")
     for claim, value in zip(claims, values, strict=True):
         compares = claim.decided and claim.treatment and claim.test in ("superiority", "count")
         if compares and default is None and "direction" not in value:

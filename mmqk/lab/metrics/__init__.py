@@ -96,10 +96,7 @@ class FamilyMetric(_Quantity):
     of_rates: bool = False
 
     def measured(
-        self,
-        runs: Sequence[Run],
-        modality: str | None = None,
-        planned: Collection[Mapping[str, Any]] = (),
+        self, runs: Sequence[Run], modality: str | None = None, planned: Collection[Mapping[str, Any]] = ()
     ) -> Measured:
         """Return the number, or NaN with the reason.
 

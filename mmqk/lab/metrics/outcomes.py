@@ -21,12 +21,7 @@ from mmqk.store import DivergenceRule
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1
 # Modalities of each kind of sequence in data.mix; the other kinds (dial, tokens) can have any modalities.
-MODALITIES_OF = {
-    "pair": ("text", "image"),
-    "text": ("text",),
-    "image": ("image",),
-    "interleaved": ("text", "image"),
-}
+MODALITIES_OF = {"pair": ("text", "image"), "text": ("text",), "image": ("image",), "interleaved": ("text", "image")}
 
 
 @dataclass(frozen=True)

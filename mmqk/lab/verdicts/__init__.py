@@ -155,9 +155,7 @@ def _named_controls(
             checks.append(Check(f"{name} {other}", not why, why or verdict.verdict))
         elif other in assessed:
             checks.append(Check(f"{name} {other}", False, f"it depends on {claim.id} in turn"))
-        checks += [
-            reaches(study, c, name, positive) for c in study.claims if c.id == other and c.status == "control"
-        ]
+        checks += [reaches(study, c, name, positive) for c in study.claims if c.id == other and c.status == "control"]
     return checks
 
 

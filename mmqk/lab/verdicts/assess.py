@@ -149,9 +149,7 @@ def assess(compared: Compared) -> Verdict:
     table = measure(compared.groups, claim.metric)
     verdict = replace(verdict, medians={n: middle(table["raw"][table["group"] == n]) for n in compared.groups})
     bounds = table["group"][table["towards"] != 0].value_counts(sort=False)
-    notes = [
-        say("bound", runs=plural(n, "run"), arm=compared.groups[str(name)].label) for name, n in bounds.items()
-    ]
+    notes = [say("bound", runs=plural(n, "run"), arm=compared.groups[str(name)].label) for name, n in bounds.items()]
     treatment, control = by_seed(table, claim.treatment), by_seed(table, claim.control)
     if not claim.decided:
         checks = tuple(filter(None, [within_bound(compared.runs)]))

@@ -34,8 +34,7 @@ def unequal(a: RunConfig, b: RunConfig) -> set[str]:
     return {
         name
         for name in flat_a.keys() | flat_b.keys()
-        if flat_a.get(name, absent) != flat_b.get(name, absent)
-        and {} not in (flat_a.get(name), flat_b.get(name))
+        if flat_a.get(name, absent) != flat_b.get(name, absent) and {} not in (flat_a.get(name), flat_b.get(name))
     }
 
 

@@ -16,10 +16,7 @@ from tests.lab.grid.resolved import ROOT, decidable_claims
 
 FOLDER = ROOT / "configs/claims"
 NAMES = ("learning_rates", "modalities", "placement", "competition")
-GRIDS = {
-    "cpu": [FOLDER / f"{name}.yaml" for name in NAMES],
-    "gpu": [FOLDER / f"gpu/{name}.yaml" for name in NAMES[:3]],
-}
+GRIDS = {"cpu": [FOLDER / f"{name}.yaml" for name in NAMES], "gpu": [FOLDER / f"gpu/{name}.yaml" for name in NAMES[:3]]}
 EVERY = {f"C{i}" for i in range(1, 27)}
 # The grids outside the two pools.
 OTHERS = (
@@ -36,9 +33,7 @@ def pools() -> dict[str, Grid]:
 
 @pytest.mark.parametrize("scale", GRIDS)
 def test_every_claim_is_registered_once(scale):
-    registered = Counter(
-        claim["id"] for path in GRIDS[scale] for claim in yaml.safe_load(path.read_text())["claims"]
-    )
+    registered = Counter(claim["id"] for path in GRIDS[scale] for claim in yaml.safe_load(path.read_text())["claims"])
     assert {id for id in registered if re.fullmatch(r"C\d+", id)} == EVERY
     assert set(registered.values()) == {1}
     assert sorted(GRIDS["gpu"]) == sorted((FOLDER / "gpu").glob("*.yaml"))

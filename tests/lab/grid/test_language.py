@@ -144,12 +144,7 @@ def test_axes_are_crossed_with_every_arm_and_seed(load):
         "  own: {axes: {model.n_layers: [2, 4]}, set: {model.d_model: 8}}\n"
     )
     wanted = {
-        (
-            f"plain-lr{lr}-pre_norm{str(pre).lower()}",
-            seed,
-            "plain",
-            (("optim.lr", lr), ("model.pre_norm", pre)),
-        )
+        (f"plain-lr{lr}-pre_norm{str(pre).lower()}", seed, "plain", (("optim.lr", lr), ("model.pre_norm", pre)))
         for lr, pre, seed in itertools.product((0.003, 0.01), (True, False), (3, 5))
     }
     wanted |= {("flat", seed, "flat", ()) for seed in (3, 5)}
@@ -180,8 +175,7 @@ def test_an_axis_may_be_groups_of_fields_and_names_stay_distinct(load):
 
 def test_a_learning_rate_of_its_own_is_chosen_first_on_other_seeds(load):
     grid = load(
-        HEAD
-        + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.1, 0.01], seeds: [8, 9], metric: final_loss/text}\n"
+        HEAD + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.1, 0.01], seeds: [8, 9], metric: final_loss/text}\n"
         "axes: {model.n_layers: [2, 4]}\narms: {plain: {}, qk: {}}\n"
     )
     choosing = [job for job in grid.jobs if job.role == "selection"]
@@ -259,9 +253,7 @@ def test_a_written_key_overrides_a_merged_one(load):
 
 
 def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
-    load(
-        HEAD + "seeds: [1]\narms: {a: , b: {set: {x: 1}}}\nclaims: [{id: A, arms: [a]}]\nreport: {hero: [a]}"
-    )
+    load(HEAD + "seeds: [1]\narms: {a: , b: {set: {x: 1}}}\nclaims: [{id: A, arms: [a]}]\nreport: {hero: [a]}")
     other = HEAD.replace("toy", "two") + "seeds: [1, 2]\narms: {a: , c: {set: {x: 2}}}\n"
     load(other + "claims: [{id: B, arms: [c]}]\nreport: {hero: [c, a], command: make it}", "two")
     grid = load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"])
@@ -271,10 +263,7 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
         ("c", (1, 2)),
     ]
     assert len(grid.jobs) == 5
-    assert grid.raw["claims"] == [
-        {"id": "A", "arms": ["a"], "grid": "toy"},
-        {"id": "B", "arms": ["c"], "grid": "two"},
-    ]
+    assert grid.raw["claims"] == [{"id": "A", "arms": ["a"], "grid": "toy"}, {"id": "B", "arms": ["c"], "grid": "two"}]
     assert grid.raw["report"] == {"hero": ["a", "c"], "command": "make it"}
     assert json.loads(json.dumps(grid.raw)) == grid.raw
     # An arm without a block gets the name of its grid, so that seed spreads are not pooled over grids.

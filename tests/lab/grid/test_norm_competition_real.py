@@ -29,11 +29,7 @@ def per_sequence():
     followed by one special token.
     """
     beside, alone = mean_caption(60), mean_caption(126)
-    return {
-        "text": 0.75 * (beside + 3) + 0.25 * 127,
-        "image": 0.75 * 64,
-        "captions": 0.75 * (alone + 1) + 0.25 * 127,
-    }
+    return {"text": 0.75 * (beside + 3) + 0.25 * 127, "image": 0.75 * 64, "captions": 0.75 * (alone + 1) + 0.25 * 127}
 
 
 def test_matched_targets_are_counted_in_the_data(study, per_sequence):

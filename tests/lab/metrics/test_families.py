@@ -15,10 +15,7 @@ def ended(path, rate, final, *, initial=7.0, excess=None, image=None, status="co
     if status == "completed":
         series["val_loss/text"] = {steps: final}
     if excess is not None:
-        series |= {
-            "excess/text": [excess[0]] + [excess[1]] * (stop - 1),
-            "val_excess/text": {steps: excess[1]},
-        }
+        series |= {"excess/text": [excess[0]] + [excess[1]] * (stop - 1), "val_excess/text": {steps: excess[1]}}
     if image is not None:
         series |= {"loss/image": [image[0]] + [image[1]] * (stop - 1), "val_loss/image": {steps: image[1]}}
     cfg = config(steps, 0, rate, **more)
@@ -44,9 +41,7 @@ def test_lr_sensitivity_by_hand(tmp_path):
         assert value(name, runs).value == pytest.approx((0.5 + 0 + 3.5 + 4.5) / 4)
     # A final loss above the loss at initialization is clipped too, finite or not.
     (tmp_path / "more").mkdir()
-    assert value("lr_sensitivity", [*runs[1:3], ended(tmp_path / "more", 0.3, 50.0)]).value == pytest.approx(
-        5 / 3
-    )
+    assert value("lr_sensitivity", [*runs[1:3], ended(tmp_path / "more", 0.3, 50.0)]).value == pytest.approx(5 / 3)
     # The control: the same loss at every learning rate.
     flat = [ended(tmp_path / "flat", rate, 3.0) for rate in (0.01, 0.1)]
     assert value("lr_sensitivity", flat).value == 0
@@ -55,10 +50,7 @@ def test_lr_sensitivity_by_hand(tmp_path):
 def test_lr_sensitivity_clips_the_excess_where_every_run_has_one(tmp_path):
     # The second run ends with a loss of 6.8, below the initial loss of 7. Its excess loss ends at 4.3, above the
     # initial excess loss of 4.2, because the floor differs between batches. So only its excess loss is clipped.
-    runs = [
-        ended(tmp_path, 0.01, 3.0, excess=(4.2, 0.5)),
-        ended(tmp_path, 0.1, 6.8, excess=(4.2, 4.3)),
-    ]
+    runs = [ended(tmp_path, 0.01, 3.0, excess=(4.2, 0.5)), ended(tmp_path, 0.1, 6.8, excess=(4.2, 4.3))]
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.7) / 2)
     runs[1] = ended(tmp_path / "b", 0.1, 6.8)  # this run has no excess loss, so both use the loss
     assert value("lr_sensitivity/text", runs).value == pytest.approx((0 + 3.8) / 2)

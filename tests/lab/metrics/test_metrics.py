@@ -105,8 +105,7 @@ def test_a_last_value_that_is_not_finite_is_worst_whatever_came_before(tmp_path,
     # The control: followed by two finite probes, the value is one outlier among the last three.
     for step in (206, 207):
         run = append(
-            tmp_path,
-            f'{{"step": {step}, "attn_logit_absmax/text-text/layer00": 7, "attn_entropy/text/layer00": 2}}',
+            tmp_path, f'{{"step": {step}, "attn_logit_absmax/text-text/layer00": 7, "attn_entropy/text/layer00": 2}}'
         )
     assert largest_attention_logit(run) == 7 and METRICS["attention_entropy"].measure(run, "text") == 2
 
@@ -177,12 +176,7 @@ def test_a_modality_without_a_loss_is_not_trained(tmp_path):
 def test_norms_weigh_layers_and_modalities_alike(tmp_path):
     path = tmp_path / "x"
     path.mkdir()
-    tags = {
-        "q_norm/text/layer00": 1,
-        "q_norm/text/layer01": 3,
-        "q_norm/image/layer00": 5,
-        "q_norm/image/layer01": 7,
-    }
+    tags = {"q_norm/text/layer00": 1, "q_norm/text/layer01": 3, "q_norm/image/layer00": 5, "q_norm/image/layer01": 7}
     (path / "metrics.jsonl").write_text(json.dumps({"step": 1} | tags) + "\n")
     run = read_runs(tmp_path)[0]
     assert METRICS["q_norm"].measure(run, None) == 4 and METRICS["q_norm"].measure(run, "image") == 6

@@ -56,11 +56,7 @@ def test_excess_is_used_where_it_is_known(tmp_path):
     runs = []
     for name, loss, excess in (("a", 3.0, 0.5), ("b", 3.3, 0.52), ("c", 3.0, 0.7)):
         series = {"loss/text": [7.0] + [loss] * 99, "excess/text": [4.5] + [excess] * 99}
-        series |= {
-            "val_loss/text": {100: loss},
-            "val_excess/text": {100: excess},
-            "val_unigram/text": {0: 6.0},
-        }
+        series |= {"val_loss/text": {100: loss}, "val_excess/text": {100: excess}, "val_unigram/text": {0: 6.0}}
         runs.append(small_run(tmp_path / name, series, config=config(100, data=DATA)))
     assert [one.kind for one in outcomes(runs)] == ["well", "well", "stalled"]
 
@@ -77,14 +73,8 @@ def grown(path, rates, steps=1000, warmup=0, **more):
 
 
 def test_slopes_by_modality_are_the_planted_ones(tmp_path):
-    run = grown(
-        tmp_path / "x", {"q_norm/text/layer00": 0.4, "q_norm/image/layer00": -0.3, "final_norm/image": 1.5}
-    )
-    for name, rate in (
-        ("q_norm_slope/text", 0.4),
-        ("q_norm_slope/image", -0.3),
-        ("final_norm_slope/image", 1.5),
-    ):
+    run = grown(tmp_path / "x", {"q_norm/text/layer00": 0.4, "q_norm/image/layer00": -0.3, "final_norm/image": 1.5})
+    for name, rate in (("q_norm_slope/text", 0.4), ("q_norm_slope/image", -0.3), ("final_norm_slope/image", 1.5)):
         metric, modality = find_metric(name)
         assert metric.measure(run, modality) == pytest.approx(rate)
         assert metric.worst_seen(run, modality) == pytest.approx(rate)

@@ -83,9 +83,7 @@ def test_it_agrees_with_a_brute_force_search(tmp_path):
 
     draw = random.Random(0)
     values = {(layer, step): draw.lognormvariate(0, 0.6) for layer in range(40) for step in STEPS}
-    series = {
-        f"k_norm__text__layer{layer:02d}": (lambda step, layer=layer: values[layer, step]) for layer in range(40)
-    }
+    series = {f"k_norm__text__layer{layer:02d}": (lambda step, layer=layer: values[layer, step]) for layer in range(40)}
     expected = set()
     for layer in range(40):
         start = values[layer, 40]
@@ -186,8 +184,7 @@ def run_with(folder, parts):
     """Return a run with two layers; ``parts`` are the log power of q, the log power of k and the log alignment."""
     names = ("logit_q_power", "logit_k_power", "logit_alignment")
     return small_run(
-        folder,
-        {f"{n}/text-image/layer0{i}": [x] * 3 for n, x in zip(names, parts, strict=True) for i in (0, 1)},
+        folder, {f"{n}/text-image/layer0{i}": [x] * 3 for n, x in zip(names, parts, strict=True) for i in (0, 1)}
     )
 
 

@@ -15,10 +15,7 @@ BLOCKS = {"text": 20, "image": 12}
 
 def sized(path, model, rate=0.01, logit=10.0, step=20, status="completed", **more):
     probes = {0: 1.0, step: logit, 100: 3 * logit}
-    series = {
-        "attn_logit_absmax/text-text/layer00": probes,
-        "attn_logit_absmax/text-text/layer01": {step: 1e6},
-    }
+    series = {"attn_logit_absmax/text-text/layer00": probes, "attn_logit_absmax/text-text/layer01": {step: 1e6}}
     series["loss/text"] = [3.0] * 100
     cfg = config(100, 0, rate, model=model, **more)
     return small_run(path, series, status=status, config=cfg)
@@ -90,12 +87,8 @@ def test_what_cannot_be_extrapolated_is_named(tmp_path):
 
     assert "the model sizes are too few (3): the fit needs 3, and the prediction one more" in why(runs[:3])
     assert "two runs have" in why([*runs, sized(tmp_path / "twice", SIZES[0])])
-    assert "a smaller model is not finite" in why(
-        [sized(tmp_path / "n", SIZES[0], logit=math.nan), *runs[1:]]
-    )
-    assert "largest model's logit is not finite" in why(
-        [*runs[:4], sized(tmp_path / "i", SIZES[4], logit=math.inf)]
-    )
+    assert "a smaller model is not finite" in why([sized(tmp_path / "n", SIZES[0], logit=math.nan), *runs[1:]])
+    assert "largest model's logit is not finite" in why([*runs[:4], sized(tmp_path / "i", SIZES[4], logit=math.inf)])
 
 
 def test_quadratic_is_least_squares_in_logs():

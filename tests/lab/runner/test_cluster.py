@@ -70,9 +70,7 @@ def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
     )
     (tmp_path / "both.py").write_text(code)
     both = [
-        subprocess.Popen(
-            [sys.executable, "both.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "both.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     said = [process.communicate() for process in both]
@@ -92,15 +90,11 @@ def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(
     import fake_train
 
     identity = fake_train.identity_of("finish", 0)
-    task = Task(
-        "finish", 0, ("--act", "finish", "--seed", "0"), tmp_path / "x/seed0", identity_hash(identity), 4
-    )
+    task = Task("finish", 0, ("--act", "finish", "--seed", "0"), tmp_path / "x/seed0", identity_hash(identity), 4)
     held = RunFolder.open(task.folder, identity, {})
     real, asked = pools.is_locked, []
     # At the first check, report the folder as free.
-    monkeypatch.setattr(
-        pools, "is_locked", lambda folder: asked.append(folder) or (len(asked) > 1 and real(folder))
-    )
+    monkeypatch.setattr(pools, "is_locked", lambda folder: asked.append(folder) or (len(asked) > 1 and real(folder)))
     seen = []
 
     def tick(pool):
@@ -129,9 +123,7 @@ def test_minutes_stop_the_runs_in_order_and_the_next_call_goes_on(world, tmp_pat
 
 def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
     monkeypatch.setattr(ablate, "gpus", lambda: ("3", "5"))
-    grid = (
-        HEAD + "arms: {a: {set: {act: hang, size: 2}}, b: {set: {act: hang, size: 3}}, c: {set: {size: 4}}}\n"
-    )
+    grid = HEAD + "arms: {a: {set: {act: hang, size: 2}}, b: {set: {act: hang, size: 3}}, c: {set: {size: 4}}}\n"
     seen = []
 
     def tick(pool):
@@ -152,12 +144,7 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
 
 
 def test_gpus_are_those_of_the_scheduler(monkeypatch):
-    for given, found in (
-        ("2, 0", ("2", "0")),
-        ("", ()),
-        ("-1", ()),
-        ("MIG-1a/2,MIG-3", ("MIG-1a/2", "MIG-3")),
-    ):
+    for given, found in (("2, 0", ("2", "0")), ("", ()), ("-1", ()), ("MIG-1a/2,MIG-3", ("MIG-1a/2", "MIG-3"))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         assert gpus() == found
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

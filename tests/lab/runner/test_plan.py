@@ -26,8 +26,7 @@ def identity_of(out, run):
 
 
 BEST = (
-    HEAD
-    + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.01, 0.05, 0.2], seeds: [5], metric: final_loss/text}\n"
+    HEAD + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.01, 0.05, 0.2], seeds: [5], metric: final_loss/text}\n"
     "arms:\n  plain: {}\n  wild: {set: {act: diverge}}\n  late: {fork: {arm: plain, step: 2}, set: {size: 2}}\n"
 )
 
@@ -49,11 +48,7 @@ def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(wo
     assert runs["plain-lr0.2", 5]["point"] == {"optim.lr": 0.2} and runs["plain", 1]["point"] == {}
     [plain, _] = record["lr"]
     assert (plain["arm"], plain["lr"]) == ("plain", 0.04)
-    assert plain["values"] == {
-        "0.01": pytest.approx(5.02),
-        "0.04": pytest.approx(5.01),
-        "0.2": pytest.approx(5.17),
-    }
+    assert plain["values"] == {"0.01": pytest.approx(5.02), "0.04": pytest.approx(5.01), "0.2": pytest.approx(5.17)}
     # The control: no run is both a selection run and a verdict run.
     assert not {r["folder"] for r in runs.values() if r["role"] == "selection"} & {
         r["folder"] for r in runs.values() if r["role"] == "verdict"
@@ -109,10 +104,7 @@ def test_forks_begin_when_their_parents_are_there(world, tmp_path, capsys):
     assert (fork["parent"], fork["step"], fork["noise"]) == (late["id"], 4, 1e-6)
     for run in (plain, late, later):
         assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], "the id was known before the run"
-    assert [line["step"] for line in map(json.loads, (out / later["folder"] / "metrics.jsonl").open())] == [
-        5,
-        6,
-    ]
+    assert [line["step"] for line in map(json.loads, (out / later["folder"] / "metrics.jsonl").open())] == [5, 6]
     capsys.readouterr()
     assert world(grid=FORKS) == 0
     assert "3 runs in runs/toy, 0 to train" in capsys.readouterr().out
@@ -154,9 +146,7 @@ def test_a_fork_waits_for_a_parent_that_failed_and_the_exit_code_says_so(world, 
 def test_a_fork_of_a_checkpoint_has_the_seed_that_is_in_it(world, tmp_path):
     assert world(grid=FORKS.replace("seeds: [1]", "seeds: [7]")) == 0
     _, runs = record_of(tmp_path / "runs/toy")
-    shutil.copy(
-        tmp_path / "runs/toy" / runs["plain", 7]["folder"] / "checkpoints/step00000003.ckpt", tmp_path
-    )
+    shutil.copy(tmp_path / "runs/toy" / runs["plain", 7]["folder"] / "checkpoints/step00000003.ckpt", tmp_path)
     grid = HEAD + "arms: {goes: {fork: {checkpoint: step00000003.ckpt}, set: {size: 2}}}\n"
     assert world("--out", "b", grid=grid) == 0
     _, others = record_of(tmp_path / "b")
@@ -166,10 +156,7 @@ def test_a_fork_of_a_checkpoint_has_the_seed_that_is_in_it(world, tmp_path):
 
 def test_grids_share_the_runs_that_they_have_in_common(world, tmp_path, capsys):
     one = HEAD + "seeds: [1]\narms: {plain: {set: {size: 2}}, odd: {set: {size: 3}}}\n"
-    two = (
-        HEAD.replace("toy", "two")
-        + "seeds: [1, 2]\narms: {alias: {set: {size: 2}}, more: {set: {size: 4}}}\n"
-    )
+    two = HEAD.replace("toy", "two") + "seeds: [1, 2]\narms: {alias: {set: {size: 2}}, more: {set: {size: 4}}}\n"
     assert world("--out", "both", grid=one, two=two) == 0
     record, runs = record_of(tmp_path / "both")
     assert record["name"] == "toy+two"
@@ -188,10 +175,7 @@ def test_a_plan_depends_on_the_disk_alone(world, tmp_path):
     world("--dry-run", grid=FORKS)
     grid, out = load_grids(["toy.yaml"]), tmp_path / "x"
     first = plan(grid, out, Resolver())
-    assert [t.arm for t in first.tasks] == ["plain"] and {t.arm for t in first.waiting} == {
-        "late",
-        "later",
-    }
+    assert [t.arm for t in first.tasks] == ["plain"] and {t.arm for t in first.waiting} == {"late", "later"}
     assert first == plan(grid, out, Resolver()) and not out.exists()
     assert world("--out", "x", grid=FORKS) == 0
     last = plan(grid, out, Resolver())

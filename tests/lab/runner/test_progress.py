@@ -1,4 +1,3 @@
-
 import pytest
 
 from mmqk.lab.runner.pool import Task, TaskOutcome, standing

@@ -47,9 +47,7 @@ def grid(tmp_path):
 def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_path):
     """Check against a known answer: the losses of a fork without a change equal those of its parent, bit for bit."""
     arguments = ["--config", str(grid), "--out", str(tmp_path / "out"), "--jobs", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Threads:\t1\n" in done.stdout, "the server that forks the runs must have a single thread"
     runs = {run["arm"]: run for run in json.loads((tmp_path / "out/ablation.json").read_text())["runs"]}

@@ -66,16 +66,10 @@ REFUSED = {
 ACCEPTED = {
     "plain": ([CLAIM], {"report": {"headline": "C"}}),
     "without a control it can be supported": ([CLAIM | {"status": "exploratory"}], {}),
-    "one seed beside an arm of three": (
-        [CLAIM],
-        {"arms": ARMS | {"a": {"set": {"size": 1}, "seeds": [1]}}},
-    ),
+    "one seed beside an arm of three": ([CLAIM], {"arms": ARMS | {"a": {"set": {"size": 1}, "seeds": [1]}}}),
     "no difference": ([CLAIM | SAME, CHECK], {}),
     "no difference, leaning on an effect": ([CLAIM | SAME | {"positive_control": "O"}, OTHER], {}),
-    "a ring of positive controls": (
-        [CLAIM | {"positive_control": "O"}, OTHER | {"positive_control": "C"}],
-        {},
-    ),
+    "a ring of positive controls": ([CLAIM | {"positive_control": "O"}, OTHER | {"positive_control": "C"}], {}),
     "checks": ([CLAIM | {"manipulation_check": "O", "negative_control": "P"}, OTHER, CHECK], {}),
     "counts": ([CLAIM | {"test": "count"}], {"seeds": range(1, 7)}),
     "two points of a family": (

@@ -12,14 +12,7 @@ from mmqk.store import UserError
 from tests.lab.fake_runs import Planted, write_grid
 
 POSITIVE = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
-BASIC = {
-    "id": "C",
-    "statement": "more",
-    "treatment": "a",
-    "control": "b",
-    "min_effect": 0.2,
-    "positive_control": "P",
-}
+BASIC = {"id": "C", "statement": "more", "treatment": "a", "control": "b", "min_effect": 0.2, "positive_control": "P"}
 
 
 def study(tmp_path, arms, claims, seeds=range(6), lr=None, more=()):
@@ -105,8 +98,7 @@ def failing(count):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "size", "verdict"),
-    [(6, 0, 0.2, "reproduced"), (6, 0, 0.6, "inconclusive"), (4, 1, 0.2, "inconclusive")],
+    ("a", "b", "size", "verdict"), [(6, 0, 0.2, "reproduced"), (6, 0, 0.6, "inconclusive"), (4, 1, 0.2, "inconclusive")]
 )
 def test_more_runs_diverge(tmp_path, a, b, size, verdict):
     found = one(tmp_path, {"a": failing(a), "b": failing(b)}, [COUNT | {"min_effect": size}])
@@ -234,11 +226,7 @@ def test_a_failed_manipulation_decides_neither_way(tmp_path, ratio):
 
 @pytest.mark.parametrize(
     ("registered", "verdict"),
-    [
-        ({"seeds": 6}, "reproduced"),
-        ({"seeds": 8}, "inconclusive"),
-        ({"seeds": 4}, "inconclusive"),
-    ],
+    [({"seeds": 6}, "reproduced"), ({"seeds": 8}, "inconclusive"), ({"seeds": 4}, "inconclusive")],
 )
 def test_seeds_are_those_that_were_registered(tmp_path, registered, verdict):
     found = one(tmp_path, {"a": Planted(20), "b": Planted(10)}, [BASIC | registered])
@@ -285,5 +273,3 @@ def test_a_claim_that_does_not_show_its_effect_is_no_control(tmp_path, violation
     assert shown.verdict == "reproduced" and passed(shown)[f"{use.replace('_', ' ')} N"]
     found = one(tmp_path / "violated", ARMS, [same, SHOWS | violation])
     assert found.verdict == "inconclusive" and not passed(found)[f"{use.replace('_', ' ')} N"]
-
-

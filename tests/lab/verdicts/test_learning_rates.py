@@ -35,18 +35,10 @@ def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RAT
                 runs.append((entry, planted(1000.0 if arm == "b" else 1.0, loss + 0.002 * seed), {"optim.lr": rate}))
         best = (ran or {}).get(arm, rates[int(np.argmin(losses))])
         runs += [
-            (
-                {"arm": arm, "family": arm, "seed": seed},
-                planted(logit, min(losses) + 0.001 * seed),
-                {"optim.lr": best},
-            )
+            ({"arm": arm, "family": arm, "seed": seed}, planted(logit, min(losses) + 0.001 * seed), {"optim.lr": best})
             for seed in range(6)
         ]
-    grid = {
-        "arms": {"a": {}, "b": {}},
-        "claims": [claim],
-        "lr": {"rule": "own_best", "metric": "final_excess"},
-    }
+    grid = {"arms": {"a": {}, "b": {}}, "claims": [claim], "lr": {"rule": "own_best", "metric": "final_excess"}}
     return judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
 
 
@@ -84,13 +76,7 @@ def test_runs_at_another_rate_than_the_best_leave_it_open(tmp_path):
 
 def test_the_mean_of_what_is_trained_chooses_and_a_divergence_is_worst(tmp_path):
     def tried(rate, excess, **more):
-        entry = {
-            "arm": f"a-{rate}",
-            "family": "a",
-            "seed": 0,
-            "role": "selection",
-            "point": {"optim.lr": rate},
-        }
+        entry = {"arm": f"a-{rate}", "family": "a", "seed": 0, "role": "selection", "point": {"optim.lr": rate}}
         return entry, Planted(1.0, excess=dict(zip(("text", "image"), excess, strict=True)), **more), {}
 
     runs = [tried(0.1, (0.2, 0.2)), tried(0.2, (0.1, 0.28)), tried(0.4, (0.01, 0.01), diverges=150)]

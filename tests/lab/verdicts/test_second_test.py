@@ -100,5 +100,3 @@ def test_it_lowers_the_rate_of_false_verdicts_and_keeps_power(second):
     assert second.shares(second.NORMAL, 6, draws, spread=1)[1] < 0.06
     alone, two = second.shares(second.NORMAL, 6, draws, shift=second.beyond(6, 0.95), spread=1)
     assert two > 0.82 and alone - two < 0.08
-
-

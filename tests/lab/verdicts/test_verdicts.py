@@ -40,9 +40,8 @@ def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
     found = verdicts(tmp_path)["C2"]
     assert found.verdict == "reproduced"
     assert found.effect.value == pytest.approx(math.log(60 / 8.5))
-    assert (
-        found.effect.df == 6
-        and "Standard deviation over seeds by arm: 0.12, 0.12, 0.12; pooled: 0.12" in " ".join(found.notes)
+    assert found.effect.df == 6 and "Standard deviation over seeds by arm: 0.12, 0.12, 0.12; pooled: 0.12" in " ".join(
+        found.notes
     )
     half = 2.4469 * 0.12 * math.sqrt(2 / 3)
     assert found.effect.low == pytest.approx(found.effect.value - half, abs=1e-4)
