@@ -82,6 +82,7 @@ WHEN = {
     "parameters": "with `monitor.parameters`",
     "second moment": "with `monitor.second_moment`",
     "agreement": "with `monitor.gradient_agreement`",
+    "sharpness": "with `monitor.sharpness`",
     "budget": "with `monitor.budget_every_n_steps`",
 }
 
@@ -357,6 +358,13 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(("update_ratio/PARAMETER",),
             "RMS of the update / RMS of the parameter", "–", UNKNOWN,
             "the parameter changes within few steps, or not at all", "parameters"),
+        Statistic(("qk_update_rank/layerNN",),
+            "effective rank of the update of W_qᵀ W_k to first order, exp of the entropy of s² / Σs² with singular"
+            " values s; the lowest head", "–", "at most 2 head_dim; falls before failures (2606.28116, 3.4 [A])",
+            "few directions have the whole update", "parameters"),
+        Statistic(("sharpness",),
+            "gᵀ P H g / ‖g‖², P = learning rate / ((1 − β₁ᵗ) (√v̂ + ε)), H the Hessian of the step's loss", "–",
+            "below 2 (1 + β₁) / (1 − β₁) (2506.04805 [A])", "the loss rises along Adam's step", "sharpness"),
         Statistic(("update_unchanged",),
             "share of elements that the update left unchanged; always with `trainer.precision` bf16-true",
             "–", "near 0 [I]", "near 1: updates are below half the spacing of bf16 numbers", "parameters"),

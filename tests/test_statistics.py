@@ -30,7 +30,8 @@ EVERYTHING = [
     "--monitor.probe_sequences=4", "--monitor.probe_split=current", "--monitor.heads=true",
     "--monitor.parameters=true", "--monitor.matrices=true", "--model.attn_gate=head",
     "--monitor.second_moment=true", "--monitor.precision=true",
-    "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=2", "--monitor.budget_steps=2", "--quiet",
+    "--monitor.gradient_agreement=true", "--monitor.sharpness=true", "--monitor.budget_every_n_steps=2",
+    "--monitor.budget_steps=2", "--quiet",
 ]  # fmt: skip
 
 

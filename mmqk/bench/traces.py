@@ -145,7 +145,8 @@ def labelled(runs: list[Run], labels: str = LABELS) -> list[Trace]:
     content = yaml.safe_load(Path(find_file(labels)).read_text(encoding="utf-8"))
     by_arm = {arm: Label(**fields) for arm, fields in content["faults"].items()}
     by_arm |= {arm: Label(side=side) for arm, side in content["healthy"].items()}
-    finished = [run for run in runs if run.status.finished]
+    # A parent that was trained again for its checkpoint repeats a run.
+    finished = [run for run in runs if run.status.finished and not run.name.endswith("-again")]
     if unknown := {run.arm for run in finished} - by_arm.keys():
         raise UserError(f"{labels} has no arm {min(unknown)}: add it under faults or under healthy")
     traces = []

@@ -65,6 +65,8 @@ def check_conflicts(optim: OptimConfig, model: ModelConfig, monitor: MonitorConf
             monitor.parameters and muon,
         "monitor.second_moment reads Adam's moments, which optim.matrices muon does not have":
             monitor.second_moment and muon,
+        "monitor.sharpness reads Adam's moments, which optim.matrices muon does not have":
+            monitor.sharpness and muon,
         "monitor.second_moment reads one second moment of a matrix, but optim.split_second_moment has one for each"
         " modality":
             monitor.second_moment and optim.split_second_moment,
@@ -127,7 +129,7 @@ def check_steps(max_steps: int, at: list[int], start: int) -> None:
     })  # fmt: skip
 
 
-def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, world: int) -> None:
+def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, world: int, precision: str) -> None:
     """Raise ValueError if the batches cannot be divided, or are too small for the probes."""
     over = f" times {world} processes" if world > 1 else ""
     heldout = monitor.probe_split == "heldout"
@@ -140,4 +142,6 @@ def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, wor
             monitor.every_n_steps and monitor.probe_sequences > room,
         "monitor.gradient_agreement needs two sequences in a micro-batch of each process: raise data.batch_size or"
         " leave it off.": monitor.gradient_agreement and data.batch_size // (accumulate * world) < 2,
+        "monitor.sharpness needs one process and trainer.precision 32-true: set both, or leave it off.":
+            monitor.sharpness and (world > 1 or precision != "32-true"),
     })  # fmt: skip

@@ -49,7 +49,7 @@ NEWER = {
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
         "deep_norm", "separate_first", "separate_last", "patch",
     ),
-    "monitor": ("matrices", "second_moment"),
+    "monitor": ("matrices", "second_moment", "sharpness"),
     "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every"),
     "alarm": ("stop_diverged",),
 }  # fmt: skip
@@ -248,7 +248,7 @@ def _complete(configs: list[Path], given: Given, fork: ForkConfig | None = None)
             )
         model = sections["model"] = replace(given.model, vocab_sizes=vocab_sizes)
         checks.check_trained(given.loss, data, model)
-        checks.check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes)
+        checks.check_batches(given.monitor, data, trainer.accumulate_grad_batches, trainer.processes, trainer.precision)
         if fork is not None:
             check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
             check_patches(fork.parent.config, model.patch, data.patch)

@@ -145,7 +145,7 @@ class MonitorConfig:
         heads: measure attention logits and weights of each head.
         parameters: measure for every parameter the gradient norm, the RMS of the latest update (once divided by the
             learning rate, once by the RMS of the parameter), and the share of elements with sqrt(v_hat) below Adam's
-            epsilon.
+            epsilon; and the effective rank of the update of W_q^T W_k.
         second_moment: measure for every matrix the RMS of g / sqrt(v) in the latest update, with the gradient g and
             Adam's second moment v.
         precision: measure the rounding error of additions to a bf16 residual stream, with one more forward pass.
@@ -154,6 +154,7 @@ class MonitorConfig:
         gradient_agreement: measure the cosine between the gradients of two modalities, and the signal and noise of
             each modality's gradient, from separate gradients of the two halves of a micro-batch. Each probe then
             costs two more forward passes, and a backward pass per half and modality.
+        sharpness: measure the curvature of the loss along Adam's step, with three more forward and backward passes.
         budget_every_n_steps: measure the radial budget (how much the gradients of each modality increase the norms
             of W_q and W_k) over windows of steps; the value is the number of optimizer steps from the start of one
             window to the start of the next. 0 switches the budget off. A step inside a window costs one more backward
@@ -171,6 +172,7 @@ class MonitorConfig:
     precision: bool = False
     matrices: bool = False
     gradient_agreement: bool = False
+    sharpness: bool = False
     budget_every_n_steps: int = number(0, 0, MOST_STEPS)
     budget_steps: int = number(50, 1, MOST_STEPS)
 
@@ -181,7 +183,7 @@ class MonitorConfig:
                 f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"
                 f" {self.budget_steps}: windows cannot overlap, so raise it."
             )
-        of_probes = ("heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement")
+        of_probes = ("heads", "parameters", "second_moment", "precision", "matrices", "gradient_agreement", "sharpness")
         for name in of_probes:
             if getattr(self, name) and not self.every_n_steps:
                 raise ValueError(f"monitor.{name} is part of a probe: set monitor.every_n_steps above 0.")

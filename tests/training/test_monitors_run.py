@@ -15,7 +15,8 @@ from tests.training.toy import apart, fit, module_of, toy_batch, weights
 # The checkpoints of steps 4 and 8 are inside windows of the radial budget; the last window is cut short.
 EVERYTHING = [
     "--monitor.heads=true", "--monitor.parameters=true", "--monitor.precision=true", "--monitor.second_moment=true",
-    "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=5", "--monitor.budget_steps=5",
+    "--monitor.gradient_agreement=true", "--monitor.sharpness=true", "--monitor.budget_every_n_steps=5",
+    "--monitor.budget_steps=5",
 ]  # fmt: skip
 RUN = ["--model.residual_dropout=0.1", "--model.attn_dropout=0.1", "--trainer.accumulate_grad_batches=2",
        "--monitor.probe_sequences=2", "--checkpoint.keep=9"]  # fmt: skip

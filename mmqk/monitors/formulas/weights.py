@@ -164,6 +164,35 @@ def matrix_sizes(weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return frobenius, spectral, (frobenius / spectral).square()
 
 
+@torch.no_grad()
+def product_update_rank(
+    before_q_OI: Tensor, after_q_OI: Tensor, before_k_OI: Tensor, after_k_OI: Tensor, head_dim: int
+) -> Tensor:
+    """Return for every head the effective rank of the first-order change of its product W_q^T W_k: (H,).
+
+    The change is ``dW_q^T W_k + W_q^T dW_k``, with singular values s. The effective rank is the exponential of the
+    entropy of ``s^2 / sum(s^2)``: 1 if one direction has the whole change, and at most twice head_dim. It fell before
+    failures in arXiv 2606.28116 (Section 3.4). It is NaN where nothing changes, or for weights that are not finite.
+
+    Args:
+        before_q_OI, after_q_OI: W_q before and after an update; the rows of a head follow each other.
+        before_k_OI, after_k_OI: W_k; with fewer heads, several query heads share one.
+        head_dim: K, the rows of a head.
+    """
+    q_HKI, new_q_HKI, k_GKI, new_k_GKI = (
+        w.detach().float().unflatten(0, (-1, head_dim)) for w in (before_q_OI, after_q_OI, before_k_OI, after_k_OI)
+    )
+    k_HKI, new_k_HKI = (w.repeat_interleave(len(q_HKI) // len(k_GKI), 0) for w in (k_GKI, new_k_GKI))
+    left_HID = torch.cat([new_q_HKI - q_HKI, q_HKI], 1).mT
+    right_HID = torch.cat([k_HKI, new_k_HKI - k_HKI], 1).mT
+    if not bool(torch.isfinite(left_HID.sum() + right_HID.sum())):
+        return left_HID.new_full((len(q_HKI),), torch.nan)
+    if 2 * head_dim < left_HID.shape[1]:  # the product of the thin QR factors has the same singular values
+        left_HID, right_HID = (torch.linalg.qr(x, mode="r").R for x in (left_HID, right_HID))
+    power = torch.linalg.svdvals(left_HID @ right_HID.mT).square()
+    return torch.special.entr(power / power.sum(-1, keepdim=True)).sum(-1).exp()
+
+
 @dataclass(frozen=True)
 class AdamUpdate:
     """One step of AdamW or AdamH for one tensor.

@@ -19,8 +19,8 @@ from mmqk.config.training import MonitorConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.formulas.reduce import Pairs
-from mmqk.monitors.formulas.weights import below_epsilon, gradient_over_second_moment, update_size
-from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement
+from mmqk.monitors.formulas.weights import below_epsilon, gradient_over_second_moment, product_update_rank, update_size
+from mmqk.monitors.own.gradients import BudgetWindow, gradient_agreement, sharpness, watched_matrices
 from mmqk.monitors.probe import block_matrices, pairs_by_reach, probe, residual_absorption
 from mmqk.store.metrics import tag
 
@@ -138,6 +138,13 @@ class StepMonitor:
                 tag("update_ratio", name): relative,
                 tag("adam_below_eps", name): share,
             }
+        layers = watched_matrices(self.model) if self._before and self.config.parameters else {}
+        for layer, (q, *others) in ((layer, weights) for (name, layer), weights in layers.items() if name == "w_q"):
+            k = layers["w_k", layer][0]
+            if not others and q in self._before and k in self._before:  # not a copy for each modality
+                head_dim = self.model.config.head_dim
+                ranks_H = product_update_rank(self._before[q][0], q, self._before[k][0], k, head_dim)
+                self._sizes[tag("qk_update_rank", layer=layer)] = ranks_H.amin()
         self._before = {}
 
     # After a step
@@ -284,6 +291,12 @@ class RunMonitor(L.Callback):
                 model,
                 current,
                 lambda half: module.modality_loss_parts(half, model),  # type: ignore[operator]
+            )
+        if c.sharpness and current is not None and trainer.is_global_zero:
+            values |= sharpness(
+                model,
+                trainer.optimizers[0],
+                lambda: module.modality_loss_parts(current, model).sum(),  # type: ignore[operator]
             )
         if self._step_monitor is not None:
             values |= self._step_monitor.sizes()

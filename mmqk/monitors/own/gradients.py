@@ -26,6 +26,7 @@ from mmqk.monitors.formulas.weights import AdamUpdate, Gradients, HalfProducts, 
 from mmqk.store.metrics import tag
 
 MATRICES = ("w_q", "w_k")
+MOVED = 1e-4  # of the norm of the weights, for the differences of `sharpness`
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm", "update_clip")
 
 
@@ -275,6 +276,51 @@ def gradient_agreement(model: EarlyFusionTransformer, batch: TokenBatch, loss_pa
         for layer, group in groups.items()
     }
     return _by_tag(products, [names[m] for m in present])
+
+
+@torch.no_grad()
+def sharpness(model: EarlyFusionTransformer, optimizer: Optimizer, loss: Callable[[], Tensor]) -> dict[str, float]:
+    """Return by tag the curvature of a loss along Adam's step, times the learning rate.
+
+    It is ``g^T P H g / |g|^2`` with the gradient g, the Hessian H and ``P = lr / ((1 - beta1^t) (sqrt(v_hat) + eps))``.
+    Without momentum a quadratic loss grows if it is above 2, and with momentum above ``2 (1 + beta1) / (1 - beta1)``
+    (arXiv 2506.04805). ``H g`` is the difference of two gradients at weights moved by `MOVED` of their norm, so the
+    call costs three forward and backward passes. It runs in evaluation mode and restores the weights. It returns
+    nothing if a parameter has no second moment of Adam yet, or is not in fp32.
+
+    Args:
+        model: the model of the loss.
+        optimizer: Adam or AdamW of its parameters, after at least one step.
+        loss: computes the loss with the weights of the model.
+    """
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    moved = [p for p in model.parameters() if p in groups]
+    moments = [optimizer.state.get(p, {}).get("exp_avg_sq") for p in moved]
+    if any(v is None or v.shape != p.shape or p.dtype.itemsize < 4 for p, v in zip(moved, moments, strict=True)):
+        return {}
+
+    def gradient() -> list[Tensor]:
+        with torch.enable_grad():
+            return list(torch.autograd.grad(loss(), moved, materialize_grads=True))
+
+    kept = [p.detach().clone() for p in moved]
+    with evaluation_mode(model):
+        grads = gradient()
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        size = MOVED * torch.stack([p.square().sum() for p in kept]).sum().sqrt()
+        ends = []
+        for sign in (1, -1):
+            for p, before, g in zip(moved, kept, grads, strict=True):
+                p.copy_(before + sign * size / norm * g)
+            ends.append(gradient())
+        for p, before in zip(moved, kept, strict=True):
+            p.copy_(before)
+    total = norm.new_zeros(())
+    for p, v, g, after, other in zip(moved, moments, grads, *ends, strict=True):
+        (beta1, beta2), t = groups[p]["betas"], optimizer.state[p]["step"]
+        root_v = (v / (1 - beta2**t)).sqrt() + groups[p]["eps"]
+        total += (groups[p]["lr"] / (1 - beta1**t) * g / root_v * (after - other)).sum()
+    return {"sharpness": float(total / (2 * size * norm))}
 
 
 def _gradients(parts_M: Tensor, present: list[int], parameters: list[Tensor]) -> list[Gradients]:
