@@ -36,7 +36,7 @@ from mmqk.training.losses import modality_losses
 
 OUT = Path("reports/real_model")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-T_TEXT, T_PAIR, ROWS, HELD_OUT = 84, 84, 1, 4  # tokens per sequence; sequences per step; held-out sequences
+T_TEXT, T_PAIR, ROWS, HELD_OUT = 84, 84, 2, 16  # tokens per sequence; sequences per step; held-out sequences
 LR, LR_TEXT, LOWER, WARMUP, LONG_TEXT = 5e-4, 1e-4, 0.1, 5, 1000
 QK_NORM = {"qk_norm.kind": "rms"}
 KEPT = (
@@ -196,7 +196,7 @@ def image_part(
     measure(0)
     with model.use_backend("sdpa"):
         for step in train(model, data, steps, LR, text_ids - 2 if lower else None):
-            if step == steps:
+            if step in (steps // 3, steps):
                 model.eval()
                 measure(step)
                 model.train()
@@ -206,8 +206,8 @@ def image_part(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--site", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--text-steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--text-steps", type=int, default=50)
     args = parser.parse_args()
     store = OUT / "runs.json"
     runs = json.loads(store.read_text()) if store.exists() else {}
