@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.bench.departures import departures, thresholds
+from mmqk.bench.facts import RULES, facts
 from mmqk.bench.kinds import SIGNS, findings
 from mmqk.bench.nearest import nearest, shape
 from mmqk.bench.outcomes import outcomes
@@ -176,6 +177,22 @@ def near() -> dict[str, Any]:
     return {"limit": limit, **{group: [sum(of), len(of)] for group, of in groups.items()}}
 
 
+def shown() -> dict[str, dict[str, int]]:
+    """Return for each plain fact of `mmqk.bench.facts` the judged runs with a fault that show it (``hits`` of
+    ``faults``), and the healthy ones (``accused`` of ``healthy``)."""
+    judged = [trace for trace in bench() if trace.side == "judge"]
+    names = {trace.run.name: {fact.name for fact in facts(trace.metrics)} for trace in judged}
+    healthy = sum(trace.healthy for trace in judged)
+    counts = {}
+    for rule in RULES:
+        having = [trace for trace in judged if rule.name in names[trace.run.name]]
+        accused = sum(trace.healthy for trace in having)
+        counts[rule.name] = {
+            "hits": len(having) - accused, "faults": len(judged) - healthy, "accused": accused, "healthy": healthy,
+        }  # fmt: skip
+    return counts
+
+
 def departed() -> dict[str, list[int]]:
     """Return for each statistic, and for "any" of them, counts of the judged side: the runs with a fault in which it
     leaves its range after the fault began, all of these runs, the healthy runs in which it does, and all of them."""
@@ -237,6 +254,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "rescue": rescue,
     "departures": lambda: thresholds(bench()),
     "departed": departed,
+    "facts": shown,
     "runs": runs,
     "late_rescue": late_rescue,
 }

@@ -20,6 +20,7 @@ import yaml
 
 from mmqk.bench.departures import Departure, departures
 from mmqk.bench.evidence import Rates, evidence
+from mmqk.bench.facts import Fact, facts
 from mmqk.bench.kinds import SIGNS, Finding, findings, out_of_scope
 from mmqk.bench.nearest import nearest, shape
 from mmqk.bench.score import LASTING
@@ -84,6 +85,8 @@ class Diagnosis:
         source, format, columns, unused, notes: as in `mmqk.diagnose.logs.Log`.
         first_step, last_step, every: the steps of the log, and the median distance of its losses.
         warnings: why the rates may not hold for this log.
+        facts: the plain facts, the first one first.
+        fact_rates: for each of them, the judged runs of the bench with a fault that show it, and the healthy ones.
         departures: the series that left their range, the first one first.
         departure_rates: for each of their statistics, and "any": the judged runs with a fault in which it left its
             range after the fault, all of these runs, the healthy runs in which it did, and all of these.
@@ -95,7 +98,7 @@ class Diagnosis:
         remedies: what was tried against the first kind, with what it did; a row each.
         missing: statistics that the log lacks, the one to log next first; ``more`` is the number of judged runs that
             the signs would name right in addition.
-        found: whether a sign or a lasting alarm fired.
+        found: whether there is a fact, or a sign or a lasting alarm fired.
     """
 
     source: str
@@ -107,6 +110,8 @@ class Diagnosis:
     unused: list[str]
     notes: list[str]
     warnings: list[str]
+    facts: list[Fact]
+    fact_rates: dict[str, dict[str, int]]
     departures: list[Departure]
     departure_rates: dict[str, list[int]]
     alarms: list[Fired]
@@ -141,7 +146,8 @@ def diagnose(log: Log) -> Diagnosis:
     kinds = [_kind(finding, rates, statistics) for finding in found]
     skipped = [(sign, out_of_scope(sign, metrics)) for sign in SIGNS]
     named = list(dict.fromkeys(kind.kind for kind in kinds))
-    is_finding = bool(kinds) or any(one.lasting for one in fired)
+    plain = facts(metrics)
+    is_finding = bool(plain or kinds) or any(one.lasting for one in fired)
     return Diagnosis(
         source=log.source,
         format=log.format,
@@ -152,6 +158,8 @@ def diagnose(log: Log) -> Diagnosis:
         unused=log.unused,
         notes=log.notes,
         warnings=_warnings(log, every, statistics, split),
+        facts=plain,
+        fact_rates={fact.name: evidence()["facts"][fact.name] for fact in plain},
         departures=left,
         departure_rates={name: rate for name, rate in evidence()["departed"].items() if name in [*of_left, "any"]},
         alarms=fired,

@@ -69,7 +69,7 @@ def title_of(found: Diagnosis) -> str:
     if not found.found:
         spikes = " but spikes, which a hard batch gives too" if found.alarms else ""
         return f"{name}: no rule fired{spikes}"
-    events = [(k.step, f"sign of {k.kind}") for k in found.kinds]
+    events = [(f.step, f.name) for f in found.facts] + [(k.step, f"sign of {k.kind}") for k in found.kinds]
     events += [(a.step, f"alarm {a.name}") for a in found.alarms if a.lasting]
     step, what = min(events)
     return f"{name}: first at step {step:,}: {what}"
@@ -103,8 +103,18 @@ def sections(found: Diagnosis) -> list[Section]:
 
 
 def _events(found: Diagnosis) -> list[Section]:
-    """Return the tables of departures, alarms and signs."""
-    head = ["step", "series", "value", "its past", "limit", "back at", "faults found", "healthy accused"]
+    """Return the tables of facts, departures, alarms and signs."""
+    rates = ["faults found", "healthy accused"]
+    rows = [
+        [f"{f.step:,}", f.name, f.series, number(f.value), "–" if f.before is None else number(f.before),
+         "{hits} of {faults}".format(**found.fact_rates[f.name]),
+         "{accused} of {healthy}".format(**found.fact_rates[f.name])]
+        for f in found.facts
+    ]  # fmt: skip
+    head = ["step", "fact", "series", "value", "before", *rates]
+    notes = [f"{f.name}: {f.meaning}." for f in found.facts] or ["None."]
+    parts: list[Section] = [("Plain facts", [head, *rows] if rows else [], notes)]
+    head = ["step", "series", "value", "its past", "limit", "back at", *rates]
     rows = [
         [f"{d.step:,}", d.tag, number(d.value), number(d.before), number(d.limit), f"{d.back:,}" if d.back else "–",
          "{} of {}".format(*found.departure_rates[parsed_tag(d.tag).statistic][:2]),
@@ -116,10 +126,9 @@ def _events(found: Diagnosis) -> list[Section]:
         " and the rule of three values were chosen with those runs in view, so expect worse."
     )
     said = note.format(*found.departure_rates["any"]) if rows else "No series left its range."
-    parts: list[Section] = [
+    parts.append(
         ("What left its range first (each series against its own past)", [head, *rows] if rows else [], [said])
-    ]
-    rates = ["faults found", "healthy accused"]
+    )
     head = ["step", "alarm", "series", "value", "threshold", "begins", *rates, "10,000 steps"]
     rows = [
         [f"{a.step:,}", a.name, a.series, number(a.value), number(a.threshold), f"{a.count}×",
@@ -191,7 +200,11 @@ def figure(log: Log, found: Diagnosis) -> bytes | None:
     losses = [t for t in map(str, log.metrics) if t.startswith("loss/")] or ["loss"]
     first = next((d for d in found.departures if not d.tag.startswith("loss")), None)
     panels: list[list[str]] = [losses[:6], *([[first.tag]] if first else [])]
-    events = [*(k.step for k in found.kinds), *(a.step for a in found.alarms if a.lasting)]
+    events = [
+        *(f.step for f in found.facts),
+        *(k.step for k in found.kinds),
+        *(a.step for a in found.alarms if a.lasting),
+    ]
     with matplotlib.rc_context(RC):
         canvas = Figure(figsize=(9.5, 2.9 * len(panels)), layout="constrained")
         for axes, tags in zip(canvas.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
