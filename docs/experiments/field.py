@@ -28,11 +28,12 @@ def ran(*command: str) -> Any:
 
 
 def of_mmqk(path: Path) -> list[str]:
-    """Return the alarms and the signs of ``mmqk diagnose``."""
+    """Return the plain facts, the alarms and the signs of ``mmqk diagnose``."""
     with tempfile.TemporaryDirectory() as out:
         answer = ran(sys.executable, "-m", "mmqk", "diagnose", str(path), "--json", "--out", out)
-    alarms = [f"alarm {a['name']}: {a['series']} at step {a['step']}" for a in answer["alarms"]]
-    return alarms + [f"sign of {k['kind']}: {k['series']} at step {k['step']}" for k in answer["kinds"]]
+    found = [f"fact {f['name']}: {f['series']} at step {f['step']}" for f in answer["facts"]]
+    found += [f"alarm {a['name']}: {a['series']} at step {a['step']}" for a in answer["alarms"]]
+    return found + [f"sign of {k['kind']}: {k['series']} at step {k['step']}" for k in answer["kinds"]]
 
 
 def of_runmedic(path: Path) -> list[str]:

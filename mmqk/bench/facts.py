@@ -48,7 +48,7 @@ def _no_progress(values: pd.Series) -> pd.Series:
     if len(values) >= LEAST_PROGRESS:
         first, last = values.iloc[len(values) // 10 : third], values.iloc[-third:]
         spread = (last.quantile(0.75) - last.quantile(0.25)) / QUARTILES_TO_STD
-        flat = first.median() - last.median() <= spread
+        flat = bool(first.median() - last.median() <= spread)
     return pd.Series(np.arange(len(values)) == (len(values) - 1 if flat else -1), values.index)
 
 

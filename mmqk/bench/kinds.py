@@ -153,6 +153,8 @@ def out_of_scope(sign: Sign, metrics: pd.DataFrame) -> str:
     values = values_of(sign, metrics)
     if values.empty or not sign.scope:
         return ""
+    if metrics.attrs.get("numbered"):
+        return "it compares with the first value, and the rows of this log are numbered: it may begin in the middle"
     if values.index[0] > FIRST_STEP:
         return f"it compares with the first value, and this log begins at step {values.index[0]:,}"
     first = metrics.filter(regex="^loss(/|$)").bfill().iloc[0]

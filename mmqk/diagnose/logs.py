@@ -28,7 +28,8 @@ class Log:
         source: the path as given.
         format: "W&B export", "TensorBoard", "trainer_state.json", ...
         metrics: a row per step and a column per tag of docs/statistics.md. The index ``step`` is int, increasing and
-            unique. NaN means not logged; a value that the log gives as NaN or infinite is ``np.inf``.
+            unique. NaN means not logged; a value that the log gives as NaN or infinite is ``np.inf``. Its ``attrs``
+            have ``numbered``: whether the rows are numbered, because the log counts no steps.
         columns: the file's name of each column that was used, and its tag.
         unused: columns that no tag was found for.
         notes: gaps, restarts, repeated steps, units of step and logging intervals, a sentence each.
@@ -77,6 +78,7 @@ def read_log(path: Path, mapping: Mapping[str, str] = {}, step: str | None = Non
     metrics = pd.concat(table, axis=1).sort_index().rename_axis("step").dropna(axis=1, how="all")
     if loss not in metrics:
         raise UserError(f"{path} has no loss with a step: name the column of the step with --step")
+    metrics.attrs["numbered"] = steps.attrs.get("numbered", False)
     _intervals(metrics, loss, notes)
     used = {*columns, step, step_of(tuple(raw.columns))}
     unused = [column for column in raw.columns if column not in used]
@@ -107,22 +109,29 @@ def _numbers(column: pd.Series, name: str, notes: list[str]) -> pd.Series:
 
 
 def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: list[str]) -> pd.Series:
-    """Return the step at each place of the file: an index of optimizer steps, NaN where there is none."""
+    """Return the step at each place of the file: an index of optimizer steps, NaN where there is none. Its attribute
+    ``numbered`` says that the rows are numbered."""
     if step is not None and step not in raw.columns:
         raise UserError(f"{source} has no column {step!r}: give --step one of {', '.join(raw.columns)}")
     name = step or (None if raw.steps is not None else step_of(tuple(raw.columns)))
     places = pd.RangeIndex(max(column.index.max() for column in raw.columns.values() if len(column)) + 1)
+    numbered = pd.Series(places, places, dtype="float64")
+    numbered.attrs["numbered"] = True
     if name is None and raw.steps is None:
         notes.append("No column counts the steps: the rows are numbered.")
-        return pd.Series(places, places, dtype="float64")
+        return numbered
     values = raw.steps if name is None else pd.to_numeric(raw.columns[name], errors="coerce")
     steps = values.reindex(places).astype("float64")  # type: ignore[union-attr]
     steps[~((steps >= 0) & (steps < LAST_STEP))] = np.nan
-    if missing := int(steps.reindex(losses).isna().sum()):
+    missing = int(steps.reindex(losses).isna().sum())
+    if 2 * missing > len(losses):
+        notes.append(f"{missing} of {len(losses)} losses have no readable step: the rows are numbered instead.")
+        return numbered
+    if missing:
         notes.append(f"{missing} losses have no readable step and are left out.")
     if (steps.dropna() % 1 != 0).any():
         notes.append(f"{name} has fractions: the rows are numbered instead.")
-        return pd.Series(places, places, dtype="float64")
+        return numbered
     if name and name.lower() == "epoch":
         notes.append("No column counts the steps: epochs are read as steps.")
     steps = _within_epochs(steps, raw, losses, notes)

@@ -63,7 +63,7 @@ def test_a_rise_of_the_rate_is_named_with_its_rate_of_success(tmp_path, capsys):
     assert code == 1 and (first["kind"], first["step"], first["series"]) == ("rate", 300, "lr")
     assert second["kind"] == "data" and "no statistic of the model" in second["meaning"]
     assert record["departures"][0]["tag"] == "loss" and record["departures"][0]["step"] == 310
-    assert first["bench"]["right"] <= first["bench"]["named"] and first["bench"]["healthy"] == 34
+    assert first["bench"]["right"] <= first["bench"]["named"] and first["bench"]["healthy"] == 44
     assert {"rise", "divergence"} <= {alarm["name"] for alarm in record["alarms"]}
     assert set(record["experiment"]["between"]) == {"rate", "data"} and record["experiment"]["what"]
     assert any("saved none" in row["measured"] for row in record["remedies"])
@@ -157,9 +157,9 @@ def test_rates_count_the_records():
     right = sum(
         bool(run["kind"]) and name.split()[:1] == [run["kind"]] for run, name in zip(records, first, strict=True)
     )
-    assert (rates.faults, rates.healthy) == (88, 34)
-    assert rates.right() == right == 47  # docs/bench.md
-    assert sum(rates.sign(sign.name)["accused"] for sign in SIGNS) == 4
+    assert (rates.faults, rates.healthy) == (114, 44)
+    assert rates.right() == right == 59  # docs/bench.md
+    assert sum(rates.sign(sign.name)["accused"] for sign in SIGNS) == 6
     scores = {row["rule"]: row for row in json.loads(Path("reports/bench/judge.json").read_text())}
     for name in ("spike", "rise", "growth", "collapse", "divergence"):
         found = rates.alarm(name)
