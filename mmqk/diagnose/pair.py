@@ -128,6 +128,58 @@ def _leaves(table: pd.DataFrame, tag: str, variance: pd.Series | None) -> tuple[
     return step, width, size / width if width else np.inf
 
 
+@dataclass(frozen=True)
+class Apart:
+    """A loss that is apart from that of the reference to the end: from ``step`` on, which is ``first`` if that is the
+    first common step; ``run`` and ``reference`` are the medians of the last values, in nats."""
+
+    tag: str
+    step: int
+    first: bool
+    run: float
+    reference: float
+
+
+def apart(run: Log, reference: Log) -> list[Apart]:
+    """Return the losses that are apart to the end, the first one first; also of runs that differ from the first step.
+
+    A loss is apart where the median of the difference over a twentieth of the common steps (at least `HOLD`) stays
+    above `LOSS_NATS` and above `LIMIT` of its standard errors. The noise is that of successive differences, so
+    batches of different seeds are allowed; a slow series such as a norm has no such noise and is not compared.
+    """
+    found = []
+    for tag in [tag for tag in map(str, run.metrics) if re.fullmatch(r"loss(/.*)?", tag) and tag in reference.metrics]:
+        table = pd.concat([run.metrics[tag], reference.metrics[tag]], axis=1, join="inner").dropna()
+        table = table[(table.abs() < np.inf).all(axis=1)]
+        width = max(HOLD, len(table) // 20)
+        if len(table) < 2 * width:
+            continue
+        difference = table.iloc[:, 0] - table.iloc[:, 1]
+        noise = 1.4826 * difference.diff().abs().median() / 2**0.5
+        median = difference.rolling(width).median().dropna()
+        beyond = median.abs() > max(LOSS_NATS, LIMIT * 1.25 * noise / width**0.5)  # 1.25: of a median
+        if not beyond.iloc[-1]:
+            continue
+        since = int((~beyond).to_numpy().nonzero()[0].max(initial=-1)) + 1  # the place after the last that is not
+        step = int(table.index[since])
+        ends = table.iloc[-width:].median()
+        found.append(Apart(tag, step, since == 0, float(ends.iloc[0]), float(ends.iloc[1])))
+    return sorted(found, key=lambda one: one.step)
+
+
+def at_the_end(run: Log, reference: Log) -> pd.DataFrame:
+    """Return the series at the last step that both logs have, those first whose values differ by the largest factor:
+    ``series``, ``run``, ``reference``. Its ``attrs`` have that ``step`` and the number of common ``steps``."""
+    common = run.metrics.index.intersection(reference.metrics.index)
+    tags = [t for t in run.metrics if t in reference.metrics and not NOT_COMPARED.fullmatch(str(t))]
+    ends = [log.metrics.loc[common, tags].ffill().iloc[-1] for log in (run, reference)]
+    table = pd.concat(ends, axis=1, keys=["run", "reference"]).dropna().rename_axis("series").reset_index()
+    factor = np.log(table["run"].abs().clip(1e-30) / table["reference"].abs().clip(1e-30)).abs()
+    table = table.iloc[factor.sort_values(ascending=False, kind="stable").index]
+    table.attrs |= {"step": int(common[-1]), "steps": len(common)}
+    return table
+
+
 def differing(run: Log, reference: Log) -> pd.DataFrame:
     """Return the fields of the configs that differ, with both values; None if a config does not have the field."""
     fields = differing_fields(run.config, reference.config)

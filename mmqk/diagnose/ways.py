@@ -16,22 +16,30 @@ def of_pair(options: argparse.Namespace) -> Answer:
     """Say where the first run parts from the second."""
     from mmqk.diagnose.logs import read_log
     from mmqk.diagnose.names import mapping_of
-    from mmqk.diagnose.pair import differing, gradient_growth, part
+    from mmqk.diagnose.pair import HOLD, apart, at_the_end, differing, gradient_growth, part
 
     run, reference = (read_log(file, mapping_of(options.map), options.step) for file in options.files)
     partings, fields = part(run, [reference]), differing(run, reference)
+    losses, last = apart(run, reference), at_the_end(run, reference)
     tables = {
         "series that part, the first one first": pd.DataFrame(map(asdict, partings)),
+        "losses that are apart to the end": pd.DataFrame(map(asdict, losses)),
+        f"at the last common step, {last.attrs['step']:,}": last,
         "fields that differ": fields.reset_index(),
     }
     if any(str(tag).startswith("grad_norm/") for tag in run.metrics):
         tables["growth of grad_norm² of the first run, by group"] = gradient_growth(run).groups.reset_index()
     notes = [f"{log.source}: {note}" for log in (run, reference) for note in log.notes]
     title = f"{run.source} and {reference.source} do not part beyond their spread"
+    if last.attrs["steps"] < 2 * HOLD:
+        title = f"{run.source} and {reference.source} have {last.attrs['steps']} steps in common, too few to compare"
+    if losses:
+        since = "the first step" if losses[0].first else f"step {losses[0].step:,}"
+        title = f"{run.source} is apart from {reference.source} from {since} to the end: {losses[0].tag}"
     if partings:
         first = partings[0]
         title = f"{run.source} parts from {reference.source} at step {first.step:,}: {first.tag}"
-    return _answer(title, tables, notes, bool(partings))
+    return _answer(title, tables, notes, bool(partings or losses))
 
 
 def of_models(options: argparse.Namespace) -> Answer:

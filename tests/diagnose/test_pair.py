@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
 from scipy.signal import lfilter
 
+import mmqk
+from mmqk.bench.traces import labelled
 from mmqk.diagnose.logs import Log
-from mmqk.diagnose.pair import differing, gradient_growth, part, radial_budget
+from mmqk.diagnose.pair import apart, at_the_end, differing, gradient_growth, part, radial_budget
 from mmqk.store import UserError
 
 STEPS, PROBES = 400, 10
@@ -133,3 +137,37 @@ def test_radial_budget_is_a_share_of_the_squared_norm():
     }
     assert table.iloc[0][["radial", "decay", "step", "other"]].sum() == pytest.approx(table.iloc[0]["total"])
     assert radial_budget(log(pd.DataFrame({"loss": [1.0]}))).empty
+
+
+def test_runs_that_differ_from_the_first_step_on_are_apart_and_two_seeds_are_not():
+    random = np.random.default_rng(0)
+    steps = pd.RangeIndex(1, 301)
+
+    def run(offset: float, slope: float = 0.0) -> Log:
+        loss = 5 - 0.005 * np.arange(300) + offset + slope * np.arange(300) + 0.1 * random.normal(size=300)
+        return log(pd.DataFrame({"loss": loss}, index=steps))
+
+    (found,) = apart(run(1.0), run(0.0))
+    assert found.first and found.tag == "loss" and found.run - found.reference == pytest.approx(1.0, abs=0.1)
+    (later,) = apart(run(0.0, slope=0.005), run(0.0))
+    assert not later.first and 20 <= later.step <= 120
+    assert [apart(run(0.0), run(0.0)) for _ in range(50)] == [[]] * 50
+    assert apart(run(0.05), run(0.0)) == []  # smaller than a difference that counts
+
+
+def test_the_last_common_step_lists_the_largest_factor_first():
+    one = log(pd.DataFrame({"loss": [2.0, 11.0], "lr": [1.0, 1.1]}, index=[1, 2]))
+    two = log(pd.DataFrame({"loss": [2.0, 2.2], "lr": [1.0, 1.0], "grad_norm": [1.0, 1.0]}, index=[1, 2]))
+    table = at_the_end(one, two)
+    assert table.to_numpy().tolist() == [["loss", 11.0, 2.2], ["lr", 1.1, 1.0]] and table.attrs["step"] == 2
+
+
+@pytest.mark.slow
+def test_two_seeds_of_the_healthy_arms_of_the_bench_are_rarely_apart():
+    runs = {(t.run.arm, t.run.seed): t for t in labelled([*mmqk.load_runs("reports/bench/bench.zip")])}
+    losses = {key: log(t.metrics[["loss"]]) for key, t in runs.items() if t.healthy or t.run.arm == "rate-start"}
+    arms = {arm for arm, _ in losses} - {"rate-start"}
+    pairs = [(arm, *two) for arm in sorted(arms) for two in itertools.combinations(range(1, 7), 2)]
+    found = [bool(apart(losses[arm, one], losses[arm, two])) for arm, one, two in pairs]
+    assert len(found) == 180 and sum(found) <= 9
+    assert all(apart(losses["rate-start", seed], losses["healthy", seed % 6 + 1]) for seed in range(1, 7))  # control
