@@ -174,8 +174,8 @@ def at_the_end(run: Log, reference: Log) -> pd.DataFrame:
     tags = [t for t in run.metrics if t in reference.metrics and not NOT_COMPARED.fullmatch(str(t))]
     ends = [log.metrics.loc[common, tags].ffill().iloc[-1] for log in (run, reference)]
     table = pd.concat(ends, axis=1, keys=["run", "reference"]).dropna().rename_axis("series").reset_index()
-    factor = np.log(table["run"].abs().clip(1e-30) / table["reference"].abs().clip(1e-30)).abs()
-    table = table.iloc[factor.sort_values(ascending=False, kind="stable").index]
+    sizes = np.log(table[["run", "reference"]].abs().clip(1e-30).to_numpy())
+    table = table.iloc[np.argsort(-np.abs(sizes[:, 0] - sizes[:, 1]), kind="stable")]
     table.attrs |= {"step": int(common[-1]), "steps": len(common)}
     return table
 
