@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from mmqk.distributed import agreed, rank, summed, world_size
+from mmqk.distributed import agreed, first_of_ranks, rank, summed, world_size
 from mmqk.monitors import summary
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.collect import Probe
@@ -133,6 +135,7 @@ class Watch:
     _tried: bool = False  # a probe was due and had a batch
     _failures: set[str] = field(default_factory=set)
     _overdue: bool = False  # a probe was due, but the batch was empty
+    _bad: bool = False  # the last numbers were not finite
     _warned: set[str] = field(default_factory=set)  # statistics of `warn_of_mass` whose warning was shown
 
     def __post_init__(self) -> None:
@@ -280,22 +283,30 @@ class Watch:
         lines = self.losses.lines()
         if values:
             lines[self.steps] = lines.get(self.steps, {}) | values
+        # The logarithm of a logit that is 0 is -inf, and no fault.
+        is_bad = any(not math.isfinite(x) and x != -math.inf for line in lines.values() for x in line.values())
+        before, self._bad = self._bad, agreed(self.prober.device, is_bad)[0]
+        site = self._bad_site(call) if self._bad and not before else None
         for step, line in lines.items() if rank() == 0 else ():
             summary.warn_of_mass(line, step, self._warned)
             if self._folder is not None:
                 self._folder.write(step, line)
             if self.log is not None and step == self.steps:
                 self.log(line | summary.over_layers(line), step=step)
-            self.alarms.update(step, line, lambda: self._bad_site(call))
+            self.alarms.update(step, line, site)
 
     def _bad_site(self, call: Call | None) -> str | None:
-        """Return the first place that is not finite: a gradient, which the update wrote into the weights, or else a
-        weight, or the output of a module."""
-        if self.updates is not None and self.updates.bad_gradient:
-            return self.updates.bad_gradient
-        with contextlib.suppress(Exception):  # the forward may fail on these values; training goes on
-            return None if call is None else self.prober.bad_site(*call)
-        return None
+        """Return the first place that is not finite, on the first rank that has one: a gradient, which the update
+        wrote into the weights, or else a weight, or the output of a module; None with FSDP."""
+        if any(isinstance(p, DTensor) for p in self.model.parameters()) or any(
+            hasattr(module, "_fsdp_wrapped_module") for module in self.model.modules()
+        ):
+            return None
+        site = None if self.updates is None else self.updates.bad_gradient
+        if site is None and call is not None:
+            with contextlib.suppress(Exception):  # the forward may fail on these values; training goes on
+                site = self.prober.bad_site(*call)
+        return first_of_ranks(site)
 
     def _skip(self, error: Exception) -> None:
         """Print why a probe failed, once for each reason."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.distributed import rank, world_size
+from mmqk.distributed import rank
 from mmqk.monitors.foreign.layers import Layers
 from mmqk.monitors.foreign.measurement import SiteRecord
 from mmqk.store import Alarm, AlarmRules, append_alarms
@@ -216,18 +216,18 @@ class LiveAlarms:
     folder: Path | None = None
     _printed: set[tuple[str, str, str | None]] = field(default_factory=set)
 
-    def update(self, step: int, values: Mapping[str, float], bad_site: Callable[[], str | None]) -> None:
+    def update(self, step: int, values: Mapping[str, float], site: str | None) -> None:
         """Add the numbers of a step, on the first rank.
 
         Args:
             step: optimizer step.
             values: all numbers of the step, by tag.
-            bad_site: returns the first place with a value that is not finite.
+            site: the first place with a value that is not finite, if it was looked for.
         """
         if rank() > 0:
             return
         for alarm in self.rules.update(step, values):
-            if alarm.name == "non_finite" and world_size() == 1 and (site := bad_site()):
+            if alarm.name == "non_finite" and site:
                 alarm = replace(alarm, sentence=f"{alarm.sentence}; the first is {site}")
             if self.folder is not None:
                 append_alarms(self.folder, [alarm])

@@ -162,3 +162,28 @@ def test_the_first_value_that_is_not_finite_is_named(tmp_path, capsys, where):
     if where != "nowhere":
         assert named[0].endswith(f"; the first is {first[where]}")
     assert capsys.readouterr().out.count("alarm at step 1: non_finite: ") == len(named)
+
+
+def _rank_with_an_infinite_output(number: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=number, world_size=2)
+    torch.manual_seed(0)
+    net = Net(["sdpa"] * 2)
+    alarms: list = []
+    watch = attach(net, modality=IMAGE, every_n_steps=1, on_alarm=alarms.append)
+    (ids,) = batches(1, B=2, T=12)
+    if number == 1:  # on the second rank alone
+        net.layers[1].mlp[1] = nn.Sequential(nn.GELU(), Overflow(torch.ones(2, 12, dtype=torch.bool)))
+    net(ids)
+    watch.step()
+    watch.close()
+    with open(f"{folder}/{number}.json", "w") as file:
+        json.dump([alarm.sentence for alarm in alarms if alarm.name == "non_finite"], file)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_first_rank_names_a_place_that_another_rank_has(tmp_path):
+    mp.spawn(_rank_with_an_infinite_output, (str(tmp_path),), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert len(first) == 1 and "; the first is the output of layers.1.mlp.1.1, which is infinite" in first[0]
+    assert second == []  # alarms are raised on the first rank alone
