@@ -112,7 +112,7 @@ def _steps(raw: Raw, step: str | None, source: str, losses: pd.Index, notes: lis
     """Return the step at each place of the file: an index of optimizer steps, NaN where there is none. Its attribute
     ``numbered`` says that the rows are numbered."""
     if step is not None and step not in raw.columns:
-        raise UserError(f"{source} has no column {step!r}: give --step one of {', '.join(raw.columns)}")
+        raise UserError(f"{source} has no column {step!r}: name another with --step; it has {', '.join(raw.columns)}")
     name = step or (None if raw.steps is not None else step_of(tuple(raw.columns)))
     places = pd.RangeIndex(max(column.index.max() for column in raw.columns.values() if len(column)) + 1)
     numbered = pd.Series(places, places, dtype="float64")

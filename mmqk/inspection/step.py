@@ -60,7 +60,10 @@ def inspect_step(
     own = [] if folder is None else [p for p in checkpoints_in(folder / "checkpoints") if step_of(p) < step]
     path = given or (own[-1] if own else None)
     names = list(run.model.vocab_sizes)
-    losses, weights = [dict[str, float]() for _ in numbers], "losses need a checkpoint: name one with --from"
+    losses, weights = (
+        [dict[str, float]() for _ in numbers],
+        f"no losses: no checkpoint before step {step} is left; name one with --from",
+    )
     if path is not None:
         content = load_checkpoint(path, "name another one after --from")
         model = model_of(content)

@@ -76,6 +76,7 @@ def _rank(number: int, folder: str) -> None:
     lines = watch.losses.lines()
     with open(f"{folder}/{number}.json", "w") as file:
         json.dump(lines[1], file)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
@@ -178,6 +179,7 @@ def _rank_with_an_infinite_output(number: int, folder: str) -> None:
     watch.close()
     with open(f"{folder}/{number}.json", "w") as file:
         json.dump([alarm.sentence for alarm in alarms if alarm.name == "non_finite"], file)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
