@@ -22,6 +22,7 @@ from mmqk.distributed import summed
 from mmqk.monitors.foreign.isolate import unwrapped
 from mmqk.monitors.foreign.layers import clean, layer_of
 from mmqk.monitors.foreign.sides import Modalities
+from mmqk.monitors.formulas.reduce import log_z
 from mmqk.monitors.formulas.weights import gradient_over_second_moment
 from mmqk.store import UserError, tag
 
@@ -276,7 +277,7 @@ class Losses:
         values = values.detach() if values.dtype == torch.float64 else values.detach().float()
         log_z_BT = None
         if values.ndim > targets_BT.ndim:
-            self._has_log_z, log_z_BT = True, values.logsumexp(-1)
+            self._has_log_z, log_z_BT = True, log_z(values)
             values = log_z_BT - values.gather(-1, targets_BT.masked_fill(~is_target, 0)[..., None])[..., 0]
         modality_BT, M = self.modalities.of_ids(targets_BT), len(self.modalities.names)
         selected_M = [(modality_BT == m) & is_target for m in range(M)]

@@ -102,7 +102,7 @@ def output_statistics(
         vocab_sizes: number of ids of each modality, in id order.
     """
     mean_BT = logits_BTV.mean(-1)
-    block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
+    block_BTM = torch.stack([log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
     target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]  # log Z of the target's modality
     log_v = math.log(logits_BTV.shape[-1])
@@ -115,7 +115,7 @@ def output_statistics(
     )
 
 
-def _log_z(logits_BTV: Tensor) -> Tensor:
+def log_z(logits_BTV: Tensor) -> Tensor:
     """Return the logsumexp. The fused log_softmax takes half the time of `torch.logsumexp`."""
     return logits_BTV.amax(-1) - torch.log_softmax(logits_BTV, -1).amax(-1)
 
