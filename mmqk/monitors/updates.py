@@ -318,11 +318,11 @@ class Losses:
         names, M = self.modalities.names, len(self.modalities.names)
         counts, losses, log_zs = sums[:M], sums[M : 2 * M], sums[2 * M :]
         line = {"loss": given / n_given} if n_given else {"loss": sum(losses) / sum(counts)} if sum(counts) else {}
-        for name, n, loss, log_z in zip(names, counts, losses, log_zs, strict=True):
+        for name, n, loss, z in zip(names, counts, losses, log_zs, strict=True):
             if n:
                 line[tag("loss", name)] = loss / n
                 if self._has_log_z:
-                    line[tag("log_z", name)] = log_z / n
+                    line[tag("log_z", name)] = z / n
         return line
 
 
