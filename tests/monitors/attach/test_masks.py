@@ -36,7 +36,7 @@ class Masked(nn.Module):
         q, k = (self.size * q).round(), (self.size * k).round()
         self.kept.append((q, k))
         if self.flex:
-            return flex_attention(q, k, v, lambda z, b, h, t, s: z + self.mask[0, t, s], scale=0.5)
+            return flex_attention(q, k, v, lambda z, b, h, t, s: z + self.mask[0][t, s], scale=0.5)
         return F.scaled_dot_product_attention(q, k, v, self.mask, scale=0.5)
 
 
