@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmqk.data.tokens.online import open_online
 
 from benchmarks.harness import Candidate, Context, Row, Unit, compare, seconds_of
 from benchmarks.others import needs
@@ -22,14 +23,14 @@ from benchmarks.setups import toy
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
 from mmqk.data.coupling import DialConfig
-from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.dial import Dial
+from mmqk.data.loader import MicroBatches, PositionedLoader
 from mmqk.data.shards.archives import index_tar
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
 from mmqk.data.shards.samples import pair_of
 from mmqk.data.tokens.encode import Encoder, TokenizeJob
-from mmqk.data.tokens.online import open_online
 
 PLAIN = "plain WebDataset loop, images decoded"
 ONLINE = 100  # samples per repetition of the candidate that tokenizes while reading

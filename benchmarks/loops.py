@@ -20,7 +20,8 @@ from benchmarks.harness import seconds_of, synchronize
 from benchmarks.setups import batches_of, labels_of
 from mmqk.config import MonitorConfig, RunConfig
 from mmqk.data.batch import TokenBatch
-from mmqk.data.datamodule import PositionedLoader, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.loader import PositionedLoader
 from mmqk.monitors.own.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.training.checkpoint import Checkpoints

@@ -9,7 +9,8 @@ from benchmarks.flops import step_flops
 from benchmarks.harness import Context
 from mmqk.config import RunConfig, resolve
 from mmqk.data.batch import TokenBatch
-from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.loader import MicroBatches
 from mmqk.model import EarlyFusionTransformer
 from mmqk.training.ranks import resolve_device
 

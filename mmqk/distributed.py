@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,16 +33,21 @@ def largest(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return the arguments of all ranks, in their order. All ranks must call this function, which synchronizes with
+    the device."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def first_of_ranks(sentence: str | None) -> str | None:
     """Return the first argument that is not None, in the order of ranks; None if every rank passes None.
 
-    All ranks must call this function, which synchronizes with the device.
+    It calls `gathered`.
     """
-    if world_size() == 1:
-        return sentence
-    sentences: list[str | None] = [None] * world_size()
-    dist.all_gather_object(sentences, sentence)
-    return next((s for s in sentences if s is not None), None)
+    return next((s for s in gathered(sentence) if s is not None), None)
 
 
 _FLAGS = 6

@@ -207,7 +207,7 @@ def _attach(
     step_log = StepLog(every, at_start, _first_step(run), run.alarm.stop_diverged)
     checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
     heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
-    monitor = RunMonitor(run.monitor, heldout, data.step_rows)
+    monitor = RunMonitor(run.monitor, heldout, None if data.rows else data.step_rows)
     rules = store.AlarmRules(run.optim.warmup_steps, steps, module.trained_modalities)
     alarms = Alarms(run.out, run.alarm, rules, step_log, monitor, checkpoints)
     validation = Validation(data.val_batches, run.data.val_every_n_steps)
@@ -279,9 +279,8 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
         documents = run.trainer["max_steps"] * run.data.batch_size * per_row
         for sentence in data.dial.unlearnable(documents * data.dial.length):
             _say(sentence)
-    for line in (data.few_held_out(), *data.unread()):
-        if line:
-            _say(line)
+    if line := data.few_held_out():
+        _say(line)
     for kind, padding in data.order.padding.items():
         if padding > MOST_PADDING:
             _say(
@@ -300,20 +299,24 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
 
 
 def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
-    """Print the number of skipped samples; skipped.json lists them, including those before a resume."""
-    if not data.skipped:
+    """Print what a run that reads shards has skipped; skipped.json lists it, including what came before a resume."""
+    shards = data.streamed
+    if shards is None:
         return
-    path = folder.path / "skipped.json"
-    skipped = data.skipped
+    for line in shards.unread.unread_lines(shards.files):
+        _say(line)
+    if not shards.counts:
+        return
+    path, names = folder.path / "skipped.json", dict(shards.skipped)
     try:
-        skipped = {**(store.read_json(path) or {}), **data.skipped}
-        store.write_json(path, skipped)
+        names = {**((store.read_json(path) or {}).get("names") or {}), **names}
+        store.write_json(path, {"counts": shards.counts, "names": names})
         named = f"{path} lists them with the reasons"
     except DamagedFile as damaged:
         named = str(damaged)
     except OSError as error:  # do not raise: the run has ended and its metrics are written
         named = f"{path}, which lists them, cannot be written ({error.strerror or error})"
-    _say(f"{len(skipped)} samples were skipped because they cannot be used: {named}")
+    _say(f"{sum(shards.counts.values())} samples and shards were skipped because they cannot be used: {named}")
 
 
 def _first_step(run: RunConfig) -> int:

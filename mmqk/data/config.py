@@ -9,10 +9,11 @@ from typing import Any, Literal
 from mmqk.data.coupling import DialConfig
 from mmqk.data.dial import Dial
 from mmqk.data.mixture import Mixture
+from mmqk.data.shards.manifest import MANIFEST, SHARE
+from mmqk.data.stream.names import is_remote, stream_hash
 from mmqk.data.tokenizers.files import tokenizers_hash
 from mmqk.data.tokens.cache import source_hash
-from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
-from mmqk.data.tokens.online import held_out_share, online_hash
+from mmqk.data.tokens.folder import Layout, is_token_folder, layout_of, read_header, tokens_hash
 from mmqk.model.patch import allow_patch
 from mmqk.model.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError, check_local, find_file
@@ -32,10 +33,11 @@ class DataConfig:
 
     Args:
         pairs: image-caption pairs: shards with their manifest, or a folder from mmqk data tokenize; empty for none.
-        read: how to read pairs: tokens (from token arrays, which are written once) or shards (tokenize them while
-            training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar).
-        val_fraction: share of the pairs to hold out, chosen by a hash of the image file; used only if `pairs` is a
-            pattern. null: 0.01, and more of a small set.
+        read: how to read sources that are no token folders: tokens (from token arrays, which are written once) or
+            shards (tokenize them while training). With shards, a source is a folder with a manifest, a pattern such
+            as path/{00000..00099}.tar, or a URL.
+        val_fraction: share of the shards of a pattern to hold out, chosen by a hash of their names, at least one
+            shard; used only if `read` is shards. null: 0.01.
         text: text-only documents: shards with their manifest or a token folder; empty for none.
         interleaved: documents of text and images: a folder from mmqk data tokenize --interleaved; empty for none.
         tokens: documents that other tokenizers have converted to ids: a folder from mmqk data ids; empty for none.
@@ -56,7 +58,7 @@ class DataConfig:
         val_every_n_steps: optimizer steps between two validations; 0 validates only at the end. Every run validates
             at the end.
         workers: loader processes, which do not change the samples. 0 is fastest for token arrays; if `read` is
-            shards, more can be faster.
+            shards, one per core is faster.
         patch: module:function that changes the training rows of each optimizer step: (rows, step, order) -> rows, a
             pure function; empty for none.
     """
@@ -85,12 +87,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_fields(self, "data")
         for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers", "cache"):
-            check_local(getattr(self, name), f"data.{name}")
-        if self.read == "shards" and self.pack == "documents":
-            raise ValueError(
-                "data.pack 'documents' does not work with data.read 'shards', because lengths are unknown: set"
-                " data.pack to none, or tokenize first."
-            )
+            if self.read == "tokens" or name not in SOURCE_FIELDS.values():
+                check_local(getattr(self, name), f"data.{name}", "download the files, or set data.read to shards")
+        if self.read == "shards" and self.patch:
+            raise ValueError("data.patch needs token arrays: set data.read to tokens.")
         if self.pairing != "matched":
             if self.read == "shards":
                 raise ValueError(f"data.pairing '{self.pairing}' needs token arrays: set data.read to tokens.")
@@ -127,9 +127,26 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str, Path]:
-        """Source folder of each kind in data.mix, except ``tokens``; a run reads no other source."""
+        """Source folder of each kind in data.mix, except ``tokens`` and those of `streams`."""
+        return {kind: find_file(source) for kind, source in self._read.items() if kind not in self.streams}
+
+    @property
+    def streams(self) -> dict[str, str]:
+        """Shards of each kind that is read from them during training: a folder, a pattern or a URL."""
+        if self.read == "tokens":
+            return {}
+        found = {}
+        for kind, source in self._read.items():
+            folder = find_file(source)
+            # Text with a manifest is small enough to be tokenized once.
+            if is_remote(source) or not (is_token_folder(folder) or (kind == "text" and (folder / MANIFEST).exists())):
+                found[kind] = source if is_remote(source) else str(folder)
+        return found
+
+    @property
+    def _read(self) -> dict[str, str]:
         wanted = {"pair" if kind == "image" else kind for kind, weight in self.mix.items() if weight > 0}
-        return {kind: find_file(getattr(self, name)) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
+        return {kind: getattr(self, name) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
 
     @property
     def tokenizers_folder(self) -> Path:
@@ -166,19 +183,19 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     if config.patch:
         fields |= {"patch": config.patch, "patch_source": allow_patch(config.patch)}
     # A field that changes no sample of this configuration is stored as a constant.
-    online = config.read == "shards" and "pair" in config.sources
-    fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}
+    streams = config.streams
+    fields |= {"read": "tokens", "val_fraction": 0.0}
+    if streams:
+        fields |= {"read": "streams", "val_fraction": config.val_fraction or SHARE}
     fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first_prob": 0.0}
-    if config.pairing == "matched" or "pair" not in config.sources:
+    if config.pairing == "matched" or "pair" not in config._read:
         del fields["pairing"]  # older runs do not have this field
     fields |= {} if config.pack == "documents" else {"document_mask": True}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
     for kind, path in config.sources.items():
-        if online and kind == "pair":
-            fields["pairs"] = online_hash(str(path), Path(config.cache))
-            fields["val_fraction"] = held_out_share(str(path), Path(config.cache), config.val_fraction)
-        else:
-            fields[SOURCE_FIELDS[kind]] = source_hash(path, kind)
+        fields[SOURCE_FIELDS[kind]] = source_hash(path, kind)
+    for kind, pattern in streams.items():
+        fields[SOURCE_FIELDS[kind]] = stream_hash(pattern)
     if "dial" in config.family:
         # identity_hash sorts keys, but the order of modalities matters.
         fields["dial"] = {**asdict(config.dial), "modalities": list(config.dial.names)}

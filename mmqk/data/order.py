@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -123,6 +123,7 @@ class TrainingOrder:
         seed: seed of the data order.
         pack: whether a row holds several documents if they fit.
         dial: the synthetic source, if the mixture contains it.
+        streamed: kinds whose rows come from lanes (`mmqk.data.stream`); for them only `mixture` has a meaning.
 
     Raises:
         ValueError: a kind of the mixture has no documents, or the mixture is impossible.
@@ -136,6 +137,7 @@ class TrainingOrder:
         seed: int,
         pack: bool = False,
         dial: Dial | None = None,
+        streamed: Collection[str] = (),
     ):
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
@@ -143,7 +145,7 @@ class TrainingOrder:
         self._orders: dict[str, Epochs | Packing] = {}  # kinds whose rows are made of items: pairs, images or pieces
         self._pieces: dict[str, np.ndarray] = {}
         room, stores = builder.seq_len, builder.stores
-        for kind in (kind for kind, weight in weights.items() if weight > 0):
+        for kind in (kind for kind, weight in weights.items() if weight > 0 and kind not in streamed):
             if kind == "dial":
                 if dial is not None:
                     self._sources[kind] = DialRows(dial, room, 2 * seed, pack)

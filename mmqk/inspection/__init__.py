@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     """Read the data, print the table and write the page.
 
     Raises:
-        UserError: mmqk.train would refuse a flag, the data cannot be read, or --out cannot be written.
+        UserError: mmqk.train would refuse a flag, the run reads shards during training, the data cannot be read, or
+            --out cannot be written.
     """
     parser = OneSentenceParser(
         prog="mmqk inspect",
@@ -75,6 +76,11 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(rest[0]) if rest and (Path(rest[0]) / "run.json").is_file() else None
     given = rest if folder else with_configs(rest)
     run = resolve(given) if folder is None else _run_of(folder, rest[1:])
+    if run.data.streams:
+        raise UserError(
+            "mmqk inspect needs token arrays, whose sequences it can look up by number: set data.read to tokens, or"
+            " make a token folder with mmqk data tokenize."
+        )
     command = "mmqk inspect " + shlex.join(map(relative_word, _as_given(options, given)))
     name = run.out.parent.name  # runs/NAME/<id>
     if options.step is None:

@@ -205,8 +205,6 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int) -> dict[str, Any]:
     slots = Counter(order.mixture.draw(i).slot for i in range(len(rows)))
     filled = sum(len(row.ids) for row in rows)
     dropped = {k: read_header(f).dropped for k, f in _folders(run).items() if is_token_folder(f)}
-    if data.skipped:  # samples skipped in the sequences read so far
-        dropped["pair"] = dict(Counter(data.skipped.values()))
     plain: dict[str, Any] = {
         "data": {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family},
         "seed": run.seed,

@@ -26,13 +26,7 @@ def places_of(data: TokenDataModule) -> dict[str, Place]:
     folders = {"tokens": Path(config.tokens)} if "tokens" in config.family else config.sources
     places: dict[str, Place] = {}
     for kind, folder in folders.items():
-        store = data.stores[kind]["train"]
-        if is_token_folder(folder):
-            places[kind] = _of_tokens(folder)
-        elif config.read == "shards" and kind == "pair":
-            places[kind] = store.place
-        else:
-            places[kind] = _of_manifest(folder)
+        places[kind] = _of_tokens(folder) if is_token_folder(folder) else _of_manifest(folder)
     return places
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from mmqk.checkpoint import load_checkpoint, model_of
 from mmqk.data.batch import TokenBatch
-from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.loader import MicroBatches
 from mmqk.inspection.page import FILTERS, SLOT_WORDS, TEMPLATES, sequence_views
 from mmqk.inspection.position import Position
 from mmqk.inspection.samples import places_of, samples_of

@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from mmqk.config import resolve
-from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.dial import Dial
+from mmqk.data.loader import MicroBatches
 from mmqk.data.shards.manifest import read_pairs
 from mmqk.data.tokenizers.files import BEGIN_IMAGE, END_IMAGE, EOS, TextTokenizer, tokenizers_hash
 from mmqk.data.tokenizers.image import ImageTokenizer

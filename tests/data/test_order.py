@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mmqk.data.config import DataConfig, data_identity
-from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.loader import MicroBatches
 from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.sequences import SequenceBuilder, pieces

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mmqk.config import resolve
-from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.loader import MicroBatches
 from mmqk.store import read_metrics
 from mmqk.train import main
 from mmqk.training.losses import modality_losses, modality_means, modality_sums

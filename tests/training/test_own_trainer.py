@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmqk.data.datamodule import PositionedLoader
+from mmqk.data.loader import PositionedLoader
 from mmqk.monitors import NormMonitor
 from mmqk.store import UserError
 from tests.training.toy import fit, module_of, toy_batch, weights

@@ -12,7 +12,8 @@ import torch
 
 from mmqk.checkpoint import load_model
 from mmqk.config import resolve
-from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.loader import MicroBatches
 from mmqk.store import UserError
 from mmqk.train import main
 

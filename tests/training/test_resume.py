@@ -24,6 +24,7 @@ RUNS = {
                        "--optim.msign_every=3"],
     "qk-clip and split moments": ["--optim.qk_clip=0.1", "--optim.split_second_moment=true", "--loss.z_loss=1e-3",
                                   "--trainer.accumulate_grad_batches=2", "--model.attn_dropout=0.1"],
+    "shards, two workers": ["--data.read=shards", "--data.workers=2", "--trainer.accumulate_grad_batches=2"],
     "sigma reparam": ["--model.weight_reparam=sigma", "--optim.decay_gains=true", "--model.attn_dropout=0.1"],
 }  # fmt: skip
 

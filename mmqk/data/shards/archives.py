@@ -131,30 +131,79 @@ def index_tar(path: Path | str) -> TarIndex:
 
 def _files(path: Path, file: BinaryIO, unread: ReasonCounts) -> Iterator[dict[str, Any]]:
     """Yield the files of samples in the form that `group_by_keys` takes, and count the other files."""
-    for info in _headers(path, file):
-        base = info.name.rpartition("/")[2]
-        if info.isreg() and not info.issparse() and "." in base and not base.startswith("."):
+    for info in tar_headers(path, Forward(file)):
+        if in_sample(info):
             yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
         elif not info.isdir():
             unread.add(IGNORED, info.name)
 
 
-def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield every header, then check that the archive ends with the end-of-archive blocks."""
+def in_sample(info: tarfile.TarInfo) -> bool:
+    """Return whether a member of a tar is a file of a sample; see `index_tar`."""
+    base = info.name.rpartition("/")[2]
+    return info.isreg() and not info.issparse() and "." in base and not base.startswith(".")
+
+
+class Forward:
+    """A file that is read from byte ``start`` to its end, as `tarfile` and `tar_headers` need it.
+
+    It never goes back, so the file may be a decompressor or a connection.
+
+    Attributes:
+        last: the result of the latest read.
+    """
+
+    def __init__(self, file: Any, start: int = 0) -> None:
+        self._file, self._at, self.last = file, 0, b""
+        self.seek(start)
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, n: int) -> bytes:
+        """Return n bytes, or fewer at the end of the file."""
+        self.last = self._file.read(n)
+        self._at += len(self.last)
+        return self.last
+
+    def readline(self, n: int) -> bytes:
+        """Return a line, or its first n bytes."""
+        self.last = self._file.readline(n)
+        self._at += len(self.last)
+        return self.last
+
+    def seek(self, place: int) -> None:
+        """Go to a byte after the current one."""
+        if place == self._at:
+            return
+        try:
+            self._file.seek(place)
+            self._at = place
+        except (ValueError, OSError):  # a connection
+            while self._at < place and self.read(min(place - self._at, 2**20)):
+                pass
+
+
+def tar_headers(path: Path | str, file: Forward) -> Iterator[tarfile.TarInfo]:
+    """Yield every header; the caller may read the content. Then check that the archive ends with the end-of-archive
+    blocks.
+
+    Raises:
+        UserError: the archive is damaged or truncated, or data follow its end.
+    """
     try:
         # With backslashreplace a name that is not UTF-8 stays printable.
-        with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
+        with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:  # type: ignore[call-overload]
             while (info := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # tarfile would store all members
+                tar.members = []  # tarfile would store all members
                 yield info
             end = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError, MemoryError, RecursionError) as error:
-        if file.seek(0, os.SEEK_END) == 0 or "unexpected end" in str(error):
+        if any(phrase in str(error) for phrase in ("unexpected end", "empty file", "end-of-stream")):
             raise UserError(f"shard {path} is truncated: {_REWRITE}") from None
         raise UserError(f"shard {path} is damaged or not a tar archive ({error}): {_REWRITE}") from None
     # tarfile treats a damaged or missing header as the end of the archive.
-    file.seek(end)
-    blocks = file.read(2 * tarfile.BLOCKSIZE)
+    blocks = file.last + file.read(tarfile.BLOCKSIZE)
     if len(blocks) >= tarfile.BLOCKSIZE and blocks.strip(b"\0"):
         raise UserError(f"shard {path} is damaged (no header at byte {end}): {_REWRITE}")
     if len(blocks) < 2 * tarfile.BLOCKSIZE:

@@ -103,7 +103,8 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         "mmqk_model": own["model"],
         "mmqk_run": run.record(),
     }
-    position = loops["fit_loop"]["state_dict"]["combined_loader"][0]
+    loader = loops["fit_loop"]["state_dict"]["combined_loader"][0]
+    position = {name: value for name, value in loader.items() if name != "streams"}
     write_json(folder / FORK_NAME, {**_record(run, changed, carried, moments, change), "data": position})
     save_checkpoint(checkpoint, folder / "checkpoints" / checkpoint_name(fork.parent.step))
     return sentence(run, changed, change)

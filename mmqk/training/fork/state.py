@@ -149,7 +149,7 @@ def loops_state(
         skipped: Numbers of single sequences to leave out, beside those that the parent leaves out.
 
     Raises:
-        UserError: the parent has read one of them.
+        UserError: the parent has read one of them, or reads shards and cannot skip.
     """
     loops = copy.deepcopy(dict(saved))
     fit, position = loops["fit_loop"], step * micro_batches
@@ -162,6 +162,14 @@ def loops_state(
             " sequences, or fork at an earlier step."
         )
     state = {"position": position, "ahead": read + (skip - step) * sequences}
+    if "streams" in loader:
+        if sequences != before or skip or skipped:
+            raise UserError(
+                "The parent reads shards, so its fork continues at the same sample with the same data.batch_size: leave"
+                " fork_skip, fork_skip_batches and data.batch_size out, or train the parent from token arrays"
+                " (data.read tokens)."
+            )
+        state["streams"] = loader["streams"]
     if left_out := sorted({*left_out, *skipped}):
         state["skip"] = left_out
     fit["state_dict"]["combined_loader"] = [state]

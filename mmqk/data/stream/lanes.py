@@ -1,0 +1,247 @@
+"""The order of streamed documents: lanes, each an endless stream that depends on nothing but its number.
+
+Row r of every batch comes from lane r. In each epoch a keyed permutation deals the shards to the lanes, and a lane
+reads its shards from front to back, one window of samples after the other, in a random order inside the window.
+
+```
+epoch ── permutation ── shards r, r + lanes, ... ── windows of WINDOW samples ── permutation ── documents
+```
+
+So a lane is the same for any number of ranks and loader workers, and its position is a few integers (`Cursor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from mmqk.data.mixture import random_stream
+from mmqk.data.shards.images import Dropped
+from mmqk.data.shards.samples import IGNORED, ReasonCounts, count_unread, printable
+from mmqk.data.stream.shards import Sample, ShardError, samples_of
+from mmqk.store import UserError
+
+WINDOW = 32
+# A process ends with an error if more than this share of the samples (or of the shards) that it tried cannot be used,
+# and they are at least LEAST_UNUSABLE.
+MOST_UNUSABLE, LEAST_UNUSABLE = 0.1, 10
+# Epochs in a row in which a lane may find no document.
+EMPTY_EPOCHS = 1000
+
+_MASK = 2**64 - 1
+
+
+def mixed(*key: int) -> int:
+    """Return a number of 64 bits that depends on every integer of the key: splitmix64 (Steele et al., 2014) of each,
+    chained."""
+    value = 0
+    for part in key:
+        value = (value + part + 0x9E3779B97F4A7C15) & _MASK
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value
+
+
+def permuted(place: int, n: int, *key: int) -> int:
+    """Return the image of ``place`` under a permutation of 0 to n - 1 that the key chooses, in constant memory.
+
+    It is a Feistel network of four rounds over the next even number of bits, walked along its cycle until the image is
+    below n (Black and Rogaway, 2002).
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & low
+        for turn in range(4):
+            left, right = right, left ^ (mixed(*key, turn, right) & low)
+        place = left << half | right
+        if place < n:
+            return place
+
+
+class Cursor(NamedTuple):
+    """The position of a lane: the next document.
+
+    Attributes:
+        epoch: number of the epoch.
+        shard: number of the shard among those of the lane in this epoch.
+        sample, byte: number and byte of the first sample of the open window in the shard.
+        place: samples of the window that were used or skipped.
+        part: pieces or tokens of the document that were used.
+    """
+
+    epoch: int = 0
+    shard: int = 0
+    sample: int = 0
+    byte: int = 0
+    place: int = 0
+    part: int = 0
+
+
+class Account:
+    """Counts what a process tried and what it could not use.
+
+    Attributes:
+        events: (name, reason) of each sample or shard that was skipped since the last `take`.
+        unread: files that belong to no document, since the last `take`.
+    """
+
+    def __init__(self, kind: str = "pair") -> None:
+        self.kind = kind
+        self.events: list[tuple[str, str]] = []
+        self.unread, self.files = ReasonCounts(), 0
+        self._tried = {"samples": 0, "shards": 0}
+        self._bad = {"samples": 0, "shards": 0}
+
+    def take(self) -> tuple[list[tuple[str, str]], ReasonCounts, int]:
+        """Return and forget the events and the counts of files."""
+        taken = self.events, self.unread, self.files
+        self.events, self.unread, self.files = [], ReasonCounts(), 0
+        return taken
+
+    def sample(self, shard: str, sample: Sample) -> None:
+        """Count the files of a sample that was tried."""
+        self._tried["samples"] += 1
+        self.files += len(sample.fields) + len(sample.unread)
+        for name in sample.unread:
+            self.unread.add(IGNORED, f"{shard}: {name}")
+        if self.kind != "text":
+            count_unread(self.unread, self.kind, f"{shard}: {sample.key}", sample.fields)
+
+    def opened(self) -> None:
+        """Count a shard that was opened."""
+        self._tried["shards"] += 1
+
+    def skip(self, what: str, name: str, reason: str) -> None:
+        """Record that one of the ``what`` (samples or shards) cannot be used.
+
+        Raises:
+            UserError: too many cannot be used.
+        """
+        self.events.append((name, reason))
+        self._bad[what] += 1
+        tried, bad = self._tried[what], self._bad[what]
+        if bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried:
+            raise UserError(
+                f"{bad} of the {tried} {what} read so far cannot be used, more than {MOST_UNUSABLE:.0%} (the last one"
+                f" is {printable(name)}: {reason}): repair the shards, or tokenize them with mmqk data tokenize,"
+                " which drops and counts such samples"
+            )
+
+
+class Lane:
+    """An endless stream of documents.
+
+    Args:
+        shards: names of all shards.
+        encode: returns the ids of a sample, or raises Dropped.
+        account: counts samples and shards that cannot be used.
+        number: number of the lane.
+        lanes: number of lanes.
+        key: seed and kind, which choose the order.
+        cursor: where to begin.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[str],
+        encode: Callable[[Sample], np.ndarray],
+        account: Account,
+        number: int,
+        lanes: int,
+        key: tuple[int, ...],
+        cursor: Cursor = Cursor(),  # noqa: B008 - immutable
+    ) -> None:
+        self.shards, self.encode, self.account, self.number, self.lanes = shards, encode, account, number, lanes
+        self.key, self.cursor = key, cursor
+        self._samples: Iterator[Sample] | None = None
+        self._window: list[Sample] = []
+        self._document: np.ndarray | None = None
+
+    def document(self) -> np.ndarray:
+        """Return the ids of the next document, again until `advance` is called.
+
+        Raises:
+            UserError: too many samples or shards cannot be used.
+        """
+        while self._document is None:
+            if not self._window:
+                self._open_window()
+            sample = self._window[self._order[self.cursor.place]]
+            if not self.cursor.part:
+                self.account.sample(self._shard, sample)
+            try:
+                self._document = self.encode(sample)
+            except Dropped as dropped:
+                self.account.skip("samples", f"sample {sample.key} of shard {self._shard}", dropped.reason)
+                self.advance()
+        return self._document
+
+    def advance(self, part: int | None = None) -> None:
+        """Go to the next document, or to a later part of this one."""
+        if part is not None:
+            self.cursor = self.cursor._replace(part=part)
+            return
+        self._document = None
+        self.cursor = self.cursor._replace(place=self.cursor.place + 1, part=0)
+        if self.cursor.place == len(self._window):
+            last = self._window[-1]
+            self.cursor = Cursor(self.cursor.epoch, self.cursor.shard, last.number + 1, last.end)
+            self._window = []
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """Shard and key of the document that `document` returned."""
+        return self._shard, self._window[self._order[self.cursor.place]].key
+
+    def _open_window(self) -> None:
+        """Read the window at the cursor, from the next shards if this one has ended."""
+        first = self.cursor.epoch
+        while True:
+            epoch, shard, sample, byte, *_ = self.cursor
+            if (dealt := self._dealt(epoch, shard)) is None:
+                self.cursor, self._samples = Cursor(epoch + 1), None
+                if epoch - first > EMPTY_EPOCHS:
+                    raise UserError(
+                        f"row {self.number} of the batch finds no document in {len(self.shards)} shards: set"
+                        " data.batch_size to less than the number of samples."
+                    )
+                continue
+            self._shard, stride, rest = dealt
+            if self._samples is None:
+                self.account.opened()
+                self._samples = samples_of(self._shard, byte, sample, stride, rest)
+            try:
+                self._window = list(islice(self._samples, WINDOW))
+                if not self._window and sample == 0 and stride == 1:
+                    raise ShardError("it has no sample")
+                if self._window and self.cursor.place >= len(self._window):
+                    raise ShardError("it has fewer samples than before the resume")
+            except ShardError as error:
+                self._window = []
+                self.account.skip("shards", f"shard {self._shard} from sample {sample} on", str(error))
+            if self._window:
+                stream = random_stream(*self.key, epoch, shard, sample, self.number)
+                self._order = stream.permutation(len(self._window)).tolist()
+                return
+            self.cursor, self._samples = Cursor(epoch, shard + 1), None
+
+    def _dealt(self, epoch: int, shard: int) -> tuple[str, int, int] | None:
+        """Return the name of a shard of this lane, and the stride and remainder of the samples that the lane reads.
+
+        With fewer shards than lanes, several lanes share a shard: each reads the samples of one remainder. The lanes
+        change places in each epoch, so that none always has more shards.
+        """
+        n, turn = len(self.shards), (self.number + mixed(*self.key, epoch)) % self.lanes
+        if n >= self.lanes:
+            place = turn + shard * self.lanes
+            return None if place >= n else (self.shards[permuted(place, n, *self.key, epoch)], 1, 0)
+        if shard:
+            return None
+        place = turn % n
+        sharing = self.lanes // n + (place < self.lanes % n)
+        return self.shards[permuted(place, n, *self.key, epoch)], sharing, turn // n
