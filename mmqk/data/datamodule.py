@@ -157,6 +157,7 @@ class TokenDataModule(L.LightningDataModule):
 
     def step_rows(self, i: int, n: int) -> TokenBatch:
         """Return `MicroBatches.first_rows` of the current training, which reads no shards."""
+        assert self._loader is not None
         return self._loader.dataset.first_rows(i, n)
 
     def val_batches(self) -> Iterator[TokenBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ class Rows:
         while True:
             document = lane.document()
             one, part = self._one(document), lane.cursor.part
-            parts = [] if self.kind in PAIRS else self._pieces(one)
+            parts: Sequence[Any] = [] if self.kind in PAIRS else self._pieces(one)  # type: ignore[assignment]
             if slot == "image":
                 row = one.image(0)
             else:
