@@ -6,7 +6,9 @@ Token arrays and the dial produce sequences, so the table also has their tokens 
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmqk.data.tokens.online import open_online
 
 from benchmarks.harness import Candidate, Context, Row, Unit, compare, seconds_of
 from benchmarks.others import needs
@@ -30,10 +31,12 @@ from mmqk.data.shards.archives import index_tar
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.manifest import checked_shards
 from mmqk.data.shards.samples import pair_of
+from mmqk.data.stream.loader import StreamBatches, StreamLoader
+from mmqk.data.stream.shards import Sample
+from mmqk.data.stream.source import Stream
 from mmqk.data.tokens.encode import Encoder, TokenizeJob
 
 PLAIN = "plain WebDataset loop, images decoded"
-ONLINE = 100  # samples per repetition of the candidate that tokenizes while reading
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128
 Work = tuple[int, int]  # samples, tokens
 Make = Callable[[], Callable[[], Work]]
@@ -41,7 +44,89 @@ Make = Callable[[], Callable[[], Work]]
 
 def units(context: Context) -> list[Unit]:
     """Return the units of this table."""
-    return [Unit("data", "shipped-pairs", 60, _measure)]
+    return [
+        Unit("data", "shipped-pairs", 60, _measure),
+        Unit("data", "streams", 60, _streams),
+        Unit("data", "first-batch", 30, _first_batch),
+    ]
+
+
+def _streams(context: Context, steps: int = 8) -> dict[str, Any]:
+    """Pairs that are decoded and tokenized while they are read, against WebDataset's loop with the same work."""
+    needs("webdataset")
+    import webdataset as wds
+
+    config = _shards_of(toy(context).data)
+    shards = [str(path) for path, _ in checked_shards(config.pairs, "train")]
+
+    def plain(workers: int) -> Callable[[], Callable[[int], float]]:
+        def open_loader() -> Callable[[int], float]:
+            stream = Stream("pair", config.pairs, Path(config.tokenizers), None)
+
+            def encoded(sample: dict[str, Any]) -> np.ndarray:
+                fields = {name: sample[name] for name in ("webp", "json")}
+                return stream.encode(Sample(sample["__key__"], 0, fields))
+
+            data = wds.WebDataset(shards, shardshuffle=False, nodesplitter=None).repeat().shuffle(32).map(encoded)
+            batches = iter(wds.WebLoader(data.batched(BATCH, collation_fn=list), batch_size=None, num_workers=workers))
+            return lambda n: seconds_of(lambda: [next(batches) for _ in range(steps)], n, "cpu")
+
+        return open_loader
+
+    def streamed(workers: int) -> Callable[[], Callable[[int], float]]:
+        def open_loader() -> Callable[[int], float]:
+            batches = iter(_loader(config, workers))
+            return lambda n: seconds_of(lambda: [next(batches) for _ in range(steps)], n, "cpu")
+
+        return open_loader
+
+    base = "WebDataset and WebLoader, 1 worker"
+    made = {base: plain(1), "WebDataset and WebLoader, 2 workers": plain(2)}
+    made |= {f"data.read shards, {n} worker{'s' * (n > 1)}": streamed(n) for n in (1, 2)}
+    candidates = [Candidate(name, make, memory=False) for name, make in made.items()]
+    rows = compare(candidates, replace(context, device="cpu"), repeat=1, rounds=5)
+    for row in rows:
+        row["work"] = {"samples": steps * BATCH}
+    work = f"{steps * BATCH} pairs of {config.pairs} decoded and tokenized"
+    return {"title": work, "facts": {"shards": len(shards)}, "base": base, "rows": rows}
+
+
+def _first_batch(context: Context) -> dict[str, Any]:
+    """Seconds from nothing to the first batch, with 20 and with 400 shards of two pairs."""
+    config = _shards_of(toy(context).data)
+    source = index_tar(checked_shards(config.pairs, "train")[0][0])
+    with tempfile.TemporaryDirectory() as folder:
+        for n in (20, 400):
+            (Path(folder) / str(n)).mkdir()
+            for k in range(n):
+                with tarfile.open(Path(folder) / str(n) / f"{k:05d}.tar", "w") as tar:
+                    for j in (2 * k, 2 * k + 1):
+                        for field, content in source.read(j % len(source)).items():
+                            member = tarfile.TarInfo(f"{k}-{j}.{field}")
+                            member.size = len(content)
+                            tar.addfile(member, io.BytesIO(content))
+
+        def first(n: int) -> Callable[[], Callable[[int], float]]:
+            pairs = replace(config, pairs=f"{folder}/{n}/*.tar", val_sequences=2)
+            return lambda: lambda times: seconds_of(lambda: next(iter(_loader(pairs, 0))), times, "cpu")
+
+        candidates = [Candidate(f"{n} shards", first(n), memory=False) for n in (20, 400)]
+        rows = compare(candidates, replace(context, device="cpu"), repeat=1, rounds=5)
+    for row in rows:
+        row["work"] = {"samples": BATCH}
+    return {"title": "time to the first batch", "facts": {}, "base": "20 shards", "rows": rows}
+
+
+def _shards_of(config: DataConfig) -> DataConfig:
+    return replace(config, read="shards", mix={"pair": 1.0}, seq_len=SEQ_LEN, batch_size=BATCH, val_sequences=8)
+
+
+def _loader(config: DataConfig, workers: int) -> StreamLoader:
+    """Return the loader of a run of one process that reads shards."""
+    data = TokenDataModule(config, seed=0)
+    data.setup()
+    batches = StreamBatches(data.order, data.rows, 0, config.batch_size, 1, 0, 1, 10**9)
+    return StreamLoader(batches, "", workers, torch.device("cpu"), False)
 
 
 def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
@@ -107,11 +192,6 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
 
         return read
 
-    def tokenized_online() -> Callable[[], Work]:
-        pairs = open_online(shard, tokenizers, cache, 0.5)["train"]
-        n = min(len(pairs), ONLINE)
-        return lambda: (n, sum(len(pairs[i]) for i in range(n)))
-
     def tokenized() -> Callable[[], Work]:
         encoder = Encoder(TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None), {})
         return lambda: (encoder.shard("00000", Path(shard))["samples"], 0)
@@ -147,7 +227,6 @@ def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BA
         PLAIN: webdataset,
         "shards by member offset, images decoded": by_offset,
         "shards to token arrays (mmqk.data.tokenize, one worker)": tokenized,
-        "shards by member offset, tokenized while reading": tokenized_online,
         "token arrays, pairs and text": arrays(config),
         "token arrays, pairs and text, in this process through the run's loader": loaded(config, 0),
         "token arrays, pairs and text, two loader workers": loaded(config, 2),
