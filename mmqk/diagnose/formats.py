@@ -413,7 +413,7 @@ def _mlflow_base(path: Path, name: str | None) -> Raw:
     return _long("MLflow", cells, notes, config)
 
 
-def _blocks(content: bytes) -> Iterator[bytes]:
+def _blocks(content: bytes, notes: list[str]) -> Iterator[bytes]:
     """Yield the records of a .wandb file: LevelDB's log format with blocks of 32 KiB, after a header of 7 bytes; a
     record is whole (1) or the first (2), a middle (3) or the last part (4) of one."""
     start, whole = 7, b""
@@ -422,7 +422,10 @@ def _blocks(content: bytes) -> Iterator[bytes]:
             start += left
             continue
         length, kind = struct.unpack_from("<HB", content, start + 4)
-        if not kind or start + 7 + length > len(content):
+        if not kind:
+            return
+        if start + 7 + length > len(content):
+            notes.append("The file ends in the middle of a record: its run may still write.")
             return
         whole += content[start + 7 : start + 7 + length]
         start += 7 + length
@@ -436,8 +439,8 @@ def _wandb(path: Path) -> Raw:
         from wandb.proto import wandb_internal_pb2 as proto
     except ImportError:
         raise UserError(f"{path} needs wandb: pip install wandb, or export the history as CSV") from None
-    rows, config = [], {}
-    for data in _blocks(read_regular(path)):
+    rows, config, notes = [], {}, list[str]()
+    for data in _blocks(read_regular(path), notes):
         record = proto.Record.FromString(data)  # type: ignore[attr-defined]
         for item in (*record.run.config.update, *record.config.update):
             config[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
@@ -445,4 +448,4 @@ def _wandb(path: Path) -> Raw:
         row = {i.key or ".".join(i.nested_key): json.loads(i.value_json, parse_constant=str) for i in items}
         rows += [flatten({"_step": record.history.step.num} | row)] if row else []
     config = {key: value for key, value in config.items() if not key.startswith("_")}
-    return _table("W&B run", pd.DataFrame(rows, dtype=object), path, None, [], config)
+    return _table("W&B run", pd.DataFrame(rows, dtype=object), path, None, notes, config)

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -235,7 +236,10 @@ def test_wandb_run_folder(tmp_path, monkeypatch):
     for step, row in rows(series()):
         run.log({f"train/{tag}": value for tag, value in row.items() if tag != "val_loss"} | {"note": "x" * 3000}, step)
     run.finish()
-    log = read_log(tmp_path)
+    log, until = read_log(tmp_path), time.monotonic() + 30
+    while len(log.metrics) < len(series()) and time.monotonic() < until:  # W&B's process may still write
+        time.sleep(0.5)
+        log = read_log(tmp_path)
     expected = series().fillna(np.inf)
     pd.testing.assert_series_equal(log.metrics["loss"], expected["loss"], check_names=False, check_index_type=False)
     assert log.config["optim.lr"] == 0.25 and log.config["model.n_layers"] == 2

@@ -204,8 +204,9 @@ class StreamLoader(PositionedLoader):
         table = np.array([[kinds.index(kind), lane, *cursor] for (kind, lane), cursor in sorted(self.cursors.items())])
         own = {int(place) for micro in range(self.dataset.accumulate) for place in self.dataset.places(micro)}
         table = table.reshape(-1, 2 + len(Cursor._fields)).astype(np.int64)
-        tables = gathered(table[np.isin(table[:, 1], list(own))])
-        state = {"identity": self.identity, "kinds": kinds, "cursors": torch.from_numpy(np.concatenate(tables))}
+        tables = np.concatenate(gathered(table[np.isin(table[:, 1], list(own))]))
+        cursors = torch.from_numpy(tables[np.lexsort((tables[:, 1], tables[:, 0]))])  # the same for any number of ranks
+        state = {"identity": self.identity, "kinds": kinds, "cursors": cursors}
         return {**super().state_dict(), "streams": {**state, "skipped": self.skipped, "counts": self.counts}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
