@@ -43,8 +43,12 @@ class Sample:
     end: int = 0
 
 
-def open_shard(name: str) -> BinaryIO:
+def open_shard(name: str, ranges: bool = True) -> BinaryIO:
     """Open the content of a shard, decompressed by its suffix (.gz, .xz, .bz2, .zst).
+
+    Args:
+        name: path or URL.
+        ranges: whether its server can begin an answer at any byte.
 
     Raises:
         UserError: an engine is not installed. OSError and others: the shard cannot be opened.
@@ -53,7 +57,8 @@ def open_shard(name: str) -> BinaryIO:
 
     raw: Any
     if is_remote(name):
-        raw = io.BufferedReader(filesystem(name).open(name, "rb", block_size=BUFFER, cache_type="readahead"), 2**18)
+        how: dict[str, Any] = {"block_size": BUFFER, "cache_type": "readahead"} if ranges else {"block_size": 0}
+        raw = io.BufferedReader(filesystem(name).open(name, "rb", **how), 2**18)
     else:
         raw = open(name, "rb")  # noqa: SIM115 - the caller closes it
     compression = infer_compression(name)
@@ -84,17 +89,18 @@ def samples_of(name: str, start: int = 0, number: int = 0, stride: int = 1, rest
     def wanted(n: int) -> bool:
         return n % stride == rest
 
-    failures = 0
+    failures, ranges = 0, True
     read = _lines if ".jsonl" in Path(name).suffixes or ".json" in Path(name).suffixes else _tar
     while True:
         try:
-            with contextlib.closing(open_shard(name)) as file:
+            with contextlib.closing(open_shard(name, ranges)) as file:
                 for sample in read(name, Forward(file, start), number, wanted):
                     start, number, failures = sample.end, sample.number + 1, 0
                     yield sample
             return
         except Exception as error:  # each engine has its own errors
             failures += 1
+            ranges = ranges and "range requests" not in str(error)
             final = isinstance(error, (FileNotFoundError, PermissionError)) or not is_remote(name)
             if final or failures == TRIES:
                 raise ShardError(reason_of(error)) from None

@@ -1,36 +1,28 @@
-"""Shards behind a web server that stalls, cuts, lies about lengths or fails, and in an object store."""
+"""Shards on servers: a hostile HTTP server, and an object store on this machine."""
 
 from __future__ import annotations
 
+import gzip
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 
 import pytest
 
 from mmqk.data.stream import names, shards
+from mmqk.data.stream.names import shard_names, split_shards
 from mmqk.data.stream.shards import ShardError, samples_of
 from mmqk.store import UserError
-from tests.data.tars import write_samples
-
-SAMPLES = [(f"k{n:02d}", {"txt": b"%d" % n, "bin": bytes(range(256)) * 40}) for n in range(30)]
+from tests.data.stream.test_lanes import epoch_of, open_lanes, write_shards
 
 
-class Server(ThreadingHTTPServer):
-    """Serves one tar; ``faults`` is how the next answers go wrong, one each, and then all are right."""
+class Hostile(BaseHTTPRequestHandler):
+    """Serves the files of a folder. `faults` has for each path the faults of its next requests, in order; the last
+    one stays: ok, stall, cut (half of the answer), short (the length is too small), long (it is too large), error,
+    plain (no ranges)."""
 
-    daemon_threads = True
-
-    def __init__(self, content: bytes):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.faults, self.ranges = content, list[str](), True
-        self.gone = threading.Event()
-
-    def handle_error(self, *args):  # a client that goes away is part of the tests
-        pass
-
-
-class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self):
@@ -39,32 +31,39 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(body=True)
 
-    def answer(self, body: bool):
-        content = self.server.content
-        start, end = 0, len(content)
-        if self.server.ranges and (match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))):
-            start, end = int(match[1]), min(end, int(match[2]) + 1 if match[2] else end)
-        fault = self.server.faults.pop(0) if body and self.server.faults else ""
-        if fault == "missing":
-            self.send_error(404)
-            return
-        if fault == "error":
-            self.send_error(503)
-            return
-        part = content[start:end]
-        self.send_response(206 if (start, end) != (0, len(content)) else 200)
-        self.send_header("Content-Length", str(len(part) + (1000 if fault == "long" else 0)))
-        if self.server.ranges:
+    def answer(self, body):
+        server = self.server
+        path = server.folder / self.path.strip("/")
+        if not path.is_file():
+            return self.send_error(404)
+        content, queue = path.read_bytes(), server.faults.get(path.name, ["ok"])
+        fault = (queue.pop(0) if len(queue) > 1 else queue[0]) if body else queue[0]
+        server.seen.append((path.name, fault, body))
+        if fault == "error" and body:
+            return self.send_error(503)
+        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first, last = 0, len(content) - 1
+        if wanted and fault != "plain":
+            first, last = int(wanted[1]), min(int(wanted[2] or last), last)
+        part = content[first : last + 1]
+        self.send_response(206 if wanted and fault != "plain" else 200)
+        length = {"short": len(part) // 2, "long": 2 * len(part)}.get(fault, len(part))
+        self.send_header("Content-Length", str(length))
+        if fault != "plain":
             self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
         self.end_headers()
-        if body:
-            self.wfile.write(part[: len(part) // 2] if fault else part)
+        if not body:
+            return None
+        if fault == "stall":
+            self.wfile.write(part[: len(part) // 3])
             self.wfile.flush()
-            if fault == "stall":
-                self.server.gone.wait(30)
-            if fault:
-                self.close_connection = True
+            server.free.wait(20)
+        else:
+            self.wfile.write(part[: length // 2] if fault == "cut" else part[:length])
+        if fault in ("cut", "long", "stall"):
+            self.close_connection = True
+        return None
 
     def log_message(self, *args):
         pass
@@ -72,68 +71,143 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "PAUSE", 0.01)
-    monkeypatch.setattr(names, "TIMEOUT", 0.5)
-    write_samples(tmp_path / "shard.tar", SAMPLES)
-    made = Server((tmp_path / "shard.tar").read_bytes())
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    made.url = f"http://127.0.0.1:{made.server_port}/shard.tar"
-    yield made
-    made.gone.set()
-    made.shutdown()
+    monkeypatch.setattr(names, "TIMEOUT", 0.3)
+    monkeypatch.setattr(shards, "PAUSE", 0.001)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
+    http.daemon_threads = True
+    http.folder, http.faults, http.seen, http.free = tmp_path, {}, [], threading.Event()
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield http
+    http.free.set()
+    http.shutdown()
 
 
-def read(name, *args):
-    return [(sample.key, sample.fields) for sample in samples_of(str(name), *args)]
+def address(server, name=""):
+    return f"http://127.0.0.1:{server.server_address[1]}/{name}"
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-@pytest.mark.parametrize("fault", ["", "cut", "stall", "long", "error"])
-def test_a_fault_is_tried_again_and_no_sample_is_lost_or_read_twice(server, tmp_path, fault, ranges):
-    server.faults, server.ranges = [fault] if fault else [], ranges
-    assert read(server.url) == read(tmp_path / "shard.tar") and not server.faults
-
-
-def test_a_shard_that_never_arrives_is_given_up_with_its_reason(server):
-    server.faults = ["cut"] * 100
+@pytest.mark.parametrize("fault", ["stall", "cut", "short", "long", "error"])
+def test_a_fault_that_passes_changes_no_sample(server, tmp_path, fault):
+    write_shards(tmp_path, [300])
+    local = [(s.key, s.fields, s.end) for s in samples_of(str(tmp_path / "00000.tar"))]
+    server.faults["00000.tar"] = [fault, fault, "ok"]
+    remote = [(s.key, s.fields, s.end) for s in samples_of(address(server, "00000.tar"))]
+    assert remote == local and (("00000.tar", fault, True) in server.seen or fault in ("short", "long"))
+    # The control: a fault that stays ends the shard, and no wrong sample comes out of it.
+    server.faults["00000.tar"] = [fault]
+    read = []
     with pytest.raises(ShardError):
-        read(server.url)
-    assert len(server.faults) < 100 - shards.TRIES + 1
-    server.faults = ["missing"] * 100
-    with pytest.raises(ShardError, match=r"shard\.tar"):
-        read(server.url)
+        for sample in samples_of(address(server, "00000.tar")):
+            read.append((sample.key, sample.fields, sample.end))
+    assert read == local[: len(read)] and len(read) < 300
 
 
-def test_reading_continues_in_the_middle(server, tmp_path):
-    tenth = [sample for sample in samples_of(server.url)][9]
-    assert read(server.url, tenth.end, 10) == read(tmp_path / "shard.tar")[10:]
+def test_a_server_without_ranges_is_read_from_the_front(server, tmp_path):
+    write_shards(tmp_path, [120])
+    server.faults["00000.tar"] = ["plain"]
+    whole = list(samples_of(address(server, "00000.tar")))
+    assert [s.key for s in whole] == [str(i) for i in range(120)]
+    again = list(samples_of(address(server, "00000.tar"), whole[49].end, 50))
+    assert [(s.key, s.fields) for s in again] == [(s.key, s.fields) for s in whole[50:]]
 
 
-def test_an_object_store(tmp_path, monkeypatch):
-    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]' s3fs")
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'mmqk[s3]'")
-    import fsspec
+def test_a_shard_that_never_comes_is_skipped_and_a_resume_skips_it_too(server, tmp_path):
+    write_shards(tmp_path, [40] * 4)
+    server.faults["00001.tar"] = ["stall"]
+    urls = shard_names(address(server, "{00000..00003}.tar"))
+    opened = open_lanes(urls, 2)
+    keys = [[], []]
+    for lane, of_lane in zip(opened, keys, strict=True):
+        while lane.document() is not None and lane.cursor.epoch == 0:
+            of_lane.append(int(lane.document()[0]))
+            lane.advance()
+    assert sorted(chain(*keys)) == [k for k in range(160) if not 40 <= k < 80]
+    assert "00001.tar" in "".join(name for lane in opened for name, _ in lane.account.take()[0])
+    # A resume behind the skip does not ask for the shard again, even if it could be read now.
+    server.faults["00001.tar"] = ["ok"]
+    server.seen.clear()
+    for r, lane in enumerate(open_lanes(urls, 2)):
+        for _ in range(len(keys[r]) - 3):
+            lane.document()
+            lane.advance()
+    assert server.seen and sum(len(k) for k in keys) == 120
 
-    store = moto.ThreadedMotoServer(port=0)
-    store.start()
-    host, port = store.get_host_and_port()
-    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-                        "AWS_DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+
+def test_start_reads_no_shard_and_a_resume_reads_the_open_window(server, tmp_path):
+    write_shards(tmp_path, [4000] * 2)
+    urls = [address(server, f"0000{s}.tar") for s in (0, 1)]
+    assert split_shards(address(server, "{00000..00001}.tar"), None) and not server.seen
+    (lane,) = open_lanes(urls, 1)
+    for _ in range(3900):
+        lane.document()
+        lane.advance()
+    cursor = lane.cursor
+    size = (tmp_path / "00000.tar").stat().st_size
+    assert cursor.byte > size // 2 > shards.BUFFER // 4
+    server.seen.clear()
+    (again,) = open_lanes(urls, 1, [cursor])
+    assert again.document() == lane.document()
+    assert sum(body for _, _, body in server.seen) <= 2
+
+
+def test_a_missing_shard_or_engine_is_one_sentence(server, monkeypatch):
+    before = time.monotonic()
+    with pytest.raises(ShardError, match=r"nothere|404|Not Found"):
+        list(samples_of(address(server, "nothere.tar")))
+    assert len(server.seen) <= 1 and time.monotonic() > before
+    with pytest.raises(UserError, match="fish://"):
+        names.filesystem("fish://a/b.tar")
+    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    with pytest.raises(UserError, match=r"pip install 'mmqk\[s3\]'"):
+        shard_names("s3://bucket/*.tar")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """An object store on this machine with four shards, one of them compressed."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed (mmqk[s3])")
+    moto = pytest.importorskip("moto.server", reason="moto's server is not installed (pip install 'moto[server]')")
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in keys.items():
         monkeypatch.setenv(name, value)
-    try:
-        system = fsspec.filesystem("s3", skip_instance_cache=True)
-        system.mkdir("bucket")
-        for n in range(3):
-            write_samples(tmp_path / f"{n}.tar", SAMPLES[n * 10 : n * 10 + 10])
-            system.put(str(tmp_path / f"{n}.tar"), f"bucket/{n}.tar")
-        assert names.shard_names("s3://bucket/*.tar") == names.shard_names("s3://bucket/{0..2}.tar")
-        assert read("s3://bucket/1.tar") == read(tmp_path / "1.tar")
+    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    system = names.filesystem("s3://bucket")
+    system.mkdir("bucket")
+    for path in write_shards(tmp_path, [50, 60, 70]) + write_shards(tmp_path / "gz", [20], ".tar.gz"):
+        system.put(path, f"bucket/set/{path.rpartition('/')[2]}")
+    yield "s3://bucket/set/"
+    running.stop()
+    system.clear_instance_cache()
+
+
+def test_an_object_store_gives_the_samples_of_the_local_shards(store, tmp_path):
+    urls = shard_names(store + "*")
+    assert [url.rpartition("/")[2] for url in urls] == ["00000.tar", "00000.tar.gz", "00001.tar", "00002.tar"]
+    for url, path in zip(urls, ("00000.tar", "gz/00000.tar.gz", "00001.tar", "00002.tar"), strict=True):
+        local = list(samples_of(str(tmp_path / path)))
+        assert [(s.key, s.fields, s.end) for s in samples_of(url)] == [(s.key, s.fields, s.end) for s in local]
+        again = samples_of(url, local[11].end, 12)
+        assert [s.key for s in again] == [s.key for s in local[12:]]
+    tars = shard_names(store + "{00000..00002}.tar")
+    keys = list(chain(*(epoch_of(lane, 0) for lane in open_lanes(tars, 2))))
+    assert sorted(keys) == list(range(180))
+    with pytest.raises(ShardError):
+        list(samples_of(store + "missing.tar"))
+
+
+def test_zstd_is_read_where_its_package_is_installed(tmp_path):
+    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
+    (path,) = write_shards(tmp_path, [40])
+    content = (tmp_path / "00000.tar").read_bytes()
+    (tmp_path / "00000.tar.zst").write_bytes(zstandard.compress(content))
+    (tmp_path / "00000.tar.gz").write_bytes(gzip.compress(content))
+    whole = list(samples_of(path))
+    for suffix in (".zst", ".gz"):
+        assert [s.fields for s in samples_of(path + suffix)] == [s.fields for s in whole]
+        assert [s.key for s in samples_of(path + suffix, whole[9].end, 10)] == [s.key for s in whole[10:]]
+        (tmp_path / f"00000.tar{suffix}").write_bytes((tmp_path / f"00000.tar{suffix}").read_bytes()[:-200])
         with pytest.raises(ShardError):
-            read("s3://bucket/9.tar")
-    finally:
-        store.stop()
-
-
-def test_a_missing_engine_is_one_sentence():
-    with pytest.raises(UserError, match="cannot be read"):
-        names.filesystem("nowhere://bucket/x.tar")
+            list(samples_of(path + suffix))
