@@ -130,8 +130,7 @@ mmqk remedies                               # purpose, formula and source of eac
 ```
 
 Every published remedy is a switch that is off in the control. The values are those of the source or of its order of
-magnitude; choose your own. [which_remedy.md](which_remedy.md) compares the remedies, and
-[add_a_norm.md](add_a_norm.md) adds one.
+magnitude. [which_remedy.md](which_remedy.md) compares the remedies, and [add_a_norm.md](add_a_norm.md) adds one.
 
 - **Parameters, other cost**: change in parameters, in floating-point operations of the matrix products of a training
   step, and other costs. The control is pre-norm with RMSNorm, scale 1 / √head_dim and AdamW; it has {parameters:,}
@@ -139,10 +138,7 @@ magnitude; choose your own. [which_remedy.md](which_remedy.md) compares the reme
   {vocabulary:,} ids, {sequences} times {tokens} tokens).
 - **Equals**: the outside implementation, or the formula written out in a test, that values and gradients, updates or
   initial weights were compared with; in brackets the largest difference that the test allows, in fp64 unless named.
-- **Combinations.** Two remedies can be combined, or a sentence that names both refuses the combination: QK-Clip with
-  QK-Norm or σReparam, which cancel its scaling.
-- **Two softmaxes.** Attention has a softmax over the keys, the output one over the vocabulary: z-loss does not act on
-  attention logits, and QK-Norm does not bound log Z of the output.
+- **Two softmaxes.** z-loss acts on the softmax over the vocabulary, not on attention, and QK-Norm not on the output.
 - **Untying.** The copy of a layer for one modality gets the gradient 0, not None, from a batch without that modality,
   so DDP does not wait for it and AdamW goes on decaying it.
 
