@@ -47,6 +47,7 @@ crop keeps the center, pad adds white, stretch distorts.
 examples:
   mmqk data tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
   mmqk data tokenize --shards 'docs/*.tar' --interleaved --fit pad --out tokens/docs
+  mmqk data tokenize --shards 'path/*.tar' --out tokens/mine --slice 3/8     # on the third of 8 machines
   mmqk data tokenize --text 'web/*.jsonl.gz' --val-fraction 0.001 --out tokens/web
 """
 
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenizers", type=Path, default=find_file("data/tokenizers"), help="(data/tokenizers)")
     workers = "worker processes; each tokenizes one shard at a time (default: one per core; 0: in this process)"
     p.add_argument("--workers", type=int, help=workers)
+    p.add_argument("--slice", metavar="K/N", help="every N-th shard from the K-th on; all slices share --out")
     add_sample_arguments(p)
     return p
 
@@ -82,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     layout_of(args.tokenizers)  # raises for missing tokenizers before anything is written
     if is_token_folder(args.out):
         return _already_finished(args, kind, paths)
-    with writing(args.out, "give another --out or make room"), _locked(args.out):
+    k, n = _slice_of(args.slice)
+    name = "lock" if n == 1 else f"lock{k}of{n}"
+    with writing(args.out, "give another --out or make room"), _locked(args.out, name):
         if is_token_folder(args.out):  # another process finished it before this one got the lock
             return _already_finished(args, kind, paths)
         place = args.out / UNFINISHED / OPTIONS
@@ -94,9 +98,17 @@ def main(argv: list[str] | None = None) -> int:
             write_json(place, options)
         width = max(5, len(str(len(paths) - 1)))
         shards = {f"{i:0{width}d}": path for i, path in enumerate(paths)}
-        records = _tokenize(job, shards, args.workers)
-        _finish(job, options, records)
-    held_out = sum(record["documents"]["val"] for record in records)
+        mine = dict(list(shards.items())[k - 1 :: n])
+        records = _tokenize(job, shards, mine, args.workers)
+        if len(records) < len(shards) and not is_token_folder(args.out):
+            print(f"slice {k}/{n} is done: {len(records)} of {len(shards)} shards are tokenized")
+            return 0
+        with FileLock(args.out / UNFINISHED / "finish"):  # slices may end at the same time
+            if is_token_folder(args.out):
+                shutil.rmtree(args.out / UNFINISHED)
+                return 0
+            _finish(job, options, [records[part] for part in shards])
+    held_out = sum(record["documents"]["val"] for record in records.values())
     if args.val_fraction is None and held_out and share > SHARE:
         print(small_set_sentence(share))
     elif share and not held_out:
@@ -104,6 +116,14 @@ def main(argv: list[str] | None = None) -> int:
         advice = again if args.val_fraction else "give more documents"
         print(f"no document was held out: training needs some, so {advice}")
     return 0
+
+
+def _slice_of(given: str | None) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", given or "1/1")
+    k, n = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= k <= n:
+        raise UserError(f"--slice is {given}: give K/N with K from 1 to N, such as 3/8")
+    return k, n
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -170,7 +190,7 @@ def _already_finished(args: argparse.Namespace, kind: str, paths: list[Path]) ->
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def _locked(out: Path, name: str) -> Iterator[None]:
     """Lock the folder against other processes."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
@@ -178,19 +198,21 @@ def _locked(out: Path) -> Iterator[None]:
     unfinished.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
-            stack.enter_context(FileLock(unfinished / "lock", timeout=0))
+            stack.enter_context(FileLock(unfinished / name, timeout=0))
         except Timeout:
             raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
         yield
 
 
-def _tokenize(job: TokenizeJob, shards: dict[str, Path], workers: int | None) -> list[dict[str, Any]]:
-    """Tokenize the shards that have no record yet; return the records of all shards."""
+def _tokenize(
+    job: TokenizeJob, shards: dict[str, Path], mine: dict[str, Path], workers: int | None
+) -> dict[str, dict[str, Any]]:
+    """Tokenize those of ``mine`` that have no record yet; return the records of the shards that have one by then."""
     unfinished = job.out / UNFINISHED
     stats = {part: path.stat() for part, path in shards.items()}
     states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
     records = _finished(unfinished, states)
-    left = {part: path for part, path in shards.items() if part not in records}
+    left = {part: path for part, path in mine.items() if part not in records}
     _remove_parts(job.out, set(left))
     broken: list[str] = []
     if records and left:
@@ -222,7 +244,7 @@ def _tokenize(job: TokenizeJob, shards: dict[str, Path], workers: int | None) ->
             f"{len(broken)} of {len(shards)} shards cannot be used ({'; '.join(broken[:3])}{more}): "
             "the others are kept, and the same command continues once these are repaired"
         )
-    return [records[part] for part in shards]
+    return records if len(mine) == len(shards) else _finished(unfinished, states)
 
 
 def _finished(unfinished: Path, states: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:

@@ -341,6 +341,20 @@ def test_interrupted_at_any_shard_and_resumed(run: Any, shards: Path, monkeypatc
         assert content(run(*pattern(shards), out=f"{after}")[0]) == expected
 
 
+def test_slices_write_what_one_process_writes(run: Any, shards: Path) -> None:
+    whole, _ = run(*pattern(shards), out="whole")
+    run(*pattern(shards), "--slice", "3/3", out="slices")
+    folder, said = run(*pattern(shards), "--slice", "1/3", out="slices")
+    assert not (folder / "tokens.json").exists() and "3 of 4 shards are tokenized" in said
+    # The control: the part of the missing slice is not there yet.
+    assert content(folder).keys() & content(whole).keys() < content(whole).keys()
+    run(*pattern(shards), "--slice", "2/3", out="slices")
+    assert content(folder) == content(whole)
+    run(*pattern(shards), "--slice", "2/3", out="slices")  # says that it is finished
+    for wrong in ("0/3", "4/3", "1", "a/b"):
+        assert "give K/N" in refused(run, *pattern(shards), "--slice", wrong, out="wrong")
+
+
 KILLED = """
 import multiprocessing, os, signal, sys
 from mmqk.data import tokenize
