@@ -124,10 +124,10 @@ def captions_of(folder: Path) -> dict[tuple[str, str], str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["cache", "tokens", "shards", "shuffled"])
+@pytest.mark.parametrize("how", ["cache", "tokens", "shuffled"])
 def test_shard_and_key_name_the_sample(tiny_args, tiny_data, tmp_path, how):
     """The text of each sequence is that of the samples that inspect names, read from the shards."""
-    fields = [MIX] if how != "shards" else ['--data.mix={"pair": 1}', "--data.read=shards"]
+    fields = [MIX]
     if how == "tokens":
         assert tokenize(["--shards", str(tiny_data / "pairs/train-*.tar"), "--out", str(tmp_path / "tokens"),
                          "--tokenizers", str(tiny_data / "tokenizers"), "--workers=0"]) == 0  # fmt: skip
@@ -153,7 +153,7 @@ def test_shard_and_key_name_the_sample(tiny_args, tiny_data, tmp_path, how):
         others = [text for text in texts.values() if text not in written]
         assert not words.strip() or sum(words.strip() in text for text in others) < len(others) / 4
     assert checked >= 4
-    assert isinstance(data.stores["pair"]["val"], TokenStore) or how in ("shards", "shuffled")
+    assert isinstance(data.stores["pair"]["val"], TokenStore) or how == "shuffled"
 
 
 def test_code_in_a_folder_runs_only_if_named(tiny_args, tmp_path):
