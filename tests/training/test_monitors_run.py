@@ -47,7 +47,8 @@ def test_every_monitor_leaves_every_bit_of_the_weights(off, on):
 def test_the_share_of_weights_that_an_update_left_unchanged(tiny_args, tmp_path, capsys, precision, least):
     """Compare with the checkpoints before and after the update. A run in bf16 says that most weights stay."""
     args = [*tiny_args, f"--trainer.precision={precision}", "--optim.lr=1e-4", "--checkpoint.every_n_steps=1",
-            "--trainer.max_steps=8"]  # fmt: skip
+            "--trainer.max_steps=8", "--backend=math"]  # fmt: skip
+    # The fused kernel in bf16 needs avx512 on a CPU with AMX, so it refuses ATEN_CPU_CAPABILITY=default there.
     args += [] if precision == "bf16-true" else ["--monitor.parameters=true"]
     assert main([*args, f"--out={tmp_path / 'run'}"]) == 0
     assert ("bf16-true is an experiment" in capsys.readouterr().err) is (precision == "bf16-true")
