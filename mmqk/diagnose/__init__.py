@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -25,15 +24,6 @@ examples:
   mmqk diagnose failed.csv healthy.csv                   how the first run parts from the second
   mmqk diagnose runs/mine --experiments
   mmqk diagnose --model step_1000 step_2000 --batch batch.pt --modality image=4:8196"""
-
-
-# The function of each way; it takes the options and returns the answer.
-WAYS = {
-    "log": "mmqk.diagnose.page:of_log",
-    "pair": "mmqk.diagnose.ways:of_pair",
-    "model": "mmqk.diagnose.ways:of_models",
-    "experiments": "mmqk.diagnose.ways:of_experiments",
-}
 
 
 def parser() -> OneSentenceParser:
@@ -67,21 +57,20 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if len(options.files) > 2 or not (options.files or options.model):
         raise UserError("give one log, or two to compare, or --model with a checkpoint: see mmqk diagnose --help")
+    from mmqk.diagnose import page, ways  # they import pandas and matplotlib
+
     way = (
-        "model" if options.model
-        else "experiments" if options.experiments
-        else "pair" if len(options.files) == 2
-        else "log"
+        ways.of_models if options.model
+        else ways.of_experiments if options.experiments
+        else ways.of_pair if len(options.files) == 2
+        else page.of_log
     )  # fmt: skip
-    module, _, name = WAYS[way].partition(":")
-    answer = getattr(importlib.import_module(module), name)(options)
+    answer = way(options)
     text = json.dumps(as_json(answer.record), indent=1, ensure_ascii=False, allow_nan=False)
     print(text if options.json else "\n".join([answer.title, *answer.lines]))
-    from mmqk.diagnose.page import plain_page
-
     options.out.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out / "diagnosis.json", text + "\n")
-    write_atomic(options.out / "index.html", answer.page or plain_page(answer))
+    write_atomic(options.out / "index.html", answer.page or page.plain_page(answer))
     if not options.json:
         print(f"\n{options.out / 'index.html'}")
     return int(answer.found)

@@ -42,7 +42,7 @@ _BY_KEY_HEAD = ("query_key_value", "linear_qkv")  # GPT-NeoX, Megatron: rows are
 # Model types of transformers whose norms multiply by 1 + weight.
 _ZERO_CENTERED = re.compile(r"gemma[23]?(_text)?|recurrent_gemma|t5gemma2?|vaultgemma|qwen3_(next|5)(_moe)?(_text)?")
 _FLAGS = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm")
-_STRETCHED = ("yarn", "longrope")  # RoPE that multiplies the logits
+_LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "wkv_a", "wkv_b", "linear_kv_up_proj"}  # keys of DeepSeek, Megatron
 
 
 @dataclass
@@ -107,14 +107,13 @@ def _named_layers(weights: Weights, notes: list[str]) -> Iterator[Projections]:
         for role, pattern in _ROLES.items():
             if found := pattern.fullmatch(rest):
                 layers.setdefault(prefix, {}).setdefault(number, {})[role, found[1]] = name
+    if any(_LATENT & set(name.split(".")) for name in weights.tensors):
+        raise UserError("The keys are made from a latent vector (multi-head latent attention)")
     needed = {("q", "weight"), ("qkv", "weight")}
     stacks = [{n: names for n, names in stack.items() if needed & names.keys()} for stack in layers.values()]
     stack = max(stacks, key=len, default={})
     if not stack:
         raise UserError("No projections of queries and keys are known by these names")
-    rope = field(weights.config, "rope_scaling", "rope_parameters") or {}
-    if rope.get("rope_type", rope.get("type")) in _STRETCHED:
-        notes.append("RoPE of this model multiplies the logits by attention_factor^2, which the bounds leave out.")
     for number, names in sorted(stack.items()):
         layer = _Named(weights, names, number).projections()
         if math.isnan(layer.scale) and number == min(stack):
@@ -126,6 +125,28 @@ def field(config: Mapping[str, Any], *names: str) -> Any:
     """Return the first field that is set in a configuration or in that of its text model; None if none is."""
     parts = [config, *(config[k] for k in ("text_config", "llm_config", "model") if isinstance(config.get(k), Mapping))]
     return next((part[n] for part in parts for n in names if part.get(n) is not None), None)
+
+
+def rope_factor(config: Mapping[str, Any]) -> float:
+    """Return the factor of RoPE on queries and keys, as in transformers: that of YaRN (arXiv 2309.00071, eq. 22) and
+    LongRoPE (arXiv 2402.13753), else 1."""
+    rope = field(config, "rope_parameters", "rope_scaling") or {}
+    if by_layer := [part for part in rope.values() if isinstance(part, Mapping)]:  # a dictionary for each kind of layer
+        return max(rope_factor(dict(config) | {"rope_parameters": part}) for part in by_layer)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in ("yarn", "longrope", "su"):
+        return 1.0
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    original = field({**config, **rope}, "original_max_position_embeddings")
+    factor = rope.get("factor") or field(config, "max_position_embeddings") / original
+    if factor <= 1:
+        return 1.0
+    if kind != "yarn":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
+    over, under = (over, under) if over and under else (1, 0)
+    return (0.1 * over * math.log(factor) + 1) / (0.1 * under * math.log(factor) + 1)
 
 
 def is_centered(config: Mapping[str, Any], name: str) -> bool:
@@ -261,6 +282,7 @@ class _Named:
             sides.append(Side([weight_NKE], folded, stretch_NK, shift_N))
             words.append(of_side)
         scale = field(c, "attention_multiplier") or (field(c, "query_pre_attn_scalar") or K) ** -0.5
+        scale *= rope_factor(c) ** 2
         scale /= self.layer + 1 if field(c, "scale_attn_by_inverse_layer_idx") else 1
         if len(q_HKE) == 1 and field(c, "num_attention_heads", "n_head", "n_heads", "num_heads") is None:
             scale = math.nan  # all heads together, because their number is not known

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -194,33 +193,7 @@ def _by_tensor(weights: Weights, ranges: Mapping[str, list[range]]) -> tuple[lis
 Array = np.ndarray
 
 
-class Law(NamedTuple):
-    """A law of growth that is a line in other coordinates: ``of_y(y) = a + b of_step(step)``."""
-
-    of_y: Callable[[Array], Array]
-    y_of: Callable[[Array], Array]
-    of_step: Callable[[Array], Array]
-    step_of: Callable[[float], float]
-    weight: Callable[[Array], Array]  # makes the residuals those of log y
-
-
-def _saturating(tau: float) -> Law:
-    """Return y = a - b exp(-step / tau) for one tau."""
-    return Law(
-        np.asarray, np.asarray, lambda x: -np.exp(-x / tau), lambda z: -tau * np.log(-z) if z < 0 else np.inf,
-        np.reciprocal,
-    )  # fmt: skip
-
-
-LAWS: dict[str, Callable[[float], list[Law]]] = {
-    "exponential": lambda _: [Law(np.log, np.exp, np.asarray, float, np.ones_like)],
-    "linear": lambda _: [Law(np.asarray, np.asarray, np.asarray, float, np.reciprocal)],
-    "square root": lambda _: [
-        Law(np.square, lambda z: np.sqrt(np.maximum(z, 0)), np.asarray, float, lambda y: 0.5 / y**2)
-    ],
-    "power": lambda _: [Law(np.log, np.exp, np.log, np.exp, np.ones_like)],
-    "saturating": lambda span: [_saturating(tau) for tau in span * np.geomspace(0.1, 2, 14)],
-}
+LAWS = ("exponential", "linear", "saturating")
 LEAST_GROWTH = 1.02  # a series whose largest value is below this multiple of its smallest does not grow
 CAVEAT = (
     "A law that fits past checkpoints need not hold later: a new learning rate, a cap, QK-Norm or the instability"
@@ -231,11 +204,10 @@ CAVEAT = (
 def grew(series: pd.DataFrame, limit: float) -> pd.DataFrame:
     """Return which numbers grew between checkpoints, by which law, and when each law reaches a limit.
 
-    The laws are exponential, linear, square root (y^2 is linear in the step, as for a matrix whose updates are at
-    right angles to it), power (y = a step^b; from step 1 on), and from 5 checkpoints on saturating (y approaches a
-    plateau exponentially). They are fitted by least squares of the relative error. The law is the one with the least
-    squared error at checkpoints that were left out of its fit, one at a time, so that a flexible law has no
-    advantage; saturating has a third number and must also be clearly better. Clearly means by a factor of 4, or 16
+    The laws are exponential, linear, and from 5 checkpoints on saturating (y approaches a plateau exponentially).
+    They are fitted by least squares of the relative error. The law is the one with the least squared error at
+    checkpoints that were left out of its fit, one at a time; saturating has a third number and must be clearly
+    better, by a factor of 4. Other comparisons are clear by a factor of 4, or 16
     with fewer than 5 checkpoints. A series grows if a law is clearly better than a constant and it changed by
     `LEAST_GROWTH`. With two checkpoints no law is chosen.
 
@@ -258,15 +230,11 @@ def grew(series: pd.DataFrame, limit: float) -> pd.DataFrame:
 def _growth(steps: Array, y: Array, limit: float) -> dict[str, object]:
     if len(y) < 2 or not (np.isfinite(y) & (y > 0)).all():
         return {}
-    names = [n for n in LAWS if (n != "power" or steps[0] > 0) and (n != "saturating" or len(y) >= 5)]
+    names = LAWS if len(y) >= 5 else LAWS[:2]
     clearly, ratio, span = 4 if len(y) >= 5 else 16, y[-1] / y[0], (steps[-1] - steps[0]) / 1000
     row: dict[str, object] = {"first": y[0], "last": y[-1], "ratio": ratio, "law": "", "also": "", "error": np.nan}
     row |= {"per_1000_linear": (y[-1] - y[0]) / span, "per_1000_log": np.log(ratio) / span}
-    for name in names:
-        law, a, b = _fit(name, steps, y)
-        never = b <= 0 or (name == "saturating" and a <= limit)
-        at = np.inf if never else law.step_of((float(law.of_y(np.array(limit))) - a) / b)
-        row[name] = steps[-1] if y[-1] >= limit else at
+    row |= {name: steps[-1] if y[-1] >= limit else _fit(name, steps, y)[1](limit) for name in names}
     if len(y) == 2:
         return row
     kept = [np.arange(len(y)) != i for i in range(len(y))]
@@ -285,21 +253,28 @@ def _mean_square(residuals: Sequence[float]) -> float:
     return float(np.mean(np.square(residuals)))
 
 
-def _fit(name: str, steps: Array, y: Array) -> tuple[Law, float, float]:
-    """Return the law with its a and b."""
+def _fit(name: str, steps: Array, y: Array) -> tuple[Callable[[Array], Array], Callable[[float], float]]:
+    """Return a law as a function of the step, and the step at which it reaches a limit."""
+    if name == "exponential":
+        b, a = np.polyfit(steps, np.log(y), 1)
+        return lambda t: np.exp(a + b * t), lambda limit: (np.log(limit) - a) / b if b > 0 else np.inf
+    if name == "linear":
+        b, a = np.polyfit(steps, y, 1, w=1 / y)
+        return lambda t: a + b * t, lambda limit: (limit - a) / b if b > 0 else np.inf
     fits = []
-    for law in LAWS[name](steps[-1] - steps[0]):
-        x, z, square = law.of_step(steps), law.of_y(y), law.weight(y) ** 2
-        x_mean, z_mean = x @ square / square.sum(), z @ square / square.sum()
-        b = (square * (x - x_mean)) @ (z - z_mean) / ((square * (x - x_mean)) @ (x - x_mean))
-        a = z_mean - b * x_mean
-        fits.append((square @ (a + b * x - z) ** 2, law, a, b))
-    _, law, a, b = min(fits, key=lambda fit: fit[0])
-    return law, float(a), float(b)
+    for tau in (steps[-1] - steps[0]) * np.geomspace(0.1, 2, 14):
+        x = -np.exp(-steps / tau)
+        b, a = np.polyfit(x, y, 1, w=1 / y)
+        fits.append((np.square((a + b * x) / y - 1).sum(), tau, a, b))
+    _, tau, a, b = min(fits)
+    plateau = a if b > 0 else -np.inf
+    return (
+        lambda t: a - b * np.exp(-t / tau),
+        lambda limit: -tau * np.log((a - limit) / b) if plateau > limit else np.inf,
+    )
 
 
 def _left_out(name: str, steps: Array, y: Array, kept: Array) -> float:
     """Return the error of log y at the checkpoint that is not kept."""
-    law, a, b = _fit(name, steps[kept], y[kept])
-    predicted = float(law.y_of(a + b * law.of_step(steps[~kept]))[0])
+    predicted = float(_fit(name, steps[kept], y[kept])[0](steps[~kept])[0])
     return np.log(max(predicted, 1e-30)) - np.log(y[~kept][0])

@@ -66,13 +66,7 @@ def inspect_step(
         f"no losses: no checkpoint before step {step} is left; name one with --from",
     )
     if path is not None:
-        content = load_checkpoint(path, "name another one after --from")
-        model = model_of(content)
-        if list(model.config.vocab_sizes.items()) != list(run.model.vocab_sizes.items()):
-            raise UserError(f"The vocabulary of {path} is not that of the run: name another one after --from.")
-        losses = losses_of(model.eval(), batch, run.data.documents_apart)
-        at = content.get("global_step", "?")
-        weights = f"losses (nats per token, fp32, no dropout) with the weights of step {at}"
+        losses, weights = _measured(path, run, batch)
     places, modality_BT = places_of(data), batch.modality_BT.where(batch.valid_BT, -1)
     micro = run.data.batch_size // run.trainer["accumulate_grad_batches"]
     record = [
@@ -114,6 +108,17 @@ def inspect_step(
     plain_record = {"step": step, "weights": None if path is None else str(path), "sequences": record}
     files = {"index.html": report.render("inspect.html", page, TEMPLATES, FILTERS), "step.json": plain_record}
     return files, [title, weights, "", *text_table(rows, set(range(len(rows[0]))))]
+
+
+def _measured(path: Path, run: RunConfig, batch: TokenBatch) -> tuple[list[dict[str, float]], str]:
+    """Return the losses of a checkpoint, and a sentence on its weights."""
+    content = load_checkpoint(path, "name another one after --from")
+    model = model_of(content)
+    if list(model.config.vocab_sizes.items()) != list(run.model.vocab_sizes.items()):
+        raise UserError(f"The vocabulary of {path} is not that of the run: name another one after --from.")
+    at = content.get("global_step", "?")
+    weights = f"losses (nats per token, fp32, no dropout) with the weights of step {at}"
+    return losses_of(model.eval(), batch, run.data.documents_apart), weights
 
 
 def step_batch(run: RunConfig, data: TokenDataModule, position: Position, step: int) -> TokenBatch:

@@ -11,7 +11,7 @@ import torch
 
 from mmqk.checkpoint import PREFIX, save_checkpoint
 from mmqk.diagnose.checkpoints import Tensors, Weights, read
-from mmqk.diagnose.projections import projections
+from mmqk.diagnose.projections import projections, rope_factor
 from mmqk.diagnose.weights import bounds, describe, grew
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import apply_rope, rope_tables
@@ -239,6 +239,38 @@ def test_layers_are_read_one_at_a_time():
     assert seen and all(".layers.0." in name for name in seen)
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+LONG = {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN, YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}, YARN | {"attention_factor": 1.7}, YARN | {"factor": 1.0},
+        LONG | {"factor": 4.0, "original_max_position_embeddings": 64},
+        LONG | {"original_max_position_embeddings": 128}, {"rope_type": "linear", "factor": 8.0},
+    ],
+)  # fmt: skip
+def test_the_factor_of_rope_is_that_of_transformers(rope):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(**HEADS, max_position_embeddings=256, rope_parameters=rope | {"rope_theta": 1e4})
+    kind = rope["rope_type"]
+    expected = ROPE_INIT_FUNCTIONS[kind](config, "cpu")[1]
+    assert rope_factor(config.to_dict()) == pytest.approx(expected)
+    assert (expected == 1) is (kind == "linear" or rope["factor"] == 1 if "factor" in rope else False)
+
+
+def test_yarn_stretches_the_bound():
+    _, weights = hugging_face("LlamaForCausalLM")
+    plain, yarn = (
+        next(projections(weights_of(dict(weights.tensors), weights.config | {"rope_parameters": rope}), []))
+        for rope in ({}, YARN)
+    )
+    assert yarn.scale == pytest.approx(plain.scale * (0.1 * np.log(8) + 1) ** 2)
+
+
 def test_what_cannot_be_read_is_said():
     _, weights = hugging_face("GPT2LMHeadModel")
     found = describe(weights_of(dict(weights.tensors), {}))
@@ -247,6 +279,8 @@ def test_what_cannot_be_read_is_said():
     found = describe(weights_of(bare, {}))
     assert found.heads.qk_spectral.tolist() == [1] and found.heads.attn_logit_bound.isna().all()
     assert "number of heads" in found.notes[0]
+    latent = {f"layers.0.{name}.weight": torch.ones(8, 8) for name in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
+    assert "latent" in describe(weights_of(latent, {})).notes[0]
     assert "No projections" in describe(weights_of({"a.0.weight": torch.ones(2, 2)}, {})).notes[0]
 
 
@@ -285,8 +319,6 @@ STEPS = np.array([1000, 2000, 3000, 5000, 7000, 9000])
 TRUE = {
     "exponential": (lambda t: 2 * np.exp(t / 2500), 2500 * np.log(500)),
     "linear": (lambda t: 2 + t / 500, 499000),
-    "square root": (lambda t: np.sqrt(4 + t / 100), 99999600),
-    "power": (lambda t: 3e-5 * t**1.6, (1000 / 3e-5) ** (1 / 1.6)),
     "saturating": (lambda t: 10 - 8 * np.exp(-t / 2000), np.inf),
 }
 
@@ -316,7 +348,6 @@ def test_two_checkpoints_give_a_ratio_and_no_law():
     assert list(found.index) == ["a"] and row.law == "" and row.ratio == 4
     assert row.per_1000_linear == 3 and row.per_1000_log == pytest.approx(np.log(2))
     assert row.exponential == pytest.approx(5000) and row.linear == pytest.approx(11000)
-    assert row["square root"] == pytest.approx(3000 + 2000 * (32**2 - 8**2) / (8**2 - 2**2))
 
 
 def test_numbers_of_checkpoints_that_grow(tmp_path):
