@@ -25,6 +25,8 @@ FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
 # The same for every kind of data.mix that reads a folder.
 FOLDER_FIELDS = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
+# Fields of DataConfig that change no sample, or that `data_identity` adds in another form.
+NOT_IDENTITY = ("cache", "shard_cache", "shard_cache_gb", "workers", "dial", "patch")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class DataConfig:
         tokens: documents that other tokenizers have converted to ids: a folder from mmqk data ids; empty for none.
         tokenizers: folder with text.json and image.safetensors.
         cache: folder for the token arrays that are made from shards.
+        shard_cache: folder for copies of remote shards; empty to read them where they are.
+        shard_cache_gb: most gigabytes of these copies; the one that was not used for the longest time goes first.
         seq_len: tokens in a sequence.
         batch_size: sequences in an optimizer step, over all micro-batches and devices.
         mix: relative weight of each kind of sequence. The kinds pair, text, image and interleaved can be mixed;
@@ -71,6 +75,8 @@ class DataConfig:
     tokens: str = ""
     tokenizers: str = "data/tokenizers"
     cache: str = ".cache/tokens"
+    shard_cache: str = ""
+    shard_cache_gb: float = number(50.0, 1e-6, 1e9)
     seq_len: int = number(128, 2, 2**22)
     batch_size: int = number(16, 1, 2**24)
     mix: dict[str, float] = number(lambda: {"pair": 3.0, "text": 1.0}, 1e-9, 1e9, zero=True)
@@ -179,7 +185,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     Raises:
         UserError: a source is missing or damaged.
     """
-    fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial", "patch")}
+    fields = {k: v for k, v in asdict(config).items() if k not in NOT_IDENTITY}
     if config.patch:
         fields |= {"patch": config.patch, "patch_source": allow_patch(config.patch)}
     # A field that changes no sample of this configuration is stored as a constant.

@@ -16,6 +16,7 @@ from mmqk.data.dial import Dial
 from mmqk.data.loader import MicroBatches, PositionedLoader
 from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder, count_targets, describe, floors, unigram_loss
+from mmqk.data.stream.cache import ShardCache
 from mmqk.data.stream.loader import RowMaker, StreamBatches, StreamLoader
 from mmqk.data.stream.names import stream_hash
 from mmqk.data.stream.source import PAIRS, Rows, Stream
@@ -101,7 +102,9 @@ class TokenDataModule(L.LightningDataModule):
         for kind, folder in config.sources.items():
             stores[kind] = open_source(kind, folder, tokenizers, cache)
         for kind, shards in config.streams.items():
-            stream = Stream(kind, shards, tokenizers, config.val_fraction)
+            limit = int(config.shard_cache_gb * 1e9)
+            copies = ShardCache(Path(config.shard_cache), limit) if config.shard_cache else None
+            stream = Stream(kind, shards, tokenizers, config.val_fraction, copies)
             tokens = config.val_sequences * config.seq_len if kind == "text" else 0
             stores[kind] = {"train": stream, "val": stream.held_out(config.val_sequences, tokens)}
         if (other := PAIRINGS.get(config.pairing)) and "pair" in stores:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CYCLE = 240
+_MASK = 2**64 - 1
 KINDS = ("pair", "text", "image", "interleaved", "tokens", "dial")
 SLOTS = ("image_first", "caption_first", *KINDS[1:])
 
@@ -33,6 +34,35 @@ def kind_of(slot: str) -> str:
 def random_stream(*key: int) -> np.random.Generator:
     """Return a random generator that depends on its key only."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def mixed(*key: int) -> int:
+    """Return a number of 64 bits that depends on every integer of the key: splitmix64 (Steele et al., 2014) of each,
+    chained."""
+    value = 0
+    for part in key:
+        value = (value + part + 0x9E3779B97F4A7C15) & _MASK
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value
+
+
+def permuted(place: int, n: int, *key: int) -> int:
+    """Return the image of ``place`` under a permutation of 0 to n - 1 that the key chooses, in constant memory.
+
+    It is a Feistel network of four rounds over the next even number of bits, walked along its cycle until the image is
+    below n (Black and Rogaway, 2002).
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & low
+        for turn in range(4):
+            left, right = right, left ^ (mixed(*key, turn, right) & low)
+        place = left << half | right
+        if place < n:
+            return place
 
 
 def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
@@ -124,6 +154,10 @@ class Mixture(IndexedCache):
         return Draw(SLOTS[slots[place]], int(nth[place]))
 
 
+# From this number of items on, the order of an epoch is computed item by item, in constant memory.
+LARGE = 2**22
+
+
 class Epochs(IndexedCache):
     """Endless epochs over ``n`` items, each epoch in a new order; ``item(nth)`` returns one draw as (epoch, item)."""
 
@@ -143,6 +177,8 @@ class Epochs(IndexedCache):
 
     def item(self, nth: int) -> tuple[int, int]:
         epoch, place = divmod(nth, self.n)
+        if self.n >= LARGE:
+            return epoch, permuted(place, self.n, self.seed, self.stream, epoch)
         return epoch, int(self._kept(epoch)[place])
 
 

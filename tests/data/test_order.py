@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmqk.data import mixture
 from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
@@ -98,6 +99,18 @@ def test_epochs_visit_every_item_once_and_reshuffle():
     first, second = ([epochs.item(e * 17 + i)[1] for i in range(17)] for e in (0, 1))
     assert sorted(first) == sorted(second) == list(range(17)) and first != second
     assert first != [Epochs(17, seed=2, stream=1).item(i)[1] for i in range(17)]
+
+
+def test_a_large_set_needs_no_array_for_an_epoch(monkeypatch):
+    """The order of 2**40 items is computed item by item; that of a small set, in the same way, is a permutation."""
+    large = Epochs(2**40, seed=1, stream=1)
+    items = [large.item(e * 2**40 + i) for e in (0, 1) for i in range(2000)]
+    assert len(set(items)) == 4000 and max(item for _, item in items) > 2**39
+    monkeypatch.setattr(mixture, "LARGE", 2)
+    epochs = Epochs(1001, seed=1, stream=1)
+    first, second = ([epochs.item(e * 1001 + i)[1] for i in range(1001)] for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(1001)) and first != second
+    assert first != [Epochs(1001, seed=2, stream=1).item(i)[1] for i in range(1001)]
 
 
 def test_sequences_have_the_promised_form(tiny_data, builder, first_code):

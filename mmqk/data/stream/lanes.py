@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmqk.data.mixture import random_stream
+from mmqk.data.mixture import mixed, permuted, random_stream
 from mmqk.data.shards.images import Dropped
 from mmqk.data.shards.samples import IGNORED, ReasonCounts, count_unread, printable
+from mmqk.data.stream.cache import ShardCache
 from mmqk.data.stream.shards import Sample, ShardError, samples_of
 from mmqk.store import UserError
 
@@ -30,37 +31,6 @@ WINDOW = 32
 MOST_UNUSABLE, LEAST_UNUSABLE = 0.1, 10
 # Epochs in a row in which a lane may find no document.
 EMPTY_EPOCHS = 1000
-
-_MASK = 2**64 - 1
-
-
-def mixed(*key: int) -> int:
-    """Return a number of 64 bits that depends on every integer of the key: splitmix64 (Steele et al., 2014) of each,
-    chained."""
-    value = 0
-    for part in key:
-        value = (value + part + 0x9E3779B97F4A7C15) & _MASK
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-        value ^= value >> 31
-    return value
-
-
-def permuted(place: int, n: int, *key: int) -> int:
-    """Return the image of ``place`` under a permutation of 0 to n - 1 that the key chooses, in constant memory.
-
-    It is a Feistel network of four rounds over the next even number of bits, walked along its cycle until the image is
-    below n (Black and Rogaway, 2002).
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & low
-        for turn in range(4):
-            left, right = right, left ^ (mixed(*key, turn, right) & low)
-        place = left << half | right
-        if place < n:
-            return place
 
 
 class Cursor(NamedTuple):
@@ -144,6 +114,7 @@ class Lane:
         lanes: number of lanes.
         key: seed and kind, which choose the order.
         cursor: where to begin.
+        cache: copies of remote shards.
     """
 
     def __init__(
@@ -155,9 +126,10 @@ class Lane:
         lanes: int,
         key: tuple[int, ...],
         cursor: Cursor = Cursor(),  # noqa: B008 - immutable
+        cache: ShardCache | None = None,
     ) -> None:
         self.shards, self.encode, self.account, self.number, self.lanes = shards, encode, account, number, lanes
-        self.key, self.cursor = key, cursor
+        self.key, self.cursor, self.cache = key, cursor, cache
         self._samples: Iterator[Sample] | None = None
         self._window: list[Sample] = []
         self._document: np.ndarray | None = None
@@ -214,7 +186,7 @@ class Lane:
             self._shard, stride, rest = dealt
             if self._samples is None:
                 self.account.opened()
-                self._samples = samples_of(self._shard, byte, sample, stride, rest)
+                self._samples = samples_of(self._shard, byte, sample, stride, rest, self.cache)
             try:
                 self._window = list(islice(self._samples, WINDOW))
                 if not self._window and sample == 0 and stride == 1:

@@ -101,7 +101,7 @@ def split_shards(pattern: str, val_fraction: float | None) -> tuple[list[str], l
             f"{pattern} names one shard, but training and validation need one each: split it into several tars, or"
             " make a token folder with mmqk data tokenize"
         )
-    fractions = [hash_fraction(_base(name).encode()) for name in names]
+    fractions = [hash_fraction(base_name(name).encode()) for name in names]
     share = max(val_fraction or SHARE, float(np.nextafter(min(fractions), 1)))
     train = [name for name, fraction in zip(names, fractions, strict=True) if fraction >= share]
     if not train:
@@ -114,11 +114,12 @@ def stream_hash(pattern: str) -> str:
     of the sizes of local ones. No shard is read."""
     if not is_remote(pattern) and (Path(pattern) / MANIFEST).exists():
         return manifest_hash(pattern)
-    sizes = [[_base(name), None if is_remote(name) else Path(name).stat().st_size] for name in shard_names(pattern)]
+    sizes = [[base_name(name), None if is_remote(name) else Path(name).stat().st_size] for name in shard_names(pattern)]
     return identity_hash({"shards": sizes})
 
 
-def _base(name: str) -> str:
+def base_name(name: str) -> str:
+    """Return the file name of a shard."""
     return name.partition("?")[0].rpartition("/")[2] if is_remote(name) else Path(name).name
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
 from mmqk.data.shards.images import load_image
 from mmqk.data.shards.samples import document_of
+from mmqk.data.stream.cache import ShardCache
 from mmqk.data.stream.lanes import Account, Cursor, Lane
 from mmqk.data.stream.names import filesystem, is_remote, split_shards
 from mmqk.data.stream.shards import Sample
@@ -35,6 +36,7 @@ class Stream:
         pattern: a folder with a manifest, a path or a URL, with brace ranges and globs.
         tokenizers: folder of the tokenizers.
         val_fraction: share of the shards to hold out.
+        cache: copies of remote shards; None for none.
 
     Raises:
         UserError: the pattern names no shard, or no shard could be held out.
@@ -42,8 +44,10 @@ class Stream:
 
     lengths_N = None
 
-    def __init__(self, kind: str, pattern: str, tokenizers: Path, val_fraction: float | None) -> None:
-        self.kind, self.tokenizers = kind, tokenizers
+    def __init__(
+        self, kind: str, pattern: str, tokenizers: Path, val_fraction: float | None, cache: ShardCache | None = None
+    ) -> None:
+        self.kind, self.tokenizers, self.cache = kind, tokenizers, cache
         self.train, self.val = split_shards(pattern, val_fraction)
         if is_remote(self.train[0]):
             filesystem(self.train[0])  # raises if its engine is missing
@@ -77,7 +81,7 @@ class Stream:
 
     def lane(self, account: Account, number: int, lanes: int, key: tuple[int, ...], cursor: Cursor) -> Lane:
         """Return a lane of the training shards."""
-        return Lane(self.train, self.encode, account, number, lanes, key, cursor)
+        return Lane(self.train, self.encode, account, number, lanes, key, cursor, self.cache)
 
     def held_out(self, documents: int, tokens: int) -> TokenStore:
         """Read held-out documents until there are enough, or no more.
@@ -87,7 +91,7 @@ class Stream:
         """
         lanes = min(HELD_OUT_LANES, len(self.val))
         account, found, size = _HeldOut(self.kind), list[np.ndarray](), 0
-        left = [Lane(self.val, self.encode, account, n, lanes, HELD_OUT_KEY) for n in range(lanes)]
+        left = [Lane(self.val, self.encode, account, n, lanes, HELD_OUT_KEY, cache=self.cache) for n in range(lanes)]
         while left and (len(found) < documents or size < tokens):
             lane = left.pop(0)
             document = lane.document()

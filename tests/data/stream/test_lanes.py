@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmqk.data.mixture import permuted
 from mmqk.data.shards.images import Dropped
 from mmqk.data.stream import lanes as lanes_module
-from mmqk.data.stream.lanes import Account, Cursor, Lane, permuted
+from mmqk.data.stream.lanes import Account, Cursor, Lane
 from mmqk.data.stream.names import split_shards, stream_hash
 from mmqk.data.stream.shards import samples_of
 from mmqk.store import UserError

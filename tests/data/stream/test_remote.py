@@ -12,6 +12,7 @@ from itertools import chain
 import pytest
 
 from mmqk.data.stream import names, shards
+from mmqk.data.stream.cache import ShardCache
 from mmqk.data.stream.names import shard_names, split_shards
 from mmqk.data.stream.shards import ShardError, samples_of
 from mmqk.store import UserError
@@ -148,6 +149,34 @@ def test_start_reads_no_shard_and_a_resume_reads_the_open_window(server, tmp_pat
     (again,) = open_lanes(urls, 1, [cursor])
     assert again.document() == lane.document()
     assert sum(body for _, _, body in server.seen) <= 2
+
+
+def test_a_cached_shard_is_read_from_disk(server, tmp_path):
+    """The second epoch asks the server for nothing; a cut download leaves no copy."""
+    (tmp_path / "served").mkdir()
+    server.folder = tmp_path / "served"
+    write_shards(server.folder, [300, 300, 20])
+    sizes = [(server.folder / f"0000{s}.tar").stat().st_size for s in range(3)]
+    cache = ShardCache(tmp_path / "copies", sizes[0] + sizes[2])
+
+    def read(s):
+        return [(x.key, x.fields, x.end) for x in samples_of(address(server, f"0000{s}.tar"), cache=cache)]
+
+    local = [[(x.key, x.fields, x.end) for x in samples_of(str(server.folder / f"0000{s}.tar"))] for s in range(3)]
+    server.faults["00000.tar"] = ["cut", "ok"]
+    assert [read(s) for s in (0, 2)] == [local[0], local[2]]
+    server.seen.clear()
+    assert [read(s) for s in (0, 2, 0, 2)] == [local[0], local[2]] * 2 and not server.seen
+    # The shard that was used first makes room for the next one.
+    assert read(1) == local[1]
+    assert sum(path.stat().st_size for path in cache.folder.iterdir()) <= cache.limit
+    assert {path.name[17:] for path in cache.folder.iterdir()} == {"00001.tar", "00002.tar"}
+    server.seen.clear()
+    assert read(0) == local[0] and server.seen
+    # A shard above the limit is read where it is.
+    small = ShardCache(tmp_path / "small", sizes[2])
+    assert [x.key for x in samples_of(address(server, "00000.tar"), cache=small)] == [x[0] for x in local[0]]
+    assert not small.folder.exists()
 
 
 def test_a_missing_shard_or_engine_is_one_sentence(server, monkeypatch):

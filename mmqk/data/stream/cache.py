@@ -1,0 +1,67 @@
+"""Copies of remote shards in a local folder of limited size."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmqk.data.stream.names import base_name, filesystem
+
+
+@dataclass(frozen=True)
+class ShardCache:
+    """A folder of whole shards. The shard that was not used for the longest time goes first.
+
+    Processes can share a folder. A file that another process deletes stays readable where it is open.
+
+    Args:
+        folder: the folder, which is made.
+        limit: most bytes of all its files.
+    """
+
+    folder: Path
+    limit: int
+
+    def path(self, url: str) -> Path | None:
+        """Return the local copy of a shard, which is downloaded if it is not there; None if it is above the limit.
+
+        Raises:
+            OSError and others of the engine: the download fails, or the disk is full.
+        """
+        path = self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{base_name(url)}"
+        try:
+            os.utime(path)
+            return path
+        except FileNotFoundError:
+            pass
+        system = filesystem(url)
+        size = system.info(url).get("size")
+        if size is not None and size > self.limit:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_room(size or 0)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            system.get_file(url, str(part))
+            if size is not None and part.stat().st_size != size:
+                raise OSError(f"{part.stat().st_size} of {size} bytes were sent")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        return path
+
+    def _make_room(self, size: int) -> None:
+        files = []
+        for path in self.folder.iterdir():
+            try:
+                files.append((path.stat().st_mtime, path.stat().st_size, path))
+            except FileNotFoundError:  # another process made room
+                continue
+        used = sum(file[1] for file in files)
+        for _, of_file, path in sorted(files):
+            if used + size <= self.limit:
+                return
+            path.unlink(missing_ok=True)
+            used -= of_file
