@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return USER_ERROR_EXIT
     run = resolve(argv)
     from mmqk.training.checkpoint import Interrupted
-    from mmqk.training.ranks import Ranks
+    from mmqk.training.ranks import Ranks, advised
 
     _quieten()
     with Ranks(run, argv) as ranks:
@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             return store.EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
         except UserError:
             return USER_ERROR_EXIT  # the first process prints the error
+        except RuntimeError as error:
+            raise advised(error) from error
 
 
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
@@ -95,11 +97,12 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             return _interrupted(run, stop, folder)
         except Exception as error:
             ranks.end()
-            reason = store.disk_sentence(error) if isinstance(error, OSError) else " ".join(str(error).split())
+            said = advised(error)
+            reason = store.disk_sentence(error) if isinstance(error, OSError) else " ".join(str(said).split())
             with contextlib.suppress(OSError):  # the disk error may persist
                 if folder.status().status == "running":  # the error was outside Lightning's hooks
                     folder.set_status("failed", folder.status().step, reason[:300])
-            raise advised(error) from error
+            raise said from error
 
 
 def _parameters(run: RunConfig) -> int:

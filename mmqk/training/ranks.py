@@ -317,8 +317,14 @@ def describe(settled: dict[str, Any]) -> str:
 
 
 def advised(error: Exception) -> Exception:
-    """Return torch's error as a `UserError` with advice if the machine cannot compute the run; else the error."""
+    """Return torch's error as a `UserError` with advice if the machine cannot compute the run, or if another process
+    has ended; else the error."""
     message = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and ("by peer" in message or "remote process exited" in message):  # gloo, NCCL
+        return UserError(
+            "another process of this run has ended: its output says why, and the same command goes on from the last"
+            " checkpoint"
+        )
     advice = next((advice for words, advice in ADVICE.items() if words.lower() in message.lower()), None)
     if advice is None or not isinstance(error, RuntimeError):
         return error

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmqk.store import is_locked, read_status
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--model.qk_norm.kind=rms",
         "--monitor.every_n_steps=1"]  # fmt: skip
-LONG = ["--trainer.max_steps=100000", "--checkpoint.every_n_steps=20", "--monitor.every_n_steps=0",
+LONG = ["--trainer.max_steps=300", "--checkpoint.every_n_steps=20", "--monitor.every_n_steps=0",
         "--data.val_every_n_steps=0"]  # fmt: skip
 
 
@@ -55,14 +56,14 @@ def runs(tiny_args, tmp_path_factory) -> dict[str, list[dict]]:
 
 
 def test_gradient_norms_under_fsdp_are_those_of_ddp(runs):
-    """Each rank of FSDP holds half of a gradient: its norm alone is too small by about the square root of 2."""
-    names = [name for line in runs["one"] for name in line if name.startswith("grad_norm")]
-    assert len(set(names)) > 3
-    for one, ddp, fsdp in zip(runs["one"], runs["ddp"], runs["fsdp"], strict=True):
-        for name in (name for name in one if name.startswith("grad_norm")):
-            assert fsdp[name] == pytest.approx(ddp[name], rel=1e-5), (name, ddp["step"])
-            assert ddp[name] == pytest.approx(one[name], rel=1e-4)
-            assert fsdp[name] / 2**0.5 != pytest.approx(ddp[name], rel=1e-5)  # the control
+    """Each rank of FSDP holds half of a gradient: its norm alone is too small by about the square root of 2.
+    tests/monitors/attach/test_updates.py compares the parts."""
+    norms = {
+        name: np.array([line["grad_norm"] for line in lines if "grad_norm" in line]) for name, lines in runs.items()
+    }
+    assert len(norms["one"]) > 3 and norms["fsdp"] == pytest.approx(norms["ddp"], rel=1e-5)
+    assert norms["ddp"] == pytest.approx(norms["one"], rel=1e-4)
+    assert norms["fsdp"] / 2**0.5 != pytest.approx(norms["ddp"], rel=1e-5)  # the control
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -76,11 +77,15 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on(tiny_args, tmp_pa
     os.kill(int(children[-1]), signal.SIGKILL)
     codes = [agent.wait(120) for agent in agents]
     assert 0 not in codes and not is_locked(out)
-    said = [line for line in (tmp_path / "log0").read_text().splitlines() if "another process" in line]
+    said = [
+        line
+        for line in (tmp_path / "log0").read_text().splitlines()
+        if "another process" in line and line.startswith("mmqk")
+    ]
     assert len(said) == 1 and "same command" in said[0]
     step = max(int(re.findall(r"\d+", path.name)[0]) for path in out.glob("checkpoints/*.ckpt"))
-    more = [a for a in args if "max_steps" not in a] + [f"--trainer.max_steps={step + 3}"]
-    again = start(more, tmp_path / "again", strategy)
+    assert read_status(out).status == "failed"
+    again = start(args, tmp_path / "again", strategy)
     assert [agent.wait(300) for agent in again] == [0, 0], (tmp_path / "again0").read_text()
     assert f"resuming from step {step}" in (tmp_path / "again0").read_text()
-    assert read_status(out).status == "completed" and read_status(out).step == step + 3
+    assert read_status(out).status == "completed" and read_status(out).step == 300

@@ -18,6 +18,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -224,11 +225,14 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     Raises:
         UserError: a pattern names no file, a missing file, a folder, a pipe or a URL, or a file is named twice.
     """
-    files: dict[Path, Path] = {}
+    files: dict[str, Path] = {}
+    real_folder = cache(os.path.realpath)  # a folder can have 100,000 shards
     for pattern in patterns:
         for path in _files_of(pattern):
             check_regular(path)
-            if files.setdefault(path.resolve(), path) is not path:
+            folder, name = os.path.split(path)
+            real = os.path.realpath(path) if os.path.islink(path) else os.path.join(real_folder(folder), name)
+            if files.setdefault(real, path) is not path:
                 raise UserError(f"{path} is named twice: name each file once")
     if not files:
         raise UserError("no files are named: give at least one path, such as 'shards/{00000..00099}.tar'")

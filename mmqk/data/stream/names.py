@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,13 @@ def stream_hash(pattern: str) -> str:
     of the sizes of local ones. No shard is read."""
     if not is_remote(pattern) and (Path(pattern) / MANIFEST).exists():
         return manifest_hash(pattern)
-    sizes = [[base_name(name), None if is_remote(name) else Path(name).stat().st_size] for name in shard_names(pattern)]
+    sizes = [[base_name(name), None if is_remote(name) else os.stat(name).st_size] for name in shard_names(pattern)]
     return identity_hash({"shards": sizes})
 
 
 def base_name(name: str) -> str:
     """Return the file name of a shard."""
-    return name.partition("?")[0].rpartition("/")[2] if is_remote(name) else Path(name).name
+    return name.partition("?")[0].rpartition("/")[2] if is_remote(name) else os.path.basename(name)
 
 
 def reason_of(error: BaseException) -> str:
