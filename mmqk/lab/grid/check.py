@@ -13,7 +13,7 @@ from mmqk.lab.effects import FEWEST_OF_EACH
 from mmqk.lab.exact import Counts
 from mmqk.lab.formatting import plural
 from mmqk.lab.grid.arms import Job
-from mmqk.lab.grid.claims import CHECKS, NUMBERS, Claim
+from mmqk.lab.grid.claims import CHECKS, Claim
 from mmqk.lab.metrics import FamilyMetric, Metric, find_metric
 from mmqk.store import UserError
 
@@ -59,11 +59,6 @@ def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
 
 def _wrong_fields(claim: Claim, of_family: bool) -> Iterator[str]:
     """Yield what is wrong with the fields of a claim; ``of_family``: whether its metric needs several runs."""
-    for verdict, sentence in claim.finding.items():
-        try:
-            sentence.format(**dict.fromkeys(NUMBERS, ""))
-        except (KeyError, IndexError, ValueError):
-            yield f"finding.{verdict} may contain {', '.join(f'{{{n}}}' for n in NUMBERS)} and no other braces"
     for name, reason in claim.unchecked.items():
         if name not in CHECKS or not reason.strip():
             yield f"unchecked has {name!r} with the reason {reason!r}: give one of {', '.join(CHECKS)} and the reason"
@@ -134,7 +129,7 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
     by_id = {claim.id: claim for claim in claims}
     planned = [job for job in jobs if job.role == "verdict"]
     for claim in claims:
-        if claim.decided and (why := _why_not(claim, by_id, planned, ())):
+        if claim.decided and (why := _why_not(claim, by_id, planned)):
             raise UserError(f"{where}: no result could support claim {claim.id}: {why}")
 
 
@@ -154,7 +149,7 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
     return warnings
 
 
-def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
+def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job]) -> str:
     """Return why no result could support the claim, and what to do; empty if a result could support it."""
     arms = {name: _runs(claim, name, jobs) for name in claim.compared}
     for name, runs in arms.items():
@@ -180,29 +175,11 @@ def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], abov
             "an equivalence needs a positive_control, because runs that cannot show any effect show no difference "
             "either; name a claim or control with a known effect"
         )
-    for key in ("manipulation_check", "negative_control", *["positive_control"] * (claim.test == "equivalence")):
+    for key in ("manipulation_check", *["positive_control"] * (claim.test == "equivalence")):
         other = by_id.get(getattr(claim, key))
-        if other is not None and (why := _never_passes(key, other, by_id, jobs, (*above, claim.id))):
-            return f"its {key.replace('_', ' ')} {other.id} {why}"
+        if other is not None and other.status != "control" and not (other.decided and other.test != "equivalence"):
+            return f"its {key.replace('_', ' ')} {other.id} can show no effect; name a control, or a claim of an effect"
     return ""
-
-
-def _never_passes(
-    key: str, other: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]
-) -> str:
-    """Return why no result of the planned runs lets ``other`` pass as a control; empty if one does."""
-    if other.status == "control":
-        return ""
-    if other.id in above:
-        return "depends on this claim in turn; remove one of the two references"
-    if not other.decided:
-        return f"has the status {other.status!r} and no verdict; name one with the status 'control' or 'exploratory'"
-    if key == "negative_control":
-        return ""
-    if other.test == "equivalence":
-        return "is an equivalence, which cannot show an effect; name another claim"
-    why = _why_not(other, by_id, jobs, above)
-    return f"cannot be supported: {why}" if why else ""
 
 
 def _runs(claim: Claim, name: str, jobs: Sequence[Job]) -> list[Job]:

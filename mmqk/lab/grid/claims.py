@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from mmqk.lab.grid.arms import build
@@ -18,10 +19,8 @@ from mmqk.store import UserError, identity_hash
 # Checks of every verdict: the key that turns the check off under ``unchecked``, and the name of the check on the
 # page.
 CHECKS = {"learned": "modalities learned", "declared": "arms differ only as declared", "seeds": "enough seeds"}
-# Placeholders that a sentence under ``finding`` may use.
-NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 # Fields that name another claim, whose verdict must be computed first.
-LEANS = ("positive_control", "negative_control", "manipulation_check")
+LEANS = ("positive_control", "manipulation_check")
 # Old names of fields and their new names. The hash of the claims uses the old names, so that the hash does not
 # change.
 RENAMED = {
@@ -60,7 +59,6 @@ class Claim:
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
         positive_control: id of the claim or control that must pass before this claim can be contradicted, or be
             reproduced as an equivalence.
-        negative_control: id of the claim or control that must not show the effect.
         manipulation_check: id of the claim or control that shows that the treatment changed what it should change.
         at_least: for a control, the value that the median of every arm must reach; for a count, the value that a
             run must reach.
@@ -70,7 +68,7 @@ class Claim:
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.
         not_run: why no run of this grid tests the claim, and what a test would need; such a claim has no arms.
-        finding: a sentence for the page, by verdict. A sentence may contain the placeholders `NUMBERS` in braces.
+        finding: text that no code reads; it is part of the hash of older grids.
     """
 
     id: str
@@ -90,7 +88,6 @@ class Claim:
     regime: Literal["both modalities learned", "all modalities learned"] | None = None
     unchecked: dict[str, str] = field(default_factory=dict)
     positive_control: str = ""
-    negative_control: str = ""
     manipulation_check: str = ""
     at_least: float = number(math.nan, -1e30, 1e30)
     status: Literal["confirmatory", "exploratory", "shown", "control"] = "confirmatory"
@@ -198,6 +195,11 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
         for other in claim.leans_on:
             if other not in ids or other == claim.id:
                 raise UserError(f"{where} refers to {other!r}, which is not another claim of this grid: name one")
+    try:
+        TopologicalSorter({claim.id: claim.leans_on for claim in claims}).prepare()
+    except CycleError as error:
+        ring = ", ".join(error.args[1])
+        raise UserError(f"{path}: the claims {ring} are controls of each other: remove one of the references") from None
     return tuple(claims)
 
 

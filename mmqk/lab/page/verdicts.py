@@ -43,7 +43,6 @@ def claim_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]
         facts = {
             "Tested": tested,
             "Why no verdict": verdict.why,
-            "Finding": _finding(verdict),
             "Medians": medians,
             "Counts": "; ".join(f"{study.label(arm)}: {a} of {n}" for arm, (a, n) in verdict.counts.items()),
             **p,
@@ -87,14 +86,6 @@ def _medians(study: Study, verdict: Verdict) -> str:
     metric, modality = find_metric(verdict.claim.metric)
     label = f"{metric.label} ({modality})" if modality else metric.label
     return values and f"{label}: {values}"
-
-
-def _finding(verdict: Verdict) -> str:
-    """Return the sentence that the grid gives for this verdict, with the numbers of these runs."""
-    template, effect = verdict.claim.finding.get(verdict.verdict), verdict.effect
-    if not template or effect is None or not effect.has_interval:
-        return ""
-    return template.format(**words.effect_in_words(verdict.claim, effect)).strip()
 
 
 def p_values(verdict: Verdict) -> dict[str, str]:

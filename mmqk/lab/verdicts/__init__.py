@@ -1,13 +1,12 @@
 """The verdict of each claim.
 
-reproduced      both intervals lie beyond min_effect, and all checks and the negative control passed
-contradicted    both intervals lie below min_effect, and all checks, the negative control and the positive control
-                passed
+reproduced      both intervals lie beyond min_effect, and all checks passed
+contradicted    both intervals lie below min_effect, and all checks and the positive control passed
 not run         an arm has no finished run, or the claim sets not_run, the reason why no run of the grid tests it
 inconclusive    every other case, and every claim with the status shown, which `Verdict.badge` calls "shown"
 
 An equivalence is reproduced if the interval lies between -min_effect and min_effect, and contradicted if it lies
-beyond one of them; both verdicts need a positive control that passed. A negative control is always optional.
+beyond one of them; both verdicts need a positive control that passed.
 
 The level of both intervals is corrected for the other claims of the family (`multiple`). The second one is shifted
 for the skewness of the two arms (`Effect.shifted`); counts and predictions have none. A run that diverged, or
@@ -21,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from graphlib import TopologicalSorter
 
 from mmqk.lab import exact
 from mmqk.lab.effects import Auroc, Effect, Spread
@@ -50,14 +50,10 @@ def judge(study: Study) -> list[Verdict]:
     assessed = {claim.id: assess(compare(study, claim)) for claim in claims}
     adjusted = _adjust(claims, assessed)
     verdicts: dict[str, Verdict] = {}
-    pending = list(claims)
     # A claim may name other claims as its controls, and these may come later in the grid.
-    while pending:
-        waiting = {claim.id for claim in pending}
-        ready = [c for c in pending if not (set(c.leans_on) - {c.id}) & waiting]
-        for claim in ready or pending:
-            verdicts[claim.id] = _judge(assessed, adjusted.get(claim.id), verdicts, claim.id)
-        pending = [c for c in pending if c.id not in verdicts]
+    for id in TopologicalSorter({claim.id: claim.leans_on for claim in claims}).static_order():
+        if id in assessed:
+            verdicts[id] = _judge(assessed[id], adjusted.get(id), verdicts)
     return [verdicts[claim.id] for claim in claims]
 
 
@@ -76,10 +72,7 @@ def _adjust(claims: list[Claim], assessed: Mapping[str, Verdict]) -> dict[str, A
     return adjusted
 
 
-def _judge(
-    assessed: Mapping[str, Verdict], adjusted: Adjusted | None, judged: Mapping[str, Verdict], id: str
-) -> Verdict:
-    one = assessed[id]
+def _judge(one: Verdict, adjusted: Adjusted | None, judged: Mapping[str, Verdict]) -> Verdict:
     claim, study, groups = one.claim, one.compared.study, one.compared.groups.values()
     notes = [sentence(claim.note)] if claim.note else []
     if claim.not_run:
@@ -90,7 +83,7 @@ def _judge(
     if adjusted is None:
         shown = say("shown", seeds=plural(max(len(members.runs) for members in groups), "seed"))
         return replace(one, notes=(shown, *notes))
-    one = replace(one, adjusted=adjusted, checks=(*one.checks, *_named_controls(study, claim, judged, assessed)))
+    one = replace(one, adjusted=adjusted, checks=(*one.checks, *_named_controls(study, claim, judged)))
     why = _inconclusive(one, adjusted)
     verdict: Judgment = "inconclusive" if why else "reproduced" if one.holds else "contradicted"
     if verdict == "contradicted" or (verdict == "reproduced" and claim.test == "equivalence"):
@@ -119,13 +112,10 @@ def _inconclusive(one: Verdict, adjusted: Adjusted) -> str:
         low_text, high_text = interval_text(claim, *effect.shifted(adjusted.alpha))
         return say("second test", low=low_text, high=high_text)
     positive = next((c for c in one.checks if c.name.startswith("positive control")), None)
-    negative = next((c for c in one.checks if c.name.startswith("negative control")), None)
-    if failed := [c.name for c in one.checks if not c.passed and c not in (positive, negative)]:
+    if failed := [c.name for c in one.checks if not c.passed and c is not positive]:
         return say("failed", names=", ".join(failed))
     if one.bounded:
         return one.bounded
-    if negative is not None and not negative.passed:
-        return say("negative")
     if (one.holds and claim.test != "equivalence") or (positive is not None and positive.passed):
         return ""
     lies = "within" if one.holds else "outside" if claim.test == "equivalence" else "short of"
@@ -141,48 +131,20 @@ def _excludes(claim: Claim, interval: tuple[float, float], holds: bool) -> bool:
     return low > claim.min_effect if holds else high < claim.min_effect
 
 
-def _named_controls(
-    study: Study, claim: Claim, judged: Mapping[str, Verdict], assessed: Mapping[str, Verdict]
-) -> list[Check]:
-    """Return the results of the controls that the claim names: other claims, or entries with the status control."""
+def _named_controls(study: Study, claim: Claim, judged: Mapping[str, Verdict]) -> list[Check]:
+    """Return the results of the controls that the claim names: other claims, or entries with the status control.
+
+    A claim passes as a control if it was reproduced and is not an equivalence, which shows no effect.
+    """
     checks = []
     for key in LEANS:
         name, other = key.replace("_", " "), getattr(claim, key)
-        positive = name != "negative control"
         if other in judged:
-            verdict = judged[other]
-            why = _fails_positive(verdict) if positive else _fails_negative(assessed[other])
-            checks.append(Check(f"{name} {other}", not why, why or verdict.verdict))
-        elif other in assessed:
-            checks.append(Check(f"{name} {other}", False, f"it depends on {claim.id} in turn"))
-        checks += [reaches(study, c, name, positive) for c in study.claims if c.id == other and c.status == "control"]
+            verdict, equal = judged[other].verdict, judged[other].claim.test == "equivalence"
+            detail = "an equivalence shows no effect" if verdict == "reproduced" and equal else verdict
+            checks.append(Check(f"{name} {other}", verdict == "reproduced" and not equal, detail))
+        checks += [reaches(study, c, name) for c in study.claims if c.id == other and c.status == "control"]
     return checks
-
-
-def _fails_positive(verdict: Verdict) -> str:
-    """Return why a claim fails as a positive control; empty if it was reproduced and is not an equivalence."""
-    if verdict.verdict != "reproduced":
-        return verdict.verdict
-    return "an equivalence shows no effect" if verdict.claim.test == "equivalence" else ""
-
-
-def _fails_negative(one: Verdict) -> str:
-    """Return why an assessed claim fails as a negative control; empty if it passes.
-
-    The whole 95 % interval must lie below the smallest effect of interest, in the direction of the claim, and all
-    checks must pass. An inconclusive claim is therefore not enough.
-    """
-    claim, effect = one.claim, one.effect
-    if one.open or effect is None or not effect.has_interval:
-        return sentence(one.open or "no interval").rstrip(".")
-    if failed := [check.name for check in one.checks if not check.passed]:
-        return f"failed checks: {', '.join(failed)}"
-    if one.bounded:
-        return one.bounded.rstrip(".")
-    ends = [claim.sign * end for end in (effect.low, effect.high)]
-    if claim.test == "equivalence":
-        ends = list(map(abs, ends))
-    return "" if max(ends) < claim.min_effect else "its interval reaches the smallest effect of interest"
 
 
 def _detectable(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted) -> float:

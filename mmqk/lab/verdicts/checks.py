@@ -211,16 +211,9 @@ def within_bound(runs: Sequence[Run]) -> Check | None:
     return Check("logits within the QK-Norm bound", worst <= BOUND_SLACK, detail)
 
 
-def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Check:
-    """Return the check that the median of the metric reaches ``at_least`` in every arm of a control; for a negative
-    control, that it reaches ``at_least`` in no arm.
-
-    Args:
-        study: the study with its runs.
-        control: the claim of status "control".
-        name: "positive control", "negative control" or "manipulation check".
-        reached: True if every arm must reach ``at_least``, False (negative control) if no arm may reach it.
-    """
+def reaches(study: Study, control: Claim, name: str) -> Check:
+    """Return the check that the median of the metric reaches ``at_least`` in every arm of a control, which is a claim
+    of status "control"; ``name`` is "positive control" or "manipulation check"."""
     metric, modality = find_metric(control.metric)
     assert isinstance(metric, Metric)
     details, passed = [], True
@@ -231,11 +224,11 @@ def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Ch
         worst = [metric.worst_seen(run, modality) for run in runs]
         values = [seen if math.isinf(value) else value for value, seen in zip(values, worst, strict=True)]
         median = float(np.median(values)) if values else math.nan
-        passed = passed and (median >= control.at_least if reached else median < control.at_least)
+        passed = passed and median >= control.at_least
         which = "median " if len(values) > 1 else ""
         result = f"{which}{number(median)} in" if values else "no finished run of"
         details.append(f"{result} “{study.label(arm)}”")
-    condition = f"{metric.label} {'at least' if reached else 'below'} {control.at_least:g}"
+    condition = f"{metric.label} at least {control.at_least:g}"
     return Check(f"{name} {control.id}", passed, f"{condition}: {', '.join(details)}")
 
 

@@ -64,38 +64,22 @@ def interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
     return fixed(low, places, "+"), f"{fixed(high, places, '+')} {unit}".strip()
 
 
-def effect_in_words(claim: Claim, effect: AnyEffect) -> dict[str, str]:
-    """Return the values for the template of a finding: ratio, difference, size, low, high, n and seeds.
-
-    The width of the interval determines the number of digits. The size of a difference is positive if its sign is the
-    claimed one; for an equivalence it is always positive.
-    """
+def effect_in_cell(claim: Claim, effect: AnyEffect | None, bounds: int = 0) -> str:
+    """Return the effect with its interval, unit and number of seeds, as in ``+0.54 (+0.28 to +0.79) nats, n = 3``;
+    empty for a claim without a verdict or an effect. The effect is a bound if failed runs count with the worst value
+    that was seen. The width of the interval determines the number of digits."""
+    if effect is None or not claim.decided:
+        return ""
     scale, unit = scale_of(claim)
     ends = [effect.value, *((effect.low, effect.high) if effect.has_interval else (math.nan, math.nan))]
     half = (ends[2] - ends[1]) / 2
     if scale == "log":
+        before = "×"
         value, low, high = (number(exp(v), 3 if half < ROUGH else 2) for v in ends)
-        size = value
     else:
-        places, sign = decimals(half), "-" if isinstance(effect, Auroc) else "+"
-        value, low, high = (fixed(v, places, sign) if math.isfinite(v) else number(v) for v in ends)
-        way = math.copysign(1, effect.value) if claim.test == "equivalence" else claim.sign
-        size = fixed(way * effect.value, places) if math.isfinite(effect.value) else number(way * effect.value)
-        value, size, high = (f"{text} {unit}".strip() for text in (value, size, high))
-    words = {"ratio": value, "difference": value.lstrip("+"), "size": size, "low": low, "high": high}
-    return {**words, "n": str(effect.n), "seeds": plural(effect.n, "seed")}
-
-
-def effect_in_cell(claim: Claim, effect: AnyEffect | None, bounds: int = 0) -> str:
-    """Return the effect with its interval, unit and number of seeds, as in ``+0.54 (+0.28 to +0.79) nats, n = 3``;
-    empty for a claim without a verdict or an effect. The effect is a bound if failed runs count with the worst value
-    that was seen."""
-    if effect is None or not claim.decided:
-        return ""
-    (scale, unit), words = scale_of(claim), effect_in_words(claim, effect)
-    before = "×" if scale == "log" else "AUROC " if isinstance(effect, Auroc) else ""
-    value, high = (words[name].removesuffix(unit).strip() for name in ("ratio", "high"))
-    interval = f"({words['low']} to {high})" if effect.has_interval else "(no interval)"
+        before, sign = ("AUROC ", "-") if isinstance(effect, Auroc) else ("", "+")
+        value, low, high = (fixed(v, decimals(half), sign) if math.isfinite(v) else number(v) for v in ends)
+    interval = f"({low} to {high})" if effect.has_interval else "(no interval)"
     bound = f", a bound: {plural(bounds, 'failed run')}" if bounds else ""
     return f"{before}{value} {interval} {unit}".strip() + f", n = {effect.n}{bound}"
 

@@ -25,7 +25,6 @@ def worded(words, mark, first, command):
         keys = ("statement", "source", "reference_value", "note", "would_contradict", "estimand")
         for claim in grid["claims"]:
             claim |= dict.fromkeys(keys, words) | {"source_access": mark}
-        grid["claims"][0]["finding"] = {"reproduced": f"{first} {words}"}
         grid["title"] = words
         grid["report"] |= {"command": command, "cannot_tell": [words, f"{first} {words}"]}
 

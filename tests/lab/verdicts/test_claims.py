@@ -186,35 +186,6 @@ def leaning(kind, other):
     return [BASIC | {kind: "N"}, nearby("N", status="exploratory", **other)]
 
 
-def test_an_effect_where_none_can_be_takes_a_verdict_away(tmp_path):
-    arms = {"a": Planted(20), "b": Planted(10), "c": Planted(10), "d": Planted(20)}
-    quiet = leaning("negative_control", {"treatment": "c", "control": "b"})
-    assert one(tmp_path / "quiet", arms, quiet).verdict == "reproduced"
-    loud = leaning("negative_control", {"treatment": "d", "control": "b"})
-    found = one(tmp_path / "loud", arms, loud)
-    assert found.verdict == "inconclusive" and not passed(found)["negative control N"]
-    # Runs that could not have shown an effect are no evidence against it.
-    wide = arms | {"c": Planted(10, spread=0.6)}
-    assert not passed(one(tmp_path / "wide", wide, quiet))["negative control N"]
-
-
-@pytest.mark.parametrize(("ratio", "passes"), [(1.0, True), (8.0, False), (1 / 8, False)])
-def test_an_equivalence_as_a_negative_control_has_two_sides(tmp_path, ratio, passes):
-    arms = {"a": Planted(20), "b": Planted(10), "c": Planted(10 * ratio)}
-    quiet = leaning("negative_control", {"treatment": "c", "control": "b", "test": "equivalence"})
-    found = one(tmp_path, arms, quiet)
-    assert passed(found)["negative control N"] == passes
-    assert found.verdict == ("reproduced" if passes else "inconclusive")
-
-
-def test_a_negative_control_can_be_a_value(tmp_path):
-    arms = {"a": Planted(20), "b": Planted(10)}
-    for at_least, verdict in ((15, "reproduced"), (5, "inconclusive")):
-        control = {"id": "N", "arms": ["b"], "at_least": at_least, "status": "control"}
-        found = one(tmp_path / str(at_least), arms, [BASIC | {"negative_control": "N"}, control])
-        assert found.verdict == verdict
-
-
 @pytest.mark.parametrize("ratio", [2.0, 0.5])
 def test_a_failed_manipulation_decides_neither_way(tmp_path, ratio):
     arms = {"a": Planted(10 * ratio), "b": Planted(10), "c": Planted(10), "d": Planted(30)}

@@ -20,40 +20,6 @@ def control(verdict, kind):
     return next(control for control in verdict.checks if control.name.startswith(kind))
 
 
-def negative(**fields):
-    """Return a change of the grid: C10 gets these fields and becomes the negative control of C2."""
-
-    def change(grid):
-        grid["claims"][0]["negative_control"] = "C10"
-        grid["claims"][2] |= {"positive_control": None} | fields
-
-    return change
-
-
-def test_a_negative_control_shows_nothing_only_where_something_could_show(tmp_path):
-    alike = {"image-off": Planted(60.0)}
-    found = verdicts(tmp_path / "sound", alike, negative())
-    assert control(found["C2"], "negative").passed and found["C2"].verdict == "reproduced"
-    # The effect is still small, but the runs learned nothing.
-    unlearned = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
-    found = verdicts(tmp_path / "unlearned", unlearned, negative())
-    assert found["C10"].effect.high < found["C10"].claim.min_effect
-    assert not control(found["C2"], "negative").passed and found["C2"].verdict == "inconclusive"
-    # There are fewer runs than registered.
-    found = verdicts(tmp_path / "few", alike, negative(seeds=6))
-    assert not control(found["C2"], "negative").passed
-
-
-def test_a_contradiction_needs_its_negative_control_too(tmp_path):
-    opposite = {"mixed-qk": Planted(120.0)}
-    assert (
-        verdicts(tmp_path / "sound", opposite | {"image-off": Planted(60.0)}, negative())["C2"].verdict
-        == "contradicted"
-    )
-    shows = verdicts(tmp_path / "shows", opposite | {"image-off": Planted(20.0)}, negative())
-    assert shows["C10"].verdict == "reproduced" and shows["C2"].verdict == "inconclusive"
-
-
 def test_no_difference_is_no_positive_control(tmp_path):
     """C2 is the positive control of C10: first C2 claims an effect, then an equivalence that is reproduced."""
     assert verdicts(tmp_path / "effect")["C10"].verdict == "contradicted"
@@ -64,15 +30,6 @@ def test_no_difference_is_no_positive_control(tmp_path):
     found = verdicts(tmp_path / "equal", {"mixed-qk": Planted(60.0)}, change)
     assert found["C2"].verdict == "reproduced"
     assert not control(found["C10"], "positive").passed and found["C10"].verdict == "inconclusive"
-
-
-def test_claims_that_lean_on_each_other_have_no_control(tmp_path):
-    def change(grid):
-        grid["claims"][0]["negative_control"] = "C10"
-        grid["claims"][2] |= {"positive_control": None, "negative_control": "C2"}
-
-    found = verdicts(tmp_path / "demo", None, change)
-    assert found["C2"].verdict == "inconclusive" and not control(found["C2"], "negative").passed
 
 
 def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
