@@ -145,7 +145,7 @@ class Given:
     compile: bool = False
     activation_checkpointing: bool = False
     threads: int = number(0, 0, 1024)
-    logging: list[Literal["tensorboard", "csv", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
+    logging: list[Literal["tensorboard", "wandb", "mlflow"]] = field(default_factory=lambda: ["tensorboard"])
     quiet: bool = False
     fork: str | None = None
     fork_skip_batches: int = number(0, 0, MOST_STEPS)

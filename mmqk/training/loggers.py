@@ -1,4 +1,4 @@
-"""Loggers that write all values to metrics.jsonl, CSV, W&B and MLflow."""
+"""Loggers that write all values to metrics.jsonl, W&B and MLflow."""
 
 from __future__ import annotations
 
@@ -116,9 +116,8 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
         except Exception as error:  # wandb, mlflow and their transports raise different errors
             raise UserError(f"logging: {name} cannot start ({_reason(error)}): {_ADVICE[name]}.") from error
         step = -1 if not before else max(before.get("step", -1), logged) if last is None else last
-        if run_id is not None:
-            known[name] = {"id": run_id, "step": step}
-            store.write_json(path, known)
+        known[name] = {"id": run_id, "step": step}
+        store.write_json(path, known)
         opened.append(Integration(run.out, name, logger, step))
     return opened
 
@@ -131,7 +130,7 @@ class Integration(RunLogger):
 
     Args:
         folder: The run folder.
-        name: csv, wandb or mlflow.
+        name: wandb or mlflow.
         logger: Lightning's logger.
         step: Last step that the logger has received. If metrics.jsonl has later steps, they are logged first.
     """
@@ -175,29 +174,18 @@ class Integration(RunLogger):
         ended = "failed" if stored is None else stored.status
         if self._kind == "wandb":
             self._safely(lambda: self._logger.experiment.finish(exit_code=int(ended != "completed")))
-        elif self._kind == "mlflow":
+        else:
             self._safely(lambda: self._logger.finalize(_MLFLOW_STATUS.get(ended, "FAILED")))
 
     def _safely(self, call: Callable[[], Any]) -> None:
-        if self._kind == "csv":
-            with store.naming(self._folder / "csv/metrics.csv"):
-                call()
-        elif not self._failed:
-            try:
-                call()
-            except Exception as error:
-                self._failed = True
-                print(
-                    f"{self._kind} gets no further values ({_reason(error)}); {METRICS_NAME} has all values.",
-                    file=sys.stderr,
-                )
-
-
-def _csv(run: RunConfig, run_id: str | None) -> tuple[Logger, None, None]:
-    from lightning.pytorch.loggers import CSVLogger
-
-    # Lightning removes the file of an earlier process; `Integration` writes the steps of that file again.
-    return CSVLogger(run.out, name="", version="csv"), None, None
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._failed = True
+            lost = f"{self._kind} gets no further values ({_reason(error)}); {METRICS_NAME} has all values."
+            print(lost, file=sys.stderr)
 
 
 def _wandb(run: RunConfig, run_id: str | None) -> tuple[Logger, str, None]:
@@ -250,13 +238,11 @@ def _mlflow(run: RunConfig, run_id: str | None) -> tuple[Logger, str, int | None
 
 
 # Each function returns Lightning's logger, the id of its run, and its last step (None if unknown).
-_OPEN: dict[str, Callable[[RunConfig, str | None], tuple[Logger, str | None, int | None]]] = {
-    "csv": _csv,
+_OPEN: dict[str, Callable[[RunConfig, str | None], tuple[Logger, str, int | None]]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
 _ADVICE = {
-    "csv": "fix that, or remove csv from logging",
     "wandb": "run `wandb login`, set WANDB_MODE=offline, or remove wandb from logging",
     "mlflow": "check MLFLOW_TRACKING_URI, or remove mlflow from logging",
 }

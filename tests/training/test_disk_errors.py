@@ -13,7 +13,6 @@ from mmqk.store import Alarm, AlarmRules, cli_main, read_alarms, read_status
 from mmqk.train import main
 from tests.faulty_disk import Disk, Site
 from tests.training.runs import series
-from tests.training.test_integrations import of_csv
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc for names of open files")
 PARTS = 5  # coprime to the periods 2 and 3 of the loop below
@@ -102,21 +101,6 @@ def test_a_checkpoint_that_the_disk_does_not_give_is_not_taken_for_a_damaged_one
     assert "Traceback" not in said and read_status(out).status == "failed"
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step00000004.ckpt"]
     assert cli_main(main)([*args, f"--out={out}"]) == 0 and same(out, undisturbed[0])
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_a_disk_error_of_the_csv_logger_ends_the_run_and_the_resume_writes_the_file_again(
-    args, undisturbed, tmp_path, capfd, full
-):
-    out = tmp_path / "run"
-    with Disk(out, ("open for writing", "csv/metrics.csv"), 1, errno.ENOSPC, full).mounted() as disk:
-        ended = cli_main(main)([*args, "--logging=[csv]", f"--out={out}"])
-    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(BESIDE)]
-    assert judge(ended, said, read_status(out).status, disk, out, full) == "" and ended == 1
-    assert full or f"{out}/csv/metrics.csv cannot be read or written" in said[0]
-    assert cli_main(main)([*args, "--logging=[csv]", f"--out={out}"]) == 0 and same(out, undisturbed[0])
-    # The alarm of step 3 is raised at a later step, so it has its own line.
-    assert [row["step"] for row in of_csv(out) if "alarm/stall" not in row] == [0, 1, 2, 3, 4]
 
 
 def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path, full: bool) -> str:

@@ -1,11 +1,10 @@
 """The loggers record every value of metrics.jsonl once, even after an error and a resume.
 
-What CSV and MLflow have is read back; what W&B gets is recorded by a stand-in logger."""
+What MLflow has is read back; what W&B gets is recorded by a stand-in logger."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import math
 import shutil
@@ -24,19 +23,13 @@ from mmqk.training.checkpoint import Checkpoints
 from mmqk.training.loggers import Integration
 from tests.training.runs import WHOLE, series
 
-ALL = ["csv", "wandb", "mlflow"]
+ALL = ["wandb", "mlflow"]
 # A warning of SQLAlchemy, which mlflow uses.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 
 
 def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
-
-
-def of_csv(run: Path) -> list[dict[str, Any]]:
-    with open(run / "csv/metrics.csv", newline="") as file:
-        rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
-    return plain(rows)
 
 
 def mlflow_run(run: Path) -> tuple[Any, Any]:
@@ -57,15 +50,12 @@ def of_mlflow(run: Path) -> list[dict[str, Any]]:
     return plain([steps[step] for step in sorted(steps)])
 
 
-READERS = {"csv": of_csv, "mlflow": of_mlflow}
-
-
 @pytest.fixture(scope="module")
 def args(tiny_args) -> Iterator[list[str]]:
     """Yield the command line of a run with every installed logger, in offline mode."""
     from importlib.util import find_spec
 
-    names = [name for name in ALL if name == "csv" or find_spec(name)]
+    names = [name for name in ALL if find_spec(name)]
     if "mlflow" in names and not find_spec("sqlalchemy"):
         names.remove("mlflow")
     with pytest.MonkeyPatch.context() as patch:
@@ -108,12 +98,11 @@ def needs(name: str, args: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", READERS)
-def test_a_logger_has_the_values_of_metrics_jsonl_once_after_an_error_and_a_resume(name, args, broken, resumed):
-    needs(name, args)
-    assert READERS[name](broken) == series(broken)
+def test_mlflow_has_the_values_of_metrics_jsonl_once_after_an_error_and_a_resume(args, broken, resumed):
+    needs("mlflow", args)
+    assert of_mlflow(broken) == series(broken)
     lines = series(resumed)
-    assert READERS[name](resumed) == lines and [line["step"] for line in lines] == list(range(13))
+    assert of_mlflow(resumed) == lines and [line["step"] for line in lines] == list(range(13))
     assert "q_norm/text/layer01" in lines[12] and "val_loss/image" in lines[12]
 
 
@@ -204,7 +193,3 @@ def test_a_lost_connection_does_not_end_the_run_and_is_printed_once(tmp_path, ca
     logger.finalize("success")
     assert [step for step, _ in kept.calls] == [0, 1]
     assert capsys.readouterr().err == "mlflow gets no further values (no route); metrics.jsonl has all values.\n"
-    failing = Integration(tmp_path, "csv", Kept(fails=0), step=-1)  # the control: an error of csv ends the run
-    failing.log_metrics({"loss": 1.0}, 0)
-    with pytest.raises(ConnectionError):
-        failing.save()
