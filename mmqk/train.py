@@ -230,7 +230,7 @@ def _attach(
 
 
 def _tensorboard(run: RunConfig, resumed_at: int | None) -> list[Any]:
-    from mmqk.training.tensorboard import StoryLogger
+    from mmqk.training.loggers import StoryLogger
 
     if "tensorboard" not in run.logging:
         return []

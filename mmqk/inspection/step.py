@@ -17,8 +17,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.loader import MicroBatches
 from mmqk.inspection.page import FILTERS, SLOT_WORDS, TEMPLATES, sequence_views
-from mmqk.inspection.position import Position
-from mmqk.inspection.samples import places_of, samples_of
+from mmqk.inspection.position import Position, places_of, samples_of
 from mmqk.lab import formatting as report
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.patch import named_function

@@ -12,8 +12,17 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 
-from .read import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, hf_name
-from .vocabulary import STORED_SIZES, chameleon_vocabulary
+from .read import (
+    CHAMELEON,
+    CHAMELEON_QK_EPS,
+    IMAGE_PREFIX,
+    IMAGE_TOKENIZER,
+    LLAMA,
+    QWEN3,
+    STORED_SIZES,
+    WRITTEN,
+    hf_name,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,6 +178,21 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_length,
         }
     return parameters
+
+
+def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return a vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
+
+    Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
+    """
+    start, vocabulary = 0, {}
+    for name, size in vocab_sizes.items():
+        if name == "image":
+            for code in range(size):
+                letters = "".join(chr(ord("A") + int(digit)) for digit in str(code))
+                vocabulary[f"{IMAGE_PREFIX}{letters}Z"] = start + code
+        start += size
+    return vocabulary
 
 
 def import_transformers() -> Any:

@@ -28,9 +28,8 @@ from mmqk.progress import Progress
 from mmqk.store import Alarm, AlarmRules, DivergenceRule, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.checkpoint import Checkpoints, Interrupted, ends_step
-from mmqk.training.loggers import RunLogger
+from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.module import StepRecord, TrainingModule
-from mmqk.training.tensorboard import StoryLogger
 
 FLUSH_EVERY = 10  # steps
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmqk.store import read_metrics
-from mmqk.training.tensorboard import StoryLogger, over_layers
+from mmqk.training.loggers import StoryLogger, over_layers
 
 
 def accumulated(folder: Path) -> Any:

@@ -32,7 +32,7 @@ TRAIN = "mmqk.train:main"
 PRELOAD = (
     "mmqk.train", "mmqk.config", "mmqk.data.datamodule", "mmqk.monitors.own.callback",
     "mmqk.training.checkpoint", "mmqk.training.fork.start", "mmqk.training.loggers", "mmqk.training.loop",
-    "mmqk.training.module", "mmqk.training.ranks", "mmqk.training.tensorboard",
+    "mmqk.training.module", "mmqk.training.ranks",
     "lightning.pytorch.utilities.exceptions", "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.event_file_writer",
 )  # fmt: skip
