@@ -17,12 +17,12 @@ import yaml
 import mmqk
 from mmqk.config import SECTIONS, resolve
 from mmqk.config.fork import ForkConfig, Parent
-from mmqk.config.parse import leaves
+from mmqk.config.parse import Loader, leaves
 from mmqk.config.run import Given
 from mmqk.lab.grid import GridFile
 from mmqk.lab.grid.arms import Arm, ArmFile, ArmFork, LrRule, read_yaml
 from mmqk.lab.grid.claims import Claim, read_claims
-from mmqk.model.ranges import Range, check_fields, decimal_numbers, number, range_of
+from mmqk.model.ranges import Range, check_fields, number, range_of
 from mmqk.store import UserError
 
 PACKAGE = Path(mmqk.__file__).parent
@@ -195,7 +195,7 @@ def test_numbers_in_files_are_decimal(tmp_path):
     grids these values are text, which a field for numbers refuses."""
     text = "a: [0x10, 010, 1:30, 0b1, 12, 1_000, 1.5e+3, -2, 0, .5, .inf]\n"
     assert yaml.safe_load(text)["a"][:4] == [16, 8, 90, 1]
-    read = yaml.load(text, Loader=decimal_numbers(yaml.SafeLoader))["a"]
+    read = yaml.load(text, Loader=Loader)["a"]
     assert read == ["0x10", "010", "1:30", "0b1", 12, 1000, 1500.0, -2, 0, 0.5, math.inf]
     (tmp_path / "run.yaml").write_text("optim: {warmup_steps: 0x10}\n")
     with pytest.raises(UserError, match=r"optim\.warmup_steps is '0x10': it must be a valid integer"):

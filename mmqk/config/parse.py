@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mmqk.model.ranges import decimal_numbers, shortened
+from mmqk.model.ranges import shortened
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Fields:
         """
         self.configs.append(file)
         try:
-            given = yaml.load(read_utf8(file, "check the path after --config"), Loader=_Loader)
+            given = yaml.load(read_utf8(file, "check the path after --config"), Loader=Loader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(f"{file} is not the YAML of a run ({' '.join(str(error).split())}): check it.") from error
         if not isinstance(given, dict):
@@ -130,7 +130,7 @@ class Fields:
                 continue
             leaf = self.known.get(name)
             is_text = leaf is not None and str in _parts(leaf.hint) and text != "null"
-            given.append({name: text if is_text else _value(name, text)})
+            given.append({name: text if is_text else yaml_value(name, text)})
         for each in given:
             self.add(each)
 
@@ -257,29 +257,49 @@ def _sentence(error: ValidationError, known: Mapping[str, Leaf], values: Mapping
     return f"{name} is {given}: it must be {' or '.join(dict.fromkeys(messages))}."
 
 
-def _value(name: str, text: str) -> Any:
-    """Return the value of a word, read as YAML."""
+def yaml_value(name: str, text: str) -> Any:
+    """Return the value of a word, read as YAML.
+
+    Raises:
+        UserError: the text is no YAML.
+    """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"{name} is {shortened(text)}, which is not the YAML of a value.") from None
 
 
-class _Loader(decimal_numbers(yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML loader that reads 1e-3 as a number, keeps dates as text, and refuses a key that is written twice."""
+class Loader(yaml.SafeLoader):
+    """YAML loader for runs and grids.
+
+    Only decimal numbers are numbers, 1e-3 among them. YAML 1.1 also reads 0x10 (16), 010 (8) and 1:30 (90) as numbers,
+    and does not read 1e-3. They are text here, and so are dates and integers of 19 digits or more. A key that is
+    written twice is refused, and so is one that is not text, such as on, which YAML reads as true.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # These are the written keys. A merge key (``<<``) later adds others, which the written keys override.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-            raise yaml.YAMLError(f"the key {twice[0]!r} is written twice: remove one")
+        seen = set()
+        for key in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
+            problem = f"the key {key.value!r} is written twice: remove one" if key.value in seen else ""
+            if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                problem = f"the key {key.value} is not text in YAML: put it in quotes"
+            if problem:
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add(key.value)
         return node
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in each if tag != "tag:yaml.org,2002:timestamp"]
-    for first, each in _Loader.yaml_implicit_resolvers.items()
+_REFUSED = {
+    "tag:yaml.org,2002:int": r"(?![-+]?0[0-9a-zA-Z_]|[^:]*:|[-+]?[0-9_]{19})",
+    "tag:yaml.org,2002:float": r"(?![^:]*:)",
+    "tag:yaml.org,2002:timestamp": r"(?!)",
 }
-_Loader.add_implicit_resolver(
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, re.compile(f"{_REFUSED.get(tag, '')}(?:{known.pattern})", known.flags)) for tag, known in each]
+    for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )

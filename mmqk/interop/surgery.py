@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from mmqk.checkpoint import PREFIX, load_checkpoint, newest_checkpoint
 from mmqk.config.fork import check_forkable
+from mmqk.config.parse import yaml_value
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
 from mmqk.data.ids import load_ids
@@ -35,22 +35,14 @@ def fields_of(words: list[str]) -> dict[str, Any]:
     """Return the fields of ``--set model.NAME=VALUE``, by their names without ``model.``.
 
     Raises:
-        UserError: a word has another form.
+        UserError: a word has another form, or its value is no YAML.
     """
     fields: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        read: Any = None
-        try:
-            read = yaml.safe_load(value)
-        except yaml.YAMLError:
-            equals = ""
-        if isinstance(read, str):
-            with contextlib.suppress(ValueError):
-                read = float(read)  # YAML reads 1e-6, which has no point, as text
-        fields[name.removeprefix("model.")] = read
         if not equals or not name.startswith("model."):
             raise UserError(f"--set {word} is not of the form model.FIELD=VALUE, such as model.qk_norm.kind=rms.")
+        fields[name.removeprefix("model.")] = yaml_value(name, value)
     return fields
 
 

@@ -15,7 +15,6 @@ that the model can be used without the packages of the laboratory.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
@@ -120,17 +119,3 @@ def shortened(value: Any) -> str:
         return "a number of more than 24 digits"
     text = f"'{value}'" if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else f"{text[:56]} …"
-
-
-def decimal_numbers(loader: Any) -> Any:
-    """Return a PyYAML loader class that reads only decimal numbers as numbers. YAML 1.1 also reads 0x10 (16), 010 (8)
-    and 1:30 (90) as numbers; they become text, and so do integers of 19 digits or more."""
-    refused = {
-        "tag:yaml.org,2002:int": r"(?![-+]?0[0-9a-zA-Z_]|[^:]*:|[-+]?[0-9_]{19})",
-        "tag:yaml.org,2002:float": r"(?![^:]*:)",
-    }
-    resolvers = {
-        first: [(tag, re.compile(f"{refused.get(tag, '')}(?:{known.pattern})", known.flags)) for tag, known in each]
-        for first, each in loader.yaml_implicit_resolvers.items()
-    }
-    return type(loader.__name__, (loader,), {"yaml_implicit_resolvers": resolvers})

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, decimal_numbers, number, ranged
+from mmqk.model.ranges import LARGEST, MOST_SEED, MOST_STEPS, SMALLEST, check_fields, number, ranged
 from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")
@@ -22,8 +22,6 @@ LrChoice = Literal["matched", "own_best"]
 # Fields that an arm cannot set, because the grid sets them.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed", "fork_new_moments", "fork_skip")
-# YAML reads 1e-3 as text, because it has no decimal point. On an axis, such text is converted to a number.
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
 
 
@@ -238,7 +236,6 @@ def read_axes(record: Mapping[str, Any], where: str) -> tuple[Axis, ...]:
             if not pairs or not named[0] or any(fields != named[0] for fields in named):
                 raise UserError(f"{place}: every group must set the same fields")
         elif isinstance(values, list) and values:
-            values = [float(v) if isinstance(v, str) and _EXPONENT.fullmatch(v) else v for v in values]
             prefix = last if short.count(last) == 1 else name
             pairs = [(f"{prefix}{_suffix(v)}", {name: v}) for v in values]
         else:
@@ -291,28 +288,6 @@ def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
 # Reading --------------------------------------------------------------------------------------------------
 
 
-class _Loader(decimal_numbers(yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML loader that refuses a duplicate key, which would silently drop an arm, and a key that is not text."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # These are the written keys. A merge key (``<<``) later adds others, which the written keys override.
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            # YAML reads the keys ``on`` and ``yes`` as booleans and ``1`` as a number, so their names would silently
-            # change.
-            if key.tag != yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
-                problem = f"the key {key.value} is not text in YAML: put it in quotes"
-                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-            if key.value in seen:
-                problem = f"the key {key.value!r} is written twice"
-                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-            seen.add(key.value)
-        return node
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file as plain data.
 
@@ -320,9 +295,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, is not a YAML mapping, or has a duplicate key or a number that is not
             finite.
     """
+    from mmqk.config.parse import Loader  # as in `build`
+
     text = read_utf8(path, "give a grid such as those in configs/ablations")
     try:
-        raw = yaml.load(text, Loader=_Loader)
+        raw = yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
@@ -330,11 +307,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path} must be a mapping of names to values, not {type(raw).__name__}")
-    # Convert dates to text, because the grid is stored with the runs as JSON.
     try:
-        return json.loads(json.dumps(raw, default=str, allow_nan=False))
+        json.dumps(raw, allow_nan=False)  # the grid is stored with the runs as JSON
     except ValueError as error:
         raise UserError(f"{path} has a number that is not finite (.inf or .nan)") from error
+    return raw
 
 
 def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
