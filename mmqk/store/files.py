@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,14 +120,11 @@ def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
     Other files in ``out`` are not changed.
 
     Raises:
-        OSError: the folder cannot be written. It is then unchanged, or still absent.
+        OSError: the folder cannot be written. Its files are then unchanged.
     """
-    out = Path(os.path.abspath(out))
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = out.parent if made else out
-        with naming(out), tempfile.TemporaryDirectory(TEMPORARY_SUFFIX, f".{out.name}.", beside) as scratch:
+    with naming(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(TEMPORARY_SUFFIX, ".", out) as scratch:
             for name, content in files.items():
                 path = Path(scratch) / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,13 +133,6 @@ def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             for name in files:
                 os.replace(Path(scratch) / name, out / name)
-    except OSError:
-        if made:
-            shutil.rmtree(out, ignore_errors=True)
-        for folder in made[1:]:
-            with contextlib.suppress(OSError):  # the folder has other files
-                folder.rmdir()
-        raise
 
 
 class DamagedFile(UserError):
@@ -285,9 +274,7 @@ def named_config(name: str, folders: Sequence[str] = CONFIGS) -> Path | None:
 
 
 def _config(value: str, folders: Sequence[str]) -> str:
-    """Return the value of ``--config`` with a shipped name replaced by the path of its file. JSON is not changed."""
-    if value.lstrip().startswith("{"):
-        return value
+    """Return the value of ``--config`` with a shipped name replaced by the path of its file."""
     file = named_config(value, folders)
     grid = (file or named_config(value, GRIDS)) if folders == CONFIGS else None
     if grid is not None and _is_grid(grid):
@@ -298,10 +285,12 @@ def _config(value: str, folders: Sequence[str]) -> str:
         return str(file)
     if Path(value).suffix or Path(value).exists():
         return value  # the code that reads the file raises the error
-    near = _nearest(value, folders)
+    roots = [SHIPPED / folder for folder in folders]
+    files = [(root, path) for root in roots for path in (*root.glob("*.yaml"), *root.glob("recipes/*.yaml"))]
+    names = sorted(path.relative_to(root).with_suffix("").as_posix() for root, path in files)
     raise UserError(
-        f"{value} is neither a file nor the name of a shipped {'grid' if folders == GRIDS else 'configuration'}: "
-        + (f"did you mean {near}?" if near else f"give a path, or one of {', '.join(shipped_names(folders))}")
+        f"{value} is neither a file nor the name of a shipped {'grid' if folders == GRIDS else 'configuration'}: give a"
+        f" path, or one of {', '.join(difflib.get_close_matches(value, names, n=1) or names)}"
     )
 
 
@@ -314,27 +303,11 @@ def _is_grid(file: Path) -> bool:
         return False  # the code that reads the file raises the error
 
 
-def _nearest(name: str, folders: Sequence[str]) -> str | None:
-    """Return the shipped name most similar to this one, with or without its folder; None if no name is similar."""
-    known = {short: full for full in shipped_names(folders) for short in (Path(full).name, full)}
-    near = difflib.get_close_matches(name, known, n=1)
-    return known[near[0]] if near else None
-
-
-def shipped_names(folders: Sequence[str]) -> list[str]:
-    """Return the names of the shipped files in these folders and in their subfolders ``recipes``."""
-    roots = [SHIPPED / folder for folder in folders]
-    files = [(root, path) for root in roots for path in (*root.glob("*.yaml"), *root.glob("recipes/*.yaml"))]
-    return sorted(path.relative_to(root).with_suffix("").as_posix() for root, path in files)
-
-
 def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[str]:
     """Return a command line in which the value of each ``--config`` is a path.
 
-    A first word without leading dashes and without ``=`` is a config too, and so are the words after it that name a
-    config.
-
-    ``demo optim.lr=0.01`` becomes ``--config path/to/configs/demo.yaml optim.lr=0.01``.
+    The first words are configs too, up to one with leading dashes or with ``=``: ``demo optim.lr=0.01`` becomes
+    ``--config path/to/configs/demo.yaml optim.lr=0.01``.
 
     Args:
         argv: the command line.
@@ -344,7 +317,7 @@ def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[
         UserError: a config is neither a file nor a shipped name, or is a grid although one run is trained.
     """
     words, place = list(argv), 0
-    while place < len(words) and _names_config(words[place], folders, first=place == 0):
+    while place < len(words) and not words[place].startswith("-") and "=" not in words[place]:
         words.insert(place, "--config")
         place += 2
     for i, word in enumerate(words):
@@ -354,12 +327,3 @@ def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[
         elif i and words[i - 1] == "--config" and not word.startswith("-"):
             words[i] = _config(word, folders)
     return words
-
-
-def _names_config(word: str, folders: Sequence[str], first: bool) -> bool:
-    """Return whether a word at the start of a command line is a config. A word after the first is a config only if it
-    looks like one."""
-    if word.startswith("-") or "=" in word:
-        return False
-    named = named_config(word, (*folders, *GRIDS)) or _nearest(word, folders)
-    return first or named is not None or Path(word).suffix in (".yaml", ".yml")
