@@ -74,7 +74,7 @@ def test_a_grid_becomes_command_lines_the_first_seed_of_every_arm_first(write, t
         *base,
         "--model.qk_norm.kind=rms",
         "--loss.weights.image=0.0",
-        "--optim.lr=1e-1",
+        "--optim.lr=0.1",
         "--model.attn_softcap=null",
         "--seed=0",
     )
