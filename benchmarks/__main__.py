@@ -127,6 +127,7 @@ def _parser() -> OneSentenceParser:
     parser.add_argument("--rounds", type=int, help="counted rounds per row (default: the table's)")
     parser.add_argument("--repeat", type=int, help="repetitions per row and round (default: the table's)")
     parser.add_argument("--rows", metavar="REGEX", help="only the rows whose name matches (default: all)")
+    parser.add_argument("--peers", action="store_true", help="with data: resumable readers of tars by other libraries")
     parser.add_argument("--minutes", type=float, help="stop after M minutes: skip later units, shorten the current one")
     parser.add_argument("--compiled", action="store_true", help="measure compiled rows on a CPU too; slow")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
@@ -156,6 +157,7 @@ def _context(given: Any) -> Context:
         compiled=given.compiled,
         threads=given.threads,
         rows=given.rows,
+        peers=given.peers,
         until=math.inf if given.minutes is None else time.monotonic() + 60 * given.minutes,
     )
 

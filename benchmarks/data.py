@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import streams
 from benchmarks.harness import Candidate, Context, Row, Unit, compare, seconds_of
 from benchmarks.others import needs
 from benchmarks.setups import toy
@@ -44,6 +45,8 @@ Make = Callable[[], Callable[[], Work]]
 
 def units(context: Context) -> list[Unit]:
     """Return the units of this table."""
+    if context.peers:
+        return [Unit("data", "peers", 1200, streams.measure)]
     return [
         Unit("data", "shipped-pairs", 60, _measure),
         Unit("data", "streams", 60, _streams),

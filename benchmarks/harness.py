@@ -68,6 +68,7 @@ class Context:
         compiled: whether to measure compiled rows on a CPU too.
         threads: number of CPU threads.
         rows: regular expression for the names of the rows to measure; None for all rows.
+        peers: whether the table of the data is that of `benchmarks.streams`.
         until: `time.monotonic()` value after which no candidate is built and no round is started.
         toy: command-line arguments of a run at toy size.
     """
@@ -79,6 +80,7 @@ class Context:
     compiled: bool = False
     threads: int = 2
     rows: str | None = None
+    peers: bool = False
     until: float = math.inf
     toy: Sequence[str] = ("--config=configs/demo.yaml",)
 

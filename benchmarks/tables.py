@@ -9,6 +9,10 @@ from typing import Any
 from benchmarks.flops import peak_flops
 from benchmarks.harness import MEASURED, Row, quartiles
 
+SCENARIOS = (  # of benchmarks.streams
+    "two epochs", "new order", "resume", "second resume", "at epoch's end", "2 workers", "0 to 2 workers",
+    "2 ranks to 1", "uneven tars", "broken sample", "same tar", "tars in 64",
+)  # fmt: skip
 Unit = Mapping[str, Any]
 Cell = Callable[[Row, Row | None, Unit], str]
 HEADINGS = {
@@ -128,6 +132,13 @@ def _parameters(row: Row, base: Row | None, unit: Unit) -> str:
     return f"{row['work']['parameters'] / 1e6:,.1f}M"
 
 
+def _stored(heading: str) -> Cell:
+    def cell(row: Row, base: Row | None, unit: Unit) -> str:
+        return row.get("cells", {}).get(heading, "")
+
+    return cell
+
+
 _TIME: dict[str, Cell] = {"ms a step": _ms, "quartiles": _ms_spread}
 _MIB: dict[str, Cell] = {"peak MiB": _memory}
 _COST: dict[str, Cell] = {"cost": _cost, "quartiles of the cost": _cost_spread}
@@ -145,7 +156,10 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "together": {
         "steps/s of all": _rate("steps"), "quartiles": _rate_spread("steps"), "over one process": _faster("steps"),
     },
-    "data": {"samples/s": _rate("samples"), "tokens/s": _rate("tokens"), "over WebDataset": _faster("samples")},
+    "data": {
+        **{heading: _stored(heading) for heading in SCENARIOS},
+        "samples/s": _rate("samples"), "tokens/s": _rate("tokens"), "over WebDataset": _faster("samples"),
+    },
     "loss": {**_TIME, **_MIB, "peak over dense": _memory_share, "time over dense": _times},
 }  # fmt: skip
 
