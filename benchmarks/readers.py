@@ -264,7 +264,8 @@ class Energon(Reader):
     def redistributed(self, states: Sequence[Any]) -> list[Any]:
         """Return the states for the number of ranks of this reader."""
         before, after = (Path(self.setup.folder) / name for name in ("before", "after"))
-        before.mkdir(exist_ok=True)
+        for path in (before, after):
+            path.mkdir(exist_ok=True)
         for rank, state in enumerate(states):
             torch.save(state, before / f"rank{rank}.pt")
         files = [str(before / f"rank{rank}.pt") for rank in range(len(states))]
